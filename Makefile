@@ -1,0 +1,71 @@
+# One command each; whatever it needs is installed first, into .venv (once: a stamp makes later calls instant).
+#
+#   make demo      a 4-bit checkpoint made, imported, packed, compiled, tuned, called, checked and timed on this machine
+#   make test      ruff, pyright and all tests
+#   make lint      ruff and pyright alone
+#   make gpu-test  the tests that need an NVIDIA GPU, alone
+#   make results   results/README.md, its plots, and the generated parts of README.md
+#   make setup     the environment alone
+#
+#   PYTHON=python3.12  the interpreter that makes the environment (3.11 or 3.12)
+#   VENV=path          another environment, made there if it is not
+#   VENV=              (empty) none: use PYTHON as it stands and install nothing
+#   JOBS=4             test processes
+
+VENV = .venv
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 4 ? 4 : n)))
+EXTRAS = compile,draw,checkpoints,dev
+
+ifneq ($(strip $(VENV)),)
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/.tilebit-setup
+else
+# Nothing is installed, so the linked tree stands in for the package. The safe path keeps the checkout's own tilebit/ folder,
+# which is the door alone, from being imported in its place.
+PY = $(or $(PYTHON),python3)
+SETUP := links
+export PYTHONPATH := $(CURDIR)/build/tree:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PYTHONSAFEPATH := 1
+endif
+
+.PHONY: demo test lint gpu-test results setup links
+.DEFAULT_GOAL := test
+
+setup: $(SETUP)
+
+ifneq ($(strip $(VENV)),)
+$(SETUP): pyproject.toml constraints.txt
+	@test -n "$(strip $(PYTHON))" || { echo "make: no Python 3.11 or 3.12 found (tried python3, python3.12, python3.11); install one or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"make: PYTHON is {sys.version.split()[0]}; accepted: 3.11 or 3.12; name one: make PYTHON=python3.12")'
+	@echo "setup: installing into $(VENV) (once; a few minutes where torch comes with CUDA)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+endif
+
+# The folders under their import name, for pyright and for running without an installation. Links are renewed at each call: files come and go.
+links:
+	@mkdir -p build/tree/tilebit
+	@find build/tree -xtype l -delete
+	@ln -sfn $(addprefix ../../../,$(wildcard tilebit/*) layouts schedules tiles autotune) build/tree/tilebit/
+
+demo: $(SETUP)
+	@$(PY) -m tilebit.demo
+
+lint: $(SETUP) links
+	@$(PY) -m ruff check .
+	@$(PY) -m pyright --pythonpath $(PY)
+
+test: $(SETUP)
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory lint && \
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal && \
+	echo "make test: ruff, pyright and pytest passed in $$(( $$(date +%s) - start )) s"
+
+gpu-test: $(SETUP)
+	@$(PY) -m pytest -q -m gpu
+
+results: $(SETUP)
+	@$(PY) -m results.render

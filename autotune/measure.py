@@ -1,0 +1,121 @@
+"""Timing: medians over rotating operands, so that no cache holds what a real call would have to fetch.
+
+On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host never shows; on the CPU calls are timed one by one.
+Several implementations are measured in alternation, so that a change of clocks meets all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+CACHE_FACTOR = 2.05  # operand sets exceed this many times the last cache
+MIN_REPLAYS = 20
+MAX_REPLAYS = 60
+REPLAY_US = 1500.0  # a graph holds calls for about this long, and at least MIN_CALLS
+MIN_CALLS = 20
+SPIN_CYCLES = 2_000_000  # about a millisecond: the host runs ahead meanwhile
+CPU_SECONDS = 0.25  # per implementation, once MIN_REPLAYS are done
+CPU_MAX_CALLS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of one call: median, 20th and 80th percentile over ``replays`` samples of ``calls`` calls each."""
+
+    us: float
+    us_p20: float
+    us_p80: float
+    calls: int
+    replays: int
+
+
+def copies_needed(operand_bytes: int, cache_bytes: int) -> int:
+    """Operand sets to rotate over, so that together they exceed twice the last cache."""
+    return int(CACHE_FACTOR * cache_bytes // max(operand_bytes, 1)) + 1
+
+
+def time_calls(named: Mapping[str, Sequence[Call]], device: str) -> dict[str, Timing]:
+    """Time each implementation: ``named[name]`` holds one callable per operand copy, which launches on ``device`` ("cpu", "cuda:0"); on
+    CUDA they must be capturable. Raises ``ValueError`` when there is nothing to call."""
+    for name, calls in named.items():
+        if not calls:
+            raise ValueError(f"{name!r} has no calls; accepted: one callable per operand copy")
+    return _time_cuda(named) if device.startswith("cuda") else _time_cpu(named)
+
+
+def _summary(samples: list[float], calls: int) -> Timing:
+    tenths = quantiles(samples, n=10, method="inclusive")
+    return Timing(tenths[4], tenths[1], tenths[7], calls, len(samples))
+
+
+def _time_cpu(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name: [] for name in named}
+    for calls in named.values():
+        for call in calls:  # touch every page and wake the threads
+            call()
+    begin, turn = time.perf_counter(), 0
+    while turn < MIN_REPLAYS or (turn < CPU_MAX_CALLS and time.perf_counter() - begin < CPU_SECONDS * len(named)):
+        for name, calls in named.items():
+            call = calls[turn % len(calls)]
+            start = time.perf_counter_ns()
+            call()
+            samples[name].append((time.perf_counter_ns() - start) / 1e3)
+        turn += 1
+    return {name: _summary(values, 1) for name, values in samples.items()}
+
+
+def _time_cuda(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+    graphs = {name: _capture(calls) for name, calls in named.items()}
+    slowest = max(us for _, _, us in graphs.values())
+    replays = max(MIN_REPLAYS, min(MAX_REPLAYS, int(5e4 / max(slowest, 1.0))))
+    events = [{name: (_event(), _event()) for name in graphs} for _ in range(replays)]
+    torch.cuda._sleep(SPIN_CYCLES)
+    for turn in events:
+        for name, (graph, _, _) in graphs.items():
+            start, stop = turn[name]
+            start.record()
+            graph.replay()
+            stop.record()
+    torch.cuda.synchronize()
+    return {
+        name: _summary([turn[name][0].elapsed_time(turn[name][1]) * 1e3 / calls for turn in events], calls)
+        for name, (_, calls, _) in graphs.items()
+    }
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _capture(functions: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int, float]:
+    """(graph, calls in it, microseconds of one replay); the calls rotate over ``functions`` a whole number of times."""
+    stream, start, stop = torch.cuda.Stream(), _event(), _event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for function in functions[:3]:
+            function()
+        start.record(stream)
+        for turn in range(3):
+            functions[turn % len(functions)]()
+        stop.record(stream)
+    torch.cuda.synchronize()
+    one = start.elapsed_time(stop) * 1e3 / 3
+    calls = max(MIN_CALLS, len(functions), min(64, int(REPLAY_US / max(one, 1.0))))
+    calls = -(-calls // len(functions)) * len(functions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for turn in range(calls):
+            functions[turn % len(functions)]()
+    graph.replay()
+    start.record()
+    graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return graph, calls, start.elapsed_time(stop) * 1e3

@@ -1,0 +1,222 @@
+"""The tuner: candidates, ranked, compiled, verified, measured, recorded.
+
+Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates among the records before it does anything: so an
+interrupted run continues where it stopped and measures nothing twice. A record counts while artifact, workload, device and driver are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..schedules.records import TuningRecord
+from ..schedules.schedule import Schedule
+from ..schedules.select import refresh
+from ..schedules.target import Target, detect_target, driver_version
+from ..schedules.workload import Workload, m_bucket
+from ..tiles.cache import ArtifactCache
+from ..tiles.compile import CompileFailure, CompileRequest
+from ..tiles.kernel import Kernel
+from ..tiles.pool import CompilePool
+from .progress import TuningBar
+from .provenance import now, package_versions, source_commit
+from .search import Patience, shortlist
+from .store import RecordStore
+from .worker import DeviceWorker, Outcome
+
+MAX_CANDIDATES = 32
+PATIENCE = 12  # measurements in a row without progress that end a workload's search
+
+
+class TuneError(RuntimeError):
+    """The tuner cannot go on, for a reason that is no candidate's fault. What was recorded stays; run it again to continue."""
+
+
+class Compiler(Protocol):
+    """Makes kernels of requests, in order; a failed one becomes a ``CompileFailure``."""
+
+    def compile(self, requests: Sequence[CompileRequest]) -> list[Kernel | CompileFailure]: ...
+
+
+class Measurer(Protocol):
+    """Verifies and times one kernel directory."""
+
+    def measure(self, kernel: Path, workload: Workload, schedule: Schedule, target: Target) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TunedWorkload:
+    """What tuning one workload came to.
+
+    ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried now, ``reused`` were known, and ``failed`` of those two have no
+    time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
+    """
+
+    workload: Workload
+    best: TuningRecord | None
+    measured: int
+    reused: int
+    failed: int
+    left: int
+    stopped: str
+
+
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """The results of one ``tune`` call, in the order of its workloads, and the seconds it took."""
+
+    results: tuple[TunedWorkload, ...]
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every workload has a working schedule and none ran out of budget."""
+        return all(r.best is not None and r.stopped != "budget" for r in self.results)
+
+
+def tune(
+    workloads: Iterable[Workload],
+    target: Target,
+    *,
+    budget_s: float | None = None,
+    store: RecordStore | None = None,
+    cache: ArtifactCache | None = None,
+    compiler: Compiler | None = None,
+    measurer: Measurer | None = None,
+    progress: bool = True,
+    jobs: int | None = None,
+    max_candidates: int = MAX_CANDIDATES,
+    patience: int = PATIENCE,
+) -> TuneReport:
+    """Measure the most promising schedules of each workload (m counts as its m-bucket) and record them in ``store`` (default: the user's records).
+
+    ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once. ``compiler`` and
+    ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress`` shows a bar on a terminal.
+    Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or ``WorkerError`` when it cannot go on.
+    """
+    todo = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
+    if max_candidates < 1 or patience < 1 or (budget_s is not None and budget_s <= 0):
+        raise ValueError(f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; accepted: numbers above 0 (budget_s also None)")
+    begin = time.monotonic()
+    results = []
+    with ExitStack() as stack:
+        cache = cache or ArtifactCache()
+        if measurer is None:
+            measurer = stack.enter_context(DeviceWorker(_device(target), cache.root / "locks"))
+        if compiler is None:
+            compiler = stack.enter_context(CompilePool(jobs=jobs, cache=cache))
+        bar = stack.enter_context(TuningBar(progress))
+        run = _Run(target, store or RecordStore(), compiler, measurer, bar, max(1, jobs or 2), patience)
+        for position, workload in enumerate(todo):
+            deadline = None
+            if budget_s is not None:
+                present = time.monotonic()
+                deadline = present + max(0.0, begin + budget_s - present) / (len(todo) - position)
+            results.append(run.tune(workload, max_candidates, deadline))
+    refresh()
+    return TuneReport(tuple(results), time.monotonic() - begin)
+
+
+def _device(target: Target) -> str:
+    """The torch device that ``target`` describes; raises ``ValueError`` when this machine has none."""
+    here = detect_target("cpu" if target.arch == "cpu" else None)
+    if here.arch != target.arch:
+        raise ValueError(f"target is {target.arch} ({target.name}) and this machine's device is {here.arch} ({here.name}); accepted: a target that is here")
+    return "cpu" if target.arch == "cpu" else "cuda:0"
+
+
+class _Run:
+    """One tuning run: what does not change from workload to workload, and the records so far."""
+
+    def __init__(
+        self, target: Target, store: RecordStore, compiler: Compiler, measurer: Measurer, bar: TuningBar, batch: int, patience: int
+    ) -> None:
+        self.target, self.store, self.compiler, self.measurer, self.bar = target, store, compiler, measurer, bar
+        self.batch, self.patience = batch, patience
+        self.driver = driver_version() if target.is_cuda else None
+        self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target)}
+
+    def tune(self, workload: Workload, max_candidates: int, deadline: float | None) -> TunedWorkload:
+        """Search one workload until its candidates, its patience or its time are used up."""
+        schedules = shortlist(workload, self.target, max_candidates)
+        if not schedules:
+            raise ValueError(f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})")
+        self.bar.begin(workload, len(schedules))
+        patience, records = Patience(self.patience), []
+        measured, stopped = 0, "done"
+        for request, known, compiled in self._prepared(workload, schedules):
+            if patience.exhausted:
+                stopped = "patience"
+                break
+            if known is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    stopped = "budget"
+                    break
+                known = self._record(request, compiled)
+                measured += 1
+            records.append(known)
+            patience.add(known.us if known.ok else None)
+            self.bar.step(patience.best)
+        self.bar.skip(len(schedules) - len(records))
+        working = [r for r in records if r.ok]
+        best = min(working, key=lambda r: r.us or 0.0, default=None)
+        return TunedWorkload(workload, best, measured, len(records) - measured, len(records) - len(working), len(schedules) - len(records), stopped)
+
+    def _prepared(
+        self, workload: Workload, schedules: list[Schedule]
+    ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
+        """(request, known record, else what became of compiling it), a batch at a time. On a GPU the next batch compiles while one is measured;
+        on the CPU it would disturb the measurement."""
+        requests = [CompileRequest(s.program, workload, s, self.target) for s in schedules]
+        known = [self.known.get((workload, r.schedule, r.key, self.driver)) for r in requests]
+        pairs = list(zip(requests, known, strict=True))
+        batches = [pairs[start : start + self.batch] for start in range(0, len(pairs), self.batch)]
+
+        def compiled(batch: list[tuple[CompileRequest, TuningRecord | None]]) -> Iterator[Kernel | CompileFailure]:
+            missing = [request for request, record in batch if record is None]
+            return iter(self.compiler.compile(missing) if missing else [])
+
+        with ThreadPoolExecutor(1) as ahead:
+            future = None
+            for index, batch in enumerate(batches):
+                made = future.result() if future is not None else compiled(batch)
+                more = self.target.is_cuda and index + 1 < len(batches)
+                future = ahead.submit(compiled, batches[index + 1]) if more else None
+                for request, record in batch:
+                    yield request, record, next(made) if record is None else None
+
+    def _record(self, request: CompileRequest, compiled: Kernel | CompileFailure | None) -> TuningRecord:
+        """Measure what was compiled and append the record, also of a failure."""
+        if isinstance(compiled, CompileFailure):
+            if compiled.kind == "cache":
+                raise TuneError(f"cannot compile: {'; '.join(compiled.sentences)}")
+            outcome = Outcome("compile_timeout" if compiled.kind == "timeout" else "compile_error", f"{compiled.kind}: {'; '.join(compiled.sentences)}")
+        else:
+            assert compiled is not None
+            outcome = self.measurer.measure(compiled.path, request.workload, request.schedule, self.target)
+        record = TuningRecord(
+            workload=request.workload,
+            schedule=request.schedule,
+            gpu=self.target.name,
+            arch=self.target.arch,
+            units=self.target.units,
+            status=outcome.status,
+            us=outcome.us,
+            us_p20=outcome.us_p20,
+            us_p80=outcome.us_p80,
+            rel_err=outcome.rel_err,
+            reason=outcome.reason,
+            key=request.key,
+            driver=self.driver,
+            versions=package_versions(),
+            date=now(),
+            commit=source_commit(),
+        )
+        self.store.append(record)
+        self.known[record.workload, record.schedule, record.key, record.driver] = record
+        return record

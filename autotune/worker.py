@@ -1,0 +1,174 @@
+"""The isolated measurer: one child process per device, which may hang, fault or be killed at the cost of the candidate it was busy with."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schedules.schedule import Schedule
+from ..schedules.target import Target
+from ..schedules.workload import Workload
+
+START_SECONDS = 300.0  # importing torch on a busy machine
+TURN_SECONDS = 3600.0  # other tuners on this device, and computing the references of a large workload
+STDERR_TAIL = 1000
+# Signals that come from outside (the OOM killer, an operator): the candidate gets a second chance.
+FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class WorkerError(RuntimeError):
+    """No measuring process can be had; it is not a candidate's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one kernel: ``status`` as in ``schedules.records.STATUSES``, times in microseconds when it is "ok", else a ``reason``."""
+
+    status: str
+    reason: str = ""
+    us: float | None = None
+    us_p20: float | None = None
+    us_p80: float | None = None
+    rel_err: float | None = None
+
+
+class _Died(Exception):
+    """The child ended; ``status`` is its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class DeviceWorker:
+    """Verifies and times kernels on ``device`` ("cpu", "cuda:0") in a child process that lives as long as it behaves.
+
+    ``timeout`` is what one kernel's verification and timing may take, in seconds. Kernels are measured by one process per device at a time: all
+    workers of this user take turns through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the child
+    is killed when the thread that started it ends.
+    """
+
+    def __init__(self, device: str, lock_dir: str | os.PathLike[str], timeout: float = 120.0, seed: int = 0) -> None:
+        self.device, self.timeout, self.seed = device, timeout, seed
+        self.lock = Path(lock_dir) / f"measuring-{device.replace(':', '-')}.lock"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""
+        self._stderr: Any = None
+
+    def __enter__(self) -> DeviceWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def measure(self, kernel: str | os.PathLike[str], workload: Workload, schedule: Schedule, target: Target) -> Outcome:
+        """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be started."""
+        job = {"kernel": str(kernel), "workload": workload.to_json(), "schedule": schedule.to_json(), "target": target.to_json(), "seed": self.seed}
+        for last_chance in (False, True):
+            try:
+                return self._run(job)
+            except _Died as death:
+                words = self._end()
+                if -death.status in FOREIGN_SIGNALS and not last_chance:
+                    continue
+                return Outcome("crash", _describe(death.status) + (f": {words}" if words else ""))
+            except TimeoutError:
+                self._end()
+                return Outcome("hang", f"it had not finished after {self.timeout:g} s and was ended")
+        raise AssertionError("unreachable: the second turn returns")
+
+    def close(self) -> None:
+        """End the child."""
+        if self._process is not None:
+            self._end()
+
+    def _run(self, job: dict[str, Any]) -> Outcome:
+        self._start()
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise _Died(self._process.wait()) from None
+        try:
+            answer = self._answer(TURN_SECONDS)
+        except TimeoutError:
+            self._end()
+            raise WorkerError(f"{self.device} was not free within {TURN_SECONDS:g} s; another process holds {self.lock}") from None
+        if answer["event"] == "started":
+            answer = self._answer(self.timeout)
+        if answer["fatal"]:
+            self._end()
+        return Outcome(answer["status"], answer["reason"], *(answer.get(name) for name in ("us", "us_p20", "us_p80", "rel_err")))
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        try:
+            self.lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise WorkerError(f"cannot create {self.lock.parent} ({error.strerror}); accepted: a directory that can be written") from None
+        path = [entry or os.getcwd() for entry in sys.path]  # the caller's own search order
+        arguments = f"{self.device!r}, {str(self.lock)!r}, {os.getpid()}"
+        code = f"import sys; sys.path[:] = {path!r}; from tilebit.autotune.worker_process import main; main({arguments})"
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the child
+        self._received = b""
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr)
+        try:
+            self._answer(START_SECONDS)
+        except (_Died, TimeoutError) as error:
+            words = self._end()
+            raise WorkerError(f"the measuring process for {self.device} did not start ({error!r}): {words}") from None
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        """The child's next answer. Raises ``TimeoutError`` or ``_Died``."""
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._received:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                data = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise _Died(self._process.wait())
+                self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def _end(self) -> str:
+        """Kill the child if it lives; returns the end of what it wrote to standard error."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass  # unsent bytes for a dead process
+        self._process.stdout.close()
+        self._stderr.seek(0)
+        words = self._stderr.read()[-STDERR_TAIL:].decode(errors="replace").strip()
+        self._stderr.close()
+        self._process = None
+        return words
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"the measuring process was ended by {signal.Signals(-status).name}"
+    return f"the measuring process ended with status {status}"

@@ -1,0 +1,119 @@
+"""The measuring process: reads jobs as JSON lines from standard input; loads, verifies and times one kernel after another; answers in JSON lines.
+
+It is expected to die: a kernel may hang, fault or poison its CUDA context. Whoever started it (``worker.py``) notices and starts another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from ..runtime import CorruptArtifact, LoadedKernel, load_kernel
+from ..schedules.schedule import Schedule
+from ..schedules.target import Target
+from ..schedules.workload import Workload
+from .measure import Timing, copies_needed, time_calls
+from .problem import Problem, copied, exact_problem, random_problem, split_workspace
+from .verify import Gate, guarded_output
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(device: str, lock: str, parent: int) -> None:
+    """A measuring process's whole life."""
+    _die_with(parent)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a kernel prints must not end up between two answers
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+
+    bench = _Bench(device)
+    answer(event="ready", pid=os.getpid())
+    for line in sys.stdin:
+        job = json.loads(line)
+        with FileLock(lock):  # one process measures on a device at a time
+            result = bench.run(job, lambda: answer(event="started"))
+        answer(event="done", **result)
+        if result["fatal"]:
+            os._exit(0)  # the context is lost and would fail every later kernel
+
+
+class _Bench:
+    """Keeps the problems and references of the last workload: consecutive candidates share them."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._gate: tuple[tuple[Workload, str, int], Gate] | None = None
+
+    def run(self, job: dict[str, Any], started: Callable[[], None]) -> dict[str, Any]:
+        """Verify and time the job's kernel. ``started`` is called when everything but the kernel is ready: from there a hang is the kernel's."""
+        workload, schedule = Workload.from_json(job["workload"]), Schedule.from_json(job["schedule"])
+        target = Target.from_json(job["target"])
+        try:
+            gate = self._gate_for(workload, target.arch, job["seed"])
+            started()
+            kernel = load_kernel(job["kernel"])
+            workspace = split_workspace(workload, schedule, self.device) if target.is_cuda and schedule.split_k > 1 else {}
+            verdict = gate.verify(partial(_launch, kernel, workspace))
+            if not verdict.ok:
+                return _result("wrong", " ".join(verdict.reasons))
+            timing = self._time(kernel, workspace, gate.random, target)
+        except CorruptArtifact as error:
+            return _result("corrupt", str(error))
+        except Exception as error:  # a kernel's own check, or CUDA's
+            cuda = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+            return _result("crash" if cuda else "error", f"{type(error).__name__}: {error}", fatal=cuda)
+        return _result("ok", "", timing=timing, rel_err=verdict.rel_err)
+
+    def _gate_for(self, workload: Workload, arch: str, seed: int) -> Gate:
+        key = (workload, arch, seed)
+        if self._gate is None or self._gate[0] != key:
+            self._gate = None  # free the old one first
+            exact, random = (make(workload, seed, arch, self.device) for make in (exact_problem, random_problem))
+            self._gate = (key, Gate(exact, random))
+        return self._gate[1]
+
+    def _time(self, kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, target: Target) -> Timing:
+        w = problem.workload
+        copies = copies_needed(w.bytes, target.l2)
+        problems = [problem, *(copied(problem) for _ in range(copies - 1))]
+        outputs = [torch.empty(w.m, w.n, dtype=problem.x.dtype, device=self.device) for _ in problems]
+        calls = [partial(kernel.run, *_arguments(kernel, workspace, p, p.x, y)) for p, y in zip(problems, outputs, strict=True)]
+        return time_calls({"kernel": calls}, self.device)["kernel"]
+
+
+def _launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
+    kernel.run(*_arguments(kernel, workspace, problem, problem.x[: y.shape[0]], y))
+
+
+def _arguments(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, x: Tensor, y: Tensor) -> list[Tensor]:
+    """The kernel's tensors in the order of its manifest."""
+    named = {**problem.operands, **workspace, "x": x, "y": y}
+    missing = [name for name in kernel.params if name not in named]
+    if missing:
+        raise ValueError(f"the kernel takes {', '.join(missing)}, which this workload does not have; its manifest and workload do not belong together")
+    return [named[name] for name in kernel.params]
+
+
+def _result(status: str, reason: str, timing: Timing | None = None, rel_err: float | None = None, fatal: bool = False) -> dict[str, Any]:
+    times = {"us": timing.us, "us_p20": timing.us_p20, "us_p80": timing.us_p80} if timing else {}
+    return {"status": status, "reason": reason, "rel_err": rel_err, "fatal": fatal, **times}
+
+
+def _die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent ends, even in the middle of a kernel that hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)

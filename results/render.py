@@ -1,0 +1,69 @@
+"""Write everything that is generated from measured rows and from code: results/README.md, its plots, and the marked parts of README.md.
+
+    make results        (or: python -m results.render [--check])
+
+``--check`` writes nothing and fails when a text is not what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .plots import draw
+from .rows import read_rows
+from .support import support_table
+from .tables import readme_table, results_page
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def between_markers(text: str, name: str, content: str) -> str:
+    """``text`` with ``content`` between ``<!-- name:begin -->`` and ``<!-- name:end -->``.
+
+    Raises ``ValueError`` when the markers are not there once, in this order.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text has no single pair {begin} ... {end}; put both markers back where the generated part belongs")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+
+
+def texts(root: Path) -> dict[Path, str]:
+    """Every generated text under ``root`` and what it must say."""
+    devices = read_rows(root / "results" / "gemm")
+    readme = (root / "README.md").read_text()
+    readme = between_markers(readme, "support", support_table())
+    readme = between_markers(readme, "results", readme_table(devices))
+    return {root / "README.md": readme, root / "results" / "README.md": results_page(devices)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: written (or, with --check, current); 1: --check found a stale text; 2: rows or markers that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m results.render", description="Generate the results page, its plots and README.md's tables."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a text is stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to read and write (default: this one)")
+    options = parser.parse_args(arguments)
+    try:
+        wanted = texts(options.root)
+    except ValueError as error:
+        print(f"results: {error}", file=sys.stderr)
+        return 2
+    if options.check:
+        stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+        for path in stale:
+            print(f"results: {path.relative_to(options.root)} is not what its rows and the code say; run `make results`", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in wanted.items():
+        path.write_text(text)
+    plots = draw(read_rows(options.root / "results" / "gemm"), options.root / "results" / "plots")
+    print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

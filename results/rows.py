@@ -1,0 +1,199 @@
+"""Measured rows: reading them, choosing the ones that tables and plots show, and the floor that each stands above."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.target import ARCHES, target_from_name
+from tilebit.schedules.workload import Workload
+
+OURS = "tilebit"
+BASELINES = ("cublas", "torch")  # impl names that ratios are quoted against, the first that is there
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement of ``y[m, n] = x[m, k] @ w[n, k]^T``.
+
+    ``impl`` is "tilebit" or the peer's name, ``format`` compressed-tensors' name of the number format ("w4a16"; "fp16", "bf16" or
+    "w16a16" for unquantized weights), ``group_size`` -1 or None without groups. ``us`` is the median in microseconds, ``us_p20`` and
+    ``us_p80`` its spread, ``rel_err`` the largest relative error of a block. All rows of one process share ``run``. ``read_gbps`` and
+    ``mma_tflops`` may carry the device's measured rates, for devices without a reference ``Target``.
+    """
+
+    op: str
+    impl: str
+    format: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    us: float
+    run: str
+    gpu: str
+    date: str
+    group_size: int | None = None
+    us_p20: float | None = None
+    us_p80: float | None = None
+    rel_err: float | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str | None = None
+    tilelang: str | None = None
+    commit: str | None = None
+    schedule: Any = None
+    symmetric: bool | None = None
+    read_gbps: float | None = None
+    mma_tflops: float | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        """Unknown fields are ignored; a missing required one, or a time that is no positive number, raises ``ValueError``."""
+        known = {f.name for f in fields(cls)}
+        if not isinstance(data, dict):
+            raise ValueError(f"{data!r} is not a JSON object; accepted: the fields {sorted(known)}")
+        try:
+            row = cls(**{key: value for key, value in data.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"not a measured row ({error}); accepted: the fields {sorted(known)}") from None
+        if not (isinstance(row.us, int | float) and row.us > 0):
+            raise ValueError(f"us is {row.us!r}; accepted: a positive number of microseconds")
+        return row
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of one stored weight: 4 for "w4a16", 16 for an unquantized format."""
+        match = re.match(r"w(\d+)a", self.format or "")
+        return int(match.group(1)) if match else 16
+
+    @property
+    def quant_format(self) -> QuantFormat | None:
+        """The weight format; None for unquantized weights and for formats that tilebit has not."""
+        if self.weight_bits not in (4, 8):
+            return None
+        group = -1 if self.group_size in (None, 0, -1) else self.group_size
+        symmetric = self.symmetric if self.symmetric is not None else not self.format.endswith("_asym")
+        try:
+            return QuantFormat(self.weight_bits, group, symmetric)
+        except ValueError:
+            return None
+
+    @property
+    def series(self) -> str:
+        """The name of this row's column or line: "tilebit w4a16_g128", "cublas fp16"."""
+        name = self.quant_format.name if self.quant_format and re.fullmatch(r"w\d+a16", self.format) else self.format
+        return f"{self.impl} {name}"
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the product must move at least: weights with their scales, x and y once."""
+        format = self.quant_format
+        if format is not None:
+            return Workload(self.m, self.n, self.k, format).bytes
+        return self.n * self.k * self.weight_bits / 8 + 2 * self.m * (self.n + self.k)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device reaches at best: plain reads in GB/s and large 16-bit products in TFLOP/s."""
+
+    read_gbps: float
+    mma_tflops: float
+
+    def floor_us(self, row: Row) -> float:
+        """The time below which ``row``'s product cannot finish: the longer of moving its bytes and computing its operations."""
+        return max(row.bytes / self.read_gbps / 1e3, row.flops / self.mma_tflops / 1e6)
+
+
+def rates(rows: Iterable[Row]) -> Rates | None:
+    """The measured rates of the one device of ``rows``, or None.
+
+    They are those that the newest row with rates carries, else those of the reference ``Target`` of the device's name.
+    """
+    rows = sorted(rows, key=lambda row: row.date)
+    for row in reversed(rows):
+        if row.read_gbps and row.mma_tflops:
+            return Rates(row.read_gbps, row.mma_tflops)
+    for arch in ARCHES:
+        target = target_from_name(arch)
+        if rows and target.is_cuda and target.name == rows[-1].gpu:
+            return Rates(target.read_gbps, target.mma_tflops)
+    return None
+
+
+def read_rows(folder: Path) -> dict[str, list[Row]]:
+    """The rows of every ``*.jsonl`` of ``folder`` by device name, in file order.
+
+    Raises ``ValueError`` with file and line for a row that cannot be read.
+    """
+    devices: dict[str, list[Row]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = Row.from_json(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path.name}, line {number}: {error}") from None
+            devices.setdefault(row.gpu, []).append(row)
+    return dict(sorted(devices.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One weight shape: for each m the rows of one process by series, so that every ratio compares times taken side by side."""
+
+    dtype: str
+    n: int
+    k: int
+    lines: dict[int, dict[str, Row]]
+
+    @property
+    def series(self) -> list[str]:
+        """Baselines first, then tilebit, then the peers."""
+        rows = {name: row for line in self.lines.values() for name, row in line.items()}
+
+        def order(name: str) -> tuple[bool, bool, str]:
+            return (not is_baseline(rows[name]), rows[name].impl != OURS, name)
+
+        return sorted(rows, key=order)
+
+    @property
+    def runs(self) -> list[str]:
+        return sorted({row.run for line in self.lines.values() for row in line.values()})
+
+
+def is_baseline(row: Row) -> bool:
+    return row.weight_bits == 16 and row.impl.startswith(BASELINES)
+
+
+def baseline(line: dict[str, Row]) -> Row | None:
+    """The unquantized product that ratios of this line are quoted against."""
+    found = [row for row in line.values() if is_baseline(row)]
+    return min(found, key=lambda row: next(i for i, name in enumerate(BASELINES) if row.impl.startswith(name)), default=None)
+
+
+def problems(rows: Iterable[Row]) -> list[Problem]:
+    """The shapes of one device, small to large; each (shape, m) is shown by its newest run, with a row of tilebit if any has one."""
+    grouped: dict[tuple[str, int, int], dict[int, dict[str, list[Row]]]] = {}
+    for row in rows:
+        if row.op == "gemm":
+            grouped.setdefault((row.dtype, row.n, row.k), {}).setdefault(row.m, {}).setdefault(row.run, []).append(row)
+    result = []
+    for (dtype, n, k), by_m in sorted(grouped.items(), key=lambda item: (item[0][0] != "float16", item[0][1] * item[0][2], item[0])):
+        lines = {}
+        for m, runs in sorted(by_m.items()):
+            newest = max(runs.values(), key=lambda run: (any(row.impl == OURS for row in run), max(row.date for row in run)))
+            lines[m] = {row.series: row for row in newest}
+        result.append(Problem(dtype, n, k, lines))
+    return result

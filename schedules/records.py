@@ -1,0 +1,155 @@
+"""Tuned records, read side: measured facts as JSON lines, from the package and from the user.
+
+The tuner appends to the user's file; this module never writes. Two places are read, later lines winning over earlier ones:
+the package data ``schedules/tuned/*.jsonl`` in name order, then the user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .schedule import Schedule
+from .target import ARCHES, Target
+from .workload import Workload
+
+OK = "ok"
+# What can become of a candidate; all but "ok" carry a reason and no time.
+STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", "wrong", "crash", "hang", "error")
+
+
+class RecordWarning(UserWarning):
+    """A record file holds lines that are not records; they were skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRecord:
+    """One measured fact: ``schedule`` on ``workload`` (its m is an m-bucket) took ``us`` on a device, or failed.
+
+    ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the packages that took part.
+    ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds, ``rel_err`` the largest relative error of a
+    128 x 128 block on random floats; all None unless ``status`` is "ok". ``reason`` says why another status was given. ``key`` is the
+    artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer writer added.
+    """
+
+    workload: Workload
+    schedule: Schedule
+    gpu: str
+    arch: str
+    units: int
+    status: str = OK
+    us: float | None = None
+    us_p20: float | None = None
+    us_p80: float | None = None
+    rel_err: float | None = None
+    reason: str = ""
+    key: str = ""
+    driver: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    commit: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status is {self.status!r}; accepted: {', '.join(STATUSES)}")
+        if self.arch not in ARCHES:
+            raise ValueError(f"arch is {self.arch!r}; accepted: {', '.join(ARCHES)}")
+        timed = isinstance(self.us, int | float) and not isinstance(self.us, bool) and 0 < self.us < float("inf")
+        if self.status == OK and not timed:
+            raise ValueError(f"us is {self.us!r} in a record whose status is 'ok'; accepted: a time in microseconds above 0")
+
+    @property
+    def ok(self) -> bool:
+        return self.status == OK
+
+    def measured_on(self, target: Target) -> bool:
+        """Whether this was measured on a device like ``target``: same arch, name and number of units."""
+        return (self.arch, self.gpu, self.units) == (target.arch, target.name, target.units)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        return {**self.extra, **data, "workload": self.workload.to_json(), "schedule": self.schedule.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> TuningRecord:
+        """Unknown fields go to ``extra``; a missing or mislabelled one raises ``ValueError``."""
+        if not isinstance(data, dict):
+            raise ValueError(f"not a record: {type(data).__name__}; accepted: a JSON object")
+        known = {f.name for f in fields(cls)} - {"extra"}
+        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
+        missing = [name for name in ("workload", "schedule", "gpu", "arch", "units") if name not in values]
+        if missing:
+            raise ValueError(f"fields {', '.join(missing)} are missing")
+        if not isinstance(values["units"], int) or not isinstance(values["gpu"], str):
+            raise ValueError(f"gpu is {values['gpu']!r} and units {values['units']!r}; accepted: a name and a whole number")
+        try:
+            values["workload"] = workload = Workload.from_json(values["workload"])
+            values["schedule"] = schedule = Schedule.from_json(values["schedule"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"workload or schedule is incomplete ({error!r})") from None
+        sizes = {**{n: getattr(workload, n) for n in ("m", "n", "k")}, **schedule.to_json(), "program": 0}
+        wrong = [f"{name} is {value!r}" for name, value in sizes.items() if type(value) is not int]
+        if wrong or not isinstance(schedule.program, str):
+            raise ValueError(f"{', '.join(wrong) or f'program is {schedule.program!r}'}; accepted: whole numbers and a program's name")
+        return cls(**values, extra={name: value for name, value in data.items() if name not in known})
+
+
+def parse_records(text: bytes, source: str) -> list[TuningRecord]:
+    """The records in JSON lines. A last line without its newline that is no record (a torn write) is left out with a ``RecordWarning``;
+    other lines that are no records are left out with one that lists their numbers and the first reason."""
+    records, bad = [], []
+    lines = text.split(b"\n")
+    torn = len(lines) if lines[-1].strip() else 0  # number of a last line that lacks its newline
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(TuningRecord.from_json(json.loads(line)))
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            if number == torn:
+                warnings.warn(f"{source}: line {number} is torn (an interrupted write) and was left out; the tuner heals it on its next write", RecordWarning, 3)
+            else:
+                bad.append((number, error))
+    if bad:
+        numbers = ", ".join(str(number) for number, _ in bad)
+        message = f"{source}: skipped {len(bad)} lines that are not tuning records: {numbers}. Line {bad[0][0]}: {bad[0][1]}. Accepted: JSON lines written by the tuner; remove these lines."
+        warnings.warn(message, RecordWarning, 3)
+    return records
+
+
+def load_records(path: str | os.PathLike[str]) -> list[TuningRecord]:
+    """The records of one file, in its order; what is not a record is skipped with a ``RecordWarning``. Raises ``OSError`` when it cannot be read."""
+    return parse_records(Path(path).read_bytes(), str(path))
+
+
+def shipped_records() -> list[TuningRecord]:
+    """The records that came with the package, measured on its authors' devices."""
+    folder = resources.files(__package__) / "tuned"
+    if not folder.is_dir():
+        return []
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
+    return [record for f in files for record in parse_records(f.read_bytes(), f.name)]
+
+
+def records_path() -> Path:
+    """The user's record file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``. It need not exist."""
+    named = os.environ.get("TILEBIT_RECORDS")
+    return Path(named) if named else Path.home() / ".config" / "tilebit" / "records.jsonl"
+
+
+def user_records() -> list[TuningRecord]:
+    """The records of the user's file; none when there is no such file."""
+    path = records_path()
+    return load_records(path) if path.is_file() else []
+
+
+def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[Workload, Schedule, str, str, int], TuningRecord]:
+    """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an old one, also when it failed."""
+    return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records}

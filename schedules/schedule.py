@@ -1,0 +1,40 @@
+"""How work is divided: the one description of a kernel's tiling, pipeline and split that every program reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A way to divide one GEMM.
+
+    ``program`` names the tile program. ``block_n`` x ``block_m`` is the output tile of one block (n: output channels, m: tokens),
+    ``block_k`` the depth of one pipeline stage, ``num_stages`` the stages in flight, ``num_warps`` the computing warps of a block,
+    ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on
+    one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order). What a field means on a device, and which values are legal
+    there, is said by the program's rule in ``schedules/rules``.
+    """
+
+    program: str
+    block_n: int
+    block_m: int
+    block_k: int
+    num_stages: int = 1
+    num_warps: int = 4
+    split_k: int = 1
+    min_blocks: int = 1
+    raster: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Schedule:
+        """Unknown fields are ignored (a newer writer may have added some); a missing required one raises ``ValueError``."""
+        known = {f.name for f in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in data.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"not a schedule: {data!r} ({error}); accepted: the fields {sorted(known)}") from None

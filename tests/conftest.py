@@ -1,0 +1,53 @@
+"""What every test gets: private cache and record folders, one thread budget, fixed seeds, and a reason where a GPU is missing."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = 2  # of the whole run: continuous integration has two cores
+
+# The results generator is a part of the checkout, not of the package. Appended: an installed tilebit must win over the checkout's folder.
+sys.path.append(str(ROOT))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One temporary folder for the cache and the records of the whole run: made by the controller, inherited by its xdist workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, THREADS // workers))  # before torch is imported, and for every subprocess
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.mkdtemp(prefix="tilebit-tests-")
+    os.environ["TILEBIT_CACHE"] = os.path.join(folder, "cache")
+    os.environ["TILEBIT_RECORDS"] = os.path.join(folder, "records")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch  # seconds: only when a collected test asks for a GPU
+
+    if torch.cuda.is_available():
+        return
+    for item in on_gpu:
+        item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    """The same random numbers for every test, whatever ran before it and in whichever process."""
+    import numpy as np
+
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -1,0 +1,180 @@
+"""Choosing: tuned before nearest before the model, never illegal, never known to fail; and explaining all of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.schedules.cost import estimate
+from tilebit.schedules.records import TuningRecord
+from tilebit.schedules.rules.gemm import candidates, legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import MAX_DISTANCE, choose, distance, explain, refresh, select
+from tilebit.schedules.target import Target, target_from_name
+from tilebit.schedules.workload import Workload, m_bucket
+
+H200 = target_from_name("sm_90a")
+CPU = Target("cpu", "test cpu", 2, 0, 0, 32 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
+W = Workload(16, 4096, 4096)
+ODD = Schedule("gemm_wgmma", 64, 64, 64, 5, 4)  # legal for W and no candidate of it
+
+
+def record(workload=W, schedule=ODD, us=5.0, target=H200, **changes) -> TuningRecord:
+    if us is None:
+        changes = {"status": "wrong", "reason": "1 element", **changes}
+    return TuningRecord(workload, schedule, target.name, target.arch, target.units, us=us, **changes)
+
+
+def test_tuned_before_everything():
+    assert ODD not in (candidates(W, H200) or [])
+    choice = choose(W, H200, [record()])
+    assert (choice.schedule, choice.source, choice.distance) == (ODD, "tuned", 0)
+
+
+def test_fastest_of_the_tuned():
+    fast = replace(ODD, num_stages=6)
+    assert select(W, H200, [record(us=5.0), record(schedule=fast, us=4.0)]) == fast
+    assert select(W, H200, [record(schedule=fast, us=4.0), record(us=5.0)]) == fast
+
+
+def test_a_later_measurement_replaces_an_earlier_one():
+    slow = replace(ODD, num_stages=6)
+    assert select(W, H200, [record(us=5.0), record(schedule=slow, us=4.0), record(schedule=slow, us=9.0)]) == ODD
+
+
+def test_m_counts_as_its_bucket():
+    records = [record()]
+    for m in (9, 13, 16):
+        assert choose(W.with_m(m), H200, records).source == "tuned"
+    assert choose(W.with_m(17), H200, records).source == "nearest"
+    assert select(W.with_m(0), H200, [record(W.with_m(1))]) == ODD
+
+
+def test_nearest_when_nothing_is_tuned_here():
+    near, far = Workload(16, 5120, 4096), Workload(16, 8192, 4096)
+    other = replace(ODD, num_stages=6)
+    choice = choose(W, H200, [record(far, other, us=1.0), record(near, us=50.0)])
+    assert (choice.schedule, choice.source) == (ODD, "nearest")
+    assert choice.record is not None and choice.record.workload == near
+
+
+def test_an_illegal_nearest_gives_way_to_the_next():
+    small = Workload(16, 4096, 512)
+    split = replace(ODD, split_k=16)  # legal for k 4096, an empty split for k 512
+    assert not legal(W, split, H200) and legal(small, split, H200)
+    choice = choose(small, H200, [record(Workload(16, 4096, 1024), split, us=1.0), record(Workload(16, 4096, 2048), us=2.0)])
+    assert (choice.schedule, choice.source) == (ODD, "nearest")
+
+
+def test_an_illegal_tuned_record_is_not_used():
+    assert choose(W, H200, [record(schedule=replace(ODD, block_n=7))]).source == "model"
+
+
+def test_model_when_nothing_is_near():
+    best = min(candidates(W, H200) or [], key=lambda s: estimate(W, s, H200).us)
+    for records in ([], [record(Workload(4096, 4096, 4096))], [record(Workload(16, 65536, 4096))], [record(target=target_from_name("sm_80"))]):
+        choice = choose(W, H200, records)
+        assert (choice.schedule, choice.source) == (best, "model")
+
+
+def test_failed_schedules_are_never_chosen():
+    best = select(W, H200, [])
+    second = select(W, H200, [record(schedule=best, us=None)])
+    assert second != best and not legal(W, second, H200)
+    near = record(Workload(16, 5120, 4096))
+    assert choose(W, H200, [near, record(us=None)]).source == "model"
+
+
+def test_distance_by_hand():
+    assert distance(record(), W, H200) == 0
+    assert distance(record(Workload(16, 8192, 2048)), W, H200) == 2
+    assert distance(record(Workload(64, 4096, 4096)), W, H200) == 2
+    assert distance(record(Workload(16, 4096, 4096, QuantFormat(8))), W, H200) is None
+    assert distance(record(), W, replace(H200, arch="sm_89")) is None
+    closeness = [
+        distance(record(replace(W, bias=True)), W, H200),
+        distance(record(replace(W, dtype="bfloat16")), W, H200),
+        distance(record(replace(W, format=QuantFormat(4, 64))), W, H200),
+        distance(record(), W, replace(H200, name="NVIDIA H100")),
+        distance(record(), W, replace(H200, units=66)),
+    ]
+    assert all(d is not None and 0 < d for d in closeness)
+    assert closeness == sorted(closeness) and closeness[-1] > MAX_DISTANCE
+
+
+def test_a_two_core_record_does_not_choose_threads_for_a_big_cpu():
+    two = (candidates(W, CPU) or [])[0]
+    big = replace(CPU, units=64)
+    assert select(W, big, [record(W, two, target=CPU)]).num_warps == 64
+    assert select(W, CPU, [record(W, two, target=CPU)]) == two
+
+
+def test_no_program_is_an_error_that_names_the_target():
+    with pytest.raises(ValueError, match=r"no schedule for Workload.*cpu"):
+        select(W, replace(CPU, features=()), [])
+
+
+shapes = st.builds(
+    Workload, st.integers(0, 5000), st.integers(1, 60000), st.integers(1, 30000), st.builds(QuantFormat, st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.booleans())
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from([*(target_from_name(a) for a in ("sm_80", "sm_86", "sm_89", "sm_90a")), CPU]), st.randoms(use_true_random=False))
+def test_select_is_legal_whatever_the_records(workload, target, rng):
+    others = [Workload(2 ** rng.randrange(13), rng.randrange(1, 60000), rng.randrange(1, 30000), workload.format) for _ in range(3)]
+    records = [record(w, s, rng.random() * 9 + 1, target) for w in [*others, workload] for s in rng.sample(candidates(w, target) or [], 2)]
+    rng.shuffle(records)
+    chosen = select(workload, target, records)
+    assert legal(workload.with_m(m_bucket(workload.m)), chosen, target) == []
+    rows = explain(workload, target, records)
+    assert rows[0].chosen and rows[0].schedule == chosen
+
+
+def test_explain_is_complete():
+    options = candidates(W, H200) or []
+    wrong, slow, broken = options[3], options[5], replace(ODD, block_n=7)
+    records = [record(), record(schedule=wrong, us=None), record(schedule=slow, us=11.5), record(schedule=broken, us=1.0)]
+    rows = explain(W, H200, records)
+    assert {r.schedule for r in rows} == {*options, ODD, broken} and len(rows) == len({r.schedule for r in rows})
+    assert [r.schedule for r in rows if r.chosen] == [ODD] == [rows[0].schedule]
+    by = {r.schedule: r for r in rows}
+    assert "chosen: the fastest measured here, 5.00 us" in by[ODD].why
+    assert "failed when tuned: wrong (1 element)" in by[wrong].why and by[wrong].record == records[1]
+    assert "measured 11.50 us, the chosen one 5.00 us" in by[slow].why
+    assert by[broken].illegal and by[broken].why.startswith("illegal: block_n is 7")
+    unmeasured = [r for r in rows if r.record is None]
+    assert unmeasured and all("not measured here" in r.why and r.estimate.us > 0 and not r.illegal for r in unmeasured)
+
+
+def test_explain_says_where_the_choice_came_from():
+    assert "the cost model's best" in explain(W, H200, [])[0].why
+    assert all("estimated" in r.why for r in explain(W, H200, [])[1:])
+    near = explain(W, H200, [record(Workload(16, 5120, 4096))])[0]
+    assert "nearest tuned workload (m 16, n 5120, k 4096" in near.why and "distance" in near.why
+
+
+def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):
+    target = replace(H200, name="a GPU of this test")
+    path = tmp_path / "records.jsonl"
+    monkeypatch.setenv("TILEBIT_RECORDS", str(path))
+    refresh()
+    try:
+        before = choose(W, target)
+        assert before.source != "tuned"
+        path.write_text(json.dumps(record(target=target).to_json()) + "\n")
+        assert choose(W, target) == before
+        refresh()
+        assert choose(W, target).source == "tuned"
+        begin = time.perf_counter()
+        for _ in range(1000):
+            select(W, target)
+        assert time.perf_counter() - begin < 0.25  # 250 us a call would mean that nothing is cached
+    finally:
+        refresh()

@@ -1,0 +1,81 @@
+"""What a program's lowered host function says for given m, by TVM's own substitution and arithmetic. Runs in a process of its own.
+
+Usage: host_values.py program.module n k schedule.json arch m... Prints {m: {"maps": [...], "grid", "block", "smem", "args"}}.
+"""
+
+import importlib
+import json
+import sys
+
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+from tilebit.schedules.workload import Workload
+
+
+def main(name, n, k, schedule, arch, ms):
+    program = importlib.import_module(name).PROGRAM
+    target = target_from_name(arch)
+    function = program.build(Workload(1, n, k), schedule, target)
+    from tilebit.tiles.cuda import lower_cuda
+
+    artifact = lower_cuda(function, target)
+    from tilelang import tvm
+
+    (host,) = artifact.host_mod.functions.values()
+    (device,) = artifact.device_mod.functions.values()
+    calls = []
+    tvm.tirx.stmt_functor.post_order_visit(
+        host.body, lambda node: calls.append(node) if type(node).__name__ == "Call" and node.op.name == "tirx.tvm_call_packed" else None
+    )
+    tags = [str(t) for t in device.attrs["tirx.kernel_launch_params"]]
+    answer = {}
+    for m in ms:
+        analyzer = tvm.arith.Analyzer()
+
+        def value(expr, analyzer=analyzer, m=m):
+            if expr.dtype == "handle":
+                return str(expr)
+            names = []
+            tvm.tirx.stmt_functor.post_order_visit(expr, lambda node: names.append(node) if type(node).__name__ == "Var" else None)
+            return int(
+                analyzer.simplify(tvm.tirx.stmt_functor.substitute(expr, {v: tvm.tirx.IntImm(v.dtype, m) for v in names if str(v) == "m"}))
+            )
+
+        maps, launch = {}, {}
+        for call in calls:
+            values = call.args[1:]
+            if call.args[0].value == "__tvm_tensormap_create_tiled":
+                rank = int(values[2])
+                rest = [value(v) for v in values[4:]]
+                part = [rest[i * rank : (i + 1) * rank] for i in range(4)]
+                maps[str(values[0])] = {
+                    "dtype": value(values[1]),
+                    "of": str(values[3]),
+                    "dims": part[0],
+                    "strides": part[1][1:],
+                    "box": part[2],
+                    "steps": part[3],
+                    "options": rest[4 * rank :],
+                }
+            elif call.args[0].value == str(device.attrs["global_symbol"]):
+                geometry = dict(zip(tags, [value(v) for v in values[len(values) - len(tags) :]], strict=True))
+                launch = {
+                    "grid": [geometry.get(f"blockIdx.{a}", 1) for a in "xyz"],
+                    "block": [geometry.get(f"threadIdx.{a}", 1) for a in "xyz"],
+                    "smem": geometry.get("tirx.use_dyn_shared_memory", 0),
+                    "args": [value(v) for v in values[: len(values) - len(tags)]],
+                }
+        answer[m] = {"maps": maps, **launch}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    with open(sys.argv[4]) as file:
+        main(
+            sys.argv[1],
+            int(sys.argv[2]),
+            int(sys.argv[3]),
+            Schedule.from_json(json.load(file)),
+            sys.argv[5],
+            [int(m) for m in sys.argv[6:]],
+        )

@@ -1,0 +1,79 @@
+"""tilebit: low-bit GEMM for PyTorch, compiled and tuned for the device at hand.
+
+Importing this package imports neither torch nor a compiler: names are looked up on first use (``tilebit.gemm`` imports torch and
+registers ``torch.ops.tilebit``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, load_checkpoint
+    from .dispatch import KernelUnavailable
+    from .layouts.formats import QuantFormat
+    from .modules import QuantLinear, quantize_model
+    from .ops import gemm, prepare
+    from .packed import PackedWeight, pack
+    from .quantize import QuantizedTensor
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "KernelUnavailable": "dispatch",
+    "PackedWeight": "packed",
+    "QuantFormat": "layouts.formats",
+    "QuantLinear": "modules",
+    "QuantizedTensor": "quantize",
+    "gemm": "ops",
+    "load_checkpoint": "checkpoint",
+    "pack": "packed",
+    "prepare": "ops",
+    "quantize_model": "modules",
+}
+_MODULES = (
+    "bench",
+    "checkpoint",
+    "demo",
+    "dispatch",
+    "doctor",
+    "modules",
+    "ops",
+    "packed",
+    "packs",
+    "pictures",
+    "quantize",
+    "runtime",
+    "synthetic",
+    "workspace",
+)
+
+__all__ = [
+    "Checkpoint",
+    "KernelUnavailable",
+    "PackedWeight",
+    "QuantFormat",
+    "QuantLinear",
+    "QuantizedTensor",
+    "gemm",
+    "load_checkpoint",
+    "pack",
+    "prepare",
+    "quantize_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module 'tilebit' has no attribute {name!r}; it has {', '.join(__all__)} and the modules {', '.join(_MODULES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

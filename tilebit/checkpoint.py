@@ -1,0 +1,134 @@
+"""Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized, from safetensors files or sharded
+indexes.
+
+Tensors are read one layer at a time; files are opened, and their headers checked, when the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
+from .checkpoint_files import find_config, tensor_files, tensor_shape
+from .checkpoint_layers import PARTS, REQUIRED, StoredLayer
+from .quantize import QuantizedTensor
+
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
+
+
+def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None, checkpoint_format: str | None = None) -> Checkpoint:
+    """Open a checkpoint: a directory as saved for Hugging Face, or one .safetensors file (with the config of its directory, if there is
+    one).
+
+    ``config`` replaces the quantization config on disk. ``checkpoint_format`` ("gptq" or "gptq_v2") replaces what a GPTQ config says of its
+    zero points (v1 stores them minus one). Without any config, layers are recognized by their tensors' names and shapes; GPTQ then needs
+    ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing, truncated, mislabelled or not supported.
+    """
+    path = Path(path)
+    files = tensor_files(path)
+    if config is None:
+        config = find_config(path if path.is_dir() else path.parent)
+    if config is None:
+        check_gptq_format(checkpoint_format)
+        return Checkpoint(path, files, _guess_family(path, files), None, checkpoint_format)
+    if config.get("quant_method") is None:  # the tools' own files of old (quantize_config.json, quant_config.json) name no method
+        config = {**config, "quant_method": _guess_family(path, files)}
+    family, schemes = parse_quantization(config, checkpoint_format)
+    return Checkpoint(path, files, family, schemes, checkpoint_format)
+
+
+class Checkpoint:
+    """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq" or "compressed-tensors". Keeps its files
+    memory-mapped.
+    """
+
+    def __init__(self, path: Path, files: dict[str, Path], family: str, schemes: Schemes | None, checkpoint_format: str | None) -> None:
+        self.path, self.family = path, family
+        self._files, self._schemes, self._checkpoint_format = files, schemes, checkpoint_format
+        self._open: dict[Path, Any] = {}
+        suffix = "." + PARTS[family][0]
+        self._layers = sorted((name.removesuffix(suffix) for name in files if name.endswith(suffix)), key=_natural)
+        if not self._layers:
+            raise CheckpointError(
+                f"{path} is labelled {family} but holds no tensor named *{suffix}; correct quant_method, or check that it was saved "
+                "quantized"
+            )
+        for layer in self._layers:
+            missing = [f"{layer}.{part}" for part in REQUIRED[family] if f"{layer}.{part}" not in files]
+            if missing:
+                raise CheckpointError(
+                    f"{path} has {layer}{suffix} but not {', '.join(missing)}; a {family} layer needs all of them: copy the checkpoint "
+                    "again"
+                )
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, family={self.family!r}, layers={len(self._layers)})"
+
+    def layers(self) -> list[str]:
+        """Names of the quantized layers ("model.layers.0.self_attn.q_proj"), in natural order."""
+        return list(self._layers)
+
+    def names(self) -> list[str]:
+        """Names of all stored tensors, in natural order."""
+        return sorted(self._files, key=_natural)
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """A stored tensor, as it is."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; names() lists what it has")
+        file = self._files[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            return self._open[file].get_tensor(name).to(device)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name} from {file}: {error}; copy the file again") from error
+
+    def bias(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
+        """The bias [n] of a quantized layer, or None."""
+        self._check_layer(name)
+        return self.tensor(f"{name}.bias", device) if f"{name}.bias" in self._files else None
+
+    def quantized(self, name: str, device: torch.device | str = "cpu") -> QuantizedTensor:
+        """One layer, unpacked on ``device``: the stored codes, scales and zero points unchanged, act-order columns grouped through
+        ``perm``.
+
+        Raises ``CheckpointError`` when its tensors do not fit each other or the config.
+        """
+        self._check_layer(name)
+        tensors = {part: self.tensor(f"{name}.{part}", device) for part in PARTS[self.family] if f"{name}.{part}" in self._files}
+        layer = StoredLayer.read(name, self.family, tensors)
+        return layer.decode(layer.infer(self.family, self._checkpoint_format) if self._schemes is None else self._schemes(name))
+
+    def _check_layer(self, name: str) -> None:
+        if f"{name}.{PARTS[self.family][0]}" not in self._files:
+            raise CheckpointError(f"{name!r} is not a quantized layer of {self.path}; layers() lists them, tensor() reads the rest")
+
+
+def _guess_family(path: Path, files: dict[str, Path]) -> str:
+    """The family that tensor names (and, between AWQ and GPTQ without act-order, shapes) point to."""
+    for name, file in files.items():
+        if name.endswith(".weight_packed"):
+            return "compressed-tensors"
+        if name.endswith(".qweight") and f"{name.removesuffix('qweight')}scales" in files:
+            if f"{name.removesuffix('qweight')}g_idx" in files:
+                return "gptq"
+            scales = name.removesuffix("qweight") + "scales"
+            # GPTQ packs along k, so its qweight is as wide as its scales; AWQ packs along n.
+            return "gptq" if tensor_shape(file, name)[-1:] == tensor_shape(files[scales], scales)[-1:] else "awq"
+    raise CheckpointError(
+        f"{path} has no quantization config and no quantized layer (*.qweight with *.scales, or *.weight_packed); "
+        "accepted: AutoAWQ, GPTQ and compressed-tensors checkpoints: quantize the model first, or pass config="
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which layer 10 follows layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

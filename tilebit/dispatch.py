@@ -1,0 +1,211 @@
+"""From a call to a kernel: one ``Plan`` per (device, shape, format, dtype), which holds one loaded kernel per m-bucket.
+
+A kernel is looked for in the packs that were loaded, then in the artifact cache, then compiled (``schedules.select`` says with which
+schedule). With ``TILEBIT_NO_COMPILE=1`` the last step is an error that names the commands which build the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import packs
+from .layouts.formats import QuantFormat
+from .layouts.packing import gemm_layout
+from .runtime import LoadedKernel
+from .schedules.schedule import Schedule
+from .schedules.select import select
+from .schedules.target import Target, detect_target
+from .schedules.workload import M_BUCKETS, Workload, m_bucket
+from .workspace import LIMIT_BYTES, workspace
+
+NO_COMPILE = "TILEBIT_NO_COMPILE"
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
+X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
+
+# (x, weight, scales, zeros, bias, y) -> None
+Launcher = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
+
+
+class KernelUnavailable(RuntimeError):
+    """No kernel for this call is at hand and none may or can be built now; the message says how to get one."""
+
+
+class Plan:
+    """Everything about a call that does not depend on the values of x or on m.
+
+    ``weight_shape`` and ``columns`` are the shapes the packed tensors must have ([tiles_n, tiles_k, words] and [groups, n_pad]); ``kx``
+    is the width of x as the kernel reads it (k, on CUDA rounded up to 8); ``guarded`` says that a launch must first make ``device`` the
+    current one, because there are several.
+    """
+
+    __slots__ = ("_launchers", "_lock", "bias", "columns", "device", "dtype", "guarded", "kx", "target", "weight_shape", "workload")
+
+    def __init__(self, device: torch.device, n: int, k: int, format: QuantFormat, dtype: torch.dtype, bias: bool) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.bias = bias
+        self.target = device_target(device)
+        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias)
+        layout = gemm_layout(self.target.arch, format.bits)
+        self.weight_shape = layout.storage_shape(n, k)
+        self.columns = (format.groups(k), layout.padded(n, k)[0])
+        self.kx = -(-k // X_COLUMNS) * X_COLUMNS if self.target.is_cuda else k
+        self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
+        self._launchers: list[Launcher | None] = [None] * (len(M_BUCKETS) + 1)  # the last one: m above every bucket
+        self._lock = threading.Lock()
+
+    def launcher(self, m: int) -> Launcher:
+        """The kernel for ``m`` >= 1 rows, ready to call; resolved once per m-bucket. Raises ``KernelUnavailable``."""
+        index = bisect_left(M_BUCKETS, m)
+        found = self._launchers[index]
+        return found if found is not None else self._resolve(index, m)
+
+    def _resolve(self, index: int, m: int) -> Launcher:
+        with self._lock:
+            found = self._launchers[index]
+            if found is None:
+                if self.target.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise KernelUnavailable(
+                        f"the first call with m in the bucket of {m} rows happens while a CUDA graph is captured, and loading a kernel "
+                        f"is not allowed there; "
+                        f"call tilebit.prepare(packed, m=[{m}]) or run the model once before the capture"
+                    )
+                kernel = find_kernel(self.workload.with_m(m_bucket(m)), self.target)
+                if self.target.is_cuda:
+                    kernel.prepare(self.device.index)
+                found = self._launchers[index] = _bind(kernel, self)
+        return found
+
+
+@cache
+def device_target(device: torch.device) -> Target:
+    """The target of ``device`` (CUDA devices with an index). Raises ``ValueError`` for devices and GPUs that no kernel runs on."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(device)!r}; accepted: 'cpu' and 'cuda'; move the tensors there")
+    return detect_target(str(device))
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan_for(device: torch.device, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, asymmetric: bool, bias: bool) -> Plan:
+    """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format, shape, dtype or device that is not
+    supported."""
+    key = (n, k, bits, group_size, asymmetric, bias, dtype, device)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = Plan(device, n, k, QuantFormat(bits, group_size, not asymmetric), dtype, bias)
+    return plan
+
+
+def forget() -> None:
+    """Drop every plan, so that the next calls look their kernels up again (after tuning, or after loading a pack)."""
+    _plans.clear()
+
+
+def find_kernel(workload: Workload, target: Target) -> LoadedKernel:
+    """The loaded kernel for ``workload`` (m: its bucket): from a loaded pack, else from the cache, else compiled. Raises
+    ``KernelUnavailable``."""
+    packed = packs.find(workload, target)
+    return packed if packed is not None else build([workload], target)[0]
+
+
+def build(workloads: Iterable[Workload], target: Target, jobs: int = 1) -> list[LoadedKernel]:
+    """Kernels of ``workloads`` for this machine's ``target``, from the cache or compiled in ``jobs`` processes, loaded. Raises
+    ``KernelUnavailable``."""
+    wanted = list(workloads)
+    return [kernel.load() for kernel in compiled(wanted, [select(w, target) for w in wanted], target, jobs)]
+
+
+def compiled(workloads: list[Workload], schedules: list[Schedule], target: Target, jobs: int | None = 1) -> list[Any]:
+    """A ``tiles.kernel.Kernel`` per workload and schedule, for any target: loads none. Raises ``KernelUnavailable`` with every reason."""
+    from .tiles.cache import ArtifactCache
+    from .tiles.compile import CompileFailure, CompileRequest
+    from .tiles.pool import CompilePool
+
+    requests = [CompileRequest(s.program, w, s, target) for w, s in zip(workloads, schedules, strict=True)]
+    cache = ArtifactCache()
+    kernels: dict[str, Any] = {request.key: cache.lookup(request.key) for request in requests}
+    missing = [request for request in {r.key: r for r in requests}.values() if kernels[request.key] is None]
+    if missing and compiling_is_off():
+        raise KernelUnavailable("\n".join(_how_to_build(request.workload, target) for request in missing))
+    if missing:
+        with CompilePool(jobs and min(jobs, len(missing)), cache=cache) as pool:
+            results = pool.compile(missing)
+        failures = [f"{request.workload}: {r}" for request, r in zip(missing, results, strict=True) if isinstance(r, CompileFailure)]
+        if failures:
+            raise KernelUnavailable("\n".join(failures) + "\n`tilebit doctor` says what this machine can compile and what is missing")
+        kernels.update((request.key, r) for request, r in zip(missing, results, strict=True))
+    return [kernels[request.key] for request in requests]
+
+
+def compiling_is_off() -> bool:
+    """Whether the environment forbids compiling (``TILEBIT_NO_COMPILE`` is set, and not to 0)."""
+    return os.environ.get(NO_COMPILE, "") not in ("", "0")
+
+
+def _how_to_build(workload: Workload, target: Target) -> str:
+    w, bias = workload, " --bias" if workload.bias else ""
+    arguments = f"--n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {target.arch}"
+    return (
+        f"no kernel for {w.format.name} [{w.n}, {w.k}], m = {w.m}, {w.dtype}{' with bias' if w.bias else ''} on {target.arch} is loaded or "
+        f"cached, and {NO_COMPILE} forbids compiling one here; build it with `tilebit compile {arguments}`, or with "
+        f"`tilebit pack PATH {arguments}` and load it with tilebit.packs.load(PATH)"
+    )
+
+
+def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:
+    """A call of ``kernel`` with its parameters in order; on CUDA with its workspace, and in slices of rows where that would exceed
+    ``LIMIT_BYTES``."""
+    schedule = Schedule.from_json(kernel.manifest["schedule"])
+    split = plan.target.is_cuda and schedule.split_k > 1
+    expected = ("x", "weight", "scales")
+    expected += () if plan.workload.format.symmetric else ("zeros",)
+    expected += ("bias",) if plan.bias else ()
+    expected += ("partials", "tickets") if split else ()
+    if kernel.params != (*expected, "y"):
+        raise KernelUnavailable(
+            f"the kernel in {kernel.path} takes {kernel.params}; this call needs {(*expected, 'y')}: delete that "
+            f"directory and compile it again"
+        )
+    run = kernel.run
+
+    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+        if zeros is None:
+            if bias is None:
+                run(x, weight, scales, y)
+            else:
+                run(x, weight, scales, bias, y)
+        elif bias is None:
+            run(x, weight, scales, zeros, y)
+        else:
+            run(x, weight, scales, zeros, bias, y)
+
+    if not split:
+        return launch
+    n_tiles = -(-plan.columns[1] // schedule.block_n)
+    tile_floats = schedule.block_n * schedule.block_m * schedule.split_k
+    block_m, device = schedule.block_m, plan.device
+    rows = block_m * max(1, LIMIT_BYTES // 4 // (n_tiles * tile_floats))
+
+    def launch_split(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+        operands = [t for t in (weight, scales, zeros, bias) if t is not None]
+        m = x.shape[0]
+        if m <= rows:
+            tiles = -(-m // block_m) * n_tiles
+            run(x, *operands, *workspace(device, tiles * tile_floats, tiles), y)
+            return
+        scratch = workspace(device, rows // block_m * n_tiles * tile_floats, rows // block_m * n_tiles)
+        for start in range(0, m, rows):
+            run(x[start : start + rows], *operands, *scratch, y[start : start + rows])
+
+    return launch_split

@@ -1,0 +1,169 @@
+"""The functional door: ``tilebit.gemm`` and the operator behind it, ``torch.ops.tilebit.gemm``.
+
+The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it traces (torch.compile, export) with a
+dynamic number of rows, and is inference only. Everything is checked before a kernel is launched; a call that passes costs a few
+microseconds of host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
+from .layouts.formats import QuantFormat
+from .packed import PackedWeight
+
+_library = torch.library.Library("tilebit", "DEF")
+_library.define("gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size) -> Tensor")
+
+
+def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
+
+    ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and strides: rows that are not contiguous
+    or not 16-byte aligned (on CUDA also a k that is no multiple of 8, and ``packed.perm``) cost one copy of x. ``bias`` is [n] in the
+    same dtype. No rows give an empty result. Peak memory is y, that copy where one is made, and the workspace of ``tilebit.workspace``.
+    Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and ``KernelUnavailable`` when no kernel is at hand, all
+    before a launch.
+    """
+    if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight):
+        raise TypeError(
+            f"got gemm({type(x).__name__}, {type(packed).__name__}); accepted: gemm(x: torch.Tensor, packed: "
+            f"PackedWeight); make one with tilebit.pack"
+        )
+    if packed.perm is not None:
+        if x.ndim < 1 or x.shape[-1] != packed.k or x.device != packed.device:
+            _reject_x(x, packed.k, packed.device)
+        x = x.index_select(-1, packed.perm)
+    elif x.ndim and x.shape[-1] != packed.k:
+        _reject_x(x, packed.k, packed.device)
+    return torch.ops.tilebit.gemm.default(
+        x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format.bits, packed.format.group_size
+    )
+
+
+def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False) -> None:
+    """Load, and where needed compile, the kernels that calls with ``m`` rows will use: before a CUDA-graph capture or a first request.
+
+    Raises ``KernelUnavailable`` when one is missing and cannot be built.
+    """
+    f = packed.format
+    plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias)
+    for rows in m:
+        if rows < 1:
+            raise ValueError(f"m holds {rows}; accepted: numbers of rows, 1 and above")
+        plan.launcher(rows)
+
+
+def _gemm(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int
+) -> Tensor:
+    shape = x.shape
+    if not shape or x.dtype not in DTYPE_NAMES or not shape[-1]:
+        _reject_x(x, None, weight.device)
+    k, dtype, device = shape[-1], x.dtype, x.device
+    plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
+    if not (
+        weight.shape == plan.weight_shape
+        and weight.dtype is torch.int32
+        and weight.is_contiguous()
+        and weight.device == device
+        and weight.data_ptr() % ALIGNMENT == 0
+        and _fits(scales, plan, plan.columns)
+        and (zeros is None or _fits(zeros, plan, plan.columns))
+        and (bias is None or _fits(bias, plan, (n,)))
+    ):
+        _reject_operands(plan, weight, scales, zeros, bias)
+    y = x.new_empty((*shape[:-1], n))
+    if len(shape) == 2:
+        m, rows, out = shape[0], x, y
+    else:
+        m = x.numel() // k
+        rows, out = x.reshape(m, k), y.view(m, n)
+    if m == 0:
+        return y
+    if plan.kx != k:
+        rows = torch.nn.functional.pad(rows, (0, plan.kx - k))
+    elif not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    launch = plan.launcher(m)
+    if plan.guarded:
+        with torch.cuda.device(device):
+            launch(rows, weight, scales, zeros, bias, out)
+    else:
+        launch(rows, weight, scales, zeros, bias, out)
+    return y
+
+
+def _fits(tensor: Tensor, plan: Plan, shape: tuple[int, ...]) -> bool:
+    return (
+        tensor.shape == shape
+        and tensor.dtype is plan.dtype
+        and tensor.is_contiguous()
+        and tensor.device == plan.device
+        and tensor.data_ptr() % ALIGNMENT == 0
+    )
+
+
+def _gemm_fake(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int
+) -> Tensor:
+    if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
+        _reject_x(x, None, weight.device)
+    QuantFormat(bits, group_size, zeros is None)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("gemm", _gemm, _key)
+torch.library.register_fake("tilebit::gemm", _gemm_fake, lib=_library)
+
+
+def _reject_x(x: Tensor, k: int | None, device: torch.device) -> NoReturn:
+    accepted = f"float16 or bfloat16 [..., {'k' if k is None else k}] on {device}"
+    raise ValueError(
+        f"x is {_describe(x)}; accepted: {accepted}{' with k >= 1' if k is None else ''}; convert it with x.to(...) or "
+        f"pass the weight that fits"
+    )
+
+
+def _reject_operands(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> NoReturn:
+    """Raise ``ValueError`` for the first operand that does not fit the plan."""
+    w = plan.workload
+    expected = [("weight", weight, torch.int32, plan.weight_shape), ("scales", scales, plan.dtype, plan.columns)]
+    expected += [] if zeros is None else [("zeros", zeros, plan.dtype, plan.columns)]
+    expected += [] if bias is None else [("bias", bias, plan.dtype, (w.n,))]
+    call = f"x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
+    for name, tensor, dtype, shape in expected:
+        if (
+            tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.device == plan.device
+            and tensor.is_contiguous()
+            and tensor.data_ptr() % ALIGNMENT == 0
+        ):
+            continue
+        advice = (
+            f"pass a bias of {w.n} values in x's dtype"
+            if name == "bias"
+            else f"pack the weight for this device and dtype with tilebit.pack ({plan.target.arch})"
+        )
+        raise ValueError(
+            f"{name} is {_describe(tensor)}; {call} need {str(dtype).removeprefix('torch.')} {list(shape)} on {plan.device}, "
+            f"contiguous and {ALIGNMENT}-byte aligned; {advice}"
+        )
+    raise AssertionError("every operand fits")  # unreachable: the caller found one that does not
+
+
+def _describe(t: Tensor) -> str:
+    text = f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
+    if not t.is_contiguous():
+        text += f" with strides {list(t.stride())}"
+    if t.device.type != "meta" and t.data_ptr() % ALIGNMENT:
+        text += f", {t.data_ptr() % ALIGNMENT} bytes past a {ALIGNMENT}-byte boundary"
+    return text

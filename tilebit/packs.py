@@ -1,0 +1,250 @@
+"""Packs: directories of compiled kernels that load with torch and apache-tvm-ffi alone.
+
+A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of m and target, sha256 of every file) and
+``kernels/<key>/`` for each kernel, exactly as the compiler published it. It is written beside its place and moved there by one rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
+from .schedules.target import Target
+from .schedules.workload import Workload, m_bucket
+
+PACK_SCHEMA = 1
+PACK_NAME = "pack.json"
+
+
+class KernelDirectory(Protocol):
+    """What ``export`` needs of a kernel (``tiles.Kernel`` and ``LoadedKernel`` both have it)."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def manifest(self) -> dict[str, Any]: ...
+
+
+def _identity(workload: Workload, arch: str) -> tuple[Workload, str]:
+    return workload.with_m(0), arch
+
+
+@dataclass(frozen=True, slots=True)
+class PackEntry:
+    """One kernel of a pack: ``workload`` (its m is the bucket it serves best), ``arch``, key and directory."""
+
+    key: str
+    workload: Workload
+    arch: str
+    features: tuple[str, ...]
+    path: Path
+
+
+class Pack:
+    """A loaded pack. ``kernel_for(workload, m)`` gives a callable kernel; no library is opened before it is asked for.
+
+    ``kernels`` are its ``PackEntry`` rows, ``versions`` those of the compilers that made them.
+    """
+
+    __slots__ = ("_by_workload", "kernels", "path", "versions")
+
+    def __init__(self, path: Path, kernels: tuple[PackEntry, ...], versions: dict[str, Any]) -> None:
+        self.path = path
+        self.kernels = kernels
+        self.versions = versions
+        self._by_workload: dict[tuple[Workload, str], list[PackEntry]] = {}
+        for entry in sorted(kernels, key=lambda e: e.workload.m):
+            self._by_workload.setdefault((entry.workload.with_m(0), entry.arch), []).append(entry)
+
+    def __len__(self) -> int:
+        return len(self.kernels)
+
+    def __repr__(self) -> str:
+        return f"Pack({str(self.path)!r}, kernels={len(self.kernels)})"
+
+    @property
+    def arches(self) -> tuple[str, ...]:
+        return tuple(sorted({entry.arch for entry in self.kernels}))
+
+    def find(self, workload: Workload, m: int, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
+        """The entry for ``workload`` (its own m is ignored) at ``m`` rows: the bucket of m, else the next larger one, else the largest.
+
+        ``features`` are the instruction sets this machine has: kernels that use others are passed over. None: do not ask.
+        """
+        entries = self._by_workload.get((workload.with_m(0), arch), [])
+        usable = [e for e in entries if features is None or set(e.features) <= set(features)]
+        bucket = m_bucket(max(m, 1))
+        return next((e for e in usable if e.workload.m >= bucket), usable[-1] if usable else None)
+
+    def kernel_for(self, workload: Workload, m: int, arch: str | None = None) -> LoadedKernel:
+        """The loaded kernel for ``workload`` at ``m`` rows on ``arch`` (default: the pack's only one).
+
+        Raises ``LookupError`` that says what the pack holds and how to build the kernel when there is none, and ``CorruptArtifact``
+        when its files were changed.
+        """
+        if arch is None:
+            if len(self.arches) != 1:
+                raise ValueError(f"arch is not given and the pack {self.path} holds {', '.join(self.arches)}; accepted: one of these")
+            (arch,) = self.arches
+        entry = self.find(workload, m, arch)
+        if entry is None:
+            w, held = (
+                workload,
+                sorted({f"{e.workload.format.name} [{e.workload.n}, {e.workload.k}]" for e in self.kernels if e.arch == arch}),
+            )
+            command = f"tilebit pack PATH --n {w.n} --k {w.k} --m {m} --format {w.format.name} --dtype {w.dtype}"
+            raise LookupError(
+                f"the pack {self.path} has no kernel for {w.format.name} [{w.n}, {w.k}] {w.dtype}{' with bias' if w.bias else ''} on {arch}; it holds "
+                f"{', '.join(held[:8]) or 'none for this device'}{' ...' if len(held) > 8 else ''}. To build it, where the compilers are: "
+                f"`{command}{' --bias' if w.bias else ''} --target {arch}`"
+            )
+        return load_kernel(entry.path)
+
+
+_loaded: list[Pack] = []
+
+
+def loaded() -> tuple[Pack, ...]:
+    """The packs that operations look into, the latest first."""
+    return tuple(reversed(_loaded))
+
+
+def find(workload: Workload, target: Target) -> LoadedKernel | None:
+    """A kernel for ``workload`` (at its m) on ``target`` from the loaded packs, the latest first; None when none has one."""
+    for pack in loaded():
+        entry = pack.find(workload, workload.m, target.arch, target.features)
+        if entry is not None:
+            return load_kernel(entry.path)
+    return None
+
+
+def unload(pack: Pack) -> None:
+    """Stop looking into ``pack``; kernels that are already in use stay loaded."""
+    _loaded.remove(pack)
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Operations decide once which kernel serves a shape: let them decide again."""
+    dispatch = sys.modules.get(f"{__package__}.dispatch")
+    if dispatch is not None:
+        dispatch.forget()
+
+
+def export(
+    path: str | os.PathLike[str], kernels: Mapping[Workload, KernelDirectory] | Iterable[KernelDirectory], overwrite: bool = False
+) -> Pack:
+    """Write a pack of ``kernels`` to the new directory ``path`` and return it read (``load`` makes operations use it).
+
+    ``kernels`` is a mapping (workload with the m it is for -> kernel) or an iterable of kernels, which then serve what they were compiled
+    for. Every kernel is checked before it is copied. The directory appears complete or not at all; an existing one is replaced only with
+    ``overwrite``. Raises ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; accepted: a new directory. Choose another or pass overwrite=True")
+    pairs = list(kernels.items()) if isinstance(kernels, Mapping) else [(Workload.from_json(k.manifest["workload"]), k) for k in kernels]
+    if not pairs:
+        raise ValueError("kernels is empty; accepted: at least one compiled kernel")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        building.mkdir()
+        manifest = _write(building, pairs)
+        (building / PACK_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        if target.exists():
+            retired = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+            os.rename(target, retired)
+            os.rename(building, target)
+            shutil.rmtree(retired, ignore_errors=True)
+        else:
+            os.rename(building, target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return read(target)
+
+
+def _write(building: Path, pairs: list[tuple[Workload, KernelDirectory]]) -> dict[str, Any]:
+    rows = []
+    for workload, kernel in pairs:
+        manifest = read_manifest(kernel.path)
+        own = Workload.from_json(manifest["workload"])
+        if own.with_m(0) != workload.with_m(0):
+            raise ValueError(f"the kernel {kernel.path} was compiled for {own}; accepted for {workload}: one that differs in m only")
+        place = building / "kernels" / manifest["key"]
+        if not place.exists():
+            place.mkdir(parents=True)
+            for name in (MANIFEST_NAME, *manifest["files"]):
+                shutil.copyfile(Path(kernel.path) / name, place / name)
+        rows.append(
+            {
+                "key": manifest["key"],
+                "workload": workload.to_json(),
+                "arch": manifest["target"]["arch"],
+                "target": manifest["target"],
+                "program": manifest["program"],
+                "schedule": manifest["schedule"],
+                "versions": manifest["versions"],
+                "path": f"kernels/{manifest['key']}",
+            }
+        )
+    files = sorted(p for p in building.rglob("*") if p.is_file())
+    listed = {p.relative_to(building).as_posix(): {"sha256": file_digest(p), "bytes": p.stat().st_size} for p in files}
+    return {
+        "schema": PACK_SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": rows[0]["versions"],
+        "kernels": rows,
+        "files": listed,
+    }
+
+
+def load(path: str | os.PathLike[str]) -> Pack:
+    """Read a pack and let operations find its kernels before they compile any; a pack read again replaces its earlier self.
+
+    Raises what ``read`` raises.
+    """
+    pack = read(path)
+    _loaded[:] = [known for known in _loaded if known.path != pack.path] + [pack]
+    _forget_plans()
+    return pack
+
+
+def read(path: str | os.PathLike[str]) -> Pack:
+    """The pack in directory ``path``, every file's sha256 compared with its manifest. Imports no compiler, opens no kernel.
+
+    Raises ``FileNotFoundError`` when there is no such directory and ``CorruptArtifact`` when it is not a complete, unmodified pack.
+    """
+    root = Path(path).resolve()
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no pack directory {path}; accepted: a directory that tilebit.packs.export wrote")
+    repair = "copy the pack again or export it anew"
+    try:
+        manifest = read_json(root / PACK_NAME)
+        if manifest.get("schema") != PACK_SCHEMA:
+            raise CorruptArtifact(root, f"{PACK_NAME} has schema {manifest.get('schema')!r}, this version reads {PACK_SCHEMA}", repair)
+        check_files(root, manifest.get("files"))
+        entries = []
+        for row in manifest["kernels"]:
+            if f"{row['path']}/{MANIFEST_NAME}" not in manifest["files"]:
+                raise CorruptArtifact(root, f"{PACK_NAME} lists no files for kernel {row['key']}", repair)
+            entries.append(
+                PackEntry(
+                    row["key"], Workload.from_json(row["workload"]), row["arch"], tuple(row["target"]["features"]), root / row["path"]
+                )
+            )
+    except CorruptArtifact as error:
+        raise CorruptArtifact(root, error.what, repair) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptArtifact(root, f"{PACK_NAME} is not a pack's ({type(error).__name__}: {error})", repair) from None
+    return Pack(root, tuple(entries), manifest.get("versions", {}))

@@ -1,0 +1,61 @@
+// Stage an accumulator tile in shared memory, transposed to y's row-major [m][n] order.
+//
+// The accumulators hold Y^T (MMA rows are output channels), so a direct store would write 2 bytes at a time, each with its own address and
+// predicate: at 128 x 256 x 128 and k = 4096 that epilogue cost 13 % of the kernel (208 us against 183 on an H200).
+#pragma once
+#include <stdint.h>
+#ifndef TILEBIT_HOST_EMULATION
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace tilebit {
+
+__device__ __forceinline__ uint32_t pack_pair(float a, float b, half) {
+  const half2 v = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ __forceinline__ uint32_t pack_pair(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// SLABS 64-row slabs per warpgroup, BLOCK_M columns, accumulators in MMA order: [slab][column / 8][row half][column parity].
+// staging: T [BLOCK_M][STRIDE], STRIDE = tile rows + 8, so that the eight 16-byte rows of a matrix fall into different banks.
+// Every computing thread calls it; the barrier first lets all of them leave the pipeline, whose buffers the staging tile may share.
+template <typename T, int SLABS, int BLOCK_M, int STRIDE, int THREADS, int BARRIER>
+__device__ __forceinline__ void stage_transposed(const float* accumulators, void* staging, int thread) {
+  static_assert(BLOCK_M % 16 == 0, "two 8-column matrices are stored at a time");
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+  const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
+  T* tile = reinterpret_cast<T*>(staging);
+#pragma unroll
+  for (int slab = 0; slab < SLABS; ++slab) {
+    const int row = (group * SLABS + slab) * 64 + warp * 16;
+#pragma unroll
+    for (int c = 0; c < BLOCK_M / 16; ++c) {
+      const float* v = accumulators + (slab * (BLOCK_M / 8) + 2 * c) * 4;
+      const uint32_t r0 = pack_pair(v[0], v[1], T()), r1 = pack_pair(v[2], v[3], T());
+      const uint32_t r2 = pack_pair(v[4], v[5], T()), r3 = pack_pair(v[6], v[7], T());
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l addresses column l % 8 of matrix l / 8.
+      T* address = tile + (c * 16 + (lane >> 4) * 8 + (lane & 7)) * STRIDE + row + ((lane >> 3) & 1) * 8;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+                   "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                   : "memory");
+#else
+      const uint32_t values[4] = {r0, r1, r2, r3};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint16_t* p = reinterpret_cast<uint16_t*>(tile + (c * 16 + (i >> 1) * 8 + (lane & 3) * 2) * STRIDE + row + (i & 1) * 8 + (lane >> 2));
+        p[0] = static_cast<uint16_t>(values[i]);
+        p[STRIDE] = static_cast<uint16_t>(values[i] >> 16);
+      }
+#endif
+    }
+  }
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+}
+
+}  // namespace tilebit

@@ -1,0 +1,45 @@
+// Deterministic split-k: every block stores its fp32 partial tile, the last to arrive sums all of them in split order.
+//
+// partials: [tile][split][register / 4][thread] float4: any order serves, because writer and reader are the same thread of their block;
+// this one makes each store a contiguous 512-byte line per warp. tickets: one zero per tile, left zero again (atomicInc wraps), so a launch
+// needs no memset and a captured graph can be replayed.
+#pragma once
+#include <stdint.h>
+
+namespace tilebit {
+
+// THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.
+// *last becomes 1 in the block that must store the tile, whose accumulators then hold the whole sum, and 0 in every other.
+template <int REGISTERS, int THREADS, int BARRIER>
+__device__ __forceinline__ void reduce_split_k(float* accumulators, float* partials, int* tickets, int tile, int split, int splits, int thread,
+                                               int* last) {
+  static_assert(REGISTERS % 4 == 0, "accumulators move as float4");
+  constexpr int CHUNK = REGISTERS * THREADS;
+  float4* mine = reinterpret_cast<float4*>(partials + (int64_t(tile) * splits + split) * CHUNK);
+#pragma unroll
+  for (int i = 0; i < REGISTERS / 4; ++i)
+    __stcg(mine + i * THREADS + thread, make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3]));
+  __threadfence();
+  __shared__ int arrived;
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+  if (thread == 0) arrived = atomicInc(reinterpret_cast<unsigned int*>(tickets) + tile, splits - 1);
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+  *last = arrived == splits - 1;
+  if (!*last) return;
+  __threadfence();
+#pragma unroll
+  for (int i = 0; i < REGISTERS; ++i) accumulators[i] = 0.0f;
+  for (int s = 0; s < splits; ++s) {
+    const float4* theirs = reinterpret_cast<const float4*>(partials + (int64_t(tile) * splits + s) * CHUNK);
+#pragma unroll
+    for (int i = 0; i < REGISTERS / 4; ++i) {
+      const float4 v = __ldcg(theirs + i * THREADS + thread);
+      accumulators[4 * i] += v.x;
+      accumulators[4 * i + 1] += v.y;
+      accumulators[4 * i + 2] += v.z;
+      accumulators[4 * i + 3] += v.w;
+    }
+  }
+}
+
+}  // namespace tilebit

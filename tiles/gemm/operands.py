@@ -1,0 +1,135 @@
+"""The operands of a packed-weight GEMM as its CUDA programs see them: extents, groups per stage, device calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...layouts.formats import PER_CHANNEL
+from ...schedules.schedule import Schedule
+from ...schedules.workload import Workload
+from ..program import DEVICE_DIR
+
+BARRIER = 7  # named barrier of the epilogue; the generated code uses 0 to 2
+HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh")
+TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Extents of one (workload, schedule): all in elements unless said otherwise."""
+
+    workload: Workload
+    schedule: Schedule
+
+    @property
+    def n(self) -> int:
+        return self.workload.n
+
+    @property
+    def n_tiles(self) -> int:
+        """64-row slabs of the packed weight."""
+        return -(-self.n // 64)
+
+    @property
+    def n_pad(self) -> int:
+        return self.n_tiles * 64
+
+    @property
+    def kx(self) -> int:
+        """Columns of x as the kernel reads it: k rounded up to 8, because TMA wants rows of whole 16 bytes."""
+        return -(-self.workload.k // 8) * 8
+
+    @property
+    def record_k(self) -> int:
+        """k of one 2,048-byte record: 64 at 4 bits, 32 at 8."""
+        return 256 // self.workload.format.bits
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.workload.k // self.record_k)
+
+    @property
+    def records(self) -> int:
+        """Records of one slab in one pipeline step."""
+        return self.schedule.block_k // self.record_k
+
+    @property
+    def steps(self) -> int:
+        """Pipeline steps that cover k."""
+        return -(-self.workload.k // self.schedule.block_k)
+
+    @property
+    def asymmetric(self) -> bool:
+        return not self.workload.format.symmetric
+
+    @property
+    def grouped(self) -> bool:
+        """Scales are applied to the weights (per group); per-channel scales are applied to the accumulators."""
+        return self.workload.format.group_size != PER_CHANNEL
+
+    @property
+    def groups(self) -> int:
+        return self.workload.format.groups(self.workload.k)
+
+    @property
+    def step_groups(self) -> int:
+        """Scale groups that one step touches."""
+        return max(1, self.schedule.block_k // self.workload.format.group_size) if self.grouped else 1
+
+    def group_of(self, step: Any) -> Any:
+        """First scale group of pipeline step ``step`` (an int or a TIR expression)."""
+        if not self.grouped:
+            return 0
+        return step * self.schedule.block_k // self.workload.format.group_size
+
+    @property
+    def adjusted(self) -> bool:
+        """The accumulators still need a scale or a bias before they are stored."""
+        return not self.grouped or self.workload.bias
+
+    def finish(self, accumulator: Any, scales: Any, bias: Any, row: Any) -> Any:
+        """What is stored for one accumulator of output channel ``row``: the per-channel scale, then the bias, in fp32."""
+        value = accumulator if self.grouped else accumulator * scales[0, row].astype("float32")
+        return value + bias[row].astype("float32") if self.workload.bias else value
+
+    def device_source(self) -> str:
+        """The CUDA functions that the kernel calls."""
+        return "\n".join((DEVICE_DIR / name).read_text() for name in HEADERS)
+
+    @property
+    def slabs(self) -> int:
+        """64-row slabs that one group of four warps holds."""
+        return self.schedule.block_n // 64 // (self.schedule.num_warps // 4)
+
+    def dequantize_call(self) -> str:
+        """``tilebit::dequantize`` with its template arguments (``device/dequant.cuh``)."""
+        w, s = self.workload, self.schedule
+        k16_steps = s.block_k // 16
+        group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
+        arguments = (
+            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, self.records, group_steps, s.block_n, _cpp(self.grouped),
+        )  # fmt: skip
+        return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
+
+    def stage_call(self) -> str:
+        """``tilebit::stage_transposed`` with its template arguments (``device/epilogue.cuh``)."""
+        s = self.schedule
+        arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, s.block_n + 8, s.num_warps * 32, BARRIER)
+        return f"tilebit::stage_transposed<{', '.join(map(str, arguments))}>"
+
+
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def gemm_params(workload: Workload, schedule: Schedule) -> tuple[str, ...]:
+    """Kernel parameters in call order."""
+    names = ["x", "weight", "scales"]
+    if not workload.format.symmetric:
+        names.append("zeros")
+    if workload.bias:
+        names.append("bias")
+    if schedule.split_k > 1:
+        names += ["partials", "tickets"]
+    return (*names, "y")

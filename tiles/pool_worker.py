@@ -1,0 +1,39 @@
+"""The other side of ``pool.py``: read pickled requests from standard input, compile, write pickled results to standard output."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import BinaryIO
+
+from .cache import ArtifactCache
+from .compile import compile_request
+from .kernel import Kernel
+from .pool import HEADER
+from .request import CompileFailure, CompileRequest
+
+
+def _answer(request: CompileRequest, cache: ArtifactCache) -> Kernel | CompileFailure:
+    try:
+        return compile_request(request, cache)
+    except CompileFailure as failure:
+        return failure
+    except Exception as error:  # whatever a compiler raises belongs to this request alone
+        return CompileFailure(request, "build", (f"{type(error).__name__}: {error}",))
+
+
+def serve(requests: BinaryIO, results: BinaryIO, cache: ArtifactCache) -> None:
+    """Answer requests until the input ends."""
+    while header := requests.read(HEADER.size):
+        request = pickle.loads(requests.read(HEADER.unpack(header)[0]))
+        data = pickle.dumps(_answer(request, cache))
+        results.write(HEADER.pack(len(data)) + data)
+        results.flush()
+
+
+def main(cache_root: str) -> None:
+    """A worker's whole life."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a compiler prints must not end up between two answers
+    serve(sys.stdin.buffer, answers, ArtifactCache(cache_root))

@@ -1,8 +1,7 @@
 """Timing: medians over rotating operands, so that no cache holds what a real call would have to fetch.
 
-On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host never shows; on the CPU calls are timed one by one.
-Several implementations are measured in alternation, so that a change of clocks meets all of them.
-"""
+On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host never shows; on the CPU calls are
+timed one by one. Several implementations are measured in alternation, so that a change of clocks meets all of them."""
 
 from __future__ import annotations
 

@@ -19,17 +19,18 @@ from ..schedules.workload import Workload
 
 EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
 MAX_HALF = 65504.0
+MAX_BIAS = 64  # of the exact problem, an integer
 CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
-_EXACT_CHOICES = tuple((a, s) for s in ((1, 2, 4), (1, 2), (1,)) for a in (4, 2, 1))
+# (largest activation, scales), the most demanding first: scales far apart leave low bits that 16-bit sums lose even at small k.
+_EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """One GEMM with its operands on a device.
 
-    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad]
-    (asymmetric formats) and ``bias`` [n] (if the workload has one), as the kernels take them. Padding codes and scales are 0.
-    """
+    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups,
+    n_pad] (asymmetric formats) and ``bias`` [n] (if the workload has one), as the kernels take them. Padding codes and scales are 0."""
 
     workload: Workload
     layout: PackedLayout
@@ -86,16 +87,16 @@ def unpack_tiles(words: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
-    """A problem whose every fp32 partial sum is an exact integer, whatever the order of summation, so that a right kernel returns
-    the reference rounded once and comparing is ``torch.equal``.
+    """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a right kernel returns the
+    reference rounded once and comparing is ``torch.equal``.
 
-    Activations are integers |a| <= 4, codes any, scales powers of two up to 4 (less of both where k is so long that sums would pass 2^24,
-    or an fp16 result 65504). Raises ``ValueError`` when k is too long for any of that.
+    Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both where k is so long that sums would need
+    more than 24 bits, or an fp16 result would pass 65504). Raises ``ValueError`` when k is too long for any of that.
     """
     largest, scales = _exact_ranges(workload)
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
-    bias = torch.randint(-64, 65, (workload.n,), generator=generator, device=device)
+    bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
     return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), bias)
 
 
@@ -115,7 +116,8 @@ def copied(problem: Problem) -> Problem:
 
 
 def split_workspace(workload: Workload, schedule: Schedule, device: str) -> dict[str, Tensor]:
-    """``partials`` and ``tickets`` that a CUDA kernel with split_k > 1 needs: float32 [split_k * tiles * block_m * block_n] and zeroed int32 [tiles]."""
+    """``partials`` and ``tickets`` that a CUDA kernel with split_k > 1 needs: float32 [split_k * tiles * block_m * block_n] and zeroed
+    int32 [tiles]."""
     tiles = -(-workload.m // schedule.block_m) * -(-workload.n // schedule.block_n)
     floats = schedule.split_k * tiles * schedule.block_m * schedule.block_n
     return {
@@ -124,18 +126,18 @@ def split_workspace(workload: Workload, schedule: Schedule, device: str) -> dict
     }
 
 
-def _exact_ranges(workload: Workload) -> tuple[int, tuple[int, ...]]:
+def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     """(largest activation, scales) that keep every sum of this workload exact in fp32 and, where possible, finite in fp16."""
     f = workload.format
     widest = f.max_code if not f.symmetric else f.symmetric_zero_point
-    exact = [(a, s) for a, s in _EXACT_CHOICES if workload.k * a * widest * max(s) + 64 < EXACT_INTEGERS]
+    exact = [(a, s) for a, s in _EXACT_CHOICES if (workload.k * a * widest * max(s) + MAX_BIAS) / min(s) < EXACT_INTEGERS]
     if not exact:
-        raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {(EXACT_INTEGERS - 65) // widest}")
+        raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {(EXACT_INTEGERS - MAX_BIAS - 1) // widest}")
     finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < MAX_HALF]
     return (finite or exact[-1:])[0]
 
 
-def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[int, ...]) -> float:
+def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[float, ...]) -> float:
     """Standard deviation of one output of the exact problem."""
     codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6)
     activations = largest * (largest + 1) / 3

@@ -9,11 +9,18 @@ from ..schedules.workload import Workload
 
 
 class TuningBar:
-    """A bar on standard error over all candidates of all workloads. ``shown=False``, or a standard error that is no terminal, keeps it quiet."""
+    """A bar on standard error over all candidates of all workloads. ``shown=False``, or a standard error that is no terminal, keeps it
+    quiet."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[best]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[best]}"),
+        )
         self._progress = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
         self._task = self._progress.add_task("tuning", total=0, best="")
         self._done = self._total = 0

@@ -17,8 +17,8 @@ IMPROVEMENT = 0.01  # a candidate faster by less than this counts as no progress
 def shortlist(workload: Workload, target: Target, size: int) -> list[Schedule] | None:
     """At most ``size`` candidates by the cost model, fastest first; None when no program runs on ``target``.
 
-    The model is least sure of differences between tile shapes, so no shape takes more than a quarter of the places unless too few others are left.
-    """
+    The model is least sure of differences between tile shapes, so no shape takes more than a quarter of the places unless too few others
+    are left."""
     options = candidates(workload, target)
     if options is None:
         return None

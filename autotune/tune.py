@@ -1,8 +1,8 @@
 """The tuner: candidates, ranked, compiled, verified, measured, recorded.
 
-Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates among the records before it does anything: so an
-interrupted run continues where it stopped and measures nothing twice. A record counts while artifact, workload, device and driver are the same.
-"""
+Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates among the records before it does
+anything: so an interrupted run continues where it stopped and measures nothing twice. A record counts while artifact, workload, device
+and driver are the same."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Compiler(Protocol):
 class Measurer(Protocol):
     """Verifies and times one kernel directory."""
 
-    def measure(self, kernel: Path, workload: Workload, schedule: Schedule, target: Target) -> Outcome: ...
+    def measure(self, kernel: Path, workload: Workload, schedule: Schedule, target: Target, /) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TunedWorkload:
     """What tuning one workload came to.
 
-    ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried now, ``reused`` were known, and ``failed`` of those two have no
-    time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
+    ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried now, ``reused`` were known, and
+    ``failed`` of those two have no time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
     """
 
     workload: Workload
@@ -93,15 +93,18 @@ def tune(
     max_candidates: int = MAX_CANDIDATES,
     patience: int = PATIENCE,
 ) -> TuneReport:
-    """Measure the most promising schedules of each workload (m counts as its m-bucket) and record them in ``store`` (default: the user's records).
+    """Measure the most promising schedules of each workload (m counts as its m-bucket) and record them in ``store`` (default: the user's
+    records).
 
-    ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once. ``compiler`` and
-    ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress`` shows a bar on a terminal.
-    Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or ``WorkerError`` when it cannot go on.
-    """
+    ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
+    ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
+    shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or
+    ``WorkerError`` when it cannot go on."""
     todo = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
     if max_candidates < 1 or patience < 1 or (budget_s is not None and budget_s <= 0):
-        raise ValueError(f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; accepted: numbers above 0 (budget_s also None)")
+        raise ValueError(
+            f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; accepted: numbers above 0 (budget_s also None)"
+        )
     begin = time.monotonic()
     results = []
     with ExitStack() as stack:
@@ -126,7 +129,10 @@ def _device(target: Target) -> str:
     """The torch device that ``target`` describes; raises ``ValueError`` when this machine has none."""
     here = detect_target("cpu" if target.arch == "cpu" else None)
     if here.arch != target.arch:
-        raise ValueError(f"target is {target.arch} ({target.name}) and this machine's device is {here.arch} ({here.name}); accepted: a target that is here")
+        raise ValueError(
+            f"target is {target.arch} ({target.name}) and this machine's device is {here.arch} ({here.name}); "
+            "accepted: a target that is here. To tune another one, run the tuner on its machine"
+        )
     return "cpu" if target.arch == "cpu" else "cuda:0"
 
 
@@ -145,14 +151,13 @@ class _Run:
         """Search one workload until its candidates, its patience or its time are used up."""
         schedules = shortlist(workload, self.target, max_candidates)
         if not schedules:
-            raise ValueError(f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})")
+            raise ValueError(
+                f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})"
+            )
         self.bar.begin(workload, len(schedules))
         patience, records = Patience(self.patience), []
         measured, stopped = 0, "done"
-        for request, known, compiled in self._prepared(workload, schedules):
-            if patience.exhausted:
-                stopped = "patience"
-                break
+        for request, known, compiled in self._prepared(workload, schedules, deadline):
             if known is None:
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = "budget"
@@ -162,16 +167,21 @@ class _Run:
             records.append(known)
             patience.add(known.us if known.ok else None)
             self.bar.step(patience.best)
+            if patience.exhausted and len(records) < len(schedules):
+                stopped = "patience"
+                break
         self.bar.skip(len(schedules) - len(records))
         working = [r for r in records if r.ok]
         best = min(working, key=lambda r: r.us or 0.0, default=None)
-        return TunedWorkload(workload, best, measured, len(records) - measured, len(records) - len(working), len(schedules) - len(records), stopped)
+        return TunedWorkload(
+            workload, best, measured, len(records) - measured, len(records) - len(working), len(schedules) - len(records), stopped
+        )
 
     def _prepared(
-        self, workload: Workload, schedules: list[Schedule]
+        self, workload: Workload, schedules: list[Schedule], deadline: float | None
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
-        """(request, known record, else what became of compiling it), a batch at a time. On a GPU the next batch compiles while one is measured;
-        on the CPU it would disturb the measurement."""
+        """(request, known record, else what became of compiling it), a batch at a time. On a GPU the next batch compiles while one is
+        measured; on the CPU it would disturb the measurement."""
         requests = [CompileRequest(s.program, workload, s, self.target) for s in schedules]
         known = [self.known.get((workload, r.schedule, r.key, self.driver)) for r in requests]
         pairs = list(zip(requests, known, strict=True))
@@ -179,7 +189,8 @@ class _Run:
 
         def compiled(batch: list[tuple[CompileRequest, TuningRecord | None]]) -> Iterator[Kernel | CompileFailure]:
             missing = [request for request, record in batch if record is None]
-            return iter(self.compiler.compile(missing) if missing else [])
+            late = deadline is not None and time.monotonic() >= deadline
+            return iter(self.compiler.compile(missing) if missing and not late else [])
 
         with ThreadPoolExecutor(1) as ahead:
             future = None
@@ -188,14 +199,16 @@ class _Run:
                 more = self.target.is_cuda and index + 1 < len(batches)
                 future = ahead.submit(compiled, batches[index + 1]) if more else None
                 for request, record in batch:
-                    yield request, record, next(made) if record is None else None
+                    yield request, record, next(made, None) if record is None else None
 
     def _record(self, request: CompileRequest, compiled: Kernel | CompileFailure | None) -> TuningRecord:
         """Measure what was compiled and append the record, also of a failure."""
         if isinstance(compiled, CompileFailure):
             if compiled.kind == "cache":
                 raise TuneError(f"cannot compile: {'; '.join(compiled.sentences)}")
-            outcome = Outcome("compile_timeout" if compiled.kind == "timeout" else "compile_error", f"{compiled.kind}: {'; '.join(compiled.sentences)}")
+            outcome = Outcome(
+                "compile_timeout" if compiled.kind == "timeout" else "compile_error", f"{compiled.kind}: {'; '.join(compiled.sentences)}"
+            )
         else:
             assert compiled is not None
             outcome = self.measurer.measure(compiled.path, request.workload, request.schedule, self.target)

@@ -1,9 +1,9 @@
 """The gate in front of every measurement: is this kernel right?
 
-Three checks, none of which a plausible-looking wrong kernel passes: the exact oracle (``torch.equal`` against fp64, so wrong and rounded never mix),
-the worst tile on random floats (the largest relative error of a 128 x 128 block, at most twice that of torch in the same precision: a lost tile
-hides in a global norm), and NaN-poisoned outputs between guard bands (an unwritten element stays NaN, a stray write breaks a guard).
-"""
+Three checks, none of which a plausible-looking wrong kernel passes: the exact oracle (``torch.equal`` against fp64, so wrong and rounded
+never mix), the worst tile on random floats (the largest relative error of a 128 x 128 block, at most twice that of torch in the same
+precision: a lost tile hides in a global norm), and NaN-poisoned outputs between guard bands (an unwritten element stays NaN, a stray
+write breaks a guard)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class GuardedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reasons`` why a kernel is wrong (empty: verified) and its largest relative block error on random floats (None if it never got there)."""
+    """``reasons`` why a kernel is wrong (empty: verified) and its largest relative block error on random floats (None if it never got
+    there)."""
 
     reasons: tuple[str, ...]
     rel_err: float | None = None
@@ -71,12 +72,15 @@ def check_exact(y: Tensor, reference: Tensor) -> list[str]:
     wrong = (y != expected).nonzero()
     i, j = (int(v) for v in wrong[0])
     nan = f", {unwritten} of them NaN (not written, or computed so)" if unwritten else ""
-    return [f"{len(wrong)} of {y.numel()} elements are wrong{nan}; the first at [{i}, {j}] is {y[i, j].item()} and should be {expected[i, j].item()}."]
+    return [
+        f"{len(wrong)} of {y.numel()} elements are wrong{nan}; "
+        f"the first at [{i}, {j}] is {y[i, j].item()} and should be {expected[i, j].item()}."
+    ]
 
 
 def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
-    """The largest relative Frobenius error of a ``tile`` x ``tile`` block of ``y`` [m, n] against ``reference``; inf when y holds NaN or inf,
-    0.0 for an empty y. A block whose reference is all zero counts its absolute error."""
+    """The largest relative Frobenius error of a ``tile`` x ``tile`` block of ``y`` [m, n] against ``reference``; inf when y holds NaN or
+    inf, 0.0 for an empty y. A block whose reference is all zero counts its absolute error."""
     if y.numel() == 0:
         return 0.0
     error, norm = _block_norms(y.double() - reference.double(), tile), _block_norms(reference.double(), tile)
@@ -85,7 +89,8 @@ def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
 
 
 def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list[str]:
-    """One sentence when y's worst tile is more than ``TORCH_FACTOR`` times as wrong as torch's in the same precision (or as one rounding)."""
+    """One sentence when y's worst tile is more than ``TORCH_FACTOR`` times as wrong as torch's in the same precision (or as one
+    rounding)."""
     ours, theirs = worst_tile_error(y, reference), worst_tile_error(torch_result, reference)
     allowed = TORCH_FACTOR * max(theirs, torch.finfo(y.dtype).eps / 4)
     if ours <= allowed:

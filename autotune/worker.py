@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..schedules.workload import Workload
 
 START_SECONDS = 300.0  # importing torch on a busy machine
 TURN_SECONDS = 3600.0  # other tuners on this device, and computing the references of a large workload
+END_SECONDS = 120.0  # a killed process whose kernel hangs lives until its driver lets it go
 STDERR_TAIL = 1000
 # Signals that come from outside (the OOM killer, an operator): the candidate gets a second chance.
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -31,7 +33,8 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one kernel: ``status`` as in ``schedules.records.STATUSES``, times in microseconds when it is "ok", else a ``reason``."""
+    """What became of one kernel: ``status`` as in ``schedules.records.STATUSES``, times in microseconds when it is "ok", else a
+    ``reason``."""
 
     status: str
     reason: str = ""
@@ -52,10 +55,9 @@ class _Died(Exception):
 class DeviceWorker:
     """Verifies and times kernels on ``device`` ("cpu", "cuda:0") in a child process that lives as long as it behaves.
 
-    ``timeout`` is what one kernel's verification and timing may take, in seconds. Kernels are measured by one process per device at a time: all
-    workers of this user take turns through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the child
-    is killed when the thread that started it ends.
-    """
+    ``timeout`` is what one kernel's verification and timing may take, in seconds. Kernels are measured by one process per device at a
+    time: all workers of this user take turns through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the
+    child is killed when the thread that started it ends."""
 
     def __init__(self, device: str, lock_dir: str | os.PathLike[str], timeout: float = 120.0, seed: int = 0) -> None:
         self.device, self.timeout, self.seed = device, timeout, seed
@@ -76,8 +78,15 @@ class DeviceWorker:
         return None if self._process is None else self._process.pid
 
     def measure(self, kernel: str | os.PathLike[str], workload: Workload, schedule: Schedule, target: Target) -> Outcome:
-        """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be started."""
-        job = {"kernel": str(kernel), "workload": workload.to_json(), "schedule": schedule.to_json(), "target": target.to_json(), "seed": self.seed}
+        """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be
+        started."""
+        job = {
+            "kernel": str(kernel),
+            "workload": workload.to_json(),
+            "schedule": schedule.to_json(),
+            "target": target.to_json(),
+            "seed": self.seed,
+        }
         for last_chance in (False, True):
             try:
                 return self._run(job)
@@ -155,11 +164,16 @@ class DeviceWorker:
         """Kill the child if it lives; returns the end of what it wrote to standard error."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
-        self._process.wait()
         try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            message = (
+                f"process {self._process.pid} does not end: the driver of {self.device} holds it; reset the device or restart the machine"
+            )
+            self._process = None
+            raise WorkerError(message) from None
+        with suppress(OSError):  # unsent bytes for a dead process
             self._process.stdin.close()
-        except OSError:
-            pass  # unsent bytes for a dead process
         self._process.stdout.close()
         self._stderr.seek(0)
         words = self._stderr.read()[-STDERR_TAIL:].decode(errors="replace").strip()

@@ -1,4 +1,5 @@
-"""The measuring process: reads jobs as JSON lines from standard input; loads, verifies and times one kernel after another; answers in JSON lines.
+"""The measuring process: reads jobs as JSON lines from standard input; loads, verifies and times one kernel after another; answers in
+JSON lines.
 
 It is expected to die: a kernel may hang, fault or poison its CUDA context. Whoever started it (``worker.py``) notices and starts another.
 """
@@ -24,7 +25,7 @@ from ..schedules.target import Target
 from ..schedules.workload import Workload
 from .measure import Timing, copies_needed, time_calls
 from .problem import Problem, copied, exact_problem, random_problem, split_workspace
-from .verify import Gate, guarded_output
+from .verify import Gate
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +58,8 @@ class _Bench:
         self._gate: tuple[tuple[Workload, str, int], Gate] | None = None
 
     def run(self, job: dict[str, Any], started: Callable[[], None]) -> dict[str, Any]:
-        """Verify and time the job's kernel. ``started`` is called when everything but the kernel is ready: from there a hang is the kernel's."""
+        """Verify and time the job's kernel. ``started`` is called when everything but the kernel is ready: from there a hang is the
+        kernel's."""
         workload, schedule = Workload.from_json(job["workload"]), Schedule.from_json(job["schedule"])
         target = Target.from_json(job["target"])
         try:
@@ -65,7 +67,7 @@ class _Bench:
             started()
             kernel = load_kernel(job["kernel"])
             workspace = split_workspace(workload, schedule, self.device) if target.is_cuda and schedule.split_k > 1 else {}
-            verdict = gate.verify(partial(_launch, kernel, workspace))
+            verdict = gate.verify(partial(launch, kernel, workspace))
             if not verdict.ok:
                 return _result("wrong", " ".join(verdict.reasons))
             timing = self._time(kernel, workspace, gate.random, target)
@@ -93,16 +95,22 @@ class _Bench:
         return time_calls({"kernel": calls}, self.device)["kernel"]
 
 
-def _launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
+def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
+    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` holds ``partials`` and ``tickets``."""
     kernel.run(*_arguments(kernel, workspace, problem, problem.x[: y.shape[0]], y))
 
 
 def _arguments(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The kernel's tensors in the order of its manifest."""
+    """The kernel's tensors in the order of its manifest; x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole 16 bytes)."""
+    columns = next(p["shape"][1] for p in kernel.manifest["params"] if p["name"] == "x")
+    if x.shape[1] < columns:
+        x = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
     named = {**problem.operands, **workspace, "x": x, "y": y}
     missing = [name for name in kernel.params if name not in named]
     if missing:
-        raise ValueError(f"the kernel takes {', '.join(missing)}, which this workload does not have; its manifest and workload do not belong together")
+        raise ValueError(
+            f"the kernel takes {', '.join(missing)}, which this workload does not have; its manifest and workload do not belong together"
+        )
     return [named[name] for name in kernel.params]
 
 

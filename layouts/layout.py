@@ -1,9 +1,9 @@
 """Layouts: functions from coordinates to offsets, written shape:stride, and their algebra.
 
 After CuTe ("CuTe Layout Representation and Algebra", NVIDIA CUTLASS). A layout's coordinates are ordered colexicographically (the first
-mode runs fastest), so it is also a function from the indices 0, 1, ... size - 1. That function *is* the layout: composition and inverses are
-decided on its table of offsets, so a result is right or there is a ``ValueError`` that names both operands and the reason. Tables cost
-``size`` numbers: meant for tiles, not for whole tensors.
+mode runs fastest), so it is also a function from the indices 0, 1, ... size - 1. That function *is* the layout: composition and inverses
+are decided on its table of offsets, so a result is right or there is a ``ValueError`` that names both operands and the reason. Tables
+cost ``size`` numbers: meant for tiles, not for whole tensors.
 """
 
 from __future__ import annotations

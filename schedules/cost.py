@@ -4,10 +4,10 @@ LiquidGEMM's model (equations 3-6): one pass over the weight per row of tiles, e
 
     T = ceil(M / Mt) * max(T_load, T_dequant + T_mma)
 
-with T_load = bytes / read rate (eq. 3), T_dequant = alpha * N * K / scalar rate and T_mma = 2 * Mt * N * K / tensor rate (eq. 4), plus what the
-paper leaves out: units that idle in the last wave, the pipeline's fill and hand-over, the reduction of a split k, the launch. Two terms differ from the paper:
-Mt is not cut to M, because a tile's rows past the end are multiplied too, and T_load counts the x tile, which each row of output tiles reads again.
-"""
+with T_load = bytes / read rate (eq. 3), T_dequant = alpha * N * K / scalar rate and T_mma = 2 * Mt * N * K / tensor rate (eq. 4), plus
+what the paper leaves out: units that idle in the last wave, the pipeline's fill and hand-over, the reduction of a split k, the launch.
+Two terms differ from the paper: Mt is not cut to M, because a tile's rows past the end are multiplied too, and T_load counts the x tile,
+which each row of output tiles reads again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .schedule import Schedule
 from .target import Target
 from .workload import Workload
 
-DEQUANT_OPS = {4: 1.25, 8: 1.5}  # alpha: scalar operations per weight (4 LOP3, 1 SHF, 4 HFMA2 per eight 4-bit weights; 2 PRMT, 2 HSUB2, 2 HFMA2 per four 8-bit)
+DEQUANT_OPS = {
+    4: 1.25,
+    8: 1.5,
+}  # alpha: scalar operations per weight (4 LOP3, 1 SHF, 4 HFMA2 per eight 4-bit weights; 2 PRMT, 2 HSUB2, 2 HFMA2 per four 8-bit)
 L2_SPEEDUP = 2.5  # read rate of the last cache over that of memory
 KNEE_BYTES = 64 * 1024  # bytes in flight per SM that saturate memory; half of it loses about a third
 BURST = 1.5  # one SM's read rate over its share of the device's: idle SMs cost less when loading than when computing
@@ -38,10 +41,9 @@ CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
 class Estimate:
     """What the model expects of one call, all times in microseconds.
 
-    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * max(``load_us``, ``dequant_us`` + ``mma_us``) + ``split_us``. The terms inside the maximum
-    are those of one pass over the weight and already contain the idling: ``utilization`` is the share of the units' time that is used (1: no idle unit),
-    ``waves`` the number of blocks (CPU: task steps) that the busiest unit runs one after another.
-    """
+    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * max(``load_us``, ``dequant_us`` + ``mma_us``) + ``split_us``. The terms inside
+    the maximum are those of one pass over the weight and already contain the idling: ``utilization`` is the share of the units' time that
+    is used (1: no idle unit), ``waves`` the number of blocks (CPU: task steps) that the busiest unit runs one after another."""
 
     us: float
     passes: int
@@ -101,7 +103,9 @@ def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
     share = threads / target.units * utilization
     weight = _weight_bytes(w, n, k)
     memory = weight / (target.read_gbps * 1e3)
-    cached = memory / (L2_SPEEDUP if s.block_n * k * w.format.bits // 8 < target.l2 / 2 else 1.0)  # later passes find the rows of a task in cache
+    cached = memory / (
+        L2_SPEEDUP if s.block_n * k * w.format.bits // 8 < target.l2 / 2 else 1.0
+    )  # later passes find the rows of a task in cache
     load = (memory + (passes - 1) * cached) / passes / share
     dequant = CPU_DEQUANT_OPS[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
     mma = 2.0 * s.block_m * n * k / (target.mma_tflops * 1e6) / share

@@ -1,7 +1,7 @@
 """Tuned records, read side: measured facts as JSON lines, from the package and from the user.
 
-The tuner appends to the user's file; this module never writes. Two places are read, later lines winning over earlier ones:
-the package data ``schedules/tuned/*.jsonl`` in name order, then the user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
+The tuner appends to the user's file; this module never writes. Two places are read, later lines winning over earlier ones: the package
+data ``schedules/tuned/*.jsonl`` in name order, then the user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RecordWarning(UserWarning):
 class TuningRecord:
     """One measured fact: ``schedule`` on ``workload`` (its m is an m-bucket) took ``us`` on a device, or failed.
 
-    ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the packages that took part.
-    ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds, ``rel_err`` the largest relative error of a
-    128 x 128 block on random floats; all None unless ``status`` is "ok". ``reason`` says why another status was given. ``key`` is the
-    artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer writer added.
-    """
+    ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the
+    packages that took part. ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds, ``rel_err`` the
+    largest relative error of a 128 x 128 block on random floats; all None unless ``status`` is "ok". ``reason`` says why another status
+    was given. ``key`` is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer
+    writer added."""
 
     workload: Workload
     schedule: Schedule
@@ -114,24 +114,32 @@ def parse_records(text: bytes, source: str) -> list[TuningRecord]:
             records.append(TuningRecord.from_json(json.loads(line)))
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             if number == torn:
-                warnings.warn(f"{source}: line {number} is torn (an interrupted write) and was left out; the tuner heals it on its next write", RecordWarning, 3)
+                warnings.warn(
+                    f"{source}: line {number} is torn (an interrupted write) and was left out; the tuner heals it on its next write",
+                    RecordWarning,
+                    3,
+                )
             else:
                 bad.append((number, error))
     if bad:
         numbers = ", ".join(str(number) for number, _ in bad)
-        message = f"{source}: skipped {len(bad)} lines that are not tuning records: {numbers}. Line {bad[0][0]}: {bad[0][1]}. Accepted: JSON lines written by the tuner; remove these lines."
+        message = (
+            f"{source}: skipped {len(bad)} lines that are not tuning records: {numbers}. Line {bad[0][0]}: {bad[0][1]}. "
+            "Accepted: JSON lines written by the tuner; remove these lines."
+        )
         warnings.warn(message, RecordWarning, 3)
     return records
 
 
 def load_records(path: str | os.PathLike[str]) -> list[TuningRecord]:
-    """The records of one file, in its order; what is not a record is skipped with a ``RecordWarning``. Raises ``OSError`` when it cannot be read."""
+    """The records of one file, in its order; what is not a record is skipped with a ``RecordWarning``. Raises ``OSError`` when it cannot
+    be read."""
     return parse_records(Path(path).read_bytes(), str(path))
 
 
 def shipped_records() -> list[TuningRecord]:
     """The records that came with the package, measured on its authors' devices."""
-    folder = resources.files(__package__) / "tuned"
+    folder = resources.files("tilebit.schedules") / "tuned"
     if not folder.is_dir():
         return []
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)

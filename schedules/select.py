@@ -26,7 +26,8 @@ OTHER_UNITS = 4.0  # per factor of two: splits and thread counts are made for th
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and where it came from: ``source`` is "tuned", "nearest" or "model"; ``record`` and ``distance`` belong to the first two."""
+    """A schedule and where it came from: ``source`` is "tuned", "nearest" or "model"; ``record`` and ``distance`` belong to the first
+    two."""
 
     schedule: Schedule
     source: str
@@ -36,7 +37,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of ``explain``: a schedule, what the model expects, why it is illegal (empty: legal), what was measured here, and the verdict in words."""
+    """One line of ``explain``: a schedule, what the model expects, why it is illegal (empty: legal), what was measured here, and the
+    verdict in words."""
 
     schedule: Schedule
     estimate: Estimate
@@ -68,13 +70,14 @@ def refresh() -> None:
 
 
 def explain(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None) -> list[Row]:
-    """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by measured or estimated time."""
+    """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by
+    measured or estimated time."""
     workload = workload.with_m(m_bucket(workload.m))
     known = _known_records() if records is None else records
     choice = _choose(workload, target, known)
     measured = {r.schedule: r for r in latest(known).values() if r.workload == workload and r.measured_on(target)}
-    schedules = dict.fromkeys([choice.schedule, *measured, *(candidates(workload, target) or [])])
-    rows = [_row(workload, target, s, measured.get(s), choice) for s in schedules]
+    schedules: list[Schedule] = [choice.schedule, *measured, *(candidates(workload, target) or [])]
+    rows = [_row(workload, target, s, measured.get(s), choice) for s in dict.fromkeys(schedules)]
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
@@ -109,7 +112,9 @@ def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord])
             return Choice(record.schedule, "tuned" if d == 0 else "nearest", record, d)
     options = candidates(workload, target)
     if not options:
-        raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules/gemm.py")
+        raise ValueError(
+            f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules/gemm.py"
+        )
     usable = [s for s in options if s not in failed] or options
     return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
 
@@ -141,7 +146,8 @@ def _why_chosen(choice: Choice) -> str:
     if choice.source == "tuned":
         return f"chosen: the fastest measured here, {us}"
     w = choice.record.workload
-    return f"chosen: fastest of the nearest tuned workload (m {w.m}, n {w.n}, k {w.k}, {w.format.name}, {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}), {us} there"
+    there = f"m {w.m}, n {w.n}, k {w.k}, {w.format.name}, {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}"
+    return f"chosen: the fastest of the nearest tuned workload ({there}), {us} there"
 
 
 def _time(row: Row) -> float:

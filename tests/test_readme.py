@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,13 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", readme(), re.S)
+
+
 @pytest.mark.slow
 def test_the_example_runs(tmp_path: Path):
-    example = re.findall(r"```python\n(.*?)```", readme(), re.S)[0]
+    example = examples()[0]
     code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(code) <= 10
     script = tmp_path / "example.py"
@@ -38,6 +43,17 @@ def test_the_example_runs(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     error = re.search(r"torch.Size\(\[8, 4096\]\) relative error (\d\.\d+)", done.stdout)
     assert error is not None and 0.01 < float(error[1]) < 0.2, done.stdout
+
+
+@pytest.mark.parametrize("family", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
+def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
+    from tilebit.synthetic import write_checkpoint
+
+    write_checkpoint(tmp_path / "model", family, {"model.layers.0.mlp.up_proj": (64, 128)})
+    assert len(examples()) == 2 and "path/to/model" in examples()[1]
+    names: dict[str, Any] = {}
+    exec(examples()[1].replace("path/to/model", str(tmp_path / "model")), names)
+    assert (names["layer"].packed.n, names["layer"].packed.k) == (64, 128)
 
 
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
@@ -75,12 +91,11 @@ def test_command_lines_parse(line: str):
     command.make_context(words[1], words[2:])  # raises what the user would see
 
 
-CUDA_CLAIMS = [(f, arch, dtype) for f, arch, dtypes in claims() for dtype in dtypes if arch != "cpu"]
-
-
 def test_claims_for_gpus_have_a_program():
     """For every claimed (format, arch, dtype), the selected schedule names a program that runs there and accepts it."""
-    for format, arch, dtype in CUDA_CLAIMS:
+    claimed = [(format, arch, dtype) for format, arch, dtypes in claims() for dtype in dtypes if arch != "cpu"]
+    assert claimed
+    for format, arch, dtype in claimed:
         workload, target = Workload(16, 4096, 4096, format, dtype), target_from_name(arch)
         schedule = select(workload, target)
         assert arch in program(schedule.program).arches

@@ -92,9 +92,18 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {name} from {file}: {error}; copy the file again") from error
 
     def bias(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
-        """The bias [n] of a quantized layer, or None."""
+        """The bias [n] of a quantized layer, or None. Raises ``CheckpointError`` if it does not fit the layer's scales."""
         self._check_layer(name)
-        return self.tensor(f"{name}.bias", device) if f"{name}.bias" in self._files else None
+        if f"{name}.bias" not in self._files:
+            return None
+        bias = self.tensor(f"{name}.bias", device)
+        scales = f"{name}.{PARTS[self.family][1]}"
+        n = tensor_shape(self._files[scales], scales)[0 if self.family == "compressed-tensors" else -1]
+        if list(bias.shape) != [n] or not bias.is_floating_point():
+            raise CheckpointError(
+                f"{name}.bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again"
+            )
+        return bias
 
     def quantized(self, name: str, device: torch.device | str = "cpu") -> QuantizedTensor:
         """One layer, unpacked on ``device``: the stored codes, scales and zero points unchanged, act-order columns grouped through

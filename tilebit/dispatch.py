@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,6 +69,16 @@ class Plan:
         found = self._launchers[index]
         return found if found is not None else self._resolve(index, m)
 
+    def prepare(self, ms: Sequence[int]) -> None:
+        """Have the kernels for every number of rows in ``ms`` ready; those that must be compiled are compiled together."""
+        buckets = {m_bucket(m) for m in ms if self._launchers[bisect_left(M_BUCKETS, m)] is None}
+        wanted = [self.workload.with_m(bucket) for bucket in sorted(buckets)]
+        missing = [workload for workload in wanted if packs.find(workload, self.target) is None]
+        if len(missing) > 1:
+            build(missing, self.target, jobs=None)
+        for m in ms:
+            self.launcher(m)
+
     def _resolve(self, index: int, m: int) -> Launcher:
         with self._lock:
             found = self._launchers[index]
@@ -119,7 +129,7 @@ def find_kernel(workload: Workload, target: Target) -> LoadedKernel:
     return packed if packed is not None else build([workload], target)[0]
 
 
-def build(workloads: Iterable[Workload], target: Target, jobs: int = 1) -> list[LoadedKernel]:
+def build(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -> list[LoadedKernel]:
     """Kernels of ``workloads`` for this machine's ``target``, from the cache or compiled in ``jobs`` processes, loaded. Raises
     ``KernelUnavailable``."""
     wanted = list(workloads)

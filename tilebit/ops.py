@@ -31,10 +31,10 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and ``KernelUnavailable`` when no kernel is at hand, all
     before a launch.
     """
-    if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight):
+    if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight) or not (bias is None or isinstance(bias, Tensor)):
         raise TypeError(
-            f"got gemm({type(x).__name__}, {type(packed).__name__}); accepted: gemm(x: torch.Tensor, packed: "
-            f"PackedWeight); make one with tilebit.pack"
+            f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
+            f"one with tilebit.pack) and a torch.Tensor or None"
         )
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] != packed.k or x.device != packed.device:
@@ -52,12 +52,14 @@ def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False) -> None:
 
     Raises ``KernelUnavailable`` when one is missing and cannot be built.
     """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"got prepare({type(packed).__name__}, ...); accepted: a PackedWeight; make one with tilebit.pack")
+    rows = list(m)
+    if not rows or any(not isinstance(count, int) or count < 1 for count in rows):
+        raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above")
     f = packed.format
     plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias)
-    for rows in m:
-        if rows < 1:
-            raise ValueError(f"m holds {rows}; accepted: numbers of rows, 1 and above")
-        plan.launcher(rows)
+    plan.prepare(rows)
 
 
 def _gemm(
@@ -69,21 +71,18 @@ def _gemm(
     k, dtype, device = shape[-1], x.dtype, x.device
     plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
     if not (
-        weight.shape == plan.weight_shape
-        and weight.dtype is torch.int32
-        and weight.is_contiguous()
-        and weight.device == device
-        and weight.data_ptr() % ALIGNMENT == 0
-        and _fits(scales, plan, plan.columns)
-        and (zeros is None or _fits(zeros, plan, plan.columns))
-        and (bias is None or _fits(bias, plan, (n,)))
+        _fits(weight, plan.weight_shape, torch.int32, device)
+        and _fits(scales, plan.columns, dtype, device)
+        and (zeros is None or _fits(zeros, plan.columns, dtype, device))
+        and (bias is None or _fits(bias, (n,), dtype, device))
     ):
         _reject_operands(plan, weight, scales, zeros, bias)
-    y = x.new_empty((*shape[:-1], n))
     if len(shape) == 2:
-        m, rows, out = shape[0], x, y
+        m, rows = shape[0], x
+        y = out = x.new_empty((m, n))
     else:
         m = x.numel() // k
+        y = x.new_empty((*shape[:-1], n))
         rows, out = x.reshape(m, k), y.view(m, n)
     if m == 0:
         return y
@@ -100,13 +99,14 @@ def _gemm(
     return y
 
 
-def _fits(tensor: Tensor, plan: Plan, shape: tuple[int, ...]) -> bool:
+def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel may read ``tensor`` as it is."""
     return (
         tensor.shape == shape
-        and tensor.dtype is plan.dtype
+        and tensor.dtype is dtype
         and tensor.is_contiguous()
-        and tensor.device == plan.device
         and tensor.data_ptr() % ALIGNMENT == 0
+        and tensor.device == device
     )
 
 
@@ -115,6 +115,9 @@ def _gemm_fake(
 ) -> Tensor:
     if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
+    for name, operand in (("weight", weight), ("scales", scales), ("zeros", zeros), ("bias", bias)):
+        if operand is not None and operand.device != x.device:
+            raise ValueError(f"{name} is on {operand.device} and x on {x.device}; accepted: all on one device: move them there")
     QuantFormat(bits, group_size, zeros is None)
     return x.new_empty((*x.shape[:-1], n))
 
@@ -140,13 +143,7 @@ def _reject_operands(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor |
     expected += [] if bias is None else [("bias", bias, plan.dtype, (w.n,))]
     call = f"x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     for name, tensor, dtype, shape in expected:
-        if (
-            tensor.shape == shape
-            and tensor.dtype is dtype
-            and tensor.device == plan.device
-            and tensor.is_contiguous()
-            and tensor.data_ptr() % ALIGNMENT == 0
-        ):
+        if _fits(tensor, shape, dtype, plan.device):
             continue
         advice = (
             f"pass a bias of {w.n} values in x's dtype"

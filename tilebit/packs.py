@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
 from .schedules.target import Target
@@ -98,15 +98,13 @@ class Pack:
             (arch,) = self.arches
         entry = self.find(workload, m, arch)
         if entry is None:
-            w, held = (
-                workload,
-                sorted({f"{e.workload.format.name} [{e.workload.n}, {e.workload.k}]" for e in self.kernels if e.arch == arch}),
-            )
+            w, bias = workload, " with bias" if workload.bias else ""
+            rows = sorted({f"{e.workload.format.name} [{e.workload.n}, {e.workload.k}]" for e in self.kernels if e.arch == arch})
+            held = ", ".join(rows[:8] + ["..."] * (len(rows) > 8)) or "none for this device"
             command = f"tilebit pack PATH --n {w.n} --k {w.k} --m {m} --format {w.format.name} --dtype {w.dtype}"
             raise LookupError(
-                f"the pack {self.path} has no kernel for {w.format.name} [{w.n}, {w.k}] {w.dtype}{' with bias' if w.bias else ''} on {arch}; it holds "
-                f"{', '.join(held[:8]) or 'none for this device'}{' ...' if len(held) > 8 else ''}. To build it, where the compilers are: "
-                f"`{command}{' --bias' if w.bias else ''} --target {arch}`"
+                f"the pack {self.path} has no kernel for {w.format.name} [{w.n}, {w.k}] {w.dtype}{bias} on {arch}; it holds {held}. "
+                f"To build it, where the compilers are: `{command}{' --bias' if w.bias else ''} --target {arch}`"
             )
         return load_kernel(entry.path)
 
@@ -153,7 +151,11 @@ def export(
     target = Path(path)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists; accepted: a new directory. Choose another or pass overwrite=True")
-    pairs = list(kernels.items()) if isinstance(kernels, Mapping) else [(Workload.from_json(k.manifest["workload"]), k) for k in kernels]
+    pairs: list[tuple[Workload, KernelDirectory]]
+    if isinstance(kernels, Mapping):
+        pairs = list(cast("Mapping[Workload, KernelDirectory]", kernels).items())
+    else:
+        pairs = [(Workload.from_json(kernel.manifest["workload"]), kernel) for kernel in kernels]
     if not pairs:
         raise ValueError("kernels is empty; accepted: at least one compiled kernel")
     target.parent.mkdir(parents=True, exist_ok=True)

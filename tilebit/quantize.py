@@ -17,7 +17,7 @@ from .layouts.formats import PER_CHANNEL, QuantFormat
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if its error is smaller.
 CLIP_FACTORS = tuple(1.0 - 0.025 * step for step in range(21))
-# Elements quantized at once: bounds the fp32 temporaries to about 6 x 64 MiB whatever the weight's size.
+# Elements quantized at once: bounds the fp32 temporaries to about 4 x 64 MiB whatever the weight's size.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -102,7 +102,7 @@ def quantize(w: Tensor, format: QuantFormat, clip_search: bool = False, scale_dt
     ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or bf16, else float16. Codes are rounded with
     the *stored* scale, so nothing is lost when it is read back. A group's range always includes 0; an all-zero group gets scale 1 and
     dequantizes to 0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error: never worse than without.
-    Extra memory is bounded (about 0.4 GiB). Raises ``ValueError`` for NaN or infinite weights, an empty or non-matrix ``w``, and scales
+    Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for NaN or infinite weights, an empty or non-matrix ``w``, and scales
     that do not fit ``scale_dtype``.
     """
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:

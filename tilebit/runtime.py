@@ -1,6 +1,7 @@
 """Load compiled kernels: a directory with ``manifest.json`` and ``kernel.so``, checked before it is opened. Imports no compiler.
 
-A leaf: it needs torch and apache-tvm-ffi only, and nothing else of this package, so that kernels run where the compilers cannot be installed.
+A leaf: it needs torch and apache-tvm-ffi only, and nothing else of this package, so that kernels run where the compilers cannot be
+installed.
 """
 
 from __future__ import annotations
@@ -143,6 +144,12 @@ def load_kernel(directory: str | os.PathLike[str]) -> LoadedKernel:
     if known is not None and known[0] == stamp:
         return known[1]
     manifest = read_manifest(root)
+    if known is not None:  # the loader would hand out the library that is already open under this name
+        if known[1].manifest["key"] != manifest["key"]:
+            raise CorruptArtifact(root, "another kernel took its place while this process was using it", "restart the process")
+        with _lock:
+            _loaded[str(root)] = (stamp, known[1])  # equal keys mean equal kernels
+        return known[1]
 
     import torch  # noqa: F401  before tvm_ffi, which then exchanges tensors and streams with it
     import tvm_ffi

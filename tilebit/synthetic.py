@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 FAMILIES = ("awq", "gptq", "gptq_v2", "compressed-tensors")
+_Tensors = dict[str, torch.Tensor]
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
@@ -47,21 +48,20 @@ def write_checkpoint(
     reference: dict[str, torch.Tensor] = {}
     for name, (n, k) in layers.items():
         group = k if group_size == -1 else group_size
-        weight = (rng.standard_normal((n, k), dtype=np.float32) * rng.uniform(0.01, 0.05, (n, 1)) + (0.0 if symmetric else 0.01)).astype(
-            np.float32
-        )
-        if not symmetric:  # one-sided channels, whose zero points are the first and the last code
+        weight = rng.standard_normal((n, k), dtype=np.float32) * rng.uniform(0.01, 0.05, (n, 1)).astype(np.float32)
+        if not symmetric:  # off-centre, with one-sided channels, whose zero points are the first and the last code
+            weight += np.float32(0.01)
             weight[0], weight[-1] = np.abs(weight[0]), -np.abs(weight[-1])
         order = rng.permutation(k) if desc_act else np.arange(k)
-        group_of = np.empty(k, dtype=np.int64)
+        group_of = np.empty(k, dtype=np.int32)
         group_of[order] = np.arange(k) // group
-        codes, scales, zeros = _round(weight, group_of, bits, symmetric, dtype)
+        codes, scales, zeros = _round(weight, order, group, bits, symmetric, dtype)
         write = {"awq": _awq, "gptq": _gptq, "gptq_v2": _gptq_v2, "compressed-tensors": _compressed}[family]
         for suffix, value in write(codes, scales, zeros, group_of, bits, symmetric, desc_act).items():
             tensors[f"{name}.{suffix}"] = value.contiguous()
         if bias:
             tensors[f"{name}.bias"] = torch.from_numpy(rng.standard_normal(n, dtype=np.float32)).to(dtype)
-        shifted = torch.from_numpy((codes - zeros[:, group_of]).astype(np.float32))
+        shifted = torch.from_numpy(codes.astype(np.float32) - zeros[:, group_of])
         reference[name] = shifted * scales.float()[:, torch.from_numpy(group_of)]
     hidden = next(iter(layers.values()))[1]
     tensors["model.norm.weight"] = torch.ones(hidden, dtype=dtype)
@@ -97,78 +97,85 @@ def _check(family: str, layers: Mapping[str, tuple[int, int]], bits: int, group_
 
 
 def _round(
-    weight: np.ndarray, group_of: np.ndarray, bits: int, symmetric: bool, dtype: torch.dtype
+    weight: np.ndarray, order: np.ndarray, group: int, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-    """Unsigned codes int64 [n, k], scales [n, groups], unsigned zero points int64 [n, groups], one group after the other."""
+    """Codes uint8 [n, k], scales [n, groups], zero points uint8 [n, groups], unsigned; ``group`` columns along ``order`` make a group."""
     top, middle = 2**bits - 1, 2 ** (bits - 1)
-    groups = int(group_of.max()) + 1
-    codes = np.zeros(weight.shape, dtype=np.int64)
-    scales = torch.zeros(weight.shape[0], groups, dtype=dtype)
-    zeros = np.zeros((weight.shape[0], groups), dtype=np.int64)
-    for g in range(groups):
-        columns = group_of == g
-        part = weight[:, columns]
-        low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
-        step = np.maximum(-low, high) * 2 / top if symmetric else (high - low) / top
-        scales[:, g] = torch.from_numpy(np.maximum(step, 1e-5)).to(dtype)
-        stored = scales[:, g].float().numpy()
-        zeros[:, g] = middle if symmetric else np.clip(np.round(-low / stored), 0, top)
-        codes[:, columns] = np.clip(np.round(part / stored[:, None]) + zeros[:, g][:, None], 0, top)
-    return codes, scales, zeros
+    parts = weight[:, order].reshape(len(weight), -1, group)
+    low, high = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
+    step = np.maximum(-low, high) * 2 / top if symmetric else (high - low) / top
+    scales = torch.from_numpy(np.maximum(step, 1e-5)).to(dtype)
+    stored = scales.float().numpy()
+    zeros = np.full_like(stored, middle) if symmetric else np.clip(np.round(-low / stored), 0, top)
+    codes = np.empty(weight.shape, dtype=np.uint8)
+    codes[:, order] = np.clip(np.round(parts / stored[..., None]) + zeros[..., None], 0, top).reshape(weight.shape)
+    return codes, scales, zeros.astype(np.uint8)
 
 
-def _awq(codes, scales, zeros, group_of, bits, symmetric, desc_act) -> dict[str, torch.Tensor]:
+def _awq(
+    codes: np.ndarray, scales: torch.Tensor, zeros: np.ndarray, group_of: np.ndarray, bits: int, symmetric: bool, desc_act: bool
+) -> _Tensors:
     def interleaved(values: np.ndarray) -> torch.Tensor:  # [rows, n] -> [rows, n / 8]
         packed = np.zeros((values.shape[0], values.shape[1] // 8), dtype=np.uint32)
-        for column in range(packed.shape[1]):
-            for i in range(8):
-                packed[:, column] |= values[:, column * 8 + _AWQ_ORDER[i]].astype(np.uint32) << np.uint32(4 * i)
+        for i in range(8):
+            packed |= values[:, _AWQ_ORDER[i] :: 8].astype(np.uint32) << np.uint32(4 * i)
         return torch.from_numpy(packed.view(np.int32))
 
     return {"qweight": interleaved(codes.T), "qzeros": interleaved(zeros.T), "scales": scales.t()}
 
 
-def _gptq(codes, scales, zeros, group_of, bits, symmetric, desc_act, zero_offset: int = 1) -> dict[str, torch.Tensor]:
-    per_word, top = 32 // bits, 2**bits - 1
+def _gptq(
+    codes: np.ndarray,
+    scales: torch.Tensor,
+    zeros: np.ndarray,
+    group_of: np.ndarray,
+    bits: int,
+    symmetric: bool,
+    desc_act: bool,
+    zero_offset: int = 1,
+) -> _Tensors:
+    per_word = 32 // bits
     qweight = np.zeros((codes.shape[1] // per_word, codes.shape[0]), dtype=np.uint32)
-    for row in range(qweight.shape[0]):
-        for i in range(per_word):
-            qweight[row] |= codes[:, row * per_word + i].astype(np.uint32) << np.uint32(bits * i)
-    stored = (zeros.T - zero_offset) & top
+    stored = (zeros.T.astype(np.int32) - zero_offset) & (2**bits - 1)
     qzeros = np.zeros((stored.shape[0], stored.shape[1] // per_word), dtype=np.uint32)
-    for column in range(qzeros.shape[1]):
-        for i in range(per_word):
-            qzeros[:, column] |= stored[:, column * per_word + i].astype(np.uint32) << np.uint32(bits * i)
+    for i in range(per_word):
+        qweight |= codes.T[i::per_word].astype(np.uint32) << np.uint32(bits * i)
+        qzeros |= stored[:, i::per_word].astype(np.uint32) << np.uint32(bits * i)
     return {
         "qweight": torch.from_numpy(qweight.view(np.int32)),
         "qzeros": torch.from_numpy(qzeros.view(np.int32)),
         "scales": scales.t(),
-        "g_idx": torch.from_numpy(group_of.astype(np.int32)),
+        "g_idx": torch.from_numpy(group_of),
     }
 
 
-def _gptq_v2(codes, scales, zeros, group_of, bits, symmetric, desc_act) -> dict[str, torch.Tensor]:
+def _gptq_v2(
+    codes: np.ndarray, scales: torch.Tensor, zeros: np.ndarray, group_of: np.ndarray, bits: int, symmetric: bool, desc_act: bool
+) -> _Tensors:
     return _gptq(codes, scales, zeros, group_of, bits, symmetric, desc_act, zero_offset=0)
 
 
-def _compressed(codes, scales, zeros, group_of, bits, symmetric, desc_act) -> dict[str, torch.Tensor]:
-    def rows_packed(signed: np.ndarray) -> np.ndarray:  # [rows, columns] -> [rows, ceil(columns * bits / 32)]
-        packed = np.zeros((signed.shape[0], -(-signed.shape[1] * bits // 32)), dtype=np.uint32)
-        for column in range(signed.shape[1]):
-            value = (signed[:, column] + 2 ** (bits - 1)).astype(np.uint32)
-            packed[:, column * bits // 32] |= value << np.uint32(column * bits % 32)
+def _compressed(
+    codes: np.ndarray, scales: torch.Tensor, zeros: np.ndarray, group_of: np.ndarray, bits: int, symmetric: bool, desc_act: bool
+) -> _Tensors:
+    middle, per_word = 2 ** (bits - 1), 32 // bits
+
+    def rows_packed(signed: np.ndarray) -> np.ndarray:  # [rows, columns] -> [rows, ceil(columns / per_word)]
+        packed = np.zeros((signed.shape[0], -(-signed.shape[1] // per_word)), dtype=np.uint32)
+        for i in range(per_word):
+            values = (signed[:, i::per_word] + middle).astype(np.uint32)
+            packed[:, : values.shape[1]] |= values << np.uint32(bits * i)
         return packed.view(np.int32)
 
-    middle = 2 ** (bits - 1)
     tensors = {
-        "weight_packed": torch.from_numpy(rows_packed(codes - middle)),
+        "weight_packed": torch.from_numpy(rows_packed(codes.astype(np.int16) - middle)),
         "weight_scale": scales,
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
     }
     if not symmetric:
-        tensors["weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(rows_packed((zeros - middle).T).T))
+        tensors["weight_zero_point"] = torch.from_numpy(np.ascontiguousarray(rows_packed(zeros.T.astype(np.int16) - middle).T))
     if desc_act:
-        tensors["weight_g_idx"] = torch.from_numpy(group_of.astype(np.int32))
+        tensors["weight_g_idx"] = torch.from_numpy(group_of)
     return tensors
 
 

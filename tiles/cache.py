@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -31,8 +32,8 @@ def default_root() -> Path:
 class ArtifactCache:
     """Kernels by key under ``root``: ``kernels/<key>`` (complete entries), ``building/`` (private work), ``quarantine/`` (corrupted ones).
 
-    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a complete directory under a lock, so readers
-    see all of it or nothing. Raises ``CacheError`` when the directory cannot be made or the disk is full.
+    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a complete directory under a lock, so
+    readers see all of it or nothing. Raises ``CacheError`` when the directory cannot be made or the disk is full.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -50,18 +51,22 @@ class ArtifactCache:
         owner = self.root.stat()
         if hasattr(os, "getuid") and owner.st_uid != os.getuid():
             raise CacheError(
-                f"the cache {self.root} belongs to user {owner.st_uid} and this process runs as {os.getuid()}; accepted: a directory of your own, "
-                "because its libraries are executed. Set TILEBIT_CACHE to one"
+                f"the cache {self.root} belongs to user {owner.st_uid} and this process runs as {os.getuid()}; accepted: a directory of "
+                "your own, because its libraries are executed. Set TILEBIT_CACHE to one"
             )
         if owner.st_mode & 0o022:
             raise CacheError(
-                f"the cache {self.root} is writable by others (mode {owner.st_mode & 0o777:o}) and its libraries are executed; accepted: mode 0700. Run chmod 700"
+                f"the cache {self.root} is writable by others (mode {owner.st_mode & 0o777:o}) and its libraries are executed; "
+                f"accepted: mode 0700. Run chmod 700 {self.root}"
             )
 
     def explain(self, verb: str, error: OSError) -> str:
         """A sentence for a failed file operation: what failed, and what to do."""
         if error.errno in DISK_FULL:
-            return f"the disk that holds the cache {self.root} is full ({verb}); nothing was published. Free space, run `tilebit cache clear`, or set TILEBIT_CACHE"
+            return (
+                f"cannot {verb} in the cache {self.root}: its disk is full ({error.strerror}); nothing was published. "
+                f"Free space there, or set TILEBIT_CACHE to a directory on another disk"
+            )
         return f"cannot {verb} in the cache {self.root} ({error.strerror}); accepted: a writable directory. Set TILEBIT_CACHE to one"
 
     def _lock(self, key: str) -> FileLock:
@@ -102,10 +107,8 @@ class ArtifactCache:
             os.rename(entry, place)
         except FileNotFoundError:
             return None
-        try:
+        with contextlib.suppress(OSError):  # a full disk must not keep a corrupted entry in place
             (place / "REASON").write_text(reason + "\n")
-        except OSError:
-            pass  # a full disk must not keep a corrupted entry in place
         return place
 
     def build_dir(self) -> Path:

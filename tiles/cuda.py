@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules.schedule import Schedule
-from ..schedules.target import Target
+from ..schedules.target import Target, target_from_name
 from ..schedules.workload import Workload
 from .host_plan import HostPlan, describe_params, read_host
 from .host_stub import CUBIN_NAME, compile_stub, generate_stub
@@ -76,12 +76,18 @@ def nvcc_version() -> str:
     return _version_of(path, os.stat(path).st_mtime)
 
 
-def lower_cuda(function: Any, target: Target, pass_configs: dict[str, Any] | None = None) -> Any:
-    """TileLang's ``CompiledArtifact`` of a PrimFunc for ``target`` (needs no device)."""
+def lowered_arch(program: TileProgram, target: Target) -> str:
+    """The architecture that the program's CUDA is generated for: the target's, or the program's newest where the target is newer."""
+    newest = program.newest_arch
+    return newest if newest and target.capability > target_from_name(newest).capability else target.arch
+
+
+def lower_cuda(function: Any, arch: str, pass_configs: dict[str, Any] | None = None) -> Any:
+    """TileLang's ``CompiledArtifact`` of a PrimFunc for ``arch`` (needs no device)."""
     from tilelang import tvm
     from tilelang.engine.lower import lower
 
-    cuda = tvm.target.Target({"kind": "cuda", "arch": target.arch})
+    cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
     with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs or {})), cuda:
         return lower(function, target=cuda)
 
@@ -89,7 +95,7 @@ def lower_cuda(function: Any, target: Target, pass_configs: dict[str, Any] | Non
 def _include_flags() -> list[str]:
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-    system = (os.path.realpath(path) for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR) if path)
+    system = (os.path.realpath(str(path)) for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR) if path)
     return [f"-I{DEVICE_DIR}", *(flag for path in system for flag in ("-isystem", path))]
 
 
@@ -154,7 +160,7 @@ def compile_cuda(program: TileProgram, workload: Workload, schedule: Schedule, t
     start = time.perf_counter()
     function = program.build(workload, schedule, target)
     params = describe_params(function, program.params(workload, schedule))
-    artifact = lower_cuda(function, target, dict(program.pass_configs))
+    artifact = lower_cuda(function, lowered_arch(program, target), dict(program.pass_configs))
     source = artifact.kernel_source
     plan = read_host(artifact.host_mod, artifact.device_mod, params, any(mark in source for mark in DEPENDENT_LAUNCH_MARKS))
     seconds["lower"] = time.perf_counter() - start

@@ -231,7 +231,7 @@ class _Reader:
         if type(inner).__name__ != "BufferLoad":
             return self.c(value)
         shape = self.bound.get(inner.buffer.data)
-        if not _is_struct_get(shape, FIELD_SHAPE):
+        if shape is None or not _is_struct_get(shape, FIELD_SHAPE):
             raise UnsupportedHost(f"{var} is read from {inner}, which is no tensor's shape")
         place = (self.argument(shape.args[0]), int(inner.indices[0]))
         name = str(var)

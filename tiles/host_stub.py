@@ -1,8 +1,8 @@
 """The host side of a compiled CUDA kernel as C: generated from a ``HostPlan``, compiled by the C compiler, loaded by tvm_ffi.
 
-The library exports ``run(*tensors)`` and ``prepare(device)``. It embeds the cubin and finds the driver at the first call, so that it is built
-and loaded on machines without a GPU or a CUDA toolkit. ``run`` allocates nothing and waits for nothing: it may be captured in a CUDA graph
-(after one ``prepare``, or even without).
+The library exports ``run(*tensors)`` and ``prepare(device)``. It embeds the cubin and finds the driver at the first call, so that it is
+built and loaded on machines without a GPU or a CUDA toolkit. ``run`` allocates nothing and waits for nothing: it may be captured in a CUDA
+graph. It encodes a tensor map only when a pointer or a dimension is new to it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def _launch(index: int, launch: Launch, kernels: list[str]) -> list[str]:
         f"  const int64_t block{index}[3] = {{{', '.join(launch.block)}}};",
         *([] if launch.cluster is None else [f"  const int64_t {cluster}[3] = {{{', '.join(launch.cluster)}}};"]),
         f"  if (grid{index}[0] > 0 && grid{index}[1] > 0 && grid{index}[2] > 0 &&",
-        f"      tb_launch(device, {kernels.index(launch.kernel)}, grid{index}, block{index}, {cluster}, {int(launch.dependent)}, stream, params{index}) != 0) return -1;",
+        f"      tb_launch(device, {kernels.index(launch.kernel)}, grid{index}, block{index}, {cluster}, {int(launch.dependent)}, stream,",
+        f"                params{index}) != 0) return -1;",
     ]
 
 
@@ -160,7 +161,8 @@ def generate_stub(plan: HostPlan, program_name: str, arch: str) -> str:
 #define TB_KERNELS {len(kernels)}
 #include "host_runtime.h"
 
-__asm__(".section .rodata\\n.balign 64\\n.hidden tb_cubin\\n.globl tb_cubin\\ntb_cubin:\\n.incbin \\"{CUBIN_NAME}\\"\\n.byte 0\\n.previous\\n");
+__asm__(".section .rodata\\n.balign 64\\n.hidden tb_cubin\\n.globl tb_cubin\\n"
+        "tb_cubin:\\n.incbin \\"{CUBIN_NAME}\\"\\n.byte 0\\n.previous\\n");
 
 static const char* const tb_kernel_names[TB_KERNELS] = {{
 {names}
@@ -177,7 +179,8 @@ static int tb_body(const DLTensor* const* t, int device, CUstream stream) {{
 TVM_FFI_DLL_EXPORT int __tvm_ffi_run(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
   (void)self;
   (void)result;
-  if (num_args != TB_PARAMS) return tb_fail("TypeError", "got %d arguments; accepted: {len(plan.params)} ({", ".join(p.name for p in plan.params)})", num_args);
+  if (num_args != TB_PARAMS)
+    return tb_fail("TypeError", "got %d arguments; accepted: {len(plan.params)} ({", ".join(p.name for p in plan.params)})", num_args);
   const DLTensor* t[TB_PARAMS];
   if (tb_check(&tb_params[0], &args[0], -1, &t[0]) != 0) return -1;
   const int device = t[0]->device.device_id;
@@ -190,7 +193,8 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_run(void* self, const TVMFFIAny* args, int32_t 
 TVM_FFI_DLL_EXPORT int __tvm_ffi_prepare(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
   (void)self;
   (void)result;
-  if (num_args != 1 || args[0].type_index != kTVMFFIInt) return tb_fail("TypeError", "prepare takes one integer, the index of a CUDA device");
+  if (num_args != 1 || args[0].type_index != kTVMFFIInt)
+    return tb_fail("TypeError", "prepare takes one integer, the index of a CUDA device");
   return tb_prepare((int)args[0].v_int64);
 }}
 """

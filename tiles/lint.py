@@ -108,12 +108,14 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
         found.append(f"{WARNING}{resources.stack} bytes of local memory a thread (an array is indexed dynamically); aim: none")
     if resources.smem > target.smem:
         found.append(
-            f"{ERROR}{resources.smem} bytes of shared memory a block; accepted on {target.arch}: {target.smem}. Use fewer stages or a smaller tile"
+            f"{ERROR}{resources.smem} bytes of shared memory a block; accepted on {target.arch}: {target.smem}. "
+            "Use fewer stages or a smaller tile"
         )
     registers = resources.registers * resources.threads
     if registers > REGISTERS_PER_SM:
         found.append(
-            f"{ERROR}{resources.registers} registers x {resources.threads} threads exceed the {REGISTERS_PER_SM} of an SM: the kernel cannot launch"
+            f"{ERROR}{resources.registers} registers x {resources.threads} threads exceed the {REGISTERS_PER_SM} of an SM: "
+            "the kernel cannot launch"
         )
     elif schedule.min_blocks > 1:
         by_smem = target.smem_per_sm // (resources.smem + BLOCK_SMEM)

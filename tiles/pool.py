@@ -6,6 +6,7 @@ A worker is a fresh interpreter that runs ``tiles/pool_worker.py``. It imports n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -75,21 +76,17 @@ class _Worker:
     def end(self) -> int | None:
         """Kill the process group and close the pipes; returns the exit status it had or got."""
         for pipe in (self.input, self.output):
-            try:
+            with contextlib.suppress(OSError):  # a pipe to a dead process
                 pipe.close()
-            except OSError:
-                pass  # a pipe to a dead process
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         status = self.process.wait()
         self.stderr.close()
         return status
 
 
 class CompilePool:
-    """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``. Workers start on demand and stay warm until ``close()``.
+    """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on demand and stay warm until ``close()``.
 
     ``timeout`` is the time one request may take, in seconds (a worker's start, about 2 s, included). Use it in a ``with`` statement.
     """
@@ -100,6 +97,7 @@ class CompilePool:
         if self.jobs < 1:
             raise ValueError(f"jobs is {jobs}; accepted: at least 1")
         self.cache = cache or ArtifactCache()
+        self.cache.remove_stale()
         self.timeout = timeout
         self.workers: list[_Worker] = []
 
@@ -115,7 +113,8 @@ class CompilePool:
             self.workers.pop().end()
 
     def compile(self, requests: Sequence[CompileRequest], progress: Progress | None = None) -> list[Kernel | CompileFailure]:
-        """One result per request, in order. ``progress(done, total, result)`` is called as each arrives. Raises nothing for a failed request."""
+        """One result per request, in order; a failed request is a ``CompileFailure`` there. ``progress(done, total, result)`` is called
+        as each arrives."""
         results: list[Kernel | CompileFailure | None] = [None] * len(requests)
         waiting: deque[int] = deque()
         first: dict[str, int] = {}  # equal requests are compiled once

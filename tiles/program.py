@@ -35,7 +35,8 @@ class TileProgram:
     ``build(workload, schedule, target)`` returns the compiler's ``PrimFunc`` and touches no device. ``params(workload, schedule)``
     names the kernel's tensors in call order. ``headers`` are files under ``tiles/device`` that the generated code includes
     (they are part of a kernel's key). ``reference`` is the computation in fp64. ``pass_configs`` (TileLang's) and ``nvcc_flags`` are
-    given to the compilers as they are.
+    given to the compilers as they are. ``newest_arch`` caps what TileLang generates code for: on a newer target the same source is
+    compiled for that target, so that an sm_89 program runs, and is tested, on sm_90a.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TileProgram:
     reference: Callable[..., Any] | None = None
     pass_configs: Mapping[str, Any] = field(default_factory=dict)
     nvcc_flags: tuple[str, ...] = ()
+    newest_arch: str | None = None
 
     def __post_init__(self) -> None:
         if self.compiler not in COMPILERS:

@@ -36,7 +36,7 @@ class CompileRequest:
 
     @property
     def key(self) -> str:
-        """sha256 over all that determines the artifact: program and its sources, workload without m, schedule, architecture, compiler versions."""
+        """sha256 over all that determines the artifact: program and sources, workload without m, schedule, arch, compiler versions."""
         compiler = program(self.program).compiler
         workload = {name: value for name, value in self.workload.to_json().items() if name != "m"}
         parts = {
@@ -59,7 +59,8 @@ class CompileRequest:
 
 
 class CompileFailure(Exception):
-    """Why a request has no kernel. ``kind`` is "illegal", "build", "nvcc", "stub", "lint", "timeout", "crash" or "cache"; ``sentences`` say more."""
+    """Why a request has no kernel. ``kind`` is "illegal", "build", "nvcc", "stub", "lint", "timeout", "crash" or "cache";
+    ``sentences`` say more."""
 
     def __init__(self, request: CompileRequest, kind: str, sentences: tuple[str, ...]) -> None:
         super().__init__(request, kind, sentences)

@@ -33,8 +33,8 @@ class _CudaRule:
     """The constants of one CUDA program; change a limit here and ``legal`` and ``candidates`` follow.
 
     ``registers`` is what one computing thread may hold when a block has an SM to itself, ``spare_registers`` what addresses, scales and
-    loop state take of it; ``b_fragment`` says whether the small operand passes through registers (mma.sync) or is read from shared memory (wgmma).
-    """
+    loop state take of it; ``b_fragment`` says whether the small operand passes through registers (mma.sync) or is read from shared memory
+    (wgmma)."""
 
     program: str
     arches: tuple[str, ...]
@@ -90,7 +90,8 @@ def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
 
 
 def candidates(workload: Workload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order; None: no program runs there."""
+    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order; None: no program runs
+    there."""
     preferred = _PREFERRED.get(target.arch)
     if preferred is None:
         return None
@@ -151,9 +152,14 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
         return reasons
     warpgroups = s.num_warps // 4
     if s.block_n // SLAB_N % warpgroups:
-        reasons.append(f"block_n is {s.block_n}, {s.block_n // SLAB_N} slabs of {SLAB_N} rows, which {warpgroups} groups of four warps cannot share evenly.")
+        reasons.append(
+            f"block_n is {s.block_n}, {s.block_n // SLAB_N} slabs of {SLAB_N} rows, "
+            f"which {warpgroups} groups of four warps cannot share evenly."
+        )
     if rule.b_fragment and warpgroups * SLAB_N != s.block_n:
-        reasons.append(f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows).")
+        reasons.append(
+            f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows)."
+        )
     n_pad = -(-workload.n // SLAB_N) * SLAB_N
     if n_pad % s.block_n:
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): its divisors.")
@@ -167,6 +173,8 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
     if group != PER_CHANNEL and s.block_k % group and group % s.block_k:
         reasons.append(f"block_k is {s.block_k}; accepted: a multiple or a divisor of group_size {group}.")
     steps = -(-workload.k // s.block_k)
+    if rule.b_fragment and steps % s.split_k:  # the cp.async pipeline is unrolled at its ends and needs a constant length
+        reasons.append(f"split_k is {s.split_k}; accepted by {rule.program} for {steps} steps of {s.block_k}: its divisors.")
     if (s.split_k - 1) * -(-steps // s.split_k) >= steps:
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps} steps of {s.block_k}: a split would be empty.")
     return reasons
@@ -179,13 +187,18 @@ def _resource_reasons(rule: _CudaRule, format: QuantFormat, schedule: Schedule, 
         reasons.append(f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages or a smaller tile.")
     resident = s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD)
     if s.min_blocks > 1 and resident > target.smem_per_sm:
-        reasons.append(f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks.")
+        reasons.append(
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks."
+        )
     threads = s.min_blocks * (s.num_warps * 32 + rule.producer_threads)
     if threads > THREADS_PER_SM:
         reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
     needed, budget = registers_needed(s), _register_budget(rule, s)
     if needed > budget:
-        reasons.append(f"a thread needs {needed} registers for accumulators and fragments, {budget} are free; use a smaller tile, more num_warps or fewer min_blocks.")
+        reasons.append(
+            f"a thread needs {needed} registers for accumulators and fragments, {budget} are free; "
+            "use a smaller tile, more num_warps or fewer min_blocks."
+        )
     return reasons
 
 
@@ -227,8 +240,7 @@ def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:
     steps = -(-workload.k // base.block_k)
     slots = target.units * base.min_blocks
     fill = slots // tiles
-    if fill < 1:  # several waves: a split can only smooth a short last one
-        wanted = [1, 2] if tiles < 2 * slots else [1]
-    else:
-        wanted = [1, fill, 2 * fill]
+    wanted = [1, fill, 2 * fill] if fill else [1]
+    if slots < tiles < 2 * slots:  # a second wave that is not full: halves of tiles can fill it better
+        wanted.append(2)
     return sorted({-(-steps // -(-steps // min(split, MAX_SPLIT_K))) for split in wanted})

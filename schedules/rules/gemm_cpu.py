@@ -1,13 +1,14 @@
 """The rule of the CPU GEMM program: which vector instructions a target has, which schedules it accepts and which are worth trying.
 
-On a CPU a schedule's fields mean: ``block_n`` output channels of one task (a multiple of 32, the layout's tile), ``block_m`` rows of x that share
-one decoded weight vector, ``block_k`` values of k in one unrolled step, ``split_k`` independent sets of accumulators (latency hiding at small m),
-``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their defaults.
+On a CPU a schedule's fields mean: ``block_n`` output channels of one task (a multiple of 32, the layout's tile), ``block_m`` rows of x that
+share one decoded weight vector, ``block_k`` values of k in one unrolled step, ``split_k`` independent sets of accumulators (they hide latency
+at small m), ``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their defaults.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from ..schedule import Schedule
 from ..target import Target
@@ -15,25 +16,27 @@ from ..workload import Workload
 
 PROGRAM = "gemm_cpu"
 TILE = 32  # rows and columns of one tile of the packed layout
-BLOCK_N_MAX, BLOCK_K_MAX, THREADS_MAX = 512, 64, 512
+BLOCK_N_MAX, THREADS_MAX = 512, 512
+BLOCK_K = (4, 8, 16, 32, 64)
+DECODE_COST = 1.75  # of decoding a vector of weights, in multiplications by one row of x: 7 instructions for 4 products
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A vector instruction set: ``lanes`` 32-bit lanes and ``registers`` vector registers, of which ``accumulators`` may hold sums
-    without spilling (the others hold the weights being decoded, x, a mask or look-up table). ``bf16_dot``: vdpbf16ps (two products a lane)."""
+    """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which ``reserved`` hold the packed word, one x and
+    the look-up table or the four masks; ``bf16_dot``: vdpbf16ps, two products a lane."""
 
     name: str
     lanes: int
     registers: int
-    accumulators: int
+    reserved: int
     bf16_dot: bool = False
 
 
 _ISAS = (
-    ("avx512_bf16", Isa("avx512_bf16", 16, 32, 26, bf16_dot=True)),
-    ("avx512", Isa("avx512", 16, 32, 26)),
-    ("avx2", Isa("avx2", 8, 16, 12)),
+    ("avx512_bf16", Isa("avx512_bf16", 16, 32, 3, bf16_dot=True)),
+    ("avx512", Isa("avx512", 16, 32, 3)),
+    ("avx2", Isa("avx2", 8, 16, 6)),
 )
 
 
@@ -44,9 +47,15 @@ def isa(target: Target) -> Isa | None:
     return next((found for feature, found in _ISAS if feature in target.features), None)
 
 
-def accumulators(schedule: Schedule, vectors: Isa) -> int:
-    """Vector registers that hold the sums of one 32-row tile."""
-    return schedule.block_m * schedule.split_k * (TILE // vectors.lanes)
+def vectors_per_pass(schedule: Schedule, vectors: Isa) -> int:
+    """Vectors of a tile's 32 rows whose sums are in registers at once: all, or half if they are too many (each group is then read twice)."""
+    every = TILE // vectors.lanes
+    return every if every <= 2 or registers_used(schedule, vectors, every) <= vectors.registers else every // 2
+
+
+def registers_used(schedule: Schedule, vectors: Isa, together: int) -> int:
+    """Vector registers of the inner loop for ``together`` vectors of rows: their sums, their decoded weights and the reserved ones."""
+    return together * (schedule.block_m * schedule.split_k + 1) + vectors.reserved
 
 
 def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -59,19 +68,17 @@ def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
         return [*reasons, f"target {target.arch} has features {target.features}; the CPU program needs 'avx2' or 'avx512'"]
     if schedule.block_n < TILE or schedule.block_n % TILE or schedule.block_n > BLOCK_N_MAX:
         reasons.append(f"block_n is {schedule.block_n}; accepted: multiples of {TILE} from {TILE} to {BLOCK_N_MAX}")
-    if schedule.block_k not in (TILE, BLOCK_K_MAX):
-        reasons.append(f"block_k is {schedule.block_k}; accepted: {TILE}, {BLOCK_K_MAX}")
+    if schedule.block_k not in BLOCK_K:
+        reasons.append(f"block_k is {schedule.block_k}; accepted: {', '.join(map(str, BLOCK_K))}")
     elif workload.format.group_size > 0 and workload.format.group_size % schedule.block_k:
         reasons.append(f"block_k is {schedule.block_k}; it must divide the group size {workload.format.group_size}")
     if schedule.split_k not in (1, 2, 4):
         reasons.append(f"split_k is {schedule.split_k}; accepted: 1, 2, 4 sets of accumulators")
     if schedule.block_m < 1:
         reasons.append(f"block_m is {schedule.block_m}; accepted: at least 1")
-    elif accumulators(schedule, vectors) > vectors.accumulators:
-        reasons.append(
-            f"block_m {schedule.block_m} x split_k {schedule.split_k} needs {accumulators(schedule, vectors)} accumulators; "
-            f"{vectors.name} has registers for {vectors.accumulators}"
-        )
+    elif (used := registers_used(schedule, vectors, vectors_per_pass(schedule, vectors))) > vectors.registers:
+        sums = f"block_m {schedule.block_m} x split_k {schedule.split_k}"
+        reasons.append(f"{sums} needs {used} vector registers; {vectors.name} has {vectors.registers}; choose a smaller product")
     if not 1 <= schedule.num_warps <= THREADS_MAX:
         reasons.append(f"num_warps is {schedule.num_warps}; accepted: 1 to {THREADS_MAX} threads")
     for field in ("num_stages", "min_blocks"):
@@ -90,21 +97,24 @@ def cpu_candidates(workload: Workload, target: Target) -> list[Schedule]:
     if vectors is None:
         return []
     rows = max(workload.m, 1)
-    # The largest block whose sums stay in registers decodes weights least often; one that wastes few padded rows computes least.
-    largest = vectors.accumulators // (TILE // vectors.lanes)
-    blocks = sorted(range(1, largest + 1), key=lambda b: (-(-rows // b) * (b + DECODE_COST), b))[:3]
-    block_ns = (TILE, 2 * TILE) if rows <= largest else (4 * TILE, TILE, 8 * TILE)
-    threads = max(1, target.units)
-    found = []
-    for block_m in blocks:
-        for block_n in block_ns:
-            for split_k in (4, 2, 1) if block_m <= 2 else (1,):
-                for block_k in (TILE, BLOCK_K_MAX):
-                    schedule = Schedule(PROGRAM, block_n, block_m, block_k, num_warps=threads, split_k=split_k)
-                    if not cpu_legal(workload, schedule, target):
-                        found.append(schedule)
-    return found
+    largest = max(b for b in range(1, vectors.registers) if _fits(b, 1, vectors))
+    # Each pass over a weight multiplies it by ``b`` rows and decodes it once; the last block's padding rows are multiplied too.
+    blocks = sorted(range(1, min(rows, largest) + 1), key=lambda b: (-(-rows // b) * (b + DECODE_COST), b))[:3]
+    # Few rows have few sums, and several sets of them hide a multiplication's latency; many rows want short code, or sums leave registers.
+    splits = {1: (4, 2, 1), 2: (2, 1)}
+    depths = (32, 64, 16) if rows <= 2 else (8, 4, 32)
+    threads = min(max(1, target.units), THREADS_MAX)
+    # Long streams of weights, but enough tasks that no thread waits for another.
+    block_ns = [b for b in (4 * TILE, 2 * TILE) if workload.n >= 8 * threads * b] + [TILE]
+    tried = product(blocks, depths, block_ns)
+    found = [
+        Schedule(PROGRAM, block_n, block_m, depth, num_warps=threads, split_k=split)
+        for block_m, depth, block_n in tried
+        for split in splits.get(block_m, (1,))
+    ]
+    return [schedule for schedule in found if not cpu_legal(workload, schedule, target)]
 
 
-# Cost of decoding a weight vector, in multiplications by one row of x (7 instructions of decoding for each 4 of dot product).
-DECODE_COST = 1.75
+def _fits(block_m: int, split_k: int, vectors: Isa) -> bool:
+    schedule = Schedule(PROGRAM, TILE, block_m, TILE, split_k=split_k)
+    return registers_used(schedule, vectors, vectors_per_pass(schedule, vectors)) <= vectors.registers

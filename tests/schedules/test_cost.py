@@ -21,7 +21,9 @@ BIG = Schedule("gemm_wgmma", 128, 256, 128, 3, 8)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from(M_BUCKETS), st.integers(1, 60000), st.integers(1, 30000), st.sampled_from(["sm_80", "sm_86", "sm_89", "sm_90a", "cpu"]))
+@given(
+    st.sampled_from(M_BUCKETS), st.integers(1, 60000), st.integers(1, 30000), st.sampled_from(["sm_80", "sm_86", "sm_89", "sm_90a", "cpu"])
+)
 def test_terms_add_up(m, n, k, arch):
     target = CPU if arch == "cpu" else target_from_name(arch)
     workload = Workload(m, n, k)
@@ -83,7 +85,13 @@ def test_eight_bits_load_longer_than_four():
 
 def test_estimates_are_near_the_measured_prototype():
     """The best estimate is within a factor of two of what a first kernel measured on an H200 (us)."""
-    for n, k, m, measured in ((4096, 4096, 1, 6.9), (14336, 4096, 1, 18.0), (14336, 4096, 256, 45.2), (4096, 14336, 4096, 607), (14336, 4096, 4096, 639)):
+    for n, k, m, measured in (
+        (4096, 4096, 1, 6.9),
+        (14336, 4096, 1, 18.0),
+        (14336, 4096, 256, 45.2),
+        (4096, 14336, 4096, 607),
+        (14336, 4096, 4096, 639),
+    ):
         workload = Workload(m, n, k)
         best = min(estimate(workload, s, H200).us for s in candidates(workload, H200) or [])
         assert measured / 2 < best < measured * 2, (n, k, m, best)

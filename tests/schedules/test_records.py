@@ -77,7 +77,9 @@ MISLABELLED = {
     "half a workload": json.dumps(broken(workload={"m": 1})),
     "another op": json.dumps(broken(workload={**RECORD.workload.to_json(), "op": "attention"})),
     "a list for a workload": json.dumps(broken(workload=[1])),
-    "bits nobody has": json.dumps(broken(workload={**RECORD.workload.to_json(), "format": {"bits": 5, "group_size": 64, "symmetric": True}})),
+    "bits nobody has": json.dumps(
+        broken(workload={**RECORD.workload.to_json(), "format": {"bits": 5, "group_size": 64, "symmetric": True}})
+    ),
     "text for a size": json.dumps(broken(workload={**RECORD.workload.to_json(), "n": "4096"})),
     "half a size": json.dumps(broken(workload={**RECORD.workload.to_json(), "n": 40.5})),
     "half a schedule": json.dumps(broken(schedule={"program": "gemm_wgmma"})),

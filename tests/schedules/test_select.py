@@ -25,7 +25,7 @@ W = Workload(16, 4096, 4096)
 ODD = Schedule("gemm_wgmma", 64, 64, 64, 5, 4)  # legal for W and no candidate of it
 
 
-def record(workload=W, schedule=ODD, us=5.0, target=H200, **changes) -> TuningRecord:
+def record(workload: Workload = W, schedule: Schedule = ODD, us: float | None = 5.0, target: Target = H200, **changes) -> TuningRecord:
     if us is None:
         changes = {"status": "wrong", "reason": "1 element", **changes}
     return TuningRecord(workload, schedule, target.name, target.arch, target.units, us=us, **changes)
@@ -78,7 +78,12 @@ def test_an_illegal_tuned_record_is_not_used():
 
 def test_model_when_nothing_is_near():
     best = min(candidates(W, H200) or [], key=lambda s: estimate(W, s, H200).us)
-    for records in ([], [record(Workload(4096, 4096, 4096))], [record(Workload(16, 65536, 4096))], [record(target=target_from_name("sm_80"))]):
+    for records in (
+        [],
+        [record(Workload(4096, 4096, 4096))],
+        [record(Workload(16, 65536, 4096))],
+        [record(target=target_from_name("sm_80"))],
+    ):
         choice = choose(W, H200, records)
         assert (choice.schedule, choice.source) == (best, "model")
 
@@ -97,14 +102,15 @@ def test_distance_by_hand():
     assert distance(record(Workload(64, 4096, 4096)), W, H200) == 2
     assert distance(record(Workload(16, 4096, 4096, QuantFormat(8))), W, H200) is None
     assert distance(record(), W, replace(H200, arch="sm_89")) is None
-    closeness = [
+    distances = [
         distance(record(replace(W, bias=True)), W, H200),
         distance(record(replace(W, dtype="bfloat16")), W, H200),
         distance(record(replace(W, format=QuantFormat(4, 64))), W, H200),
         distance(record(), W, replace(H200, name="NVIDIA H100")),
         distance(record(), W, replace(H200, units=66)),
     ]
-    assert all(d is not None and 0 < d for d in closeness)
+    closeness = [d for d in distances if d]
+    assert len(closeness) == 5
     assert closeness == sorted(closeness) and closeness[-1] > MAX_DISTANCE
 
 
@@ -121,12 +127,18 @@ def test_no_program_is_an_error_that_names_the_target():
 
 
 shapes = st.builds(
-    Workload, st.integers(0, 5000), st.integers(1, 60000), st.integers(1, 30000), st.builds(QuantFormat, st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.booleans())
+    Workload,
+    st.integers(0, 5000),
+    st.integers(1, 60000),
+    st.integers(1, 30000),
+    st.builds(QuantFormat, st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.booleans()),
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.sampled_from([*(target_from_name(a) for a in ("sm_80", "sm_86", "sm_89", "sm_90a")), CPU]), st.randoms(use_true_random=False))
+@given(
+    shapes, st.sampled_from([*(target_from_name(a) for a in ("sm_80", "sm_86", "sm_89", "sm_90a")), CPU]), st.randoms(use_true_random=False)
+)
 def test_select_is_legal_whatever_the_records(workload, target, rng):
     others = [Workload(2 ** rng.randrange(13), rng.randrange(1, 60000), rng.randrange(1, 30000), workload.format) for _ in range(3)]
     records = [record(w, s, rng.random() * 9 + 1, target) for w in [*others, workload] for s in rng.sample(candidates(w, target) or [], 2)]

@@ -79,7 +79,7 @@ def test_compressed_tensors_decompresses_to_the_same(bits: int, group: int, symm
     raw = load_file(tmp_path / "model.safetensors")
     checkpoint = load_checkpoint(tmp_path)
     for name in LAYERS:
-        state = {key.removeprefix(f"{name}."): value for key, value in raw.items() if key.startswith(f"{name}.")}
+        state: dict[str, Any] = {key.removeprefix(f"{name}."): value for key, value in raw.items() if key.startswith(f"{name}.")}
         state["weight_shape"] = torch.Size(state["weight_shape"].tolist())  # the library indexes it as a shape
         weight = compressors.PackedQuantizationCompressor.decompress(state, scheme)["weight"]
         assert torch.equal(checkpoint.quantized(name).dequantize(weight.dtype), weight)
@@ -453,6 +453,15 @@ def test_broken_checkpoints_say_what_is_wrong(case: str, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=words) as caught:
         load_checkpoint(tmp_path).quantized(LAYER)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(23), torch.zeros(24, 1), torch.zeros(24, dtype=torch.int32)])
+@pytest.mark.parametrize("family", ["awq", "compressed-tensors"])
+def test_broken_bias(family: str, bias: torch.Tensor, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family, LAYERS, bias=True)
+    _edit(tmp_path, bias=bias)
+    with pytest.raises(CheckpointError, match=r"accepted: floating point \[24\]"):
+        load_checkpoint(tmp_path).bias(LAYER)
 
 
 def test_bad_paths_and_arguments(tmp_path: Path) -> None:

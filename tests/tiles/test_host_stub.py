@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
+from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compile import CompileRequest, compile_kernel
 from tilebit.tiles.cuda import NvccError, find_nvcc
 from tilebit.tiles.host_plan import HostPlan, KernelArg, Launch, Param
 from tilebit.tiles.host_stub import StubError, c_compiler, compile_stub, generate_stub
 from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
 
 HERE = Path(__file__).parent
 SAMPLE = HERE / "sample"
@@ -30,7 +29,9 @@ sys.path.append(str(HERE))  # "sample.w4a16" names a program by its module; work
 N, K, BM = 256, 512, 64
 MS = (1, 63, 64, 65, 1000)
 HALF, WORD, BFLOAT = [2, 16], [1, 32], [4, 16]
-SCHEDULE = Schedule("sample.w4a16", 128, BM, 128, num_stages=2, num_warps=8)
+SAMPLE_REQUEST = CompileRequest(
+    "sample.w4a16", Workload(64, N, K), Schedule("sample.w4a16", 128, BM, 128, num_stages=2, num_warps=8), target_from_name("sm_90a")
+)
 
 
 def have_nvcc() -> bool:
@@ -57,12 +58,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
     """The sample W4A16 kernel for sm_90a: two tensor maps, dynamic shared memory, dynamic m."""
-    request = CompileRequest("sample.w4a16", Workload(64, N, K), SCHEDULE, target_from_name("sm_90a"))
-    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
-        (result,) = pool.compile([request])
-    if isinstance(result, CompileFailure):
-        raise result
-    return result
+    return compile_kernel(SAMPLE_REQUEST)
 
 
 def arguments(m: int, base: int = 1 << 30) -> list[dict[str, Any]]:
@@ -95,49 +91,83 @@ def play(library: Path, calls: list[dict[str, Any]], driver: Path | None, folder
     return Recording(json.loads(done.stdout.splitlines()[-1]), [json.loads(line) for line in log.read_text().splitlines()])
 
 
-@needs_nvcc
-def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, driver: Path, tmp_path: Path) -> None:
-    schedule = tmp_path / "schedule.json"
-    schedule.write_text(json.dumps(SCHEDULE.to_json()))
-    command = [sys.executable, str(SAMPLE / "host_values.py"), "sample.w4a16", str(N), str(K), str(schedule), "sm_90a", *map(str, MS)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=240)
+def host_values(request: CompileRequest, folder: Path) -> dict[str, Any]:
+    """{m: tensor maps, grid, block, shared memory, arguments} by TVM's own arithmetic on the lowered host function, in another process."""
+    schedule, w = folder / "schedule.json", request.workload
+    schedule.write_text(json.dumps(request.schedule.to_json()))
+    script = [sys.executable, str(SAMPLE / "host_values.py"), request.program, str(w.n), str(w.k), str(schedule), request.target.arch]
+    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run([*script, *map(str, MS)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    expected = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
+
+def assert_plays(kernel: Kernel, request: CompileRequest, driver: Path, folder: Path) -> Recording:
+    """Every launch of ``kernel`` asks of the driver exactly what the lowered host function says, for every m of ``MS``."""
+    expected = host_values(request, folder)
     first = expected[str(MS[0])]["args"]
     kinds = "".join("m" if str(a).endswith("_desc") else "p" if isinstance(a, str) else "i" for a in first)
-    recording = play(kernel.path / "kernel.so", [{"args": arguments(m), "stream": 77 + m} for m in MS], driver, tmp_path, kinds)
+    calls = [tensors(kernel, m) for m in MS]
+    recording = play(
+        kernel.path / "kernel.so", [{"args": a, "stream": 77 + m} for m, a in zip(MS, calls, strict=True)], driver, folder, kinds
+    )
     assert recording.outcomes == [None] * len(MS)
-    launches, encodes = recording.calls("launch"), recording.calls("encode")
-    assert len(launches) == len(MS)
-    addresses = {name: spec["address"] for name, spec in zip(("x", "weight", "scales", "zeros", "y"), arguments(1), strict=True)}
-    by_id = {e["id"]: e for e in encodes}
+    launches = recording.calls("launch")
+    addresses = {name: spec["address"] for name, spec in zip(expected["names"], calls[0], strict=True)}
+    by_id = {e["id"]: e for e in recording.calls("encode")}
     for m, launch in zip(MS, launches, strict=True):
         want = expected[str(m)]
-        assert launch["grid"] == want["grid"] == [N // 128, -(-m // BM), 1]
-        assert launch["block"] == want["block"]
-        assert launch["smem"] == want["smem"] > 0
-        assert launch["stream"] == 77 + m
-        assert launch["context"] == 0x1000
+        assert {name: launch[name] for name in ("grid", "block", "smem")} == {name: want[name] for name in ("grid", "block", "smem")}
+        assert launch["stream"] == 77 + m and launch["context"] == 0x1000
         for kind, name, got in zip(kinds, want["args"], launch["params"], strict=True):
             if kind == "p":
                 assert got == addresses[name]
             elif kind == "i":
-                assert got == name == m
+                assert got == name
             else:
-                encode = dict(by_id[got])
                 described = want["maps"][name]
-                assert encode.pop("address") == addresses[described["of"]]
+                assert by_id[got]["address"] == addresses[described["of"]]
                 for field in ("dtype", "dims", "strides", "box", "steps", "options"):
-                    assert encode[field] == described[field], (name, field)
+                    assert by_id[got][field] == described[field], (name, field)
+    smem = launches[0]["smem"]
+    wanted = [{"call": "attribute", "kernel": launches[0]["kernel"], "attribute": 8, "value": smem}] if smem else []
+    assert recording.calls("attribute") == wanted
+    return recording
+
+
+def tensors(kernel: Kernel, m: int) -> list[dict[str, Any]]:
+    """Arguments for any kernel, read from its manifest; dimensions other than m are as long as they like."""
+    codes = {"float16": HALF, "bfloat16": BFLOAT, "uint32": WORD, "int32": [0, 32], "float32": [2, 32]}
+    params = kernel.manifest["params"]
+    shapes = [[d if isinstance(d, int) else m if d == "m" else 4096 for d in p["shape"]] for p in params]
+    return [{"address": (i + 1) << 30, "shape": s, "dtype": codes[p["dtype"]]} for i, (p, s) in enumerate(zip(params, shapes, strict=True))]
+
+
+@needs_nvcc
+def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, driver: Path, tmp_path: Path) -> None:
+    recording = assert_plays(kernel, SAMPLE_REQUEST, driver, tmp_path)
+    launches, encodes = recording.calls("launch"), recording.calls("encode")
+    assert [launch["grid"] for launch in launches] == [[N // 128, -(-m // BM), 1] for m in MS]
+    assert [launch["params"][-1] for launch in launches] == list(MS)
     # the weight's map does not depend on m: encoded once; x's once for every m
-    assert len([e for e in encodes if e["address"] == addresses["weight"]]) == 1
-    assert [e["dims"][1] for e in encodes if e["address"] == addresses["x"]] == list(MS)
-    assert recording.calls("attribute") == [
-        {"call": "attribute", "kernel": launches[0]["kernel"], "attribute": 8, "value": launches[0]["smem"]}
-    ]
+    x, weight = (spec["address"] for spec in tensors(kernel, 1)[:2])
+    assert len([e for e in encodes if e["address"] == weight]) == 1
+    assert [e["dims"][1] for e in encodes if e["address"] == x] == list(MS)
     assert len(recording.calls("load")) == 1 and recording.calls("load")[0]["elf"] == 1 and recording.calls("load")[0]["context"] == 0x1000
     assert [c["mode"] for c in recording.calls("capture_mode")] == [2, 0]
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "split"), [("sm_90a", True), ("sm_80", False)])
+def test_the_library_s_programs_launch_what_they_were_lowered_to(driver: Path, tmp_path: Path, arch: str, split: bool) -> None:
+    workload, target = Workload(16, 256, 1024), target_from_name(arch)
+    schedule = next(s for s in candidates(workload, target) or [] if (s.split_k > 1) == split)
+    request = CompileRequest(schedule.program, workload, schedule, target)
+    recording = assert_plays(compile_kernel(request), request, driver, tmp_path)
+    n_tiles = -(-256 // schedule.block_n)
+    blocks = [g[0] * g[1] * g[2] for g in (launch["grid"] for launch in recording.calls("launch"))]
+    assert blocks == [n_tiles * -(-m // schedule.block_m) * schedule.split_k for m in MS]
 
 
 @needs_nvcc

@@ -1,6 +1,6 @@
 """A PrimFunc to a directory with ``kernel.so`` (function ``run``) and ``kernel.ll``, through apache-tvm's LLVM and the system's C compiler.
 
-The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the loops and ``device/cpu_launch.c`` calls them.
+The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the loops, ``device/cpu_launch.c`` calls them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 from ...schedules.rules.gemm_cpu import Isa, isa
 from ...schedules.target import Target
 from ..program import DEVICE_DIR
-from .outline import outline
+from .outline import THREADS, outline
 
 LAUNCHER = "cpu_launch.c"
 COMPILERS = ("cc", "gcc", "clang")
-# LLVM's processor levels: x86-64-v4 has AVX-512 F, BW, CD, DQ, VL; v3 AVX2, FMA, F16C. No tuning for one model: a kernel may be carried to another machine.
+EXPORTS = "{ global: __tvm_ffi_run; local: *; };\n"  # two kernels in one process must not find each other's loops
+# LLVM's processor levels: x86-64-v4 has AVX-512 F, BW, CD, DQ, VL; v3 has AVX2, FMA, F16C. Not one model's: kernels travel in packs.
 _LLVM_CPU = {"avx512_bf16": ("x86-64-v4", ["+avx512bf16"]), "avx512": ("x86-64-v4", []), "avx2": ("x86-64-v3", [])}
 
 
@@ -29,14 +30,16 @@ class CpuCompileError(Exception):
 
 
 def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``; returns resources: ``isa``, ``vector_bits``, ``threads``, ``spills`` (vector loads from and
-    stores to the stack in the whole kernel), ``instructions`` (the commonest, with counts), ``loop`` (those of the innermost, hottest loop) and ``lint`` (sentences).
+    """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``. ``function`` is a PrimFunc that ``outline`` accepts.
 
-    Raises ``ValueError`` for a target without AVX2 or a function that is no sequence of parallel loops, ``CpuCompileError`` for the C compiler's troubles.
+    Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector accesses to the stack in the whole kernel
+    and in the hottest loop), ``instructions`` (the commonest, with counts), ``loop`` (those of the hottest loop) and ``lint`` (sentences).
+
+    Raises ``ValueError`` for a target without AVX2 or a function that ``outline`` refuses, ``CpuCompileError`` without a working C compiler.
     """
-    import tvm
-    from tvm import tirx
+    import tvm.tirx
 
+    tirx: Any = tvm.tirx
     vectors = isa(target)
     if vectors is None:
         raise ValueError(f"target features are {target.features}; accepted: 'avx2', 'avx512' (with 'avx512_bf16')")
@@ -44,35 +47,41 @@ def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) 
     outlined = outline(function)
     mcpu, mattr = _LLVM_CPU[vectors.name]
     llvm = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": mattr, "opt-level": 3})
-    passes = (tirx.transform.BindTarget(llvm), tirx.transform.FlattenBuffer(), tirx.transform.VectorizeLoop(True), tirx.transform.UnrollLoop(),
-              tirx.transform.StmtSimplify(), tirx.transform.LowerIntrin())  # fmt: skip
+    passes = [
+        tirx.transform.BindTarget(llvm),
+        tirx.transform.FlattenBuffer(),
+        tirx.transform.StmtSimplify(),
+        tirx.transform.LowerIntrin(),
+    ]
     with llvm:
-        lowered = tvm.ir.transform.Sequential(list(passes))(outlined.module)
-        compiled = tvm.get_global_func("target.build.llvm")(lowered, llvm)
+        lowered = tvm.ir.transform.Sequential(passes)(outlined.module)
+        compiled: Any = tvm.get_global_func("target.build.llvm")(lowered, llvm)
     assembly = compiled.inspect_source("asm")
     (out / "kernel.ll").write_text(compiled.inspect_source("ll"), encoding="utf-8")
-    object_file, header = out / "kernel.o", out / "kernel.h"
-    threads = int(function.attrs["tilebit.threads"])
+    object_file, header, exports = (out / name for name in ("kernel.o", "kernel.h", "kernel.map"))
+    threads = int(function.attrs[THREADS])
     try:
         compiled.write_to_file(str(object_file), "o")
         header.write_text(outlined.header, encoding="utf-8")
-        _link(object_file, header, threads, out / "kernel.so")
+        exports.write_text(EXPORTS, encoding="utf-8")
+        _link(object_file, header, exports, threads, out / "kernel.so")
     finally:
-        object_file.unlink(missing_ok=True)
-        header.unlink(missing_ok=True)
+        for path in (object_file, header, exports):
+            path.unlink(missing_ok=True)
     return {"threads": threads, **read_assembly(assembly, vectors)}
 
 
-def _link(object_file: Path, header: Path, threads: int, library: Path) -> None:
+def _link(object_file: Path, header: Path, exports: Path, threads: int, library: Path) -> None:
     import tvm_ffi.libinfo
 
     chosen = os.environ.get("CC")
     compiler = shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise CpuCompileError(f"no C compiler: {f'CC is {chosen!r}, which is not on PATH' if chosen else f'none of {COMPILERS} is on PATH'}; install gcc or set CC")
+        looked_for = f"CC={chosen}" if chosen else " or ".join(COMPILERS)
+        raise CpuCompileError(f"no C compiler: {looked_for} is not on PATH; install gcc, or set CC to a compiler")
     ffi = Path(tvm_ffi.libinfo.find_libtvm_ffi())
     command = [
-        compiler, "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL", f"-DTHREADS={threads}",
+        compiler, "-std=c11", "-O2", "-fPIC", "-shared", f"-Wl,--version-script={exports}", f"-DTHREADS={threads}",
         f'-DKERNEL_DECLARATIONS="{header.name}"', f"-I{header.parent}", *(f"-I{path}" for path in tvm_ffi.libinfo.include_paths()),
         str(DEVICE_DIR / LAUNCHER), str(object_file), f"-L{ffi.parent}", "-ltvm_ffi", "-ldl", "-o", str(library),
     ]  # fmt: skip
@@ -82,7 +91,7 @@ def _link(object_file: Path, header: Path, threads: int, library: Path) -> None:
 
 
 def read_assembly(assembly: str, vectors: Isa) -> dict[str, Any]:
-    """What the generated code is made of: see ``compile_cpu``. The hottest loop is taken to be the innermost one with the most multiplications."""
+    """What the generated code is made of, see ``compile_cpu``. The hottest loop is taken to be the innermost one with the most products."""
     wide = {16: "zmm", 8: "ymm"}[vectors.lanes]
     lines = [line.split("#")[0].strip() for line in assembly.splitlines()]
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.endswith(":")}
@@ -97,7 +106,7 @@ def read_assembly(assembly: str, vectors: Isa) -> dict[str, Any]:
         return Counter(row.split()[0] for row in rows if row and row[0] not in ".#" and not row.endswith(":"))
 
     def spills(rows: list[str]) -> int:
-        return sum(1 for row in rows if wide in row and re.search(r"\(%r[sb]p[,)]", row))
+        return sum(1 for row in rows if wide in row and re.search(r"\(%rsp[,)]", row))
 
     def products(rows: list[str]) -> int:
         return sum(count for name, count in mix(rows).items() if name.startswith(("vfmadd", "vdpbf16")))

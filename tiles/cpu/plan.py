@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...schedules.rules.gemm_cpu import TILE, Isa, isa
+from ...schedules.rules.gemm_cpu import TILE, Isa, isa, vectors_per_pass
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ...schedules.workload import Workload
@@ -41,6 +41,13 @@ class Plan:
     def vectors(self) -> int:
         """Vectors of fp32 sums in a tile's 32 rows."""
         return TILE // self.isa.lanes
+
+    @property
+    def row_passes(self) -> tuple[tuple[int, ...], ...]:
+        """The tile's vectors of rows, in the passes over a group in which their sums are kept in registers."""
+        together = vectors_per_pass(self.schedule, self.isa)
+        passes = self.vectors // together
+        return tuple(tuple(range(first, self.vectors, passes)) for first in range(passes))
 
     @property
     def n_tiles(self) -> int:

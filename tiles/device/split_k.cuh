@@ -8,6 +8,16 @@
 
 namespace tilebit {
 
+// A named barrier of the computing threads alone: the producer warps of a specialized kernel take no part in it.
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void sync_threads() {
+#ifdef TILEBIT_HOST_EMULATION
+  host_sync();
+#else
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+#endif
+}
+
 // THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.
 // *last becomes 1 in the block that must store the tile, whose accumulators then hold the whole sum, and 0 in every other.
 template <int REGISTERS, int THREADS, int BARRIER>
@@ -21,9 +31,9 @@ __device__ __forceinline__ void reduce_split_k(float* accumulators, float* parti
     __stcg(mine + i * THREADS + thread, make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3]));
   __threadfence();
   __shared__ int arrived;
-  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+  sync_threads<BARRIER, THREADS>();
   if (thread == 0) arrived = atomicInc(reinterpret_cast<unsigned int*>(tickets) + tile, splits - 1);
-  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+  sync_threads<BARRIER, THREADS>();
   *last = arrived == splits - 1;
   if (!*last) return;
   __threadfence();

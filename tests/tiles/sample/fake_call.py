@@ -8,7 +8,8 @@ import ctypes
 import json
 import sys
 
-import tvm_ffi
+sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it: seconds, and real CUDA libraries
+import tvm_ffi  # noqa: E402
 
 
 class DLTensor(ctypes.Structure):

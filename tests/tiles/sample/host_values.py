@@ -1,24 +1,23 @@
 """What a program's lowered host function says for given m, by TVM's own substitution and arithmetic. Runs in a process of its own.
 
-Usage: host_values.py program.module n k schedule.json arch m... Prints {m: {"maps": [...], "grid", "block", "smem", "args"}}.
+Usage: host_values.py program n k schedule.json arch m... Prints {"names": [...], m: {"maps": {...}, "grid", "block", "smem", "args"}}.
 """
 
-import importlib
 import json
 import sys
 
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
+from tilebit.tiles.program import program
 
 
 def main(name, n, k, schedule, arch, ms):
-    program = importlib.import_module(name).PROGRAM
     target = target_from_name(arch)
-    function = program.build(Workload(1, n, k), schedule, target)
+    function = program(name).build(Workload(1, n, k), schedule, target)
     from tilebit.tiles.cuda import lower_cuda
 
-    artifact = lower_cuda(function, target)
+    artifact = lower_cuda(function, target.arch)
     from tilelang import tvm
 
     (host,) = artifact.host_mod.functions.values()
@@ -28,7 +27,7 @@ def main(name, n, k, schedule, arch, ms):
         host.body, lambda node: calls.append(node) if type(node).__name__ == "Call" and node.op.name == "tirx.tvm_call_packed" else None
     )
     tags = [str(t) for t in device.attrs["tirx.kernel_launch_params"]]
-    answer = {}
+    answer: dict = {"names": [str(function.buffer_map[p].data) for p in function.params]}
     for m in ms:
         analyzer = tvm.arith.Analyzer()
 
@@ -37,9 +36,8 @@ def main(name, n, k, schedule, arch, ms):
                 return str(expr)
             names = []
             tvm.tirx.stmt_functor.post_order_visit(expr, lambda node: names.append(node) if type(node).__name__ == "Var" else None)
-            return int(
-                analyzer.simplify(tvm.tirx.stmt_functor.substitute(expr, {v: tvm.tirx.IntImm(v.dtype, m) for v in names if str(v) == "m"}))
-            )
+            known = {v: tvm.tirx.IntImm(v.dtype, m) for v in names if str(v) == "m"}
+            return analyzer.simplify(tvm.tirx.stmt_functor.substitute(expr, known)).value
 
         maps, launch = {}, {}
         for call in calls:

@@ -1,0 +1,291 @@
+"""The tuner with real processes: every fault costs its candidate only, and an interrupted run continues without measuring anything
+twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilebit.autotune import search
+from tilebit.autotune.search import shortlist
+from tilebit.autotune.store import RecordStore, StoreError
+from tilebit.autotune.tune import TuneError, tune
+from tilebit.autotune.worker import DeviceWorker, Outcome
+from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.records import TuningRecord
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import choose
+from tilebit.schedules.target import Target, target_from_name
+from tilebit.schedules.workload import Workload
+from tilebit.tiles.cache import ArtifactCache
+from tilebit.tiles.compile import CompileFailure, CompileRequest
+from tilebit.tiles.pool import CompilePool
+
+from . import faulty_program
+from .faulty_kernels import BEHAVIOURS, publish_kernel
+
+CPU = Target("cpu", "test cpu", 2, 0, 0, 1 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
+WORKLOAD = Workload(2, 48, 96, QuantFormat(4, 32))
+COMPILE_TIMEOUT = 15.0
+MANY = [Schedule("gemm_cpu", 32 * i, 1, 32, num_warps=2) for i in range(1, 17)]
+
+
+@pytest.fixture(autouse=True)
+def many_candidates(monkeypatch) -> None:
+    """Enough candidates for these tests, whatever the CPU's rule finds worth trying."""
+    monkeypatch.setattr(search, "candidates", lambda workload, target: MANY if target.features else None)
+
+
+class FaultyCompiler:
+    """Kernels of a plain C GEMM that behave as ``plan[schedule]`` says ("right" unless planned); compile faults happen in a real compile
+    pool."""
+
+    def __init__(
+        self, cache: ArtifactCache, plan: dict[Schedule, str] | None = None, pool: CompilePool | None = None, microseconds: int = 0
+    ) -> None:
+        self.cache, self.plan, self.pool, self.microseconds = cache, plan or {}, pool, microseconds
+        self.compiled: list[Schedule] = []
+
+    def compile(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request: CompileRequest):
+        self.compiled.append(request.schedule)
+        behaviour = self.plan.get(request.schedule, "right")
+        if behaviour in BEHAVIOURS:
+            return publish_kernel(request, self.cache, behaviour, self.microseconds, self.cache.root / "killed")
+        assert self.pool is not None
+        schedule = replace(request.schedule, program=faulty_program.NAME, raster=faulty_program.FAULTS[behaviour])
+        (failure,) = self.pool.compile([CompileRequest(faulty_program.NAME, request.workload, schedule, request.target)])
+        assert isinstance(failure, CompileFailure)
+        return CompileFailure(request, failure.kind, failure.sentences)
+
+
+class TearingMeasurer:
+    """Measures, and after its second measurement tears the record file as a dying writer would."""
+
+    def __init__(self, worker: DeviceWorker, path: Path) -> None:
+        self.worker, self.path, self.turns = worker, path, 0
+
+    def measure(self, kernel, workload, schedule, target) -> Outcome:
+        outcome = self.worker.measure(kernel, workload, schedule, target)
+        self.turns += 1
+        if self.turns == 3:
+            with self.path.open("ab") as file:
+                file.write(b'{"workload": {"op": "gemm", "m": 2, "n"')
+        return outcome
+
+
+class Scripted:
+    """A measurer without a device: times and failures by schedule."""
+
+    def __init__(self, times: dict[Schedule, float]) -> None:
+        self.times = times
+        self.seen: list[tuple[int, Schedule]] = []
+
+    def measure(self, kernel, workload, schedule, target) -> Outcome:
+        self.seen.append((workload.m, schedule))
+        us = self.times.get(schedule, 10.0)
+        return Outcome("ok", us=us, us_p20=us, us_p80=us, rel_err=1e-4) if us else Outcome("wrong", "scripted")
+
+
+@pytest.fixture
+def cache(tmp_path) -> ArtifactCache:
+    return ArtifactCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def store(tmp_path) -> RecordStore:
+    return RecordStore(tmp_path / "records.jsonl")
+
+
+@pytest.mark.slow
+def test_eight_faults_cost_eight_candidates(cache, store):
+    schedules = shortlist(WORKLOAD, CPU, 12) or []
+    faults = ["hang", "segfault", "wrong", "nan", "compile_raise", "compile_hang", "killed_once", "compile_crash"]  # and the torn record
+    plan = dict(zip(schedules[1:], faults, strict=False))
+    with CompilePool(jobs=1, cache=cache, timeout=COMPILE_TIMEOUT) as pool, DeviceWorker("cpu", cache.root / "locks", timeout=4) as worker:
+        compiler = FaultyCompiler(cache, plan, pool)
+        measurer = TearingMeasurer(worker, store.path)
+        report = tune(
+            [WORKLOAD], CPU, store=store, cache=cache, compiler=compiler, measurer=measurer, progress=False, max_candidates=12, patience=99
+        )
+        (result,) = report.results
+        assert (result.measured, result.reused, result.left, result.stopped) == (12, 0, 0, "done") and report.complete
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the torn record has been healed
+            records = {r.schedule: r for r in store.records()}
+        status = {plan.get(s, "right"): records[s] for s in schedules}
+        assert {name: r.status for name, r in status.items()} == {
+            "right": "ok", "hang": "hang", "segfault": "crash", "wrong": "wrong", "nan": "wrong", "compile_raise": "compile_error",
+            "compile_hang": "compile_timeout", "killed_once": "ok", "compile_crash": "compile_error",
+        }  # fmt: skip
+        assert "SIGSEGV" in status["segfault"].reason and "NaN" in status["nan"].reason
+        assert "rejected this loop nest" in status["compile_raise"].reason and "status 70" in status["compile_crash"].reason
+        assert result.failed == 7 and len(records) == 12
+        assert store.torn_path.read_bytes() == b'{"workload": {"op": "gemm", "m": 2, "n"\n'
+        assert result.best is not None and result.best.us == min(r.us for r in records.values() if r.us is not None)
+        assert choose(WORKLOAD, CPU, store.records()).schedule == result.best.schedule
+
+        compiler.compiled.clear()
+        again = tune([WORKLOAD], CPU, store=store, compiler=compiler, measurer=measurer, progress=False, max_candidates=12, patience=99)
+        assert (again.results[0].measured, again.results[0].reused, again.results[0].best) == (0, 12, result.best)
+        assert compiler.compiled == [] and measurer.turns == 9, "three of twelve never reached the measurer"
+
+
+SCRIPT = """
+import json, sys
+sys.path[:] = {path!r}
+from tests.autotune.test_tune import CPU, FaultyCompiler, DeviceWorker, RecordStore, ArtifactCache, Workload, QuantFormat, tune
+from tests.autotune.test_tune import MANY, search
+search.candidates = lambda workload, target: MANY
+cache, store = ArtifactCache({cache!r}), RecordStore({store!r})
+class Logged:
+    def __init__(self, worker): self.worker = worker
+    def measure(self, kernel, workload, schedule, target):
+        with open({log!r}, "a") as file:
+            file.write(json.dumps([workload.m, schedule.to_json()]) + "\\n")
+        return self.worker.measure(kernel, workload, schedule, target)
+with DeviceWorker("cpu", cache.root / "locks", timeout=20) as worker:
+    workloads = [Workload(m, 48, 96, QuantFormat(4, 32)) for m in (1, 2)]
+    report = tune(workloads, CPU, store=store, cache=cache, compiler=FaultyCompiler(cache, microseconds=300), measurer=Logged(worker),
+                  progress=False, max_candidates=8, patience=99)
+print(json.dumps([[r.measured, r.reused, r.left] for r in report.results]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="kill -9 of a process tree")
+def test_killed_run_resumes_without_measuring_twice(cache, store, tmp_path):
+    log = tmp_path / "log"
+    code = SCRIPT.format(path=sys.path, cache=str(cache.root), store=str(store.path), log=str(log))
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(store.path.read_bytes().splitlines() if store.path.exists() else []) < 5:
+        assert first.poll() is None and time.monotonic() < deadline, "the first run should be busy"
+        time.sleep(0.02)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    done = store.records()
+    assert 5 <= len(done) < 16
+
+    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    results = json.loads(second.stdout)
+    assert sum(r[1] for r in results) == len(done) and sum(r[0] for r in results) == 16 - len(done)
+    assert store.records()[: len(done)] == done
+    per_candidate = Counter((r.workload, r.schedule) for r in store.records())
+    assert len(per_candidate) == 16 and set(per_candidate.values()) == {1}
+    begun = Counter(log.read_text().splitlines())
+    twice = [line for line, count in begun.items() if count > 1]
+    assert len(begun) == 16 and len(twice) <= 1, "only the candidate in flight when the run was killed may begin again"
+
+
+def scripted(cache, store, times=None, workloads=(WORKLOAD,), **options):
+    measurer = Scripted(times or {})
+    compiler = FaultyCompiler(cache)
+    report = tune(workloads, CPU, store=store, compiler=compiler, measurer=measurer, progress=False, **options)
+    return report, measurer, compiler
+
+
+def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
+    schedules = shortlist(WORKLOAD, CPU, 6) or []
+    report, measurer, _ = scripted(cache, store, {schedules[4]: 3.0, schedules[0]: 0.0}, max_candidates=6)
+    (result,) = report.results
+    assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[4], 3.0)
+    assert (result.measured, result.failed) == (6, 1) and [s for _, s in measurer.seen] == schedules
+    record = store.records()[4]
+    assert record == result.best and record.key == CompileRequest("gemm_cpu", WORKLOAD, schedules[4], CPU).key
+    assert record.versions["torch"] and record.date and (record.gpu, record.units, record.arch) == ("test cpu", 2, "cpu")
+
+
+def test_buckets_are_tuned_once(cache, store):
+    report, measurer, _ = scripted(cache, store, workloads=[WORKLOAD.with_m(m) for m in (3, 4, 5, 8)], max_candidates=2)
+    assert [r.workload.m for r in report.results] == [4, 8] and [m for m, _ in measurer.seen] == [4, 4, 8, 8]
+
+
+def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):
+    report, measurer, _ = scripted(cache, store, max_candidates=10, patience=3, jobs=1)
+    assert report.results[0].stopped == "patience" and len(measurer.seen) == 4 and report.results[0].left == 6
+    again, measurer, compiler = scripted(cache, store, max_candidates=10, patience=3, jobs=1)
+    assert not measurer.seen and not compiler.compiled and again.results[0].reused == 4
+
+
+def test_budget_is_kept_and_shared(cache, store):
+    class Slow(Scripted):
+        def measure(self, kernel, workload, schedule, target) -> Outcome:
+            time.sleep(0.2)
+            return super().measure(kernel, workload, schedule, target)
+
+    slow = Slow({})
+    workloads = [WORKLOAD.with_m(m) for m in (1, 2)]
+    begin = time.monotonic()
+    report = tune(workloads, CPU, store=store, compiler=FaultyCompiler(cache), measurer=slow, progress=False, budget_s=2.0, patience=99)
+    assert time.monotonic() - begin < 6
+    assert [r.stopped for r in report.results] == ["budget", "budget"] and not report.complete
+    assert all(r.measured >= 1 and r.left > 0 for r in report.results), "the second workload had its share"
+
+
+def test_another_artifact_or_driver_is_measured_again(cache, store):
+    scripted(cache, store, max_candidates=2)
+    first, second = store.records()
+    store.path.write_text(
+        json.dumps(replace(first, key="0" * 64).to_json()) + "\n" + json.dumps(replace(second, driver="1.2").to_json()) + "\n"
+    )
+    report, _, _ = scripted(cache, store, max_candidates=2)
+    assert (report.results[0].measured, report.results[0].reused) == (2, 0)
+
+
+def test_a_record_of_another_device_does_not_count(cache, store):
+    scripted(cache, store, max_candidates=2)
+    store.path.write_text("".join(json.dumps(replace(r, gpu="other cpu").to_json()) + "\n" for r in store.records()))
+    report, _, _ = scripted(cache, store, max_candidates=2)
+    assert report.results[0].measured == 2
+
+
+def test_full_disk_stops_the_run_and_keeps_its_records(cache, store, monkeypatch):
+    append, turns = RecordStore.append, []
+
+    def full_after_two(self: RecordStore, record: TuningRecord) -> None:
+        turns.append(1)
+        if len(turns) > 2:
+            raise StoreError(f"{self.path}: the record was not written (the disk is full)")
+        append(self, record)
+
+    monkeypatch.setattr(RecordStore, "append", full_after_two)
+    with pytest.raises(StoreError, match="disk is full"):
+        scripted(cache, store, max_candidates=4)
+    monkeypatch.undo()
+    assert len(store.records()) == 2
+    report, _, _ = scripted(cache, store, max_candidates=4)
+    assert (report.results[0].reused, report.results[0].measured) == (2, 2)
+
+
+def test_a_full_cache_is_no_candidates_fault(cache, store):
+    class Full(FaultyCompiler):
+        def one(self, request):
+            return CompileFailure(request, "cache", ("the disk that holds the cache is full",))
+
+    with pytest.raises(TuneError, match="the disk that holds the cache is full"):
+        tune([WORKLOAD], CPU, store=store, compiler=Full(cache), measurer=Scripted({}), progress=False)
+    assert store.records() == []
+
+
+def test_callers_mistakes(cache, store):
+    with pytest.raises(ValueError, match="max_candidates 0"):
+        scripted(cache, store, max_candidates=0)
+    with pytest.raises(ValueError, match="budget_s -1"):
+        scripted(cache, store, budget_s=-1)
+    with pytest.raises(ValueError, match="no program has candidates"):
+        tune([WORKLOAD], replace(CPU, features=()), store=store, compiler=FaultyCompiler(cache), measurer=Scripted({}), progress=False)
+    with pytest.raises(ValueError, match=r"target is sm_80 .*accepted: a target that is here"):
+        tune([WORKLOAD], target_from_name("sm_80"), store=store, cache=cache, progress=False)

@@ -1,0 +1,51 @@
+"""Shared by the tests of the door: the kernels they call, compiled once for the whole run, and a count of launches."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # door_cases
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Kernels that calls asked for, in order, as (workload, rows): each is launched right after."""
+
+    seen: list[tuple[object, int]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Counts launches: ``Plan.launcher`` is the only way to one."""
+    from tilebit import dispatch
+
+    counted = Launches([])
+    real = dispatch.Plan.launcher
+
+    def launcher(plan: dispatch.Plan, m: int):
+        counted.seen.append((plan.workload, m))
+        return real(plan, m)
+
+    monkeypatch.setattr(dispatch.Plan, "launcher", launcher)
+    return counted
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """The kernels of ``FORMATS`` x ``ROWS`` for this CPU, compiled into the run's cache by two processes."""
+    from door_cases import FORMATS, ROWS, workload
+
+    from tilebit import dispatch
+    from tilebit.schedules.schedule import Schedule
+    from tilebit.schedules.select import select
+    from tilebit.schedules.target import cpu_target
+    from tilebit.schedules.workload import m_bucket
+
+    target = cpu_target()
+    wanted = [workload(case, m_bucket(m)) for case in FORMATS for m in ROWS]
+    schedules: list[Schedule] = [select(w, target) for w in wanted]
+    dispatch.compiled(wanted, schedules, target, jobs=2)

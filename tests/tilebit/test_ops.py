@@ -1,0 +1,259 @@
+"""The op: exact on the CPU through compiled kernels, any strides, any rows; traced, captured, and resolved once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from door_cases import FORMATS, ROWS, K, N, exact, workload
+
+import tilebit
+from tilebit import dispatch, packs
+from tilebit import workspace as workspaces
+from tilebit.schedules.target import Target, cpu_target
+
+cases = pytest.mark.parametrize("case", FORMATS, ids=lambda case: f"{case[0]}-{case[1]}{'-bias' if case[2] else ''}")
+
+
+@cases
+@pytest.mark.parametrize("m", ROWS)
+def test_results_are_exact(cpu_kernels, case, m):
+    x, packed, bias, expected = exact(workload(case, m))
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected)
+
+
+def test_any_leading_dimensions_and_strides(cpu_kernels):
+    x, packed, bias, expected = exact(workload(FORMATS[0], 33))
+    assert torch.equal(tilebit.gemm(x[0], packed, bias), expected[0])
+    assert torch.equal(tilebit.gemm(x.view(3, 11, K), packed, bias), expected.view(3, 11, N))
+    assert torch.equal(tilebit.gemm(x.t().contiguous().t(), packed, bias), expected), "columns apart"
+    wide = torch.zeros(33, 2 * K, dtype=x.dtype)
+    wide[:, ::2] = x
+    assert torch.equal(tilebit.gemm(wide[:, ::2], packed, bias), expected), "every other column"
+    assert torch.equal(tilebit.gemm(x[:1].expand(5, K), packed, bias), expected[:1].expand(5, N)), "rows of stride 0"
+    shifted = torch.zeros(33 * K + 8, dtype=x.dtype)[1 : 1 + 33 * K].view(33, K)
+    shifted.copy_(x)
+    assert shifted.data_ptr() % 16 and torch.equal(tilebit.gemm(shifted, packed, bias), expected), "not aligned"
+
+
+def test_no_rows_launch_nothing(launches):
+    x, packed, _, _ = exact(workload(FORMATS[0], 1))
+    for shape in ((0, K), (3, 0, K)):
+        y = tilebit.gemm(x.new_empty(shape), packed)
+        assert y.shape == (*shape[:-1], N) and y.dtype == x.dtype
+    assert not launches.seen
+
+
+def test_a_permuted_weight_gathers_x(cpu_kernels):
+    x, packed, _, expected = exact(workload(FORMATS[0], 5))
+    perm = torch.randperm(K)
+    shuffled = tilebit.PackedWeight(packed.weight, packed.scales, packed.zeros, N, K, packed.format, packed.dtype, "cpu", perm)
+    original = torch.empty_like(x).index_copy_(1, perm, x)
+    assert torch.equal(tilebit.gemm(original, shuffled), expected)
+
+
+@cases
+def test_opcheck(cpu_kernels, case):
+    x, packed, bias, _ = exact(workload(case, 5))
+    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size)
+    results = torch.library.opcheck(torch.ops.tilebit.gemm.default, arguments)
+    assert set(results.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in results
+
+
+def test_compiles_without_graph_breaks_for_every_m(cpu_kernels):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 33))
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias), fullgraph=True, dynamic=True, backend=backend)
+    for m in (33, 5, 17):
+        assert torch.equal(compiled(x[:m].clone()), expected[:m])
+    assert len(graphs) == 1, "m is dynamic: one graph serves every m"
+
+
+def test_a_kernel_is_resolved_once_per_bucket(cpu_kernels, monkeypatch):
+    x, packed, bias, expected = exact(workload(FORMATS[0], 33))
+    dispatch.forget()
+    tilebit.prepare(packed, m=[33, 64])
+    monkeypatch.setattr(dispatch, "find_kernel", lambda *_: pytest.fail("looked up again"))
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected)
+    dispatch.forget()
+
+
+def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")
+    dispatch.forget()
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    with pytest.raises(tilebit.KernelUnavailable) as caught:
+        tilebit.gemm(x, packed, bias)
+    arguments = f"--n {N} --k {K} --m 8 --format w4a16_g32_asym --dtype bfloat16 --bias --target cpu"
+    assert f"tilebit compile {arguments}" in str(caught.value) and f"tilebit pack PATH {arguments}" in str(caught.value)
+    dispatch.forget()
+
+
+def test_packs_come_first_and_serve_every_m(cpu_kernels, monkeypatch, tmp_path):
+    w = workload(FORMATS[0], 8)
+    (kernel,) = dispatch.build([w], cpu_target())
+    packs.export(tmp_path / "pack", [kernel])
+    monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")
+    pack = packs.load(tmp_path / "pack")
+    try:
+        for m in (1, 5, 33):
+            x, packed, _, expected = exact(w.with_m(m))
+            assert torch.equal(tilebit.gemm(x, packed), expected)
+    finally:
+        packs.unload(pack)
+    with pytest.raises(tilebit.KernelUnavailable, match="tilebit pack"):
+        tilebit.gemm(x, packed)
+
+
+def test_importing_tilebit_imports_neither_torch_nor_a_compiler():
+    code = "import sys, tilebit; tilebit.QuantFormat; print(*{'torch', 'tvm', 'tilelang', 'tvm_ffi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stdout.split(), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [*tilebit.__all__, "packs", "doctor"])
+def test_every_public_name_is_there(name):
+    assert getattr(tilebit, name) is not None and name in dir(tilebit)
+
+
+class SplitKernel:
+    """Stands in for a CUDA kernel with split_k: records the slices of rows that it is launched on."""
+
+    params = ("x", "weight", "scales", "partials", "tickets", "y")
+    path = "none"
+
+    def __init__(self, split_k: int) -> None:
+        self.manifest = {"schedule": {"program": "gemm_wgmma", "block_n": 128, "block_m": 16, "block_k": 64, "split_k": split_k}}
+        self.slices: list[tuple[int, int]] = []
+
+    def run(self, x, weight, scales, partials, tickets, y):
+        assert x.shape[0] == y.shape[0]
+        self.slices.append((x.shape[0], partials))
+
+
+@pytest.mark.parametrize(("m", "limit_tiles", "expected"), [(64, 4, [64]), (65, 4, [64, 1]), (100, 1, [16] * 6 + [4]), (16, 0, [16])])
+def test_a_call_whose_workspace_would_pass_the_limit_is_cut_into_rows(monkeypatch, m, limit_tiles, expected):
+    plan = dispatch.plan_for(torch.device("cpu"), 256, 64, 4, 32, torch.float16, False, False)
+    asked = []
+    monkeypatch.setattr(dispatch, "LIMIT_BYTES", limit_tiles * 2 * 128 * 16 * 4 * 4)  # row tiles x n tiles x block_n x block_m x split_k
+    monkeypatch.setattr(dispatch, "workspace", lambda device, partials, tickets: asked.append((partials, tickets)) or (partials, tickets))
+    fake = dispatch.Plan.__new__(dispatch.Plan)
+    for name in ("device", "bias", "columns", "workload"):
+        setattr(fake, name, getattr(plan, name))
+    fake.target = Target("sm_90a", "x", 1, 0, 0, 0, 1.0, 1.0, 1.0)
+    kernel = SplitKernel(4)
+    x, y = torch.zeros(m, 64), torch.zeros(m, 256)
+    dispatch._bind(kernel, fake)(x, y, y, None, None, y)  # type: ignore[arg-type]
+    assert [rows for rows, _ in kernel.slices] == expected
+    tiles = -(-max(expected) // 16) * 2
+    assert asked == [(tiles * 128 * 16 * 4, tiles)], "one workspace serves every slice"
+
+
+# ---- on a GPU ----
+
+
+def gpu_arch() -> str:
+    return dispatch.device_target(torch.device("cuda", 0)).arch
+
+
+@pytest.mark.gpu
+@cases
+@pytest.mark.parametrize("m", [1, 33, 300])
+def test_results_are_exact_on_a_gpu(case, m):
+    for n, k in ((N, K), (256, 1024), (513, 1000), (130, 333)):
+        x, packed, bias, expected = exact(workload(case, m, n, k), arch=gpu_arch(), device="cuda")
+        assert torch.equal(tilebit.gemm(x, packed, bias), expected), (n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_capture_and_replay(m):
+    """A graph replays on its own workspace: eager calls between replays, on any stream, change nothing."""
+    x, packed, _, expected = exact(workload(FORMATS[0], m, 512, 4096), arch=gpu_arch(), device="cuda")
+    tilebit.prepare(packed, m=[m])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = tilebit.gemm(tilebit.gemm(x, packed).new_zeros(x.shape) + x, packed)
+        z = tilebit.gemm(x, packed)
+    other = torch.cuda.Stream()
+    for _ in range(10):
+        y.fill_(float("nan"))
+        z.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(other):
+            eager = tilebit.gemm(x, packed)
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected) and torch.equal(z, expected) and torch.equal(eager, expected)
+
+
+@pytest.mark.gpu
+def test_the_first_call_may_not_be_captured():
+    x, packed, _, _ = exact(workload(FORMATS[0], 4, 320, 384), arch=gpu_arch(), device="cuda")
+    dispatch.forget()
+    with pytest.raises(tilebit.KernelUnavailable, match=r"tilebit.prepare\(packed, m=\[4\]\)"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        tilebit.gemm(x, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_compile_on_a_gpu(mode):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 8, 512, 4096), arch=gpu_arch(), device="cuda")
+    tilebit.prepare(packed, m=[8], bias=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias) * 1, fullgraph=True, mode=mode)
+    for _ in range(5):
+        assert torch.equal(compiled(x.clone()), expected)
+
+
+@pytest.mark.gpu
+def test_streams_have_their_own_workspace():
+    device = torch.device("cuda", 0)
+    workspaces.release()
+    first = workspaces.workspace(device, 1000, 10)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        second = workspaces.workspace(device, 1000, 10)
+    assert first[0].data_ptr() != second[0].data_ptr() and first[1].data_ptr() != second[1].data_ptr()
+    assert workspaces.workspace(device, 500, 5)[0] is first[0], "kept"
+    assert workspaces.workspace(device, 1 << 22, 5)[0].numel() >= 1 << 22, "grown"
+    workspaces.release()
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_the_output_and_the_workspace():
+    x, packed, _, _ = exact(workload(FORMATS[0], 256, 4096, 4096), arch=gpu_arch(), device="cuda")
+    tilebit.prepare(packed, m=[256])
+    workspaces.release()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = tilebit.gemm(x, packed)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size()
+    assert extra <= workspaces.LIMIT_BYTES + (1 << 20) * 2
+
+
+@pytest.mark.gpu
+def test_host_time_of_a_call():
+    x, packed, _, _ = exact(workload(FORMATS[0], 1, 256, 256), arch=gpu_arch(), device="cuda")
+    arguments = (x, packed.weight, packed.scales, None, None, 256, 4, 128)
+    op = torch.ops.tilebit.gemm.default
+    best = float("inf")
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            op(*arguments)
+        best = min(best, (time.perf_counter() - start) / 200)
+    assert best <= 10e-6, f"{best * 1e6:.1f} us"

@@ -1,0 +1,282 @@
+"""Packs: complete or absent, checked, chosen by bucket of m, and loadable where no compiler is installed."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "tiles"))
+from sample.artifacts import key_of, make_kernel
+
+from tilebit import packs
+from tilebit.layouts.formats import QuantFormat
+from tilebit.runtime import CorruptArtifact, read_manifest
+from tilebit.schedules.rules.gemm import candidates
+from tilebit.schedules.target import cpu_target, target_from_name
+from tilebit.schedules.workload import Workload
+from tilebit.tiles.cache import ArtifactCache
+from tilebit.tiles.compile import CompileRequest, compile_kernel
+from tilebit.tiles.kernel import Kernel
+
+SHAPE = Workload(1, 64, 64)
+AVX2 = replace(cpu_target(), features=("avx2",))
+
+
+def kernel(folder: Path, workload: Workload, value: float, arch: str = "cpu") -> Kernel:
+    path = make_kernel(folder / key_of(f"{workload} {arch}")[:8], key_of(f"{workload} {arch}"), workload, value, arch)
+    return Kernel(path, read_manifest(path))
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> packs.Pack:
+    """Kernels for m of 1, 16 and 256 of one shape, and one for another arch."""
+    made = [kernel(tmp_path / "made", SHAPE.with_m(m), float(m)) for m in (1, 16, 256)]
+    return packs.export(tmp_path / "pack", [*made, kernel(tmp_path / "made", SHAPE, 7.0, "sm_80")])
+
+
+def value_of(loaded) -> float:
+    y = torch.zeros(1)
+    loaded(y)
+    return y.item()
+
+
+def test_export_then_read(pack: packs.Pack) -> None:
+    again = packs.read(pack.path)
+    assert len(again) == len(pack.kernels) == 4 and again.arches == ("cpu", "sm_80")
+    assert {e.key for e in again.kernels} == {e.key for e in pack.kernels}
+    manifest = json.loads((pack.path / "pack.json").read_text())
+    assert {"schema", "created", "versions", "kernels", "files"} <= set(manifest)
+    files = {p.relative_to(pack.path).as_posix() for p in pack.path.rglob("*") if p.is_file()} - {"pack.json"}
+    assert files == set(manifest["files"])
+    assert repr(pack).startswith("Pack(") and "kernels=4" in repr(pack)
+
+
+@pytest.mark.parametrize(("m", "value"), [(0, 1), (1, 1), (2, 16), (16, 16), (17, 256), (256, 256), (9999, 256)])
+def test_the_kernel_of_the_bucket_is_chosen(pack: packs.Pack, m: int, value: int) -> None:
+    assert value_of(pack.kernel_for(SHAPE.with_m(123), m, "cpu")) == value
+
+
+def test_a_mapping_says_what_each_kernel_serves(tmp_path: Path) -> None:
+    one = kernel(tmp_path / "made", SHAPE, 5.0)
+    made = packs.export(tmp_path / "pack", {SHAPE.with_m(1): one, SHAPE.with_m(64): one})
+    assert len(made) == 2 and len(list((made.path / "kernels").iterdir())) == 1
+    assert value_of(made.kernel_for(SHAPE, 64)) == 5.0
+    with pytest.raises(ValueError, match=r"accepted for .* one that differs in m only"):
+        packs.export(tmp_path / "other", {Workload(1, 128, 64): one})
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_missing_kernel_says_how_to_build_it(pack: packs.Pack) -> None:
+    wanted = Workload(8, 96, 64, QuantFormat(8, 32, False), "bfloat16", True)
+    with pytest.raises(LookupError) as caught:
+        pack.kernel_for(wanted, 8, "cpu")
+    text = str(caught.value)
+    assert "no kernel for w8a16_g32_asym [96, 64] bfloat16 with bias on cpu; it holds w4a16_g128 [64, 64]" in text
+    assert "tilebit pack PATH --n 96 --k 64 --m 8 --format w8a16_g32_asym --dtype bfloat16 --bias --target cpu" in text
+    with pytest.raises(LookupError, match="none for this device"):
+        pack.kernel_for(SHAPE, 1, "sm_90a")
+    with pytest.raises(ValueError, match=r"arch is not given and the pack .* holds cpu, sm_80"):
+        pack.kernel_for(SHAPE, 1)
+
+
+def test_loaded_packs_are_found_the_latest_first(pack: packs.Pack, tmp_path: Path) -> None:
+    newer = packs.export(tmp_path / "newer", [kernel(tmp_path / "made2", SHAPE, 50.0)])
+    assert packs.find(SHAPE, AVX2) is None
+    loaded = [packs.load(pack.path), packs.load(newer.path)]
+    try:
+        found = packs.find(SHAPE, AVX2)
+        assert found is not None and value_of(found) == 50.0
+        assert [p.path for p in packs.loaded()] == [newer.path, pack.path]
+        loaded[0] = packs.load(pack.path)  # read again: now the latest, and only once in the list
+        found = packs.find(SHAPE, AVX2)
+        assert found is not None and value_of(found) == 1.0 and len(packs.loaded()) == 2
+        assert packs.find(Workload(1, 65, 64), AVX2) is None
+        assert packs.find(SHAPE, target_from_name("sm_90a")) is None
+    finally:
+        for one in loaded:
+            packs.unload(one)
+    assert packs.find(SHAPE, AVX2) is None
+
+
+def test_kernels_for_other_instruction_sets_are_passed_over(pack: packs.Pack) -> None:
+    assert pack.find(SHAPE, 1, "cpu", ("avx512", "avx2")) is not None
+    assert pack.find(SHAPE, 1, "cpu", ()) is None
+
+
+DAMAGE = [
+    (lambda root: (root / "pack.json").unlink(), "there is no pack.json"),
+    (lambda root: (root / "pack.json").write_text("{"), "pack.json is not readable JSON"),
+    (lambda root: _edit(root, schema=9), "pack.json has schema 9, this version reads 1"),
+    (lambda root: _edit(root, files={}), "its manifest lists no files"),
+    (lambda root: _edit(root, kernels=[{"key": 1}]), "pack.json is not a pack's (KeyError"),
+    (lambda root: _edit(root, kernels=3), "pack.json is not a pack's (TypeError"),
+    (lambda root: shutil.rmtree(next((root / "kernels").iterdir())), "cannot be read"),
+    (lambda root: next((root / "kernels").glob("*/kernel.so")).write_bytes(b"short"), "kernel.so has 5 bytes where"),
+    (lambda root: _swap(next((root / "kernels").glob("*/kernel.so"))), "kernel.so is not the manifest's"),
+    (lambda root: _swap(next((root / "kernels").glob("*/manifest.json"))), "manifest.json is not the manifest's"),
+]
+
+
+def _edit(root: Path, **changes: object) -> None:
+    manifest = json.loads((root / "pack.json").read_text())
+    (root / "pack.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def _swap(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words[:30] for _, words in DAMAGE])
+def test_a_damaged_pack_is_refused(pack: packs.Pack, damage, words: str) -> None:
+    damage(pack.path)
+    with pytest.raises(CorruptArtifact) as caught:
+        packs.load(pack.path)
+    assert words in str(caught.value) and "copy the pack again or export it anew" in str(caught.value)
+    assert not packs.loaded()
+
+
+def test_a_kernel_damaged_after_reading_is_refused(pack: packs.Pack) -> None:
+    entry = pack.find(SHAPE, 16, "cpu")
+    assert entry is not None
+    (entry.path / "kernel.so").write_bytes(b"short")
+    with pytest.raises(CorruptArtifact, match=r"kernel.so has 5 bytes"):
+        pack.kernel_for(SHAPE, 16, "cpu")
+
+
+def test_a_missing_pack_is_no_corrupt_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no pack directory .*; accepted: a directory that tilebit\.packs\.export wrote"):
+        packs.load(tmp_path / "nowhere")
+
+
+def test_export_replaces_only_when_told(pack: packs.Pack, tmp_path: Path) -> None:
+    one = kernel(tmp_path / "made3", SHAPE, 9.0)
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        packs.export(pack.path, [one])
+    assert len(packs.read(pack.path)) == 4
+    assert len(packs.export(pack.path, [one], overwrite=True)) == 1
+    with pytest.raises(ValueError, match="kernels is empty"):
+        packs.export(tmp_path / "none", [])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_leaves_no_pack_and_keeps_the_old_one(
+    pack: packs.Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    place = pack.path if overwrite else tmp_path / "fresh"
+    one = kernel(tmp_path / "made3", SHAPE, 9.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(packs.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        packs.export(place, [one], overwrite=overwrite)
+    monkeypatch.undo()
+    assert place.exists() == overwrite
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    if overwrite:
+        assert len(packs.read(place)) == 4
+
+
+def test_a_damaged_kernel_is_not_exported(tmp_path: Path) -> None:
+    one = kernel(tmp_path / "made", SHAPE, 1.0)
+    _swap(one.path / "kernel.so")
+    with pytest.raises(CorruptArtifact, match=r"sha256 of kernel.so"):
+        packs.export(tmp_path / "pack", [one])
+    assert not (tmp_path / "pack").exists()
+
+
+# What a serving environment has: torch with what it needs, numpy, apache-tvm-ffi, and the libraries of the door. No compiler.
+SERVING = (
+    *("torch", "torchgen", "functorch", "numpy", "tvm_ffi", "typing_extensions", "filelock", "safetensors", "sympy", "mpmath"),
+    *("networkx", "jinja2", "markupsafe", "fsspec", "nvidia", "triton", "torch_c_dlpack_ext"),
+)
+
+SERVE = """
+import importlib.util, sys
+for name in ("tilelang", "tvm"):
+    assert importlib.util.find_spec(name) is None, name + " is visible"
+import numpy as np, torch
+from tilebit import packs
+from tilebit.schedules.workload import Workload
+pack = packs.load(sys.argv[1])
+entry = pack.kernels[0]
+kernel = pack.kernel_for(entry.workload, 3)
+data = np.load(sys.argv[2])
+tensors = [torch.from_numpy(data[name]) for name in kernel.params[:-1]]
+y = torch.full((3, entry.workload.n), float("nan"), dtype=torch.float16)
+kernel(*tensors, y)
+np.save(sys.argv[3], y.numpy())
+assert not [m for m in sys.modules if m.split(".")[0] in ("tvm", "tilelang")]
+"""
+
+
+def test_a_pack_serves_without_a_compiler(tmp_path: Path) -> None:
+    """A virtual environment with neither tilelang nor apache-tvm loads a CPU pack and multiplies; the result is exact."""
+    import numpy as np
+
+    from tilebit.layouts.packing import gemm_layout
+
+    n, k = 96, 256
+    workload = Workload(4, n, k, QuantFormat(4, 128, False))
+    schedules = candidates(workload, cpu_target())
+    if not schedules:
+        pytest.skip("needs a CPU with AVX2")
+    built = compile_kernel(CompileRequest(schedules[0].program, workload, schedules[0], cpu_target()), ArtifactCache())
+    packs.export(tmp_path / "pack", [built])
+
+    rng = np.random.default_rng(0)
+    codes, zeros = rng.integers(0, 16, (n, k), dtype=np.uint8), rng.integers(0, 16, (n, 2), dtype=np.uint8)
+    scales = rng.choice([1.0, 2.0, 4.0], (n, 2)) / 64
+    x = rng.integers(-4, 5, (3, k)).astype(np.float16)
+    layout = gemm_layout("cpu", 4)
+    n_pad = layout.padded(n, k)[0]
+    pad = ((0, 0), (0, n_pad - n))
+    operands = {
+        "x": x,
+        "weight": layout.pack(codes).view(np.int32),
+        "scales": np.ascontiguousarray(np.pad(scales.T, pad), np.float16),
+        "zeros": np.ascontiguousarray(np.pad(zeros.T, pad), np.float16),
+    }
+    np.savez(tmp_path / "operands.npz", **operands)
+
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    for name in SERVING:
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            source = Path(spec.submodule_search_locations[0]) if spec.submodule_search_locations else Path(str(spec.origin))
+            (site / source.name).symlink_to(source)
+            for companion in (f"{name}.libs", f"{name}-stubs"):
+                if (source.parent / companion).exists():
+                    (site / companion).symlink_to(source.parent / companion)
+    root = Path(packs.__file__).parent
+    (site / "tilebit").mkdir()
+    for source in root.iterdir():
+        (site / "tilebit" / source.name).symlink_to(source)
+    for folder in ("layouts", "schedules"):  # the folders that the door needs to read a pack; neither tiles nor autotune
+        package = Path(str(sys.modules[f"tilebit.{folder}"].__file__)).parent
+        if not (site / "tilebit" / folder).exists():
+            (site / "tilebit" / folder).symlink_to(package)
+
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [str(venv / "bin" / "python"), "-c", SERVE, str(tmp_path / "pack"), str(tmp_path / "operands.npz"), str(tmp_path / "y.npy")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    weights = (codes.astype(np.float64) - zeros.repeat(128, axis=1)) * scales.repeat(128, axis=1)
+    expected = (x.astype(np.float64) @ weights.T).astype(np.float16)
+    assert np.array_equal(np.load(tmp_path / "y.npy"), expected)

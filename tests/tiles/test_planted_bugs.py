@@ -1,0 +1,107 @@
+"""Bugs planted in the CUDA GEMM programs are caught by the gate that the tuner and the GPU tests use; the same kernel without the bug passes it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tilebit.autotune.problem import exact_problem, random_problem
+from tilebit.autotune.verify import Gate, check_worst_tile, guarded_output
+from tilebit.schedules.rules.gemm import legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+from tilebit.schedules.workload import Workload
+
+sys.path.append(str(Path(__file__).parent))
+from emulation.device_code import needs_host_compiler
+from emulation.emulated_gemm import EmulatedGemm, device_calls
+from emulation.planted import BUGS, SPLIT, W4, W8, Bug, swap, work
+
+pytestmark = needs_host_compiler
+CALLS = device_calls((bug.workload, bug.schedule) for bug in BUGS)
+ARCH = {"gemm_wgmma": "sm_90a", "gemm_mma": "sm_80"}
+
+
+@cache
+def sound_problems(workload: Workload):
+    return exact_problem(workload, 1, "sm_90a"), random_problem(workload, 2, "sm_90a")
+
+
+@cache
+def sound_verdict(workload: Workload, schedule: Schedule):
+    """What the gate says of the kernel as it is."""
+    return Gate(*sound_problems(workload)).verify(EmulatedGemm(workload, schedule, calls=CALLS))
+
+
+def test_there_are_enough_of_them():
+    assert len(BUGS) >= 15
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_caught(bug: Bug):
+    assert legal(bug.workload, bug.schedule, target_from_name(ARCH[bug.schedule.program])) == []
+    sound = sound_verdict(bug.workload, bug.schedule)
+    assert sound.ok, sound.reasons
+    gate = Gate(*map(bug.packed, sound_problems(bug.workload)))
+    verdict = gate.verify(EmulatedGemm(bug.workload, bug.schedule, bug.edits))
+    assert not verdict.ok, f"{bug.name} passed the gate"
+    assert any(bug.sign in reason for reason in verdict.reasons), verdict.reasons
+
+
+def test_a_sum_in_order_of_arrival_is_caught():
+    """The first two splits cancel, so that the order of the three shows in fp16; the gate's two runs see blocks arrive in different orders."""
+    workload, schedule = work(W4), SPLIT
+    exact, random = sound_problems(workload)
+    x = random.x * torch.where(torch.arange(448) < 384, 1024, 1)
+    x[:, 192:384] = -x[:, :192]
+    operands = {name: tensor.clone() for name, tensor in random.operands.items()}
+    operands["weight"][:, 3:6] = operands["weight"][:, :3]
+    operands["scales"][3:6] = operands["scales"][:3]
+    gate = Gate(exact, replace(random, x=x, operands=operands))
+    in_order_of_arrival = swap(("(int64_t(tile) * splits + s)", "(int64_t(tile) * splits + (s + split) % splits)"))
+    assert gate.verify(EmulatedGemm(workload, schedule, calls=CALLS)).ok
+    verdict = gate.verify(EmulatedGemm(workload, schedule, {"device": in_order_of_arrival}, order=1))
+    assert verdict.reasons == ("two runs on the same input differ.",)
+
+
+def global_error(y: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+def test_a_bug_that_a_global_norm_lets_pass():
+    """One 64 x 8 tile of the output loses its last k stage: under 2 % of the whole, and far more than its block of 128 x 128 may lose."""
+    workload, schedule = work(W8, m=128, n=256, k=2048), Schedule("gemm_wgmma", 64, 8, 32, 4, 4)
+    problem = random_problem(workload, 2, "sm_90a")
+    reference, torch_result = problem.reference(), problem.torch_result()
+    trips = "T.min(steps, p.steps - bz * steps)"
+    edits = {"packed.py": swap((trips, f"{trips} - (bx == 3 and by == 5)"))}
+    output = guarded_output((workload.m, workload.n), problem.x.dtype)
+    EmulatedGemm(workload, schedule, edits)(problem, output.y)
+    assert global_error(output.y, reference) < 0.02
+    assert check_worst_tile(output.y, reference, torch_result)
+    output.y[5 * 8 : 6 * 8, 3 * 64 : 4 * 64] = reference[5 * 8 : 6 * 8, 3 * 64 : 4 * 64].half()
+    assert check_worst_tile(output.y, reference, torch_result) == []  # all else is right
+
+
+def test_a_lost_tile_that_a_global_norm_lets_pass():
+    """At the size of a model's layer a whole tile of zeros is less than 1 % of the norm."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 32, generator=generator) for rows in (2048, 4096))
+    reference = x.double() @ w.double().t()
+    y = reference.half()
+    torch_result = x.half() @ w.half().t()
+    y[512:520, 1024:1088] = 0
+    assert global_error(y, reference) < 0.01
+    assert check_worst_tile(y, reference, torch_result)
+
+
+def test_a_bug_that_no_longer_applies_is_an_error():
+    """Else a renamed variable would turn a planted bug into a second baseline."""
+    with pytest.raises(LookupError, match="plant it elsewhere"):
+        gemm = EmulatedGemm(work(W4), BUGS[0].schedule, {"device": swap(("not in any header", ""))})
+        gemm(exact_problem(work(W4), 1, "sm_90a"), guarded_output((13, 128), torch.float16).y)

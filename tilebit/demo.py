@@ -1,0 +1,170 @@
+"""``make demo``: 4-bit checkpoints of each family, made on the spot, imported, packed, compiled, tuned on this machine's device, called
+from PyTorch, checked against fp64 and timed beside torch. Downloads nothing; takes a minute or two on two cores.
+
+    python -m tilebit.demo [--budget SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from . import dispatch
+from .autotune.measure import copies_needed, time_calls
+from .autotune.tune import tune
+from .autotune.verify import worst_tile_error
+from .checkpoint import load_checkpoint
+from .modules import QuantLinear
+from .schedules.target import Target, detect_target
+from .schedules.workload import Workload
+from .synthetic import write_checkpoint
+
+BUDGET_S = 30.0  # of tuning, over all shapes
+FAMILIES = ("awq", "gptq", "compressed-tensors")
+GROUP_SIZE = 128
+DTYPE = torch.bfloat16  # the type that torch is fastest in on CPUs, so the comparison is with its best
+# (n, k) of the two layers of every checkpoint, and the rows that are timed: small enough for a CPU, large enough that a GPU has work.
+SHAPES = {False: ((4096, 4096), (2048, 4096)), True: ((4096, 4096), (14336, 4096))}  # by Target.is_cuda
+ROWS = {False: (1, 32), True: (1, 16, 64, 256)}
+# A correct kernel rounds once from fp32: twice that, per 128 x 128 block, is the limit.
+ERROR_LIMIT = 2 * torch.finfo(DTYPE).eps
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the final table: times in microseconds, ``error`` the worst block against fp64."""
+
+    family: str
+    n: int
+    k: int
+    m: int
+    ours: float
+    torchs: float
+    error: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= ERROR_LIMIT
+
+
+def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int, int]] | None = None) -> list[Line]:
+    """The whole demonstration; prints its steps and returns what it measured. ``shapes`` replaces the default (n, k). Raises what a step
+    raises."""
+    target = detect_target()
+    device = "cuda" if target.is_cuda else "cpu"
+    shapes = shapes or SHAPES[target.is_cuda]
+    console.print(f"[bold]tilebit demo[/] on {target.name} ({target.arch}, {target.units} {'SMs' if target.is_cuda else 'cores'})\n")
+    with tempfile.TemporaryDirectory(prefix="tilebit-demo-") as folder:
+        layers = {f"layers.{i}": shape for i, shape in enumerate(shapes)}
+        with _step(console, f"write {len(FAMILIES)} checkpoints of {len(layers)} layers: {', '.join(FAMILIES)}"):
+            weights = {
+                f: write_checkpoint(Path(folder) / f, f, layers, group_size=GROUP_SIZE, symmetric=f != "awq", dtype=DTYPE) for f in FAMILIES
+            }
+        with _step(console, "import them and pack the weights for this device"):
+            modules = {
+                (family, name): QuantLinear.from_checkpoint(load_checkpoint(Path(folder) / family), name, DTYPE, device)
+                for family in FAMILIES
+                for name in layers
+            }
+    workloads = list(
+        dict.fromkeys(
+            Workload(m, q.out_features, q.in_features, q.format, "bfloat16") for q in modules.values() for m in ROWS[target.is_cuda]
+        )
+    )
+    with _step(console, f"compile and tune {len(workloads)} workloads for at most {budget_s:g} s (tuned ones are kept for later runs)"):
+        report = tune(workloads, target, budget_s=budget_s, progress=console.is_terminal)
+        dispatch.forget()
+    console.print(
+        f"      {sum(r.measured for r in report.results)} schedules measured, {sum(r.reused for r in report.results)} known from before"
+    )
+    lines = []
+    with _step(console, "call them from PyTorch, check against fp64, time them beside torch"):
+        for (family, name), module in modules.items():
+            weight = weights[family][name].to(device)
+            for m in ROWS[target.is_cuda]:
+                lines.append(_measure(family, module, weight, m, target))
+    return lines
+
+
+def _measure(family: str, module: QuantLinear, weight: Tensor, m: int, target: Target) -> Line:
+    """Check and time ``module`` on ``m`` rows; ``weight`` is its dequantized weight in fp32."""
+    n, k = weight.shape
+    x = torch.randn(m, k, device=weight.device).to(DTYPE)
+    # The packed scales are the checkpoint's, in the same dtype: the reference is exact.
+    error = worst_tile_error(module(x), x.double() @ weight.double().t())
+    dense = weight.to(DTYPE)
+    copies = min(16, copies_needed(module.packed.nbytes, target.l2))
+    packed = [QuantLinear(module.packed)] + [QuantLinear(module.packed).requires_grad_(False) for _ in range(copies - 1)]
+    for copy in packed[1:]:
+        copy.weight = copy.weight.clone()
+    torchs = [dense] + [dense.clone() for _ in range(min(16, copies_needed(dense.numel() * dense.element_size(), target.l2)) - 1)]
+    times = time_calls(
+        {"tilebit": [lambda q=q: q(x) for q in packed], "torch": [lambda w=w: torch.nn.functional.linear(x, w) for w in torchs]},
+        "cuda:0" if target.is_cuda else "cpu",
+    )
+    return Line(family, n, k, m, times["tilebit"].us, times["torch"].us, error)
+
+
+@contextmanager
+def _step(console: Console, title: str) -> Iterator[None]:
+    console.print(f"  ... {title}")
+    start = time.monotonic()
+    yield
+    console.print(f"      done in {time.monotonic() - start:.1f} s")
+
+
+def result_table(lines: Sequence[Line]) -> Table:
+    """What was measured, one row per checkpoint family, shape and number of rows."""
+    table = Table(
+        title=f"y = x @ w^T, w of 4 bits in groups of {GROUP_SIZE}, x in {str(DTYPE).removeprefix('torch.')}", title_justify="left"
+    )
+    for column in ("checkpoint", "n", "k", "rows", "tilebit us", "torch us", "speed-up", "error", ""):
+        table.add_column(column, justify="left" if column in ("checkpoint", "") else "right")
+    for line in lines:
+        verdict = "[green]right[/]" if line.right else "[red]WRONG[/]"
+        values = (
+            str(line.n),
+            str(line.k),
+            str(line.m),
+            f"{line.ours:.1f}",
+            f"{line.torchs:.1f}",
+            f"{line.torchs / line.ours:.2f}x",
+            f"{line.error:.1e}",
+        )
+        table.add_row(line.family, *values, verdict)
+    return table
+
+
+def main() -> int:
+    """Exit code 0 when every result was right."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tilebit.demo", description="Make, import, pack, compile, tune, call, check and time 4-bit layers on this machine."
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=f"seconds of tuning (default {BUDGET_S:g})")
+    arguments = parser.parse_args()
+    if arguments.budget <= 0:
+        parser.error(f"--budget is {arguments.budget:g}; accepted: seconds above 0")
+    console = Console()
+    lines = run(console, arguments.budget)
+    console.print()
+    console.print(result_table(lines))
+    wrong = sum(not line.right for line in lines)
+    if wrong:
+        console.print(f"[red]{wrong} of {len(lines)} results are wrong[/]; please report this with the output of `tilebit doctor`")
+        return 1
+    console.print(f"all {len(lines)} results are right; next: `tilebit bench --help`, `tilebit explain --help`, README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

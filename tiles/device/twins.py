@@ -1,0 +1,110 @@
+"""Numpy twins of the CUDA device functions in this folder: the same values in the same order, for whole blocks of threads.
+
+16-bit floats travel as their bits (uint16), bf16 included, and are rounded by hand: to nearest, ties to even, once per device instruction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+SLAB_ROWS = 64
+GROUP_THREADS = 128  # threads that share a slab: a warpgroup, or four warps
+WORDS_PER_RECORD = 512
+
+# dtype -> (stored significand bits, exponent of the smallest normal, bits of infinity)
+_KINDS = {"float16": (10, -14, 0x7C00), "bfloat16": (7, -126, 0x7F80)}
+# The bit tricks: (dtype, bits) -> what the exponent bits that are or-ed over a code stand for.
+_MAGIC = {("float16", 4): 1024.0, ("float16", 8): 1024.0, ("bfloat16", 4): 128.0, ("bfloat16", 8): 8388608.0}
+
+
+def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values, any shape, rounded once to "float16" or "bfloat16": uint16 bits."""
+    mantissa, lowest, infinity = _KINDS[dtype]
+    values = np.asarray(values, dtype=np.float64)
+    size = np.abs(values)
+    exponent = np.maximum(np.where(np.isfinite(size) & (size > 0), np.frexp(size)[1] - 1, lowest), lowest)
+    with np.errstate(invalid="ignore"):
+        units = np.rint(np.ldexp(size, mantissa - exponent))  # a carry runs on into the exponent
+        bits = units + (exponent - lowest) * 2.0**mantissa
+    bits = np.where(bits < infinity, bits, infinity)  # overflow, and NaN for now
+    bits = bits.astype(np.uint16) | (np.signbit(values).astype(np.uint16) << 15)
+    return np.where(np.isnan(values), np.uint16(0x7FFF), bits).astype(np.uint16)
+
+
+def widen(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """uint16 bits of ``dtype`` as float64."""
+    bits = np.asarray(bits, dtype=np.uint16)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def dequantize(
+    words: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, dtype: str, bits: int, slabs: int, group_steps: int, scaled: bool
+) -> np.ndarray:
+    """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs * 8], each thread's A registers in order.
+
+    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits [groups of the stage, rows of the block], ``zeros`` None for a
+    symmetric format; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without ``scaled`` the result is q - z.
+    """
+    per_step = bits // 4  # words of a k16 step
+    steps = 4 // per_step * words.shape[1]
+    words = words.reshape(words.shape[0], words.shape[1], GROUP_THREADS, 4 // per_step, per_step).astype(np.uint32)
+    if bits == 4:  # register pair i is slots i and i + 4
+        shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(8)], dtype=np.uint32)
+        codes = words[..., :1] >> shifts & np.uint32(15)
+    else:
+        codes = (words[..., None] >> np.arange(0, 32, 8, dtype=np.uint32) & np.uint32(255)).reshape(*words.shape[:-1], 8)
+    codes = codes.transpose(0, 2, 1, 3, 4).reshape(words.shape[0], GROUP_THREADS, steps, 8)  # [slab, thread, k16 step, element]
+
+    thread = np.arange(GROUP_THREADS)
+    row = (thread >> 5) * 16 + ((thread & 31) >> 2)
+    row = np.arange(words.shape[0])[:, None, None, None] * SLAB_ROWS + row[:, None, None] + 8 * (np.arange(8) >> 1 & 1)
+    group = (np.arange(steps) // group_steps)[:, None]
+    zero = np.float64(1 << (bits - 1)) if zeros is None else widen(zeros, dtype)[group, row]
+    value = _subtract(codes, np.broadcast_to(zero, codes.shape), dtype, bits)
+    if scaled:
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = round_to(widen(value, dtype) * widen(scales, dtype)[group, row], dtype)
+    value = value.reshape(-1, slabs, GROUP_THREADS, steps, 8)  # [warpgroup, slab, thread, step, element]
+    return np.ascontiguousarray(value.transpose(0, 2, 3, 1, 4)).reshape(-1, steps * slabs * 8)
+
+
+def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.ndarray:
+    """q - z by the format's bit trick: bits of ``dtype``, every intermediate rounded as the device rounds it."""
+    magic = _MAGIC[dtype, bits]
+    if (dtype, bits) == ("bfloat16", 8):  # through fp32
+        difference = (magic + codes).astype(np.float32) - (np.float32(magic) + zero.astype(np.float32))
+        return round_to(difference.astype(np.float64), dtype)
+    low = widen(round_to(magic + zero, dtype), dtype)
+    plain = round_to(magic + codes - low, dtype)
+    if (dtype, bits) != ("float16", 4):
+        return plain
+    high = widen(round_to(64.0 + zero, dtype), dtype)  # the upper nibble: (1024 + 16 q) / 16 - (64 + z), one rounding
+    folded = round_to((1024.0 + 16.0 * codes) / 16.0 - high, dtype)
+    return np.where(np.arange(8) >> 1 & 1, folded, plain)
+
+
+def partial_index(tile: int, split: int, splits: int, registers: int, threads: int) -> np.ndarray:
+    """Where ``tilebit::reduce_split_k`` (split_k.cuh) keeps each accumulator: int64 [threads, registers], indices into ``partials``."""
+    register, thread = np.arange(registers), np.arange(threads)[:, None]
+    return (tile * splits + split) * registers * threads + (register // 4 * threads + thread) * 4 + register % 4
+
+
+def reduce_split_k(partials: np.ndarray) -> np.ndarray:
+    """``tilebit::reduce_split_k``'s sum of fp32 ``partials`` [splits, ...]: from zero, in split order, whoever arrives last."""
+    total = np.zeros(partials.shape[1:], dtype=np.float32)
+    for partial in partials:
+        total = total + partial.astype(np.float32)
+    return total
+
+
+def stage_transposed(accumulators: np.ndarray, *, dtype: str, slabs: int, block_m: int) -> np.ndarray:
+    """``tilebit::stage_transposed`` (epilogue.cuh): fp32 accumulators [threads, slabs * block_m / 2] -> uint16 [block_m, rows of the block].
+
+    Each thread's accumulators are ordered [slab][column / 8][row half][column parity].
+    """
+    threads = accumulators.shape[0]
+    a = accumulators.reshape(threads // GROUP_THREADS, 4, 8, 4, slabs, block_m // 8, 2, 2)  # group, warp, lane / 4, lane % 4, slab, c8, half, parity
+    columns_first = a.transpose(5, 3, 7, 0, 4, 1, 6, 2)  # c8, lane % 4, parity | group, slab, warp, half, lane / 4
+    return round_to(columns_first.reshape(block_m, -1).astype(np.float64), dtype)

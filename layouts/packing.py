@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from .fragments import Fragment, lanes, wgmma_a
+from .fragments import Fragment, lane_pairs, lanes, wgmma_a
 
 WORD_BITS = 32
 CUDA_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
@@ -189,13 +189,16 @@ def gemm_layout(arch: str, bits: int) -> PackedLayout:
     """The packed weight of the GEMM programs on ``arch`` at 4 or 8 bits.
 
     On NVIDIA (all of ``CUDA_ARCHES``) it is induced from wgmma's A fragment, which is four mma.sync warps' too: tiles of 64 (n) x 64 (k)
-    at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; one k is 16 bytes at 4
-    bits (row l in the low nibble of byte l, row 16 + l in the high one), 32 bytes at 8 bits.
+    at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; at 4 bits it is induced
+    from AVX512-BF16's operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h + l, k = 2 p + e); at 8 bits one k
+    is 32 bytes, byte l row l.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits!r}; accepted: 4, 8")
     if arch == "cpu":
-        return induce(lanes(4 * bits, 8 // bits), bits, f"gemm_cpu_b{bits}", load_bits=8, k_steps=32)
+        if bits == 4:
+            return induce(lane_pairs(), bits, "gemm_cpu_b4", load_bits=32, k_steps=8)
+        return induce(lanes(32, 1), bits, "gemm_cpu_b8", load_bits=8, k_steps=32)
     if arch in CUDA_ARCHES:
         return induce(wgmma_a(16), bits, f"gemm_cuda_b{bits}")
     raise ValueError(f"unknown arch {arch!r}; accepted: {', '.join(CUDA_ARCHES)}, cpu")

@@ -33,7 +33,7 @@ ISSUE_WARPS = 8  # computing warps per SM that keep its four schedulers busy wit
 LAUNCH_US = 1.5
 SPLIT_US = 1.0  # one ticket and its fence
 CPU_DEQUANT_OPS = {4: 1.0, 8: 0.75}  # per weight, in lanes: unpack, convert, scale
-CPU_CHAINS = 8  # independent accumulators that hide the latency of a fused multiply-add (4 cycles, two a cycle)
+CPU_CHAINS = 4  # independent accumulators that, with decoding in between, hide the latency of a fused multiply-add
 CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tilebit.tiles.program import PROGRAM_MODULES
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"layouts": 0, "schedules": 1, "tiles": 2, "autotune": 3, "tilebit": 4}  # a folder imports itself and lower ones
 COMPILERS = {"tvm", "tilelang"}
@@ -124,20 +126,18 @@ def test_the_direction_check_accepts_a_right_import(path: str, source: str):
 def test_compilers_are_imported_where_they_are_used():
     """tvm and tilelang cannot share a process, and serving environments have neither.
 
-    A module of code that only a build needs may import its compiler, as long as every other module imports *it* inside a function.
+    Code that only a build runs may import its compiler at the top, when it lies beside its program (tiles/cpu, tiles/gemm, ...) and the
+    program, like every other module, imports it inside a function.
     """
     first = {module_name(path): imported(path, at_import_time(ast.parse(path.read_text()))) for path in sources()}
-    inside = {name for name, imports in first.items() if COMPILERS & {i.split(".")[0] for i in imports}}
-    found = [
-        f"{name} imports {i}"
-        for name, imports in first.items()
-        if name not in inside
-        for i in imports
-        if i in inside or i.rpartition(".")[0] in inside
-    ]
-    both = [name for name in inside if COMPILERS.issubset(i.split(".")[0] for i in first[name])]
-    assert not found and not both, found + both
-    assert all(name.startswith("tilebit.tiles.") for name in inside), inside
+    needs = {name: COMPILERS & {i.split(".")[0] for i in imports} for name, imports in first.items()}
+    for _ in first:  # what a module imports, its importers need too
+        for name, imports in first.items():
+            needs[name] |= {c for i in imports for c in needs.get(i, set()) | needs.get(i.rpartition(".")[0], set())}
+    found = {name: compilers for name, compilers in needs.items() if compilers}
+    assert all(name.count(".") == 3 and name.startswith("tilebit.tiles.") for name in found), found
+    assert not set(PROGRAM_MODULES.values()) & set(found), found
+    assert all(len(compilers) == 1 for compilers in found.values()), found
 
 
 @pytest.mark.parametrize(

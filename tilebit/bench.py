@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from . import ops as _ops  # noqa: F401  registers torch.ops.tilebit
 from .autotune.measure import copies_needed, time_calls
 from .autotune.problem import Problem, copied, random_problem, unpack_tiles
 from .autotune.provenance import now, package_versions, source_commit

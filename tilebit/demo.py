@@ -7,6 +7,8 @@ from PyTorch, checked against fp64 and timed beside torch. Downloads nothing; ta
 from __future__ import annotations
 
 import argparse
+import copy
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,13 +31,15 @@ from .schedules.target import Target, detect_target
 from .schedules.workload import Workload
 from .synthetic import write_checkpoint
 
-BUDGET_S = 30.0  # of tuning, over all shapes
+BUDGET_S = 40.0  # of tuning, over all shapes
+CANDIDATES = 6  # schedules tried per workload: a taste; `tilebit tune` tries them all
 FAMILIES = ("awq", "gptq", "compressed-tensors")
 GROUP_SIZE = 128
 DTYPE = torch.bfloat16  # the type that torch is fastest in on CPUs, so the comparison is with its best
-# (n, k) of the two layers of every checkpoint, and the rows that are timed: small enough for a CPU, large enough that a GPU has work.
-SHAPES = {False: ((4096, 4096), (2048, 4096)), True: ((4096, 4096), (14336, 4096))}  # by Target.is_cuda
+# (n, k) of the layers of every checkpoint, and the rows that are timed: small enough for a CPU, large enough that a GPU has work.
+SHAPES = {False: ((4096, 4096),), True: ((4096, 4096), (14336, 4096))}  # by Target.is_cuda
 ROWS = {False: (1, 32), True: (1, 16, 64, 256)}
+MAX_COPIES = 16  # operand sets that timing rotates over
 # A correct kernel rounds once from fp32: twice that, per 128 x 128 block, is the limit.
 ERROR_LIMIT = 2 * torch.finfo(DTYPE).eps
 
@@ -66,7 +70,7 @@ def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int
     console.print(f"[bold]tilebit demo[/] on {target.name} ({target.arch}, {target.units} {'SMs' if target.is_cuda else 'cores'})\n")
     with tempfile.TemporaryDirectory(prefix="tilebit-demo-") as folder:
         layers = {f"layers.{i}": shape for i, shape in enumerate(shapes)}
-        with _step(console, f"write {len(FAMILIES)} checkpoints of {len(layers)} layers: {', '.join(FAMILIES)}"):
+        with _step(console, f"write {len(FAMILIES)} checkpoints of {len(layers)} layer{'s' * (len(layers) > 1)}: {', '.join(FAMILIES)}"):
             weights = {
                 f: write_checkpoint(Path(folder) / f, f, layers, group_size=GROUP_SIZE, symmetric=f != "awq", dtype=DTYPE) for f in FAMILIES
             }
@@ -82,7 +86,7 @@ def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int
         )
     )
     with _step(console, f"compile and tune {len(workloads)} workloads for at most {budget_s:g} s (tuned ones are kept for later runs)"):
-        report = tune(workloads, target, budget_s=budget_s, progress=console.is_terminal)
+        report = tune(workloads, target, budget_s=budget_s, progress=console.is_terminal, max_candidates=CANDIDATES)
         dispatch.forget()
     console.print(
         f"      {sum(r.measured for r in report.results)} schedules measured, {sum(r.reused for r in report.results)} known from before"
@@ -103,13 +107,12 @@ def _measure(family: str, module: QuantLinear, weight: Tensor, m: int, target: T
     # The packed scales are the checkpoint's, in the same dtype: the reference is exact.
     error = worst_tile_error(module(x), x.double() @ weight.double().t())
     dense = weight.to(DTYPE)
-    copies = min(16, copies_needed(module.packed.nbytes, target.l2))
-    packed = [QuantLinear(module.packed)] + [QuantLinear(module.packed).requires_grad_(False) for _ in range(copies - 1)]
-    for copy in packed[1:]:
-        copy.weight = copy.weight.clone()
-    torchs = [dense] + [dense.clone() for _ in range(min(16, copies_needed(dense.numel() * dense.element_size(), target.l2)) - 1)]
+    copies = min(MAX_COPIES, copies_needed(module.packed.nbytes, target.l2))
+    layers = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
+    copies = min(MAX_COPIES, copies_needed(dense.numel() * dense.element_size(), target.l2))
+    weights = [dense, *(dense.clone() for _ in range(copies - 1))]
     times = time_calls(
-        {"tilebit": [lambda q=q: q(x) for q in packed], "torch": [lambda w=w: torch.nn.functional.linear(x, w) for w in torchs]},
+        {"tilebit": [lambda q=q: q(x) for q in layers], "torch": [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]},
         "cuda:0" if target.is_cuda else "cpu",
     )
     return Line(family, n, k, m, times["tilebit"].us, times["torch"].us, error)
@@ -128,8 +131,8 @@ def result_table(lines: Sequence[Line]) -> Table:
     table = Table(
         title=f"y = x @ w^T, w of 4 bits in groups of {GROUP_SIZE}, x in {str(DTYPE).removeprefix('torch.')}", title_justify="left"
     )
-    for column in ("checkpoint", "n", "k", "rows", "tilebit us", "torch us", "speed-up", "error", ""):
-        table.add_column(column, justify="left" if column in ("checkpoint", "") else "right")
+    for column in ("checkpoint", "n", "k", "rows", "tilebit us", "torch us", "ratio", "error", ""):
+        table.add_column(column, justify="left" if column in ("checkpoint", "") else "right", no_wrap=True)
     for line in lines:
         verdict = "[green]right[/]" if line.right else "[red]WRONG[/]"
         values = (
@@ -154,7 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.budget <= 0:
         parser.error(f"--budget is {arguments.budget:g}; accepted: seconds above 0")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     lines = run(console, arguments.budget)
     console.print()
     console.print(result_table(lines))

@@ -1,8 +1,8 @@
 """The rule of the CPU GEMM program: which vector instructions a target has, which schedules it accepts and which are worth trying.
 
 On a CPU a schedule's fields mean: ``block_n`` output channels of one task (a multiple of 32, the layout's tile), ``block_m`` rows of x that
-share one decoded weight vector, ``block_k`` values of k in one unrolled step, ``split_k`` independent sets of accumulators (they hide latency
-at small m), ``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their defaults.
+share one decoded weight vector, ``block_k`` values of k in one unrolled step, ``split_k`` independent sets of sums (they hide latency at
+small m), ``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their defaults.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DECODE_COST = 1.75  # of decoding a vector of weights, in multiplications by one
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which ``reserved`` hold the packed word, one x and
-    the look-up table or the four masks; ``bf16_dot``: vdpbf16ps, two products a lane."""
+    """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which ``reserved`` hold a packed word, one x
+    and the look-up table or four masks; ``bf16_dot``: vdpbf16ps, two products a lane."""
 
     name: str
     lanes: int
@@ -48,7 +48,7 @@ def isa(target: Target) -> Isa | None:
 
 
 def vectors_per_pass(schedule: Schedule, vectors: Isa) -> int:
-    """Vectors of a tile's 32 rows whose sums are in registers at once: all, or half if they are too many (each group is then read twice)."""
+    """Vectors of a tile's 32 rows whose sums are in registers at once: all, or half if they are too many (a group is read twice then)."""
     every = TILE // vectors.lanes
     return every if every <= 2 or registers_used(schedule, vectors, every) <= vectors.registers else every // 2
 

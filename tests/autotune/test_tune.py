@@ -261,10 +261,9 @@ def test_full_disk_stops_the_run_and_keeps_its_records(cache, store, monkeypatch
             raise StoreError(f"{self.path}: the record was not written (the disk is full)")
         append(self, record)
 
-    monkeypatch.setattr(RecordStore, "append", full_after_two)
-    with pytest.raises(StoreError, match="disk is full"):
+    with monkeypatch.context() as full, pytest.raises(StoreError, match="disk is full"):
+        full.setattr(RecordStore, "append", full_after_two)
         scripted(cache, store, max_candidates=4)
-    monkeypatch.undo()
     assert len(store.records()) == 2
     report, _, _ = scripted(cache, store, max_candidates=4)
     assert (report.results[0].reused, report.results[0].measured) == (2, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilebit.layouts.fragments import Fragment, lanes, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_c
+from tilebit.layouts.fragments import Fragment, lane_pairs, lanes, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_c
 from tilebit.layouts.layout import Layout
 
 ALL = [
@@ -22,6 +22,7 @@ ALL = [
     *(ldmatrix(x, trans) for x in (1, 2, 4) for trans in (False, True)),
     lanes(16, 2),
     lanes(32, 1),
+    lane_pairs(),
 ]
 
 

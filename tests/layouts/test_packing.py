@@ -177,8 +177,12 @@ def test_gemm_layout_on_cpu(bits):
     layout = gemm_layout("cpu", bits)
     assert (layout.tile_n, layout.tile_k, layout.words) == (32, 32, 32 * bits)
     codes = np.random.default_rng(1).integers(0, 1 << bits, (32, 32), dtype=np.uint8)
-    stored = layout.pack(codes).view(np.uint8).reshape(32, -1)  # little-endian: bytes of one k after the other
-    assert np.array_equal(stored, (codes[:16] | codes[16:] << 4).T if bits == 4 else codes.T)
+    stored = layout.pack(codes)
+    if bits == 8:
+        assert np.array_equal(stored.view(np.uint8).reshape(32, 32), codes.T)  # little-endian: bytes of one k after the other
+        return
+    for quad, lane, e, p, h in np.ndindex(8, 16, 2, 2, 2):
+        assert stored[0, 0, 16 * quad + lane] >> (4 * (4 * e + 2 * p + h)) & 15 == codes[16 * h + lane, 4 * quad + 2 * p + e]
 
 
 def test_bad_requests_name_what_is_accepted():

@@ -13,7 +13,9 @@ from door_cases import FORMATS, ROWS, K, N, exact, workload
 import tilebit
 from tilebit import dispatch, packs
 from tilebit import workspace as workspaces
+from tilebit.schedules.select import select
 from tilebit.schedules.target import Target, cpu_target
+from tilebit.schedules.workload import m_bucket
 
 cases = pytest.mark.parametrize("case", FORMATS, ids=lambda case: f"{case[0]}-{case[1]}{'-bias' if case[2] else ''}")
 
@@ -163,22 +165,35 @@ def test_a_call_whose_workspace_would_pass_the_limit_is_cut_into_rows(monkeypatc
 # ---- on a GPU ----
 
 
+GPU_ROWS = (1, 33, 300)
+GPU_SHAPES = ((N, K), (513, 1003))
+
+
 def gpu_arch() -> str:
     return dispatch.device_target(torch.device("cuda", 0)).arch
 
 
+@pytest.fixture(scope="module")
+def gpu_kernels() -> None:
+    """The kernels of the tests below, compiled in parallel."""
+    target = dispatch.device_target(torch.device("cuda", 0))
+    wanted = [workload(case, m_bucket(m), n, k) for case in FORMATS for m in GPU_ROWS for n, k in GPU_SHAPES]
+    wanted += [workload(case, m, 512, 4096) for case in FORMATS[:2] for m in (1, 8, 16, 64)]
+    dispatch.compiled(wanted, [select(w, target) for w in wanted], target, jobs=None)
+
+
 @pytest.mark.gpu
 @cases
-@pytest.mark.parametrize("m", [1, 33, 300])
-def test_results_are_exact_on_a_gpu(case, m):
-    for n, k in ((N, K), (256, 1024), (513, 1000), (130, 333)):
+@pytest.mark.parametrize("m", GPU_ROWS)
+def test_results_are_exact_on_a_gpu(gpu_kernels, case, m):
+    for n, k in GPU_SHAPES:
         x, packed, bias, expected = exact(workload(case, m, n, k), arch=gpu_arch(), device="cuda")
         assert torch.equal(tilebit.gemm(x, packed, bias), expected), (n, k)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 64])
-def test_capture_and_replay(m):
+def test_capture_and_replay(gpu_kernels, m):
     """A graph replays on its own workspace: eager calls between replays, on any stream, change nothing."""
     x, packed, _, expected = exact(workload(FORMATS[0], m, 512, 4096), arch=gpu_arch(), device="cuda")
     tilebit.prepare(packed, m=[m])
@@ -208,7 +223,7 @@ def test_the_first_call_may_not_be_captured():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_torch_compile_on_a_gpu(mode):
+def test_torch_compile_on_a_gpu(gpu_kernels, mode):
     x, packed, bias, expected = exact(workload(FORMATS[1], 8, 512, 4096), arch=gpu_arch(), device="cuda")
     tilebit.prepare(packed, m=[8], bias=True)
     torch._dynamo.reset()

@@ -1,27 +1,39 @@
-"""Bugs planted in the CUDA GEMM programs are caught by the gate that the tuner and the GPU tests use; the same kernel without the bug passes it."""
+"""Bugs planted in the GEMM programs are caught by the gate that the tuner and the GPU tests use; the same kernel without the bug passes it.
+
+The CUDA programs run emulated, the CPU program as compiled.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from tilebit.autotune.problem import exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_worst_tile, guarded_output
+from tilebit.autotune.worker_process import launch
+from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.rules.gemm import legal
+from tilebit.schedules.rules.gemm_cpu import cpu_legal, isa
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import target_from_name
+from tilebit.schedules.target import detect_target, target_from_name
 from tilebit.schedules.workload import Workload
+from tilebit.tiles.cache import ArtifactCache
+from tilebit.tiles.compile import CompileRequest
+from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.pool import CompilePool
 
 sys.path.append(str(Path(__file__).parent))
+from emulation import planted_cpu
 from emulation.device_code import needs_host_compiler
 from emulation.emulated_gemm import EmulatedGemm, device_calls
 from emulation.planted import BUGS, SPLIT, W4, W8, Bug, swap, work
 
-pytestmark = needs_host_compiler
 CALLS = device_calls((bug.workload, bug.schedule) for bug in BUGS)
 ARCH = {"gemm_wgmma": "sm_90a", "gemm_mma": "sm_80"}
 
@@ -42,6 +54,7 @@ def test_there_are_enough_of_them():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
 
 
+@needs_host_compiler
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_caught(bug: Bug):
     assert legal(bug.workload, bug.schedule, target_from_name(ARCH[bug.schedule.program])) == []
@@ -53,6 +66,7 @@ def test_caught(bug: Bug):
     assert any(bug.sign in reason for reason in verdict.reasons), verdict.reasons
 
 
+@needs_host_compiler
 def test_a_sum_in_order_of_arrival_is_caught():
     """The first two splits cancel, so that the order of the three shows in fp16; the gate's two runs see blocks arrive in different orders."""
     workload, schedule = work(W4), SPLIT
@@ -73,6 +87,7 @@ def global_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return float((y.double() - reference).norm() / reference.norm())
 
 
+@needs_host_compiler
 def test_a_bug_that_a_global_norm_lets_pass():
     """One 64 x 8 tile of the output loses its last k stage: under 2 % of the whole, and far more than its block of 128 x 128 may lose."""
     workload, schedule = work(W8, m=128, n=256, k=2048), Schedule("gemm_wgmma", 64, 8, 32, 4, 4)
@@ -100,6 +115,44 @@ def test_a_lost_tile_that_a_global_norm_lets_pass():
     assert check_worst_tile(y, reference, torch_result)
 
 
+# The CPU program
+
+CPU_WORKLOAD = work(QuantFormat(4, 64, False), bias=True, m=5, n=100, k=448)
+CPU_SCHEDULE = Schedule("gemm_cpu", 32, 2, 32, num_warps=1, split_k=2)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CompilePool]:
+    if isa(detect_target("cpu")) is None:
+        pytest.skip("needs a processor with AVX2 or AVX-512")
+    if find_spec("tvm") is None:
+        pytest.skip("apache-tvm is not installed (pip install tilebit[compile])")
+    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+        yield one
+
+
+@cache
+def cpu_gate() -> Gate:
+    return Gate(exact_problem(CPU_WORKLOAD, 1, "cpu"), random_problem(CPU_WORKLOAD, 2, "cpu"))
+
+
+@pytest.mark.parametrize("name", planted_cpu.BUGS, ids=lambda name: name.replace(" ", "-"))
+def test_caught_on_the_cpu(pool: CompilePool, name: str):
+    target = detect_target("cpu")
+    assert cpu_legal(CPU_WORKLOAD, CPU_SCHEDULE, target) == []
+    verdicts = []
+    for planted in (0, 1 + list(planted_cpu.BUGS).index(name)):
+        schedule = replace(CPU_SCHEDULE, program=planted_cpu.NAME, raster=planted)
+        (kernel,) = pool.compile([CompileRequest(planted_cpu.NAME, CPU_WORKLOAD, schedule, target)])
+        assert isinstance(kernel, Kernel), kernel
+        verdicts.append(cpu_gate().verify(partial(launch, kernel.load(), {})))
+    sound, bugged = verdicts
+    assert sound.ok, sound.reasons
+    assert not bugged.ok, f"{name} passed the gate"
+    assert any(planted_cpu.BUGS[name][2] in reason for reason in bugged.reasons), bugged.reasons
+
+
+@needs_host_compiler
 def test_a_bug_that_no_longer_applies_is_an_error():
     """Else a renamed variable would turn a planted bug into a second baseline."""
     with pytest.raises(LookupError, match="plant it elsewhere"):

@@ -1,6 +1,6 @@
 """A PrimFunc to a directory with ``kernel.so`` (function ``run``) and ``kernel.ll``, through apache-tvm's LLVM and the system's C compiler.
 
-The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the loops, ``device/cpu_launch.c`` calls them.
+The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the loops that ``device/cpu_launch.c`` calls.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class CpuCompileError(Exception):
 def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``. ``function`` is a PrimFunc that ``outline`` accepts.
 
-    Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector accesses to the stack in the whole kernel
-    and in the hottest loop), ``instructions`` (the commonest, with counts), ``loop`` (those of the hottest loop) and ``lint`` (sentences).
+    Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector accesses to the stack in the whole
+    kernel and in the hottest loop), ``instructions`` (the commonest, with counts), ``loop`` (the hottest loop's) and ``lint`` (sentences).
 
-    Raises ``ValueError`` for a target without AVX2 or a function that ``outline`` refuses, ``CpuCompileError`` without a working C compiler.
+    Raises ``ValueError`` for a target without AVX2 or a function ``outline`` refuses, ``CpuCompileError`` without a C compiler.
     """
     import tvm.tirx
 

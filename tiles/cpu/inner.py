@@ -1,4 +1,4 @@
-"""The innermost step of the CPU GEMM: decode vectors of weights, multiply each by several rows of x. Fully unrolled; importing it imports tvm."""
+"""The innermost step of the CPU GEMM: decode vectors of weights, multiply each by several rows of x. Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _looked_up(word: Any, even: int, h: int, lanes: int) -> Any:
 
 
 def _masked(word: Any, even: int, h: int, lanes: int) -> Any:
-    """fp32: the code in nibble ``even + h`` of each word, times 16^even. Odd nibbles are shifted down by one nibble first: one shift serves four
+    """fp32: the code in nibble ``even + h`` of each word, times 16^even. Odd nibbles are shifted down by one first: one shift serves four
     of them, and none has the sign bit then."""
     if h:
         word = (word.astype(f"uint32x{lanes}") >> v.splat(4, "uint32", lanes)).astype(f"int32x{lanes}")

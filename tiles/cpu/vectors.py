@@ -16,7 +16,7 @@ import tvm.tirx.script.builder.ir
 tirx: Any = tvm.tirx
 T: Any = tvm.tirx.script.builder.ir
 
-# TVM hands LLVM bf16 as 16-bit integers, which the instruction's intrinsic refuses: it is imported as a function of 32-bit lanes, and inlined.
+# TVM hands LLVM bf16 as 16-bit integers, which the instruction's intrinsic refuses: so it is imported as a function of 32-bit lanes.
 _BF16_DOT = "tilebit_dpbf16ps"
 _BF16_DOT_LLVM = f"""
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)

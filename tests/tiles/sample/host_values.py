@@ -37,7 +37,7 @@ def main(name, n, k, schedule, arch, ms):
             names = []
             tvm.tirx.stmt_functor.post_order_visit(expr, lambda node: names.append(node) if type(node).__name__ == "Var" else None)
             known = {v: tvm.tirx.IntImm(v.dtype, m) for v in names if str(v) == "m"}
-            return analyzer.simplify(tvm.tirx.stmt_functor.substitute(expr, known)).value
+            return getattr(analyzer.simplify(tvm.tirx.stmt_functor.substitute(expr, known)), "value")  # noqa: B009
 
         maps, launch = {}, {}
         for call in calls:

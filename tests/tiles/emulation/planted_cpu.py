@@ -1,0 +1,79 @@
+"""The CPU GEMM with bugs planted in the text of its loops: a tile program whose schedule's ``raster`` says which one (0: none).
+
+Named by its module ("emulation.planted_cpu"), so that the compile pool builds it in a worker, where TVM may be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
+from tilebit.schedules.workload import Workload
+from tilebit.tiles.cpu import gemm
+from tilebit.tiles.program import TileProgram
+
+from .planted import Edit, swap
+
+NAME = "emulation.planted_cpu"
+PACKAGE = "tilebit.tiles.cpu"
+MODULES = ("inner", "loops")  # edited copies of these, in the order in which they import each other
+
+COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"
+SUM = "v.fma(joined, scale, total[slot])"
+BIAS = "v.to_float(v.load(bias, 0, lanes), lanes)"
+
+# name -> (module, edit, a word of the verdict)
+BUGS: dict[str, tuple[str, Edit, str]] = {
+    "nibble swapped": ("inner", swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("row // parts, lanes)", "1 - row // parts, lanes)")), "wrong"),
+    "k in the wrong order": ("inner", swap(("words + quad * 16", "words + (quad ^ 1) * 16")), "wrong"),
+    "scale group off by one": ("loops", swap((COLUMN, COLUMN.replace("group *", "T.max(group - 1, 0) *"))), "wrong"),
+    "zero point missed": ("loops", swap(("v.fma(zero, ", 'v.fma(v.splat(0.0, "float32", lanes), ')), "wrong"),
+    "scale applied twice": ("loops", swap((SUM, SUM.replace("joined", "joined * scale"))), "wrong"),
+    "earlier groups lost": ("loops", swap((SUM, "joined * scale")), "wrong"),
+    "split lost": ("loops", swap(("range(1, plan.schedule.split_k)", "range(2, plan.schedule.split_k)")), "wrong"),
+    "k tile lost": ("loops", swap(("T.serial(tiles // whole)", "T.serial(tiles // whole - 1)")), "wrong"),
+    "tile lost": ("loops", swap(("T.If(nt < plan.n_tiles)", "T.If(nt < plan.n_tiles - 1)")), "NaN"),
+    "bias added twice": ("loops", swap((f"value + {BIAS}", f"value + {BIAS} + {BIAS}")), "wrong"),
+    "m tail not masked": ("loops", swap(("T.If(row < m)", "T.If(row < m + 1)")), "after the output"),
+    "n tail not masked": ("loops", swap(("T.max(n - column, 0)", "T.max(n + 1 - column, 0)")), "after the output"),
+}  # fmt: skip
+
+
+def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
+    if schedule.raster == 0:
+        return gemm.build(workload, schedule, target)
+    module, edit, _ = list(BUGS.values())[schedule.raster - 1]
+    with _edited(module, edit):
+        return gemm.build(workload, schedule, target)
+
+
+@contextmanager
+def _edited(edited: str, edit: Edit) -> Iterator[None]:
+    """Copies of ``MODULES`` in place of the real ones, one of them edited."""
+    package = sys.modules[PACKAGE]
+    real = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in MODULES}
+    try:
+        for name in MODULES:
+            text = Path(str(real[name].__file__)).read_text()
+            copy = types.ModuleType(f"{PACKAGE}.{name}")
+            copy.__package__ = PACKAGE
+            exec(compile(edit(text) if name == edited else text, f"{name}.py", "exec", dont_inherit=True), copy.__dict__)
+            sys.modules[f"{PACKAGE}.{name}"] = copy
+            setattr(package, name, copy)
+        yield
+    finally:
+        for name, module in real.items():
+            sys.modules[f"{PACKAGE}.{name}"] = module
+            setattr(package, name, module)
+
+
+PROGRAM = TileProgram(
+    name=NAME, compiler="tvm", arches=("cpu",), legal=lambda w, s, t: [], build=build, params=gemm.params, headers=gemm.PROGRAM.headers
+)

@@ -1,7 +1,9 @@
 """Timing: medians over rotating operands, so that no cache holds what a real call would have to fetch.
 
 On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host never shows; on the CPU calls are
-timed one by one. Several implementations are measured in alternation, so that a change of clocks meets all of them."""
+timed one by one, in rounds of which the quietest counts. Several implementations are measured in alternation, so that a change of clocks
+meets all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ MAX_REPLAYS = 60
 REPLAY_US = 1500.0  # a graph holds calls for about this long, and at least MIN_CALLS
 MIN_CALLS = 20
 SPIN_CYCLES = 2_000_000  # about a millisecond: the host runs ahead meanwhile
-CPU_SECONDS = 0.1  # of a round, per implementation, once MIN_REPLAYS are done
+CPU_SECONDS = 0.04  # of a round, per implementation, once MIN_REPLAYS are done
 CPU_MAX_CALLS = 400  # of a round
-CPU_ROUNDS = 3  # the quietest counts: one in which another process held the cores says nothing about a kernel
+CPU_ROUNDS = 6  # the quietest counts: one in which another process held the cores says nothing about a kernel
 CPU_ENOUGH_SECONDS = 2.0  # no further round after this
+CPU_PAUSE_SECONDS = 0.02  # before a round: a process that has just slept is scheduled first
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ def _time_cpu(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
 def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
     """Calls of all implementations in alternation, each timed on its own."""
     samples: dict[str, list[float]] = {name: [] for name in named}
+    time.sleep(CPU_PAUSE_SECONDS)
+    for calls in named.values():
+        calls[-1]()  # wakes the threads; calls[0], the first that is timed, stays as cold as the others
     begin, turn = time.perf_counter(), 0
     while turn < MIN_REPLAYS or (turn < CPU_MAX_CALLS and time.perf_counter() - begin < CPU_SECONDS * len(named)):
         for name, calls in named.items():

@@ -6,6 +6,7 @@ and driver are the same."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ def tune(
         if compiler is None:
             compiler = stack.enter_context(CompilePool(jobs=jobs, cache=cache))
         bar = stack.enter_context(TuningBar(progress))
-        run = _Run(target, store or RecordStore(), compiler, measurer, bar, max(1, jobs or 2), patience)
+        run = _Run(target, store or RecordStore(), compiler, measurer, bar, jobs or os.cpu_count() or 1, patience)
         for position, workload in enumerate(todo):
             deadline = None
             if budget_s is not None:

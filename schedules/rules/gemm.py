@@ -55,7 +55,7 @@ class _CudaRule:
 
 _WGMMA = _CudaRule(
     "gemm_wgmma", ("sm_90a",), (64, 128, 256), (8, 16, 32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 8),
-    producer_threads=128, registers=240, spare_registers=32, barrier_bytes=16, reserved_smem=1024, b_fragment=False,
+    producer_threads=128, registers=240, spare_registers=24, barrier_bytes=16, reserved_smem=1024, b_fragment=False,
     tried_block_m=(8, 16, 32, 64, 128, 256), tried_block_k=(32, 64, 128),
 )  # fmt: skip
 _MMA = _CudaRule(
@@ -210,8 +210,14 @@ def _cuda_grid(rule: _CudaRule, workload: Workload, target: Target) -> list[Sche
         for min_blocks in (1, 2, 4):
             base = Schedule(rule.program, block_n, block_m, block_k, rule.stages[0], num_warps, 1, min_blocks)
             for num_stages, split_k in product(_depths(rule, workload.format, base, target), _splits(workload, base, target)):
-                grid.append(Schedule(rule.program, block_n, block_m, block_k, num_stages, num_warps, split_k, min_blocks))
+                for raster in _rasters(workload):
+                    grid.append(Schedule(rule.program, block_n, block_m, block_k, num_stages, num_warps, split_k, min_blocks, raster))
     return grid
+
+
+def _rasters(workload: Workload) -> tuple[int, ...]:
+    """Visiting neighbouring tiles together keeps x and W in the L2 at large m: 737 us against 760 (14336 x 4096, m = 4096, H200)."""
+    return (0, 2, 4) if workload.m >= 1024 else (0,)
 
 
 def _block_ms(rule: _CudaRule, m: int) -> list[int]:
@@ -221,17 +227,20 @@ def _block_ms(rule: _CudaRule, m: int) -> list[int]:
 
 
 def _block_ks(rule: _CudaRule, workload: Workload) -> list[int]:
-    """The two deepest stages that divide the padded k."""
+    """The deepest stages that divide the padded k: one for wgmma (half as deep was 3 to 10 % slower at m <= 16 and m = 4096, H200, five
+    shapes), two for middle m, where the operand registers of a deep stage keep a second block off the SM, and for mma.sync, whose targets
+    have less shared memory."""
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
-    return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][-2:]
+    return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][-2 if rule.b_fragment or 32 <= workload.m <= 128 else -1 :]
 
 
 def _depths(rule: _CudaRule, format: QuantFormat, base: Schedule, target: Target) -> list[int]:
-    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, four (or half as many)."""
+    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and n = k = 4096 four
+    were faster than eight (7.1 us against 7.4, H200), at 4096 x 14336 slower (14.5 against 14.2)."""
     room = min(target.smem, target.smem_per_sm // base.min_blocks - BLOCK_SMEM_OVERHEAD) - rule.reserved_smem
     deepest = min(rule.stages[1], room // (stage_bytes(format, base) + rule.barrier_bytes))
-    return [deepest] if deepest <= 4 else [deepest, 4]
+    return [deepest, *(depth for depth in (6, 4) if depth < deepest)]
 
 
 def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:

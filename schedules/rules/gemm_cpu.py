@@ -101,7 +101,7 @@ def cpu_candidates(workload: Workload, target: Target) -> list[Schedule]:
     # Each pass over a weight multiplies it by ``b`` rows and decodes it once; the last block's padding rows are multiplied too.
     blocks = sorted(range(1, min(rows, largest) + 1), key=lambda b: (-(-rows // b) * (b + DECODE_COST), b))[:3]
     # Few rows have few sums, and several sets of them hide a multiplication's latency; many rows want short code, or sums leave registers.
-    splits = {1: (4, 2, 1), 2: (2, 1)}
+    splits = {1: (4, 2, 1) if vectors.lanes == 16 else (1, 4, 2), 2: (2, 1) if vectors.lanes == 16 else (1, 2)}
     depths = (32, 64, 16) if rows <= 2 else (8, 4, 32)
     threads = min(max(1, target.units), THREADS_MAX)
     # Long streams of weights, but enough tasks that no thread waits for another.

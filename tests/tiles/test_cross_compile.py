@@ -1,15 +1,15 @@
 """Every CUDA program compiled for every architecture without a GPU, over schedules that between them use each value that matters.
 
-One kernel a test, so that test workers share them out. Each must come out as the schedule promised: linted, without spills, within shared memory,
-on the tensor cores, with wide loads, with the parameters of its workload.
+One kernel a test, so that test workers share them out. Each must come out as the schedule promised: linted, without spills, within shared
+memory, on the tensor cores, with wide loads, with the parameters of its workload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import pytest
+
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.rules.gemm import legal
 from tilebit.schedules.schedule import Schedule
@@ -30,7 +30,9 @@ def have_nvcc() -> bool:
     return True
 
 
-needs_nvcc = pytest.mark.skipif(not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)")
+needs_nvcc = pytest.mark.skipif(
+    not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)"
+)
 
 HALF, BFLOAT = "float16", "bfloat16"
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
@@ -103,5 +105,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     assert resources["threads"] == schedule.num_warps * 32 + (128 if schedule.program == "gemm_wgmma" else 0)
     assert code["wgmma" if schedule.program == "gemm_wgmma" else "mma"] > 0
     assert code["wide_shared_loads"] > 0 and code["float_atomics"] == 0
-    optional = ((not workload.format.symmetric, "zeros"), (workload.bias, "bias"), (schedule.split_k > 1, "partials"), (schedule.split_k > 1, "tickets"))
-    assert kernel.params == tuple(chain(("x", "weight", "scales"), (name for there, name in optional if there), ("y",)))
+    zeros = [] if workload.format.symmetric else ["zeros"]
+    bias = ["bias"] if workload.bias else []
+    workspace = ["partials", "tickets"] if schedule.split_k > 1 else []
+    assert kernel.params == ("x", "weight", "scales", *zeros, *bias, *workspace, "y")

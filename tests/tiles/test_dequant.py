@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tilebit.layouts.packing import gemm_layout
 from tilebit.tiles.device import twins
 from tilebit.tiles.gemm.operands import BARRIER, TYPES
@@ -53,8 +54,8 @@ def run_dequantize(device: DeviceCode, name: str, words: np.ndarray, scales: np.
 
 
 def stages(dtype: str, bits: int, symmetric: bool, rows: int, every_place: bool):
-    """(codes [rows, 128], zero points [groups, rows], indices into SCALE_BITS [groups, rows]), stage by stage, until every code has met every zero point under
-    every scale and, with ``every_place``, every place of a stage has held every code."""
+    """(codes [rows, 128], zero points [groups, rows], indices into SCALE_BITS [groups, rows]), stage by stage, until every code has met
+    every zero point under every scale and, with ``every_place``, every place of a stage has held every code."""
     count = 1 << bits
     zero_points = [count // 2] if symmetric else range(count)
     pairs = np.array(list(product(zero_points, range(len(SCALE_BITS[dtype])))))
@@ -167,8 +168,9 @@ template <typename T> static void probe(const uint16_t* a, const uint16_t* b, co
     out[i] = __hadd(x, y).bits; out[n + i] = __hsub(x, y).bits; out[2 * n + i] = __hmul(x, y).bits; out[3 * n + i] = __hfma(x, y, z).bits;
   }
 }
-extern "C" void probe_float16(const uint16_t* a, const uint16_t* b, const uint16_t* c, int n, uint16_t* out) { probe<half>(a, b, c, n, out); }
-extern "C" void probe_bfloat16(const uint16_t* a, const uint16_t* b, const uint16_t* c, int n, uint16_t* out) { probe<__nv_bfloat16>(a, b, c, n, out); }
+using Bits = const uint16_t*;
+extern "C" void probe_float16(Bits a, Bits b, Bits c, int n, uint16_t* out) { probe<half>(a, b, c, n, out); }
+extern "C" void probe_bfloat16(Bits a, Bits b, Bits c, int n, uint16_t* out) { probe<__nv_bfloat16>(a, b, c, n, out); }
 extern "C" uint32_t permute(uint32_t x, uint32_t y, uint32_t s) { return __byte_perm(x, y, s); }
 """
 
@@ -199,7 +201,7 @@ def test_the_shim_rounds_once(dtype: str):
             if exact:  # the sign of zero is not asked for
                 assert out[operation, i] == nearest(exact, dtype), (operation, hex(a[i]), hex(b[i]), hex(c[i]))
                 if operation < 3:
-                    assert twins.round_to(np.float64(exact), dtype) == nearest(exact, dtype)
+                    assert twins.round_to(np.array(float(exact)), dtype) == nearest(exact, dtype)
             else:
                 assert out[operation, i] & 0x7FFF == 0
 

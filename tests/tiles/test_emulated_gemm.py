@@ -1,7 +1,7 @@
 """The CUDA GEMM programs without a GPU: their own text, their own headers, exact.
 
 From codes to y every piece is the real one: ``gemm_layout`` packs, ``packed.build``'s body runs (on a stand-in for TileLang) with the real
-``Operands``, the device headers are compiled for the host and run on every thread. Not covered: TileLang's lowering, which the GPU tests see.
+``Operands``, the device headers are compiled for the host and run on every thread. TileLang's lowering is left to the GPU tests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tilebit.autotune.problem import Problem, exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GROUP_SIZES, QuantFormat
@@ -49,7 +50,7 @@ FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, Fal
 
 
 def cases() -> list[tuple[Workload, Schedule]]:
-    """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then every schedule that had none."""
+    """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
     found, turn, shapes = [], 0, cycle(SHAPES)
     for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), FORMATS)):
         workload = Workload(*next(shapes), format, dtype, bias=i % 3 == 0)
@@ -79,7 +80,8 @@ def label(case: tuple[Workload, Schedule]) -> str:
 
 
 def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
-    """An exact problem that starts from codes, and its reference [m, n] in fp64: integers |a| <= 4, any codes and zero points, scales in {1, 2, 4}."""
+    """An exact problem that starts from codes, and its reference [m, n] in fp64. x: small integers; codes and zero points: any; scales:
+    powers of two."""
     w, f = workload, workload.format
     rng = np.random.default_rng(seed)
     layout = gemm_layout("sm_90a", f.bits)
@@ -147,7 +149,8 @@ def test_split_k_is_deterministic_and_replayable(case: tuple[Workload, Schedule]
 def test_the_tuner_s_gate_accepts(case: tuple[Workload, Schedule]):
     """The verdict that a tuner would give on a GPU, worst tile on random floats included."""
     workload, schedule = case
-    verdict = Gate(exact_problem(workload, 1, "sm_90a"), random_problem(workload, 2, "sm_90a")).verify(EmulatedGemm(workload, schedule, calls=CALLS))
+    gate = Gate(exact_problem(workload, 1, "sm_90a"), random_problem(workload, 2, "sm_90a"))
+    verdict = gate.verify(EmulatedGemm(workload, schedule, calls=CALLS))
     assert verdict.ok, verdict.reasons
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tilebit.autotune.problem import exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_worst_tile, guarded_output
 from tilebit.autotune.worker_process import launch
@@ -68,7 +69,7 @@ def test_caught(bug: Bug):
 
 @needs_host_compiler
 def test_a_sum_in_order_of_arrival_is_caught():
-    """The first two splits cancel, so that the order of the three shows in fp16; the gate's two runs see blocks arrive in different orders."""
+    """The first two splits cancel, so that the order of the three shows in fp16; the gate's two runs see different orders of arrival."""
     workload, schedule = work(W4), SPLIT
     exact, random = sound_problems(workload)
     x = random.x * torch.where(torch.arange(448) < 384, 1024, 1)

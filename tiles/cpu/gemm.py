@@ -12,7 +12,8 @@ Three ways to multiply, by what the processor has:
 - AVX2: mask, convert, fused multiply-add. A nibble is masked where it stands in its word and is too large by a power of two there; x is
   divided by that, once per call.
 
-That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are extended, converted and multiplied in fp32.
+That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are extended and converted to fp32 and multiplied
+as that; with vdpbf16ps and bf16 x as bf16, whose 8 significant bits they fit.
 
 A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with zeros; a second one multiplies. Each
 becomes a plain C function over a range of its iterations (``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM

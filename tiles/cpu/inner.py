@@ -19,9 +19,16 @@ def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: 
     """
     lanes = plan.isa.lanes
     if plan.bits == 8:
-        for k in range(depth):
-            codes = [v.load(arg["weight"], words * 4 + k * TILE + row * lanes, lanes) for row in rows]
-            _accumulate(plan, arg, x, k, [code.astype(f"float32x{lanes}") for code in codes], v.fma, sums)
+
+        def codes(k: int, row: int) -> Any:
+            return v.load(arg["weight"], words * 4 + k * TILE + row * lanes, lanes).astype(f"float32x{lanes}")
+
+        for k in range(0, depth, 2):
+            if plan.dot == "pairs":
+                _accumulate(plan, arg, x, k // 2, [_joined(codes(k, row), codes(k + 1, row)) for row in rows], v.dot_bf16, sums)
+                continue
+            for one in (k, k + 1):
+                _accumulate(plan, arg, x, one, [codes(one, row) for row in rows], v.fma, sums)
         return
     # A word holds eight codes: nibble 4 e + 2 p + h is that of row 16 h + lane, k = 4 quad + 2 p + e. ``rows`` are both h of each part.
     parts = 16 // lanes
@@ -52,6 +59,11 @@ def _accumulate(plan: Plan, arg: dict[str, Any], x: Any, step: int, weights: lis
             for position, weight in enumerate(weights):
                 slot = (split * mb + i) * len(weights) + position
                 T.buffer_store(sums, dot(weight, factor, sums[slot]), [slot])
+
+
+def _joined(even: Any, odd: Any) -> Any:
+    """int32x16: two fp32 vectors of integers below 256 as pairs of bf16, whose 8 significant bits they fit."""
+    return (T.reinterpret("uint32x16", even) >> v.splat(16, "uint32", 16) | T.reinterpret("uint32x16", odd)).astype("int32x16")
 
 
 def _pair(word: Any, nibble: int) -> Any:

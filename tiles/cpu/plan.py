@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def dot(self) -> str:
-        return "pairs" if self.isa.bf16_dot and self.bits == 4 else "float"
+        return "pairs" if self.isa.bf16_dot and (self.bits == 4 or self.workload.dtype == "bfloat16") else "float"
 
     @property
     def planes(self) -> int:

@@ -44,8 +44,9 @@ def dequantize(
 ) -> np.ndarray:
     """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs * 8], each thread's A registers in order.
 
-    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits [groups of the stage, rows of the block], ``zeros`` None for a
-    symmetric format; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without ``scaled`` the result is q - z.
+    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits [groups of the stage, rows of the block],
+    ``zeros`` None for a symmetric format; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without ``scaled``
+    the result is q - z.
     """
     per_step = bits // 4  # words of a k16 step
     steps = 4 // per_step * words.shape[1]
@@ -100,11 +101,12 @@ def reduce_split_k(partials: np.ndarray) -> np.ndarray:
 
 
 def stage_transposed(accumulators: np.ndarray, *, dtype: str, slabs: int, block_m: int) -> np.ndarray:
-    """``tilebit::stage_transposed`` (epilogue.cuh): fp32 accumulators [threads, slabs * block_m / 2] -> uint16 [block_m, rows of the block].
+    """``tilebit::stage_transposed`` (epilogue.cuh): fp32 accumulators [threads, slabs * block_m / 2] -> uint16 [block_m, block's rows].
 
     Each thread's accumulators are ordered [slab][column / 8][row half][column parity].
     """
     threads = accumulators.shape[0]
-    a = accumulators.reshape(threads // GROUP_THREADS, 4, 8, 4, slabs, block_m // 8, 2, 2)  # group, warp, lane / 4, lane % 4, slab, c8, half, parity
-    columns_first = a.transpose(5, 3, 7, 0, 4, 1, 6, 2)  # c8, lane % 4, parity | group, slab, warp, half, lane / 4
+    # axes: warpgroup, warp, lane / 4, lane % 4, slab, column / 8, row half, column parity
+    a = accumulators.reshape(threads // GROUP_THREADS, 4, 8, 4, slabs, block_m // 8, 2, 2)
+    columns_first = a.transpose(5, 3, 7, 0, 4, 1, 6, 2)
     return round_to(columns_first.reshape(block_m, -1).astype(np.float64), dtype)

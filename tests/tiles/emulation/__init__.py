@@ -1,1 +1,1 @@
-"""The CUDA GEMM programs on a CPU: their device code by the host compiler, their tile program by a stand-in for TileLang, one block at a time."""
+"""The CUDA GEMM programs on a CPU: device code by the host compiler, the tile program by a stand-in for TileLang, block by block."""

@@ -7,11 +7,12 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+
 from tilebit.tiles.gemm.operands import HEADERS
 from tilebit.tiles.program import DEVICE_DIR
 
@@ -26,7 +27,9 @@ def host_compiler() -> str | None:
     return next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
 
 
-needs_host_compiler = pytest.mark.skipif(host_compiler() is None, reason="needs a C++17 compiler (g++, c++ or clang++ on PATH) to run device code on the host")
+needs_host_compiler = pytest.mark.skipif(
+    host_compiler() is None, reason="needs a C++17 compiler (g++, c++ or clang++ on PATH) to run device code on the host"
+)
 
 
 def device_source() -> str:
@@ -44,7 +47,8 @@ def build(source: str) -> ctypes.CDLL:
     library = path.with_suffix(".so")
     if not library.exists():
         path.with_suffix(".cc").write_text(f'#include "{SHIM}"\n' + source.replace("#pragma once", ""))
-        done = subprocess.run([host_compiler() or "c++", *FLAGS, str(path.with_suffix(".cc")), "-o", str(library)], capture_output=True, text=True)
+        command = [host_compiler() or "c++", *FLAGS, str(path.with_suffix(".cc")), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"the host compiler refused the device code:\n{done.stderr[:4000]}")
     return ctypes.CDLL(str(library))
@@ -59,7 +63,7 @@ class DeviceCode:
     def __init__(self, source: str, cuda_arch: int, calls: Iterable[str] = ()) -> None:
         self.source = f"#define __CUDA_ARCH__ {cuda_arch}\n{source}"
         self.expected = tuple(dict.fromkeys(calls))
-        self.functions: dict[str, ctypes._CFuncPtr] = {}
+        self.functions: dict[str, Callable[..., int]] = {}
 
     def call(self, name: str, arguments: Sequence[Argument], threads: int) -> None:
         """``name(arguments)`` on every thread of a block. Raises ``RuntimeError`` when threads do not meet at a barrier."""

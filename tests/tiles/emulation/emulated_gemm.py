@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tilebit.tiles.gemm
 import torch
+from torch import Tensor
+
+import tilebit.tiles.gemm
 from tilebit.autotune.problem import Problem, split_workspace
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.workload import Workload
 from tilebit.tiles.gemm.operands import BARRIER, Operands, gemm_params
-from torch import Tensor
 
 from .device_code import CUDA_ARCH, DeviceCode
-from .tile_language import Buffer, GridKnown, TensorType, TileLanguage
+from .tile_language import GridKnown, TensorType, TileLanguage
+from .tile_memory import Buffer
 
 GEMM_DIR = Path(tilebit.tiles.gemm.__file__).parent
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
+WORKSPACE = {"floats": "partials", "tiles": "tickets"}  # dynamic extents and whose they are
 Edits = Mapping[str, Callable[[str], str]]  # file name ("packed.py", "operands.py", "device": all headers) -> how its text is changed
 
 
@@ -45,11 +48,13 @@ def device_calls(cases: Iterable[tuple[Workload, Schedule]]) -> list[str]:
 class EmulatedGemm:
     """The kernel of (workload, schedule): ``gemm(problem, y)`` computes the first ``len(y)`` rows of the problem into y, as a launch does.
 
-    Blocks run one after another, in an order drawn from ``order``: split-k tickets see another arrival order with each. ``tickets`` are kept from
-    launch to launch, as a captured graph keeps them. ``calls`` are the device functions worth compiling together.
+    Blocks run one after another, in an order drawn from ``order``: split-k tickets see another arrival order with each. ``tickets`` are
+    kept from launch to launch, as a captured graph keeps them. ``calls`` are the device functions worth compiling together.
     """
 
-    def __init__(self, workload: Workload, schedule: Schedule, edits: Edits | None = None, calls: Iterable[str] = (), order: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, schedule: Schedule, edits: Edits | None = None, calls: Iterable[str] = (), order: int = 0
+    ) -> None:
         self.workload, self.schedule, self.edits = workload, schedule, dict(edits or {})
         self.calls = tuple(calls) or tuple(device_calls([(workload, schedule)]))
         self.random = random.Random(order)
@@ -59,16 +64,17 @@ class EmulatedGemm:
     def __call__(self, problem: Problem, y: Tensor) -> None:
         m = y.shape[0]
         arrays = {"x": _x(problem, m), **{name: _bits(t).numpy() for name, t in problem.operands.items()}}
-        self.launch(arrays, _storage(y), y.storage_offset(), m)
+        self.launch(arrays, _storage(y), int(y.storage_offset()), m)
 
     def launch(self, arrays: dict[str, np.ndarray], y: np.ndarray, start: int, m: int) -> None:
-        """``arrays`` are the operands as the kernel takes them (16-bit floats as uint16 bits); y [m, n] starts at element ``start`` of the flat ``y``."""
+        """``arrays`` are the operands as the kernel takes them (16-bit floats as uint16 bits); y [m, n] is in the flat ``y`` from
+        element ``start`` on."""
         if self.schedule.split_k > 1:
             workspace = {name: t.numpy() for name, t in split_workspace(self.workload.with_m(m), self.schedule, "cpu").items()}
             workspace["partials"][:] = np.nan
             tickets = self.tickets.setdefault(m, workspace["tickets"])
             arrays = {**arrays, "partials": workspace["partials"], "tickets": tickets}
-        symbols = {"m": m, "floats": arrays["partials"].size, "tiles": arrays["tickets"].size} if "partials" in arrays else {"m": m, "floats": 0, "tiles": 0}
+        symbols = {"m": m, **{symbol: arrays[name].size if name in arrays else 0 for symbol, name in WORKSPACE.items()}}
         language = TileLanguage(symbols, self._device)
         main = self._build(language)
         types_of = {name: t for name, t in main.__annotations__.items() if isinstance(t, TensorType)}
@@ -94,11 +100,12 @@ class EmulatedGemm:
         return self.devices[source]
 
     def _build(self, language: TileLanguage) -> Callable[..., None]:
-        with _modules({"tilelang": language, "tilelang.language": language, "tilelang.layout": types.SimpleNamespace(make_linear_layout=id)}):
+        tilelang = types.SimpleNamespace(language=language)
+        layout = types.SimpleNamespace(make_linear_layout=id)
+        with _modules({"tilelang": tilelang, "tilelang.language": language, "tilelang.layout": layout}):
             packed = self._module("packed.py")
             if "operands.py" in self.edits:
                 packed.Operands = self._module("operands.py").Operands
-            language.language = language
             return packed.build(self.workload, self.schedule)
 
     def _module(self, name: str) -> Any:

@@ -31,7 +31,11 @@ BIAS = "v.to_float(v.load(bias, 0, lanes), lanes)"
 
 # name -> (module, edit, a word of the verdict)
 BUGS: dict[str, tuple[str, Edit, str]] = {
-    "nibble swapped": ("inner", swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("row // parts, lanes)", "1 - row // parts, lanes)")), "wrong"),
+    "nibble swapped": (
+        "inner",
+        swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("row // parts, lanes)", "1 - row // parts, lanes)")),
+        "wrong",
+    ),
     "k in the wrong order": ("inner", swap(("words + quad * 16", "words + (quad ^ 1) * 16")), "wrong"),
     "scale group off by one": ("loops", swap((COLUMN, COLUMN.replace("group *", "T.max(group - 1, 0) *"))), "wrong"),
     "zero point missed": ("loops", swap(("v.fma(zero, ", 'v.fma(v.splat(0.0, "float32", lanes), ')), "wrong"),
@@ -43,7 +47,7 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
     "bias added twice": ("loops", swap((f"value + {BIAS}", f"value + {BIAS} + {BIAS}")), "wrong"),
     "m tail not masked": ("loops", swap(("T.If(row < m)", "T.If(row < m + 1)")), "after the output"),
     "n tail not masked": ("loops", swap(("T.max(n - column, 0)", "T.max(n + 1 - column, 0)")), "after the output"),
-}  # fmt: skip
+}
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:

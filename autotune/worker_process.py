@@ -96,12 +96,14 @@ class _Bench:
 
 
 def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
-    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` holds ``partials`` and ``tickets``."""
+    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` holds ``partials`` and
+    ``tickets`` where the kernel takes them."""
     kernel.run(*_arguments(kernel, workspace, problem, problem.x[: y.shape[0]], y))
 
 
 def _arguments(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The kernel's tensors in the order of its manifest; x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole 16 bytes)."""
+    """The kernel's tensors in the order of its manifest; x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole 16
+    bytes)."""
     columns = next(p["shape"][1] for p in kernel.manifest["params"] if p["name"] == "x")
     if x.shape[1] < columns:
         x = torch.nn.functional.pad(x, (0, columns - x.shape[1]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, load_checkpoint
-    from .dispatch import KernelUnavailable
+    from .kernels import KernelUnavailable
     from .layouts.formats import QuantFormat
     from .modules import QuantLinear, quantize_model
     from .ops import gemm, prepare
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "checkpoint",
-    "KernelUnavailable": "dispatch",
+    "KernelUnavailable": "kernels",
     "PackedWeight": "packed",
     "QuantFormat": "layouts.formats",
     "QuantLinear": "modules",
@@ -39,6 +39,7 @@ _MODULES = (
     "demo",
     "dispatch",
     "doctor",
+    "kernels",
     "modules",
     "ops",
     "packed",

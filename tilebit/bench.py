@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dispatch
 from . import ops as _ops  # noqa: F401  registers torch.ops.tilebit
 from .autotune.measure import copies_needed, time_calls
 from .autotune.problem import Problem, copied, random_problem, unpack_tiles
 from .autotune.provenance import now, package_versions, source_commit
 from .autotune.verify import worst_tile_error
+from .kernels import find_kernel
 from .runtime import LoadedKernel
 from .schedules.target import Target, detect_target, driver_version
 from .schedules.workload import Workload, m_bucket
@@ -108,7 +109,7 @@ def _ours(problem: Problem) -> Call:
 
 
 def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
-    kernel: LoadedKernel = dispatch.find_kernel(workload.with_m(m_bucket(workload.m)), target)
+    kernel: LoadedKernel = find_kernel(workload.with_m(m_bucket(workload.m)), target)
     return {**_format_fields(workload), "schedule": kernel.manifest["schedule"]}
 
 
@@ -155,6 +156,4 @@ def _int4_peer(problem: Problem, copies: int) -> list[Call] | None:
     offset = (8.0 - zeros) * scales.float()  # its weights are (q - 8) * scale + offset
     parameters = torch.stack((scales, offset.to(scales.dtype)), dim=-1).contiguous()
     packed = convert(_codes(problem).to(torch.int32), 1)
-    x = problem.x
-    sets = [(packed.clone(), parameters.clone()) for _ in range(copies)]
-    return [lambda p=p, s=s: multiply(x, p, f.group_size, s) for p, s in sets]
+    return [partial(multiply, problem.x, packed.clone(), f.group_size, parameters.clone()) for _ in range(copies)]

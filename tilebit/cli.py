@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .schedules.target import Target
     from .schedules.workload import Workload
+    from .tiles.kernel import Kernel
 
 app = typer.Typer(
     name="tilebit",
@@ -325,14 +326,13 @@ def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: 
         raise typer.BadParameter(str(error)) from None
 
 
-def _compiled(workloads: list[Workload], target: Target, jobs: int | None) -> list[tuple[Workload, Any]]:
+def _compiled(workloads: list[Workload], target: Target, jobs: int | None) -> list[tuple[Workload, Kernel]]:
     """(workload of each m-bucket, kernel) in order, from the cache or compiled now."""
-    from .dispatch import compiled
-    from .schedules.select import select
+    from .kernels import compiled
     from .schedules.workload import m_bucket
 
     bucketed = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
-    return list(zip(bucketed, compiled(bucketed, [select(w, target) for w in bucketed], target, jobs), strict=True))
+    return list(zip(bucketed, compiled(bucketed, target, jobs), strict=True))
 
 
 @contextmanager

@@ -1,15 +1,10 @@
-"""From a call to a kernel: one ``Plan`` per (device, shape, format, dtype), which holds one loaded kernel per m-bucket.
-
-A kernel is looked for in the packs that were loaded, then in the artifact cache, then compiled (``schedules.select`` says with which
-schedule). With ``TILEBIT_NO_COMPILE=1`` the last step is an error that names the commands which build the kernel.
-"""
+"""From a call to a launch: one ``Plan`` per (device, shape, format, dtype), which holds one loaded kernel per m-bucket."""
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,16 +12,15 @@ import torch
 from torch import Tensor
 
 from . import packs
+from .kernels import KernelUnavailable, compiled, find_kernel
 from .layouts.formats import QuantFormat
 from .layouts.packing import gemm_layout
 from .runtime import LoadedKernel
 from .schedules.schedule import Schedule
-from .schedules.select import select
 from .schedules.target import Target, detect_target
 from .schedules.workload import M_BUCKETS, Workload, m_bucket
 from .workspace import LIMIT_BYTES, workspace
 
-NO_COMPILE = "TILEBIT_NO_COMPILE"
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
@@ -35,19 +29,28 @@ X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
 Launcher = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 
 
-class KernelUnavailable(RuntimeError):
-    """No kernel for this call is at hand and none may or can be built now; the message says how to get one."""
-
-
 class Plan:
     """Everything about a call that does not depend on the values of x or on m.
 
     ``weight_shape`` and ``columns`` are the shapes the packed tensors must have ([tiles_n, tiles_k, words] and [groups, n_pad]); ``kx``
     is the width of x as the kernel reads it (k, on CUDA rounded up to 8); ``guarded`` says that a launch must first make ``device`` the
-    current one, because there are several.
+    current one, because there are several; ``checked`` holds the ids of weights that fit.
     """
 
-    __slots__ = ("_launchers", "_lock", "bias", "columns", "device", "dtype", "guarded", "kx", "target", "weight_shape", "workload")
+    __slots__ = (
+        "_launchers",
+        "_lock",
+        "bias",
+        "checked",
+        "columns",
+        "device",
+        "dtype",
+        "guarded",
+        "kx",
+        "target",
+        "weight_shape",
+        "workload",
+    )
 
     def __init__(self, device: torch.device, n: int, k: int, format: QuantFormat, dtype: torch.dtype, bias: bool) -> None:
         self.device = device
@@ -62,6 +65,7 @@ class Plan:
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
         self._launchers: list[Launcher | None] = [None] * (len(M_BUCKETS) + 1)  # the last one: m above every bucket
         self._lock = threading.Lock()
+        self.checked: set[int] = set()
 
     def launcher(self, m: int) -> Launcher:
         """The kernel for ``m`` >= 1 rows, ready to call; resolved once per m-bucket. Raises ``KernelUnavailable``."""
@@ -75,7 +79,7 @@ class Plan:
         wanted = [self.workload.with_m(bucket) for bucket in sorted(buckets)]
         missing = [workload for workload in wanted if packs.find(workload, self.target) is None]
         if len(missing) > 1:
-            build(missing, self.target, jobs=None)
+            compiled(missing, self.target, jobs=None)
         for m in ms:
             self.launcher(m)
 
@@ -122,57 +126,6 @@ def forget() -> None:
     _plans.clear()
 
 
-def find_kernel(workload: Workload, target: Target) -> LoadedKernel:
-    """The loaded kernel for ``workload`` (m: its bucket): from a loaded pack, else from the cache, else compiled. Raises
-    ``KernelUnavailable``."""
-    packed = packs.find(workload, target)
-    return packed if packed is not None else build([workload], target)[0]
-
-
-def build(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -> list[LoadedKernel]:
-    """Kernels of ``workloads`` for this machine's ``target``, from the cache or compiled in ``jobs`` processes, loaded. Raises
-    ``KernelUnavailable``."""
-    wanted = list(workloads)
-    return [kernel.load() for kernel in compiled(wanted, [select(w, target) for w in wanted], target, jobs)]
-
-
-def compiled(workloads: list[Workload], schedules: list[Schedule], target: Target, jobs: int | None = 1) -> list[Any]:
-    """A ``tiles.kernel.Kernel`` per workload and schedule, for any target: loads none. Raises ``KernelUnavailable`` with every reason."""
-    from .tiles.cache import ArtifactCache
-    from .tiles.compile import CompileFailure, CompileRequest
-    from .tiles.pool import CompilePool
-
-    requests = [CompileRequest(s.program, w, s, target) for w, s in zip(workloads, schedules, strict=True)]
-    cache = ArtifactCache()
-    kernels: dict[str, Any] = {request.key: cache.lookup(request.key) for request in requests}
-    missing = [request for request in {r.key: r for r in requests}.values() if kernels[request.key] is None]
-    if missing and compiling_is_off():
-        raise KernelUnavailable("\n".join(_how_to_build(request.workload, target) for request in missing))
-    if missing:
-        with CompilePool(jobs and min(jobs, len(missing)), cache=cache) as pool:
-            results = pool.compile(missing)
-        failures = [f"{request.workload}: {r}" for request, r in zip(missing, results, strict=True) if isinstance(r, CompileFailure)]
-        if failures:
-            raise KernelUnavailable("\n".join(failures) + "\n`tilebit doctor` says what this machine can compile and what is missing")
-        kernels.update((request.key, r) for request, r in zip(missing, results, strict=True))
-    return [kernels[request.key] for request in requests]
-
-
-def compiling_is_off() -> bool:
-    """Whether the environment forbids compiling (``TILEBIT_NO_COMPILE`` is set, and not to 0)."""
-    return os.environ.get(NO_COMPILE, "") not in ("", "0")
-
-
-def _how_to_build(workload: Workload, target: Target) -> str:
-    w, bias = workload, " --bias" if workload.bias else ""
-    arguments = f"--n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {target.arch}"
-    return (
-        f"no kernel for {w.format.name} [{w.n}, {w.k}], m = {w.m}, {w.dtype}{' with bias' if w.bias else ''} on {target.arch} is loaded or "
-        f"cached, and {NO_COMPILE} forbids compiling one here; build it with `tilebit compile {arguments}`, or with "
-        f"`tilebit pack PATH {arguments}` and load it with tilebit.packs.load(PATH)"
-    )
-
-
 def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:
     """A call of ``kernel`` with its parameters in order; on CUDA with its workspace, and in slices of rows where that would exceed
     ``LIMIT_BYTES``."""
@@ -187,35 +140,33 @@ def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:
             f"the kernel in {kernel.path} takes {kernel.params}; this call needs {(*expected, 'y')}: delete that "
             f"directory and compile it again"
         )
-    run = kernel.run
-
-    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        if zeros is None:
-            if bias is None:
-                run(x, weight, scales, y)
-            else:
-                run(x, weight, scales, bias, y)
-        elif bias is None:
-            run(x, weight, scales, zeros, y)
-        else:
-            run(x, weight, scales, zeros, bias, y)
-
+    call = _caller(kernel.run, not plan.workload.format.symmetric, plan.bias)
     if not split:
-        return launch
+        return call
     n_tiles = -(-plan.columns[1] // schedule.block_n)
     tile_floats = schedule.block_n * schedule.block_m * schedule.split_k
     block_m, device = schedule.block_m, plan.device
     rows = block_m * max(1, LIMIT_BYTES // 4 // (n_tiles * tile_floats))
 
     def launch_split(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        operands = [t for t in (weight, scales, zeros, bias) if t is not None]
         m = x.shape[0]
+        tiles = -(-min(m, rows) // block_m) * n_tiles
+        scratch = workspace(device, tiles * tile_floats, tiles)
         if m <= rows:
-            tiles = -(-m // block_m) * n_tiles
-            run(x, *operands, *workspace(device, tiles * tile_floats, tiles), y)
+            call(x, weight, scales, zeros, bias, y, *scratch)
             return
-        scratch = workspace(device, rows // block_m * n_tiles * tile_floats, rows // block_m * n_tiles)
         for start in range(0, m, rows):
-            run(x[start : start + rows], *operands, *scratch, y[start : start + rows])
+            call(x[start : start + rows], weight, scales, zeros, bias, y[start : start + rows], *scratch)
 
     return launch_split
+
+
+def _caller(run: Callable[..., None], asymmetric: bool, bias: bool) -> Callable[..., None]:
+    """``run`` behind one signature, (x, weight, scales, zeros, bias, y, *scratch), whatever the kernel takes."""
+    if asymmetric and bias:
+        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, z, b, *scratch, y)
+    if asymmetric:
+        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, z, *scratch, y)
+    if bias:
+        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, b, *scratch, y)
+    return lambda x, w, s, z, b, y, *scratch: run(x, w, s, *scratch, y)

@@ -213,7 +213,7 @@ def _cache() -> Finding:
 
 
 def _switch() -> Finding:
-    from .dispatch import NO_COMPILE, compiling_is_off
+    from .kernels import NO_COMPILE, compiling_is_off
 
     if compiling_is_off():
         return Finding(

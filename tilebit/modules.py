@@ -195,14 +195,7 @@ def quantize_model(
     ``ValueError`` when nothing is left to replace.
     """
     format = QuantFormat.parse(format) if isinstance(format, str) else format
-    if callable(skip):
-        keeps = skip
-    else:
-        kept = (skip,) if isinstance(skip, str) else tuple(skip)
-
-        def keeps(name: str, layer: nn.Linear) -> bool:
-            return any(name == end or name.endswith("." + end) for end in kept)
-
+    keeps = _keeps(skip)
     found = {
         name: layer
         for name, layer in model.named_modules(remove_duplicate=False)
@@ -218,3 +211,11 @@ def quantize_model(
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
     return list(found)
+
+
+def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:
+    """``skip`` of ``quantize_model`` as a predicate."""
+    if callable(skip):
+        return skip
+    kept = (skip,) if isinstance(skip, str) else tuple(skip)
+    return lambda name, layer: any(name == end or name.endswith("." + end) for end in kept)

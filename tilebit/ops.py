@@ -18,6 +18,8 @@ from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
 from .layouts.formats import QuantFormat
 from .packed import PackedWeight
 
+MAX_CHECKED = 65536  # weights of one plan whose check is remembered
+
 _library = torch.library.Library("tilebit", "DEF")
 _library.define("gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size) -> Tensor")
 
@@ -70,13 +72,11 @@ def _gemm(
         _reject_x(x, None, weight.device)
     k, dtype, device = shape[-1], x.dtype, x.device
     plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
-    if not (
-        _fits(weight, plan.weight_shape, torch.int32, device)
-        and _fits(scales, plan.columns, dtype, device)
-        and (zeros is None or _fits(zeros, plan.columns, dtype, device))
-        and (bias is None or _fits(bias, (n,), dtype, device))
-    ):
-        _reject_operands(plan, weight, scales, zeros, bias)
+    if id(weight) not in plan.checked:
+        _check(plan, weight, scales, zeros, bias)
+        if len(plan.checked) >= MAX_CHECKED:
+            plan.checked.clear()
+        plan.checked.add(id(weight))
     if len(shape) == 2:
         m, rows = shape[0], x
         y = out = x.new_empty((m, n))
@@ -91,11 +91,15 @@ def _gemm(
     elif not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
         rows = rows.clone(memory_format=torch.contiguous_format)
     launch = plan.launcher(m)
-    if plan.guarded:
-        with torch.cuda.device(device):
+    try:
+        if plan.guarded:
+            with torch.cuda.device(device):
+                launch(rows, weight, scales, zeros, bias, out)
+        else:
             launch(rows, weight, scales, zeros, bias, out)
-    else:
-        launch(rows, weight, scales, zeros, bias, out)
+    except Exception:
+        _check(plan, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
+        raise
     return y
 
 
@@ -135,8 +139,11 @@ def _reject_x(x: Tensor, k: int | None, device: torch.device) -> NoReturn:
     )
 
 
-def _reject_operands(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> NoReturn:
-    """Raise ``ValueError`` for the first operand that does not fit the plan."""
+def _check(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> None:
+    """Raise ``ValueError`` for the first operand that does not fit the plan.
+
+    Kernels check the same in C before they launch, at no cost that shows: so this runs once per weight, and again when a kernel refuses.
+    """
     w = plan.workload
     expected = [("weight", weight, torch.int32, plan.weight_shape), ("scales", scales, plan.dtype, plan.columns)]
     expected += [] if zeros is None else [("zeros", zeros, plan.dtype, plan.columns)]
@@ -154,7 +161,6 @@ def _reject_operands(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor |
             f"{name} is {_describe(tensor)}; {call} need {str(dtype).removeprefix('torch.')} {list(shape)} on {plan.device}, "
             f"contiguous and {ALIGNMENT}-byte aligned; {advice}"
         )
-    raise AssertionError("every operand fits")  # unreachable: the caller found one that does not
 
 
 def _describe(t: Tensor) -> str:

@@ -4,7 +4,7 @@ Eager calls share one workspace per (device, stream): kernels of one stream run 
 nothing is cleared between calls. A call that is being captured into a CUDA graph uses memory of that graph (allocated and cleared inside
 the capture, shared by the calls of one capture and stream), so that a replay, on whatever stream, never meets an eager call's workspace.
 
-Size: a call needs ``split_k * m_tiles * n_tiles * block_m * block_n`` floats and ``m_tiles * n_tiles`` tickets. ``ops`` cuts a call into
+Size: a call needs ``split_k * m_tiles * n_tiles * block_m * block_n`` floats and ``m_tiles * n_tiles`` tickets. ``dispatch`` cuts a call into
 slices of rows so that the floats stay within ``LIMIT_BYTES`` (or one row of tiles, if that is more): peak extra memory is that much per
 stream in use.
 """
@@ -23,32 +23,38 @@ LIMIT_BYTES = 64 << 20
 _STEP = 1 << 18  # floats: workspaces grow in steps of 1 MiB, so that nearby shapes share one
 _MIN_TICKETS = 4096
 
-_Pair = tuple[Tensor, Tensor]
-_eager: dict[tuple[int, int], _Pair] = {}
-_captured: dict[tuple[int, int], tuple[int, _Pair]] = {}
+# partials, tickets, and how many of each: kept as numbers, because asking a tensor costs host time
+_Space = tuple[Tensor, Tensor, int, int]
+_eager: dict[tuple[int, int], _Space] = {}
+_captured: dict[tuple[int, int], tuple[int, _Space]] = {}
 
 
-def workspace(device: torch.device, partials: int, tickets: int) -> _Pair:
+def workspace(device: torch.device, partials: int, tickets: int) -> tuple[Tensor, Tensor]:
     """(float32 [>= partials], int32 [>= tickets] of zeros) on CUDA ``device``, for a kernel launched next on torch's current stream."""
     index = device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (index, stream)
     if torch.cuda.is_current_stream_capturing():
-        capture = capture_id(stream)
-        held = _captured.get(key)
-        if held is not None and held[0] == capture and _fits(held[1], partials, tickets):
-            return held[1]
-        pair = _allocate(device, partials, tickets)
+        return _for_capture(device, index, stream, partials, tickets)
+    if _captured:
+        _captured.pop((index, stream), None)  # that capture has ended: its memory belongs to its graph's pool alone
+    space = _eager.get((index, stream))
+    if space is None or space[2] < partials or space[3] < tickets:
+        space = _allocate(device, partials, tickets)
         if not _managed_by_inductor(index, stream):
-            _captured[key] = (capture, pair)
-        return pair
-    _captured.pop(key, None)  # that capture has ended: its memory belongs to its graph's pool alone
-    pair = _eager.get(key)
-    if pair is None or not _fits(pair, partials, tickets):
-        pair = _allocate(device, partials, tickets)
-        if not _managed_by_inductor(index, stream):
-            _eager[key] = pair
-    return pair
+            _eager[index, stream] = space
+    return space[0], space[1]
+
+
+def _for_capture(device: torch.device, index: int, stream: int, partials: int, tickets: int) -> tuple[Tensor, Tensor]:
+    """Memory of the graph that is being captured; cleared by the graph itself, at the start of every replay."""
+    capture = capture_id(stream)
+    held = _captured.get((index, stream))
+    if held is not None and held[0] == capture and held[1][2] >= partials and held[1][3] >= tickets:
+        return held[1][0], held[1][1]
+    space = _allocate(device, partials, tickets)
+    if not _managed_by_inductor(index, stream):
+        _captured[index, stream] = (capture, space)
+    return space[0], space[1]
 
 
 def release() -> None:
@@ -57,14 +63,15 @@ def release() -> None:
     _captured.clear()
 
 
-def _fits(pair: _Pair, partials: int, tickets: int) -> bool:
-    return pair[0].numel() >= partials and pair[1].numel() >= tickets
-
-
-def _allocate(device: torch.device, partials: int, tickets: int) -> _Pair:
+def _allocate(device: torch.device, partials: int, tickets: int) -> _Space:
     """A new workspace; the tickets are cleared on the current stream (inside the capture, when there is one)."""
-    floats = torch.empty(-(-partials // _STEP) * _STEP, dtype=torch.float32, device=device)
-    return floats, torch.zeros(max(tickets, _MIN_TICKETS), dtype=torch.int32, device=device)
+    floats, counts = -(-partials // _STEP) * _STEP, max(tickets, _MIN_TICKETS)
+    return (
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(counts, dtype=torch.int32, device=device),
+        floats,
+        counts,
+    )
 
 
 def _managed_by_inductor(index: int, stream: int) -> bool:

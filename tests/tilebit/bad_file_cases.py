@@ -58,7 +58,10 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 def write(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda path: (path / name).write_bytes(content) and None
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(content)
+
+    return damage
 
 
 def cut(name: str, keep: float) -> Callable[[Path], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from door_cases import K, N, exact, workload
@@ -45,7 +45,7 @@ def op(**changes: Any) -> Callable[[Path], Any]:
     """A valid call of the op with some arguments replaced; a function gets the valid argument."""
 
     def call(_: Path) -> Any:
-        x, packed, bias, _ = exact(workload(CASE, 3))
+        x, packed, bias, _y = exact(workload(CASE, 3))
         arguments: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
         arguments |= {"n": N, "bits": 4, "group_size": 32}
         for name, change in changes.items():
@@ -118,17 +118,23 @@ def functional() -> Iterator[Bad]:
     x = torch.zeros(2, K, dtype=bf16)
     for name, value in (("a list", [[1.0]]), ("None", None), ("an array", x.float().numpy())):
         yield Bad(
-            f"gemm of {name}", lambda _, v=value: tilebit.gemm(v, packed()), (f"gemm({type(value).__name__}", "torch.Tensor"), TypeError
+            f"gemm of {name}",
+            lambda _, v=value: tilebit.gemm(cast(Any, v), packed()),
+            (f"gemm({type(value).__name__}", "torch.Tensor"),
+            TypeError,
         )
     for value in (x, None, "w"):
         yield Bad(
-            f"gemm by {type(value).__name__}", lambda _, v=value: tilebit.gemm(x, v), (type(value).__name__, "PackedWeight"), TypeError
+            f"gemm by {type(value).__name__}",
+            lambda _, v=value: tilebit.gemm(x, cast(Any, v)),
+            (type(value).__name__, "PackedWeight"),
+            TypeError,
         )
     yield Bad("gemm with a list as bias", lambda _: tilebit.gemm(x, packed(), [0.0]), ("list", "Tensor or None"), TypeError)  # type: ignore[arg-type]
     for k in (1, K - 1, K + 1):
         yield Bad(f"gemm with {k} columns", lambda _, k=k: tilebit.gemm(x.new_zeros(2, k), packed()), (f"[2, {k}]", f"[..., {K}]"))
     for m in ([], [0], [-3], [1, 0], [1.5], ["1"]):
-        yield Bad(f"prepare for m = {m}", lambda _, m=m: tilebit.prepare(packed(), m), (str(m), "1 and above"))
+        yield Bad(f"prepare for m = {m}", lambda _, m=m: tilebit.prepare(packed(), cast(Any, m)), (str(m), "1 and above"))
     yield Bad("prepare without a packed weight", lambda _: tilebit.prepare(x, [1]), ("Tensor", "PackedWeight"), TypeError)  # type: ignore[arg-type]
     perm = torch.arange(K).flip(0)
 

@@ -39,13 +39,8 @@ def cpu_kernels() -> None:
     """The kernels of ``FORMATS`` x ``ROWS`` for this CPU, compiled into the run's cache by two processes."""
     from door_cases import FORMATS, ROWS, workload
 
-    from tilebit import dispatch
-    from tilebit.schedules.schedule import Schedule
-    from tilebit.schedules.select import select
+    from tilebit.kernels import compiled
     from tilebit.schedules.target import cpu_target
     from tilebit.schedules.workload import m_bucket
 
-    target = cpu_target()
-    wanted = [workload(case, m_bucket(m)) for case in FORMATS for m in ROWS]
-    schedules: list[Schedule] = [select(w, target) for w in wanted]
-    dispatch.compiled(wanted, schedules, target, jobs=2)
+    compiled([workload(case, m_bucket(m)) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)

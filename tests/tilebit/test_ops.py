@@ -13,7 +13,7 @@ from door_cases import FORMATS, ROWS, K, N, exact, workload
 import tilebit
 from tilebit import dispatch, packs
 from tilebit import workspace as workspaces
-from tilebit.schedules.select import select
+from tilebit.kernels import compiled
 from tilebit.schedules.target import Target, cpu_target
 from tilebit.schedules.workload import m_bucket
 
@@ -74,9 +74,9 @@ def test_compiles_without_graph_breaks_for_every_m(cpu_kernels):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias), fullgraph=True, dynamic=True, backend=backend)
+    traced = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias), fullgraph=True, dynamic=True, backend=backend)
     for m in (33, 5, 17):
-        assert torch.equal(compiled(x[:m].clone()), expected[:m])
+        assert torch.equal(traced(x[:m].clone()), expected[:m])
     assert len(graphs) == 1, "m is dynamic: one graph serves every m"
 
 
@@ -87,6 +87,23 @@ def test_a_kernel_is_resolved_once_per_bucket(cpu_kernels, monkeypatch):
     monkeypatch.setattr(dispatch, "find_kernel", lambda *_: pytest.fail("looked up again"))
     assert torch.equal(tilebit.gemm(x, packed, bias), expected)
     dispatch.forget()
+
+
+def test_a_weight_that_was_checked_is_checked_by_the_kernel(cpu_kernels):
+    """A second call with the same weight and wrong company: the kernel refuses before it launches, in the operator's words."""
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    good = {"scales": packed.scales, "zeros": packed.zeros, "bias": bias}
+    for wrong in (
+        {"scales": packed.scales[:-1]},
+        {"zeros": packed.zeros[:, :-1]},
+        {"bias": torch.cat((bias, bias))},
+        {"bias": bias.half()},
+    ):
+        assert torch.equal(tilebit.gemm(x, packed, bias), expected)
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"^{name} is .* need"):
+            torch.ops.tilebit.gemm.default(x, packed.weight, *{**good, **wrong}.values(), N, 4, 32)
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected)
 
 
 def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
@@ -103,7 +120,7 @@ def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
 
 def test_packs_come_first_and_serve_every_m(cpu_kernels, monkeypatch, tmp_path):
     w = workload(FORMATS[0], 8)
-    (kernel,) = dispatch.build([w], cpu_target())
+    (kernel,) = compiled([w], cpu_target())
     packs.export(tmp_path / "pack", [kernel])
     monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")
@@ -179,7 +196,7 @@ def gpu_kernels() -> None:
     target = dispatch.device_target(torch.device("cuda", 0))
     wanted = [workload(case, m_bucket(m), n, k) for case in FORMATS for m in GPU_ROWS for n, k in GPU_SHAPES]
     wanted += [workload(case, m, 512, 4096) for case in FORMATS[:2] for m in (1, 8, 16, 64)]
-    dispatch.compiled(wanted, [select(w, target) for w in wanted], target, jobs=None)
+    compiled(wanted, target, jobs=None)
 
 
 @pytest.mark.gpu
@@ -227,9 +244,9 @@ def test_torch_compile_on_a_gpu(gpu_kernels, mode):
     x, packed, bias, expected = exact(workload(FORMATS[1], 8, 512, 4096), arch=gpu_arch(), device="cuda")
     tilebit.prepare(packed, m=[8], bias=True)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias) * 1, fullgraph=True, mode=mode)
+    traced = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias) * 1, fullgraph=True, mode=mode)
     for _ in range(5):
-        assert torch.equal(compiled(x.clone()), expected)
+        assert torch.equal(traced(x.clone()), expected)
 
 
 @pytest.mark.gpu

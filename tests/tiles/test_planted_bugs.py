@@ -84,6 +84,15 @@ def test_a_sum_in_order_of_arrival_is_caught():
     assert verdict.reasons == ("two runs on the same input differ.",)
 
 
+@needs_host_compiler
+def test_a_missing_barrier_is_seen():
+    """Threads that do not wait for thread 0's ticket read an old one: the emulated block does not run them in step."""
+    barrier = "sync_threads<BARRIER, THREADS>();\n"
+    unguarded = swap((f"splits - 1);\n  {barrier}", "splits - 1);\n"))
+    with pytest.raises(AssertionError, match="threads of a block disagree"):
+        EmulatedGemm(work(W4), SPLIT, {"device": unguarded})(sound_problems(work(W4))[0], guarded_output((13, 128), torch.float16).y)
+
+
 def global_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return float((y.double() - reference).norm() / reference.norm())
 

@@ -1,4 +1,4 @@
-"""The memories of an emulated thread block: global and shared buffers, thread-local elements, and register tiles placed by ``layouts.fragments``.
+"""The memories of an emulated thread block: buffers, thread-local elements, and register tiles placed by ``layouts.fragments``.
 
 Memory is poisoned when it is allocated (NaN), so that reading what was never written shows.
 """

@@ -141,8 +141,8 @@ def lanes(count: int, per_lane: int) -> Fragment:
 
 
 def lane_pairs() -> Fragment:
-    """16 lanes of 32 bits, as AVX512-BF16's dot product takes them: a lane's register holds two neighbouring k of one row; lane l holds rows l
-    and 16 + l, four k of each."""
+    """16 lanes of 32 bits, as AVX512-BF16's dot product takes them: a lane's register holds two neighbouring k of one row; lane l holds
+    rows l and 16 + l, four k of each."""
     return Fragment(
         "lanes16_pairs", 32, 4,
         thread=Layout(16, 1), value=Layout((2, 2, 2), (32, 16, 64)), element_bits=16, dims=("n", "k"),

@@ -190,8 +190,8 @@ def gemm_layout(arch: str, bits: int) -> PackedLayout:
 
     On NVIDIA (all of ``CUDA_ARCHES``) it is induced from wgmma's A fragment, which is four mma.sync warps' too: tiles of 64 (n) x 64 (k)
     at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; at 4 bits it is induced
-    from AVX512-BF16's operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h + l, k = 2 p + e); at 8 bits one k
-    is 32 bytes, byte l row l.
+    from AVX512-BF16's operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h + l, k = 2 p + e);
+    at 8 bits one k is 32 bytes, byte l row l.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits!r}; accepted: 4, 8")

@@ -13,8 +13,8 @@ class Schedule:
     ``program`` names the tile program. ``block_n`` x ``block_m`` is the output tile of one block (n: output channels, m: tokens),
     ``block_k`` the depth of one pipeline stage, ``num_stages`` the stages in flight, ``num_warps`` the computing warps of a block,
     ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on
-    one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order). What a field means on a device, and which values are legal
-    there, is said by the program's rule in ``schedules/rules``.
+    one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order). What a field means on a device, and which
+    values are legal there, is said by the program's rule in ``schedules/rules``.
     """
 
     program: str

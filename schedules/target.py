@@ -17,9 +17,9 @@ class Target:
     """A device to compile and tune for.
 
     ``arch`` is one of ``ARCHES``; ``name`` the product ("NVIDIA H200"). ``units`` counts SMs (CPU: cores that work), ``smem`` is the
-    shared memory one block may use and ``smem_per_sm`` what one SM has, in bytes, ``l2`` the last cache in bytes, ``read_gbps`` the measured read rate in GB/s,
-    ``mma_tflops`` the measured dense fp16 rate in TFLOP/s, ``dequant_gops`` the rate of scalar integer/half operations of the whole
-    device in G/s, ``features`` the instruction set a CPU kernel may use ("avx512", "avx2").
+    shared memory one block may use and ``smem_per_sm`` what one SM has, in bytes, ``l2`` the last cache in bytes, ``read_gbps`` the
+    measured read rate in GB/s, ``mma_tflops`` the measured dense fp16 rate in TFLOP/s, ``dequant_gops`` the rate of scalar integer/half
+    operations of the whole device in G/s, ``features`` the instruction set a CPU kernel may use ("avx512_bf16", "avx512", "avx2").
     """
 
     arch: str
@@ -72,8 +72,8 @@ def _cpu_features() -> tuple[str, ...]:
         flags = set()
     found = []
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
-        found.append("avx512")
-    if {"avx2", "fma"} <= flags:
+        found += ["avx512_bf16", "avx512"] if "avx512_bf16" in flags else ["avx512"]
+    if {"avx2", "fma", "f16c"} <= flags:
         found.append("avx2")
     return tuple(found)
 
@@ -131,9 +131,8 @@ def detect_target(device: str | None = None) -> Target:
 
     if not torch.cuda.is_available():
         if device is not None and device.startswith("cuda"):
-            raise ValueError(
-                f"device is {device!r} and torch sees no GPU; accepted here: 'cpu', or an arch name to cross-compile for ({', '.join(ARCHES)})"
-            )
+            names = ", ".join(ARCHES)
+            raise ValueError(f"device is {device!r} and torch sees no GPU; accepted here: 'cpu', or an arch name to compile for ({names})")
         return cpu_target()
     index = torch.device(device or "cuda").index or 0
     properties = torch.cuda.get_device_properties(index)

@@ -65,10 +65,20 @@ class Workload:
         return replace(self, m=m)
 
     def to_json(self) -> dict[str, Any]:
-        return {"op": self.op, "m": self.m, "n": self.n, "k": self.k, "format": self.format.to_json(), "dtype": self.dtype, "bias": self.bias}
+        return {
+            "op": self.op,
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "format": self.format.to_json(),
+            "dtype": self.dtype,
+            "bias": self.bias,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Workload:
         if data.get("op", "gemm") != "gemm":
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
-        return cls(m=data["m"], n=data["n"], k=data["k"], format=QuantFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"])
+        return cls(
+            m=data["m"], n=data["n"], k=data["k"], format=QuantFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"]
+        )

@@ -328,11 +328,11 @@ def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: 
 
 def _compiled(workloads: list[Workload], target: Target, jobs: int | None) -> list[tuple[Workload, Kernel]]:
     """(workload of each m-bucket, kernel) in order, from the cache or compiled now."""
-    from .kernels import compiled
+    from .kernels import build
     from .schedules.workload import m_bucket
 
     bucketed = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
-    return list(zip(bucketed, compiled(bucketed, target, jobs), strict=True))
+    return list(zip(bucketed, build(bucketed, target, jobs), strict=True))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from .autotune.measure import copies_needed, time_calls
 from .autotune.tune import tune
 from .autotune.verify import worst_tile_error
 from .checkpoint import load_checkpoint
-from .kernels import compiled
+from .kernels import build
 from .modules import QuantLinear
 from .schedules.target import Target, detect_target
 from .schedules.workload import Workload
@@ -87,7 +87,7 @@ def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int
         )
     )
     with _step(console, f"compile {len(workloads)} kernels, one for each shape, format and number of rows"):
-        compiled(workloads, target, jobs=None)
+        build(workloads, target, jobs=None)
     with _step(console, f"tune them for at most {budget_s:g} s (what is measured is kept for later runs)"):
         report = tune(workloads, target, budget_s=budget_s, progress=console.is_terminal, max_candidates=CANDIDATES, jobs=CANDIDATES)
         dispatch.forget()

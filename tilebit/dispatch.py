@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import packs
-from .kernels import KernelUnavailable, compiled, find_kernel
+from .kernels import KernelUnavailable, build, find_kernel
 from .layouts.formats import QuantFormat
 from .layouts.packing import gemm_layout
 from .runtime import LoadedKernel
@@ -79,7 +79,7 @@ class Plan:
         wanted = [self.workload.with_m(bucket) for bucket in sorted(buckets)]
         missing = [workload for workload in wanted if packs.find(workload, self.target) is None]
         if len(missing) > 1:
-            compiled(missing, self.target, jobs=None)
+            build(missing, self.target, jobs=None)
         for m in ms:
             self.launcher(m)
 
@@ -140,33 +140,45 @@ def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:
             f"the kernel in {kernel.path} takes {kernel.params}; this call needs {(*expected, 'y')}: delete that "
             f"directory and compile it again"
         )
-    call = _caller(kernel.run, not plan.workload.format.symmetric, plan.bias)
-    if not split:
-        return call
-    n_tiles = -(-plan.columns[1] // schedule.block_n)
-    tile_floats = schedule.block_n * schedule.block_m * schedule.split_k
+    run = kernel.run
+
+    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+        if zeros is None:
+            if bias is None:
+                run(x, weight, scales, y)
+            else:
+                run(x, weight, scales, bias, y)
+        elif bias is None:
+            run(x, weight, scales, zeros, y)
+        else:
+            run(x, weight, scales, zeros, bias, y)
+
+    return launch if not split else _bind_split(run, schedule, plan)
+
+
+def _bind_split(run: Callable[..., None], schedule: Schedule, plan: Plan) -> Launcher:
+    """A call of a split-k kernel, with its workspace. Written out, case by case: every line of it is host time."""
     block_m, device = schedule.block_m, plan.device
-    rows = block_m * max(1, LIMIT_BYTES // 4 // (n_tiles * tile_floats))
+    n_tiles = -(-plan.columns[1] // schedule.block_n)
+    floats = n_tiles * schedule.block_n * block_m * schedule.split_k  # of one row of tiles
+    most = max(1, LIMIT_BYTES // 4 // floats) * block_m
 
-    def launch_split(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        m = x.shape[0]
-        tiles = -(-min(m, rows) // block_m) * n_tiles
-        scratch = workspace(device, tiles * tile_floats, tiles)
-        if m <= rows:
-            call(x, weight, scales, zeros, bias, y, *scratch)
+    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+        m = len(x)
+        if m > most:
+            for start in range(0, m, most):
+                launch(x[start : start + most], weight, scales, zeros, bias, y[start : start + most])
             return
-        for start in range(0, m, rows):
-            call(x[start : start + rows], weight, scales, zeros, bias, y[start : start + rows], *scratch)
+        rows = (m + block_m - 1) // block_m
+        partials, tickets = workspace(device, rows * floats, rows * n_tiles)
+        if zeros is None:
+            if bias is None:
+                run(x, weight, scales, partials, tickets, y)
+            else:
+                run(x, weight, scales, bias, partials, tickets, y)
+        elif bias is None:
+            run(x, weight, scales, zeros, partials, tickets, y)
+        else:
+            run(x, weight, scales, zeros, bias, partials, tickets, y)
 
-    return launch_split
-
-
-def _caller(run: Callable[..., None], asymmetric: bool, bias: bool) -> Callable[..., None]:
-    """``run`` behind one signature, (x, weight, scales, zeros, bias, y, *scratch), whatever the kernel takes."""
-    if asymmetric and bias:
-        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, z, b, *scratch, y)
-    if asymmetric:
-        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, z, *scratch, y)
-    if bias:
-        return lambda x, w, s, z, b, y, *scratch: run(x, w, s, b, *scratch, y)
-    return lambda x, w, s, z, b, y, *scratch: run(x, w, s, *scratch, y)
+    return launch

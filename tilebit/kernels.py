@@ -39,10 +39,10 @@ class KernelUnavailable(RuntimeError):
 def find_kernel(workload: Workload, target: Target) -> LoadedKernel:
     """The loaded kernel for ``workload`` (m: its bucket) on this machine's ``target``. Raises ``KernelUnavailable``."""
     packed = packs.find(workload, target)
-    return packed if packed is not None else compiled([workload], target)[0].load()
+    return packed if packed is not None else build([workload], target)[0].load()
 
 
-def compiled(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -> list[Kernel]:
+def build(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -> list[Kernel]:
     """A kernel per workload for any ``target``, from the cache or compiled in ``jobs`` processes (None: one per core); opens none.
 
     Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be compiled stay in the cache.

@@ -4,9 +4,9 @@ Eager calls share one workspace per (device, stream): kernels of one stream run 
 nothing is cleared between calls. A call that is being captured into a CUDA graph uses memory of that graph (allocated and cleared inside
 the capture, shared by the calls of one capture and stream), so that a replay, on whatever stream, never meets an eager call's workspace.
 
-Size: a call needs ``split_k * m_tiles * n_tiles * block_m * block_n`` floats and ``m_tiles * n_tiles`` tickets. ``dispatch`` cuts a call into
-slices of rows so that the floats stay within ``LIMIT_BYTES`` (or one row of tiles, if that is more): peak extra memory is that much per
-stream in use.
+Size: a call needs ``split_k * m_tiles * n_tiles * block_m * block_n`` floats and ``m_tiles * n_tiles`` tickets. ``dispatch`` cuts a call
+into slices of rows so that the floats stay within ``LIMIT_BYTES`` (or one row of tiles, if that is more): peak extra memory is that much
+per stream in use.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def compile_cuda(program: TileProgram, workload: Workload, schedule: Schedule, t
     function = program.build(workload, schedule, target)
     params = describe_params(function, program.params(workload, schedule))
     artifact = lower_cuda(function, lowered_arch(program, target), dict(program.pass_configs))
-    source = artifact.kernel_source
+    source = program.rewrite(artifact.kernel_source) if program.rewrite else artifact.kernel_source
     plan = read_host(artifact.host_mod, artifact.device_mod, params, any(mark in source for mark in DEPENDENT_LAUNCH_MARKS))
     seconds["lower"] = time.perf_counter() - start
     (build_dir / SOURCE_NAME).write_text(source)

@@ -36,7 +36,7 @@ class TileProgram:
     names the kernel's tensors in call order. ``headers`` are files under ``tiles/device`` that the generated code includes
     (they are part of a kernel's key). ``reference`` is the computation in fp64. ``pass_configs`` (TileLang's) and ``nvcc_flags`` are
     given to the compilers as they are. ``newest_arch`` caps what TileLang generates code for: on a newer target the same source is
-    compiled for that target, so that an sm_89 program runs, and is tested, on sm_90a.
+    compiled for that target, so that an sm_89 program runs, and is tested, on sm_90a. ``rewrite`` is a last pass over the generated CUDA.
     """
 
     name: str
@@ -50,6 +50,7 @@ class TileProgram:
     pass_configs: Mapping[str, Any] = field(default_factory=dict)
     nvcc_flags: tuple[str, ...] = ()
     newest_arch: str | None = None
+    rewrite: Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
         if self.compiler not in COMPILERS:

@@ -232,12 +232,14 @@ def _block_ks(rule: _CudaRule, workload: Workload) -> list[int]:
     have less shared memory."""
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
-    return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][-2 if rule.b_fragment or 32 <= workload.m <= 128 else -1 :]
+    return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][
+        -2 if rule.b_fragment or 32 <= workload.m <= 128 else -1 :
+    ]
 
 
 def _depths(rule: _CudaRule, format: QuantFormat, base: Schedule, target: Target) -> list[int]:
-    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and n = k = 4096 four
-    were faster than eight (7.1 us against 7.4, H200), at 4096 x 14336 slower (14.5 against 14.2)."""
+    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and n = k = 4096
+    four were faster than eight (7.1 us against 7.4, H200), at 4096 x 14336 slower (14.5 against 14.2)."""
     room = min(target.smem, target.smem_per_sm // base.min_blocks - BLOCK_SMEM_OVERHEAD) - rule.reserved_smem
     deepest = min(rule.stages[1], room // (stage_bytes(format, base) + rule.barrier_bytes))
     return [deepest, *(depth for depth in (6, 4) if depth < deepest)]

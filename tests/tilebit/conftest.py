@@ -39,8 +39,8 @@ def cpu_kernels() -> None:
     """The kernels of ``FORMATS`` x ``ROWS`` for this CPU, compiled into the run's cache by two processes."""
     from door_cases import FORMATS, ROWS, workload
 
-    from tilebit.kernels import compiled
+    from tilebit.kernels import build
     from tilebit.schedules.target import cpu_target
     from tilebit.schedules.workload import m_bucket
 
-    compiled([workload(case, m_bucket(m)) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)
+    build([workload(case, m_bucket(m)) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)

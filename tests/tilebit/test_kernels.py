@@ -6,7 +6,7 @@ import pytest
 from bad_file_cases import artifact
 from door_cases import FORMATS, workload
 
-from tilebit.kernels import TRIES, KernelUnavailable, compiled
+from tilebit.kernels import TRIES, KernelUnavailable, build
 from tilebit.schedules.select import select
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles import pool
@@ -53,18 +53,18 @@ def attempts(monkeypatch, tmp_path):
 
 
 def test_the_chosen_schedule_is_compiled_once(attempts):
-    (kernel,) = compiled([WORKLOAD], TARGET)
+    (kernel,) = build([WORKLOAD], TARGET)
     assert kernel.schedule == select(WORKLOAD, TARGET) and [r.schedule for r in attempts] == [kernel.schedule]
-    (again,) = compiled([WORKLOAD], TARGET)
+    (again,) = build([WORKLOAD], TARGET)
     assert again.key == kernel.key and len(attempts) == 1
 
 
 def test_an_unfit_schedule_falls_back_and_is_remembered(attempts):
     chosen = select(WORKLOAD, TARGET)
     attempts.verdict = lambda request: "lint" if request.schedule == chosen else None
-    (kernel,) = compiled([WORKLOAD], TARGET)
+    (kernel,) = build([WORKLOAD], TARGET)
     assert kernel.schedule != chosen and [r.schedule for r in attempts] == [chosen, kernel.schedule]
-    assert compiled([WORKLOAD], TARGET)[0].key == kernel.key
+    assert build([WORKLOAD], TARGET)[0].key == kernel.key
     assert len(attempts) == 2, "what is known to be unfit is not compiled again"
     (note,) = (ArtifactCache().root / "unfit").iterdir()
     assert "because of lint" in note.read_text()
@@ -74,14 +74,14 @@ def test_others_go_on_when_one_falls_back(attempts):
     other = workload(FORMATS[0], 1, 4096, 4096)
     chosen = select(WORKLOAD, TARGET)
     attempts.verdict = lambda request: "illegal" if request.schedule == chosen else None
-    first, second = compiled([WORKLOAD, other], TARGET)
+    first, second = build([WORKLOAD, other], TARGET)
     assert first.schedule != chosen and second.schedule == select(other, TARGET) and len(attempts) == 3
 
 
 def test_when_every_schedule_is_unfit(attempts):
     attempts.verdict = lambda request: "lint"
     with pytest.raises(KernelUnavailable, match=rf"none of the {TRIES} best schedules.*tilebit tune"):
-        compiled([WORKLOAD], TARGET)
+        build([WORKLOAD], TARGET)
     assert len(attempts) == TRIES == len({r.schedule for r in attempts})
 
 
@@ -89,16 +89,16 @@ def test_when_every_schedule_is_unfit(attempts):
 def test_a_machine_that_cannot_compile_is_no_reason_to_try_others(attempts, kind):
     attempts.verdict = lambda request: kind
     with pytest.raises(KernelUnavailable, match=rf"because of {kind}.*tilebit doctor"):
-        compiled([WORKLOAD], TARGET)
+        build([WORKLOAD], TARGET)
     assert len(attempts) == 1 and not (ArtifactCache().root / "unfit").exists()
 
 
 def test_without_a_compiler_a_fallback_in_the_cache_is_found(attempts, monkeypatch):
     chosen = select(WORKLOAD, TARGET)
     attempts.verdict = lambda request: "lint" if request.schedule == chosen else None
-    (kernel,) = compiled([WORKLOAD], TARGET)
+    (kernel,) = build([WORKLOAD], TARGET)
     monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")
-    assert compiled([WORKLOAD], TARGET)[0].key == kernel.key
+    assert build([WORKLOAD], TARGET)[0].key == kernel.key
     with pytest.raises(KernelUnavailable, match="tilebit compile --n 64"):
-        compiled([workload(FORMATS[0], 16, 64, 64)], TARGET)
+        build([workload(FORMATS[0], 16, 64, 64)], TARGET)
     assert len(attempts) == 2

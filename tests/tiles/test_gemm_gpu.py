@@ -1,4 +1,5 @@
-"""Every CUDA program on a GPU: the exact oracle over at least 200 seeds a format, the worst tile, poisoned outputs, ragged and extreme shapes.
+"""Every CUDA program on a GPU: the exact oracle over at least 200 seeds a format, the worst tile, poisoned outputs, ragged and extreme
+shapes.
 
 The sm_80, sm_86 and sm_89 program runs on a newer GPU from the same generated source.
 """
@@ -33,8 +34,8 @@ FORMATS = [QuantFormat(bits, group, symmetric) for bits in BITS for group in GRO
 
 
 def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
-    """((n, k, bias), schedule) that between them use every tile form of both programs: ragged n and k, one and two consumers, several slabs a
-    warpgroup, uneven split-k (wgmma), several blocks an SM, direct and staged epilogues."""
+    """((n, k, bias), schedule) that between them use every tile form of both programs: ragged n and k, one and two consumers, several
+    slabs a warpgroup, uneven split-k (wgmma), several blocks an SM, direct and staged epilogues."""
     k = 64 if bits == 4 else 32
     return [
         ((320, 1056, True), Schedule("gemm_wgmma", 64, 16, k, 3, 4)),

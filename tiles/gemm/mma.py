@@ -1,9 +1,9 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
-cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into mma.m16n8k16's A registers and multiplies
-with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
-checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 * num_warps): with two, mma.sync would give a warp 32 neighbouring
-rows where the record has rows of two slabs.
+cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into mma.m16n8k16's A registers and
+multiplies with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a
+warpgroup does, so a checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 * num_warps): with two,
+mma.sync would give a warp 32 neighbouring rows where the record has rows of two slabs.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
     y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x its B operand, in shared memory: the
-small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32; per-group scales are applied to the weights, per-channel ones to the
-accumulators. Source of the idea: TurboMind sections 4.1-4.3, LiquidGEMM section 5; design in ``wgmma.py`` and ``mma.py``.
+small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32; per-group scales are applied to the weights, per-channel ones
+to the accumulators. Source of the idea: TurboMind sections 4.1-4.3, LiquidGEMM section 5; design in ``wgmma.py`` and ``mma.py``.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ def build(workload: Workload, schedule: Schedule) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
     x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
-    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, partials fp32 and tickets int32 (split-k workspace),
-    y ``[m, n]``. m is dynamic.
+    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, partials fp32 and tickets int32 (split-k
+    workspace), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout
@@ -82,9 +82,16 @@ def build(workload: Workload, schedule: Schedule) -> Any:
                     T.copy(zeros[p.group_of(step), bx * bn], Zs)
                 T.copy(x[by * bm, step * bk], Xs)
                 T.call_extern(
-                    "handle", dequantize, W.access_ptr("w"), T.address_of(Ws[0, 0, 0]), T.address_of(Ss[0, 0]), T.address_of(Zs[0, 0]), thread
+                    "handle",
+                    dequantize,
+                    W.access_ptr("w"),
+                    T.address_of(Ws[0, 0, 0]),
+                    T.address_of(Ss[0, 0]),
+                    T.address_of(Zs[0, 0]),
+                    thread,
                 )
                 T.gemm(W, Xs, Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.call_extern("handle", "tilebit::in_use", T.address_of(Ws[0, 0, 0]), T.address_of(Ss[0, 0]), T.address_of(Zs[0, 0]))
 
             if split:
                 T.call_extern(

@@ -1,11 +1,13 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
 One producer warpgroup loads x, packed weights, scales and zero points by TMA into ``num_stages`` buffers; ``num_warps / 4`` consumer
-warpgroups dequantize whole 64-row slabs into wgmma's register operand (one conflict-free 128-bit shared load per thread and 2 KiB record) and multiply.
-While one consumer dequantizes, the other keeps the tensor cores busy (LiquidGEMM section 5), so at block_m 256 the arithmetic of dequantization,
-about 110 instructions a stage and thread against 1,024 cycles of wgmma, is hidden. TileLang specializes the warps; ``tiles/lint.py`` checks that it did.
+warpgroups dequantize whole 64-row slabs into wgmma's register operand (one conflict-free 128-bit shared load per thread and 2 KiB record)
+and multiply. While one consumer dequantizes, the other keeps the tensor cores busy (LiquidGEMM section 5), so at block_m 256 the
+arithmetic of dequantization, about 110 instructions a stage and thread against 1,024 cycles of wgmma, is hidden. TileLang specializes the
+warps; ``tiles/lint.py`` checks that it did.
 """
 
+import re
 from typing import Any
 
 from ...schedules.rules import gemm as rules
@@ -17,10 +19,29 @@ from . import packed
 from .operands import HEADERS, gemm_params
 from .reference import gemm_reference
 
+# The producer's branch, and its release of registers, which the whole warpgroup must execute.
+PRODUCER = re.compile(r"(if \(\(\(int\)threadIdx\.x\) < 128\) \{\n)(\s*tl::warpgroup_reg_dealloc<\d+>\(\);\n)?")
+
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """See ``packed.build``; on this target TileLang makes it wgmma + TMA."""
     return packed.build(workload, schedule)
+
+
+def one_producer_warp(source: str) -> str:
+    """Generated CUDA in which three of the producer warpgroup's four warps leave at once.
+
+    Only one thread of it issues copies, but all four warps wait on every "empty" barrier, and nobody waits for the idle three: one that
+    falls two phases behind sees a barrier's parity as not yet reached and, after the last phase, waits for ever (H200, 64 x 8 x 128, four
+    blocks an SM: a run of 20,000 launches hung; with one warp two such runs did not). Raises ``ValueError`` when the source is not
+    specialized as expected.
+    """
+    rewritten, found = PRODUCER.subn(r"\1\2    if (threadIdx.x >= 32) return;  // see one_producer_warp in tiles/gemm/wgmma.py\n", source)
+    if found != 1:
+        raise ValueError(
+            f"found {found} producer branches in the generated source; expected one: warp specialization did not fire as expected"
+        )
+    return rewritten
 
 
 PROGRAM = TileProgram(
@@ -32,4 +53,5 @@ PROGRAM = TileProgram(
     params=gemm_params,
     headers=HEADERS,
     reference=gemm_reference,
+    rewrite=one_producer_warp,
 )

@@ -108,22 +108,22 @@ def device_target(device: torch.device) -> Target:
     return detect_target(str(device))
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+plans: dict[tuple[Any, ...], Plan] = {}  # by the key of ``plan_for``
 
 
 def plan_for(device: torch.device, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, asymmetric: bool, bias: bool) -> Plan:
     """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format, shape, dtype or device that is not
     supported."""
     key = (n, k, bits, group_size, asymmetric, bias, dtype, device)
-    plan = _plans.get(key)
+    plan = plans.get(key)
     if plan is None:
-        plan = _plans[key] = Plan(device, n, k, QuantFormat(bits, group_size, not asymmetric), dtype, bias)
+        plan = plans[key] = Plan(device, n, k, QuantFormat(bits, group_size, not asymmetric), dtype, bias)
     return plan
 
 
 def forget() -> None:
     """Drop every plan, so that the next calls look their kernels up again (after tuning, or after loading a pack)."""
-    _plans.clear()
+    plans.clear()
 
 
 def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:

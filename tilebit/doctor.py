@@ -55,7 +55,7 @@ def diagnose() -> Diagnosis:
     }
     gpu, arch = _gpu()
     nvcc, compiler, cache = _nvcc(), _c_compiler(), _cache()
-    findings = (_python(), *packages.values(), gpu, nvcc, compiler, _cpu(), cache, _switch(), _records())
+    findings = (_python(), *packages.values(), gpu, nvcc, compiler, _cpu(), cache, _switch(), _records(), _packs())
     ok = {f.name for f in findings if f.status != MISSING}
     run = {"torch", "apache-tvm-ffi"} <= ok
     build = run and {"C compiler", "artifact cache"} <= ok and "compiling" in ok
@@ -238,3 +238,11 @@ def _records() -> Finding:
     text = f"{len(shipped)} shipped, {len(own)} in {records_path()}; {here} measured on a device like this one"
     advice = "" if here else "schedules come from the cost model until this device is tuned: `tilebit tune --n N --k K`"
     return Finding("tuned records", OK if here else WARNING, text, advice)
+
+
+def _packs() -> Finding:
+    from . import packs
+
+    loaded = packs.loaded()
+    text = ", ".join(f"{pack.path}: {len(pack)} kernels for {', '.join(pack.arches)}" for pack in loaded)
+    return Finding("packs", OK, text or "none loaded in this process; `tilebit pack` writes one, tilebit.packs.load(PATH) loads it")

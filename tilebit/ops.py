@@ -20,6 +20,7 @@ from .packed import PackedWeight
 
 MAX_CHECKED = 65536  # weights of one plan whose check is remembered
 
+_plans = dispatch.plans
 _library = torch.library.Library("tilebit", "DEF")
 _library.define("gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size) -> Tensor")
 
@@ -71,7 +72,9 @@ def _gemm(
     if not shape or x.dtype not in DTYPE_NAMES or not shape[-1]:
         _reject_x(x, None, weight.device)
     k, dtype, device = shape[-1], x.dtype, x.device
-    plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
+    plan = _plans.get((n, k, bits, group_size, zeros is not None, bias is not None, dtype, device))
+    if plan is None:
+        plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
     if id(weight) not in plan.checked:
         _check(plan, weight, scales, zeros, bias)
         if len(plan.checked) >= MAX_CHECKED:

@@ -55,7 +55,7 @@ class _CudaRule:
 
 _WGMMA = _CudaRule(
     "gemm_wgmma", ("sm_90a",), (64, 128, 256), (8, 16, 32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 8),
-    producer_threads=128, registers=240, spare_registers=24, barrier_bytes=16, reserved_smem=1024, b_fragment=False,
+    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=1024, b_fragment=False,
     tried_block_m=(8, 16, 32, 64, 128, 256), tried_block_k=(32, 64, 128),
 )  # fmt: skip
 _MMA = _CudaRule(

@@ -92,6 +92,7 @@ def test_a_kernel_is_resolved_once_per_bucket(cpu_kernels, monkeypatch):
 def test_a_weight_that_was_checked_is_checked_by_the_kernel(cpu_kernels):
     """A second call with the same weight and wrong company: the kernel refuses before it launches, in the operator's words."""
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    assert packed.zeros is not None and bias is not None
     good = {"scales": packed.scales, "zeros": packed.zeros, "bias": bias}
     for wrong in (
         {"scales": packed.scales[:-1]},

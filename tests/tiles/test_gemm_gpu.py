@@ -107,6 +107,35 @@ def test_worst_tile_on_random_floats(kernels: dict, format: QuantFormat, dtype: 
             assert verdict.ok, (workload, schedule, verdict)
 
 
+RACES = [
+    # a warp read another stage's weights in 45 of 150 launches while buffers were released right after dequantize
+    ((4096, 14336, 4096), Schedule("gemm_wgmma", 64, 128, 128, 3, 4, min_blocks=2), 150),
+    ((4096, 4096, 4096), Schedule("gemm_wgmma", 128, 256, 128, 3, 8), 150),
+    # hung within 20,000 launches while all four producer warps waited on the barriers
+    ((1, 8192, 28672), Schedule("gemm_wgmma", 64, 8, 128, 6, 4, split_k=8, min_blocks=4), 20000),
+    ((1, 4096, 4096), Schedule("gemm_wgmma", 64, 8, 128, 4, 4, split_k=8, min_blocks=4), 20000),
+]
+
+
+@pytest.mark.parametrize(("shape", "schedule", "launches"), RACES)
+def test_rare_races_stay_away(shape: tuple[int, int, int], schedule: Schedule, launches: int) -> None:
+    """Pipelines under load: many blocks, many launches, every result compared on the device."""
+    workload, target = Workload(*shape, QuantFormat(4, 128, False)), detect_target()
+    with CompilePool(1, cache=ArtifactCache()) as pool:
+        (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target)])
+    assert not isinstance(kernel, Exception), kernel
+    problem = exact_problem(workload, 1, target.arch, "cuda")
+    expected = problem.reference().to(torch.float16)
+    y = torch.empty_like(expected)
+    workspace = split_workspace(workload, schedule, "cuda") if schedule.split_k > 1 else {}
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    loaded = kernel.load()
+    for _ in range(launches):
+        launch(loaded, workspace, problem, y)
+        wrong += (y != expected).any()
+    assert int(wrong) == 0
+
+
 @pytest.mark.parametrize(
     ("n", "k", "m"), [(1, 1, 1), (1, 8, 5), (3, 17, 2), (4304, 1152, 31), (5120, 27648, 1), (152064, 256, 3), (128, 4096, 5000)]
 )

@@ -16,6 +16,10 @@ from .operands import BARRIER, Operands
 # From here on the tile goes to y through shared memory: below, a thread holds few columns and storing them directly costs less.
 STAGED_BLOCK_M = 32
 
+# Of the 65,536 of an SM, for 128 producer threads and up to 256 consumers. TileLang's own 24 for the producer spilled with four operands
+# to load.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
 
 def build(workload: Workload, schedule: Schedule) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
@@ -69,7 +73,10 @@ def build(workload: Workload, schedule: Schedule) -> Any:
             T.import_source(p.device_source())
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             if schedule.min_blocks > 1:
-                T.disable_warp_group_reg_alloc()  # 240 registers for a consumer would leave no room for a second block
+                T.disable_warp_group_reg_alloc()  # 232 registers for a consumer would leave no room for a second block
+            else:
+                T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
+                T.annotate_consumer_reg_alloc(CONSUMER_REGISTERS)
             if schedule.raster > 0:
                 T.use_swizzle(schedule.raster)
 

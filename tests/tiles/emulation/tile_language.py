@@ -94,6 +94,7 @@ class TileLanguage:
         """Annotations that decide speed and addresses, not values."""
 
     annotate_layout = annotate_min_blocks_per_sm = disable_warp_group_reg_alloc = use_swizzle = ignored
+    annotate_producer_reg_dealloc = annotate_consumer_reg_alloc = ignored
 
     def clear(self, tile: RegisterTile) -> None:
         tile.registers[:] = 0

@@ -141,19 +141,16 @@ def _bind(kernel: LoadedKernel, plan: Plan) -> Launcher:
             f"directory and compile it again"
         )
     run = kernel.run
-
-    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        if zeros is None:
-            if bias is None:
-                run(x, weight, scales, y)
-            else:
-                run(x, weight, scales, bias, y)
-        elif bias is None:
-            run(x, weight, scales, zeros, y)
-        else:
-            run(x, weight, scales, zeros, bias, y)
-
-    return launch if not split else _bind_split(run, schedule, plan)
+    if split:
+        return _bind_split(run, schedule, plan)
+    # One function per set of operands: deciding at each call would cost host time.
+    if plan.workload.format.symmetric:
+        if plan.bias:
+            return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, bias, y)
+        return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, y)
+    if plan.bias:
+        return run  # it takes just these, in this order
+    return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, zeros, y)
 
 
 def _bind_split(run: Callable[..., None], schedule: Schedule, plan: Plan) -> Launcher:

@@ -8,6 +8,7 @@ microseconds of host time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import NoReturn
 
 import torch
@@ -91,8 +92,8 @@ def _gemm(
         return y
     if plan.kx != k:
         rows = torch.nn.functional.pad(rows, (0, plan.kx - k))
-    elif not rows.is_contiguous() or rows.data_ptr() % ALIGNMENT:
-        rows = rows.clone(memory_format=torch.contiguous_format)
+    elif not rows.is_contiguous():
+        rows = rows.contiguous()
     launch = plan.launcher(m)
     try:
         if plan.guarded:
@@ -102,7 +103,10 @@ def _gemm(
             launch(rows, weight, scales, zeros, bias, out)
     except Exception:
         _check(plan, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
-        raise
+        if rows.data_ptr() % ALIGNMENT == 0:
+            raise
+        with torch.cuda.device(device) if plan.guarded else nullcontext():
+            launch(rows.clone(), weight, scales, zeros, bias, out)  # a kernel refuses rows off a 16-byte boundary: rare, so tried first
     return y
 
 

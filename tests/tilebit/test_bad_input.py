@@ -56,6 +56,12 @@ USAGE = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other tests write to the run's cache meanwhile."""
+    monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def tree(*folders: Path) -> dict[str, bytes]:
     """Every file below ``folders`` with its content (what it holds, for anything but small files, by size)."""
     return {

@@ -56,6 +56,7 @@ demo: $(SETUP)
 
 lint: $(SETUP) links
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m pyright --pythonpath $(PY)
 
 test: $(SETUP)

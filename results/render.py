@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .overheads import overheads_section
 from .plots import draw
 from .rows import read_rows
 from .support import support_table
@@ -37,7 +38,9 @@ def texts(root: Path) -> dict[Path, str]:
     readme = (root / "README.md").read_text()
     readme = between_markers(readme, "support", support_table())
     readme = between_markers(readme, "results", readme_table(devices))
-    return {root / "README.md": readme, root / "results" / "README.md": results_page(devices)}
+    section = overheads_section(root / "results" / "overheads")
+    page = results_page(devices) + (f"\n{section}" if section else "")
+    return {root / "README.md": readme, root / "results" / "README.md": page}
 
 
 def main(arguments: list[str] | None = None) -> int:

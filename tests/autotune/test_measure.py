@@ -97,3 +97,14 @@ def test_patience_counts_what_brought_no_progress():
     assert not patience.exhausted
     patience.add(8.0)
     assert patience.exhausted and patience.best == 8.0
+
+
+def test_the_commit_can_be_told_to_a_tree_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilebit.autotune.provenance import source_commit
+
+    source_commit.cache_clear()
+    monkeypatch.setenv("TILEBIT_COMMIT", "c0ffee")
+    try:
+        assert source_commit() == "c0ffee"
+    finally:
+        source_commit.cache_clear()

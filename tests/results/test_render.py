@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from results.overheads import overheads_section
 from results.render import between_markers, main
 from results.rows import Row, baseline, problems, rates, read_rows
 from results.tables import NO_ROWS, number, readme_table, results_page, short_commit, slug
@@ -184,3 +185,26 @@ def test_small_things():
     assert slug("NVIDIA RTX A6000") == "nvidia_rtx_a6000"
     assert slug("Intel(R) Xeon(R) CPU @ 2.60GHz") == "intel_r_xeon_r_cpu_2_60ghz"
     assert [number(us) for us in (6.926, 18.04, 1238.6)] == ["6.93", "18.0", "1,239"]
+
+
+def test_overheads_show_the_newest_run_and_name_a_bad_row(tmp_path):
+    assert overheads_section(tmp_path) == ""
+    first = {
+        "gpu": "Some GPU",
+        "run": "a",
+        "commit": "f" * 40,
+        "impl": "tilebit",
+        "what": "host time",
+        "unit": "us",
+        "value": 12.5,
+        "n": 8,
+        "k": 16,
+    }
+    second = {**first, "run": "b", "value": 9.25, "split_k": 4}
+    path = tmp_path / "some-gpu.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, second)))
+    section = overheads_section(tmp_path)
+    assert "| tilebit | host time | 8 x 16, split-k 4 | 9.25 us |" in section and "12.5" not in section
+    path.write_text(json.dumps({key: value for key, value in first.items() if key != "unit"}))
+    with pytest.raises(ValueError, match=r"some-gpu.jsonl, line 1: unit missing"):
+        overheads_section(tmp_path)

@@ -109,3 +109,28 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     bias = ["bias"] if workload.bias else []
     workspace = ["partials", "tickets"] if schedule.split_k > 1 else []
     assert kernel.params == ("x", "weight", "scales", *zeros, *bias, *workspace, "y")
+    if schedule.program == "gemm_wgmma":
+        check_pipeline((kernel.path / "kernel.cu").read_text())
+
+
+def check_pipeline(source: str) -> None:
+    """Two properties that rare races depended on: only one producer warp waits on barriers, and no stage buffer is released before the
+    product."""
+    producer = source.index("if (((int)threadIdx.x) < 128) {")
+    leaves = source.index("if (threadIdx.x >= 32) return;")
+    assert producer < leaves < source.index(".wait(", producer)
+    start = source.index(
+        "tilebit::dequantize<half" if "tilebit::dequantize<half" in source[producer:] else "tilebit::dequantize<__nv_bfloat16", producer
+    )
+    assert source.index("warpgroup_wait<0>()", start) < source.index(".arrive();", start)
+
+
+def test_the_producer_rewrite_refuses_other_sources():
+    from tilebit.tiles.gemm.wgmma import one_producer_warp
+
+    branch = "  if (((int)threadIdx.x) < 128) {\n    tl::warpgroup_reg_dealloc<40>();\n    for (;;) {}\n  } else {}\n"
+    rewritten = one_producer_warp(branch)
+    assert rewritten.index("reg_dealloc") < rewritten.index("if (threadIdx.x >= 32) return;") < rewritten.index("for (;;)")
+    for source in ("__global__ void kernel() {}", branch + branch):
+        with pytest.raises(ValueError, match="producer branches"):
+            one_producer_warp(source)

@@ -1,7 +1,7 @@
 // Stage an accumulator tile in shared memory, transposed to y's row-major [m][n] order.
 //
 // The accumulators hold Y^T (MMA rows are output channels), so a direct store would write 2 bytes at a time, each with its own address and
-// predicate: at 128 x 256 x 128 and k = 4096 that epilogue cost 13 % of the kernel (208 us against 183 on an H200).
+// predicate: at 128 x 256 x 128 and k = 4096 that epilogue cost 8 % of the kernel (209 us against 192 staged, n = k = m = 4096, H200).
 //
 // Comes after split_k.cuh, which has sync_threads.
 #pragma once

@@ -1,11 +1,12 @@
-"""Choosing a schedule: the tuned one, else the nearest tuned one that is legal, else the cost model's best; and saying why."""
+"""Choosing a schedule: the tuned one, else the nearest tuned one that is legal and not expected to be slow here, else the cost model's
+best; and saying why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log2
+from math import inf, log2
 
 from .cost import Estimate, estimate
 from .records import TuningRecord, latest, shipped_records, user_records
@@ -16,6 +17,10 @@ from .workload import Workload, m_bucket
 
 # A record further away than this says less than the cost model. One unit is a factor of two in n, k or m.
 MAX_DISTANCE = 3.0
+# A neighbour's schedule is taken over unless the model expects it to be this much slower here than its own best: a tile tuned for 16 rows
+# reads the weight twice for 32.
+NEAR_ENOUGH = 1.2
+GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 OTHER_DTYPE = 0.25
 OTHER_BIAS = 0.0625
 OTHER_SYMMETRY = 0.25
@@ -104,13 +109,28 @@ def _cached_choice(workload: Workload, target: Target) -> Choice:
 
 def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord]) -> Choice:
     current = latest(records).values()
-    near = [(d, r) for r in current if r.ok and (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE]
+    best: dict[tuple[Workload, str, int], float] = {}
+    for r in current:
+        if r.ok and r.us is not None:
+            there = (r.workload, r.gpu, r.units)
+            best[there] = min(r.us, best.get(there, inf))
+    near = [
+        (d, r)
+        for r in current
+        if r.ok and r.us is not None and (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE
+        if d == 0 or r.us <= GOOD_THERE * best[r.workload, r.gpu, r.units]
+    ]
     failed = {r.schedule for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
-    near.sort(key=lambda pair: (pair[0], pair[1].us))
-    for d, record in near:
-        if record.schedule not in failed and not legal(workload, record.schedule, target):
-            return Choice(record.schedule, "tuned" if d == 0 else "nearest", record, d)
+    near.sort(key=lambda pair: (pair[0], pair[1].us or inf))
     options = candidates(workload, target)
+    bound = NEAR_ENOUGH * min(estimate(workload, s, target).us for s in options) if options else inf
+    for d, record in near:
+        if record.schedule in failed or legal(workload, record.schedule, target):
+            continue
+        if d == 0:
+            return Choice(record.schedule, "tuned", record, d)
+        if estimate(workload, record.schedule, target).us <= bound:
+            return Choice(record.schedule, "nearest", record, d)
     if not options:
         raise ValueError(
             f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules/gemm.py"

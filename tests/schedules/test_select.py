@@ -22,7 +22,7 @@ from tilebit.schedules.workload import Workload, m_bucket
 H200 = target_from_name("sm_90a")
 CPU = Target("cpu", "test cpu", 2, 0, 0, 32 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
 W = Workload(16, 4096, 4096)
-ODD = Schedule("gemm_wgmma", 64, 64, 64, 5, 4)  # legal for W and no candidate of it
+ODD = Schedule("gemm_wgmma", 128, 16, 128, 7, 8, split_k=4)  # legal for W, as good as its candidates and none of them
 
 
 def record(workload: Workload = W, schedule: Schedule = ODD, us: float | None = 5.0, target: Target = H200, **changes) -> TuningRecord:
@@ -52,7 +52,7 @@ def test_m_counts_as_its_bucket():
     records = [record()]
     for m in (9, 13, 16):
         assert choose(W.with_m(m), H200, records).source == "tuned"
-    assert choose(W.with_m(17), H200, records).source == "nearest"
+    assert choose(W.with_m(17), H200, records).source != "tuned"
     assert select(W.with_m(0), H200, [record(W.with_m(1))]) == ODD
 
 
@@ -65,11 +65,27 @@ def test_nearest_when_nothing_is_tuned_here():
 
 
 def test_an_illegal_nearest_gives_way_to_the_next():
-    small = Workload(16, 4096, 512)
-    split = replace(ODD, split_k=16)  # legal for k 4096, an empty split for k 512
-    assert not legal(W, split, H200) and legal(small, split, H200)
-    choice = choose(small, H200, [record(Workload(16, 4096, 1024), split, us=1.0), record(Workload(16, 4096, 2048), us=2.0)])
-    assert (choice.schedule, choice.source) == (ODD, "nearest")
+    small = Workload(16, 4096, 1024)
+    split, whole = replace(ODD, split_k=16), Schedule("gemm_wgmma", 64, 16, 128, 5, 4, min_blocks=2)
+    assert not legal(W, split, H200) and legal(small, split, H200)  # 8 steps of k cannot be split 16 times
+    choice = choose(small, H200, [record(Workload(16, 4096, 2048), split, us=1.0), record(Workload(16, 4096, 4096), whole, us=2.0)])
+    assert (choice.schedule, choice.source) == (whole, "nearest")
+
+
+def test_only_what_was_good_there_is_taken_over():
+    neighbour = Workload(16, 5120, 4096)
+    slow, fast = replace(ODD, num_stages=5), replace(ODD, split_k=16, num_stages=3)
+    records = [record(neighbour, slow, us=9.0), record(neighbour, fast, us=5.0)]
+    assert choose(neighbour, H200, records).schedule == fast
+    assert choose(W, H200, records).schedule != slow
+
+
+def test_a_neighbour_that_would_be_slow_here_gives_way_to_the_model():
+    wide = Workload(64, 28672, 4096)  # four tiles of 16 rows would read the weight four times
+    neighbour = record(Workload(16, 28672, 4096), us=1.0)
+    assert not legal(wide, ODD, H200) and (distance(neighbour, wide, H200) or 9.0) <= MAX_DISTANCE
+    assert choose(wide, H200, [neighbour]).source == "model"
+    assert choose(wide, H200, [record(wide, us=1.0)]).source == "tuned"  # what was measured here needs no estimate
 
 
 def test_an_illegal_tuned_record_is_not_used():

@@ -5,6 +5,10 @@ warpgroups dequantize whole 64-row slabs into wgmma's register operand (one conf
 and multiply. While one consumer dequantizes, the other keeps the tensor cores busy (LiquidGEMM section 5), so at block_m 256 the
 arithmetic of dequantization, about 110 instructions a stage and thread against 1,024 cycles of wgmma, is hidden. TileLang specializes the
 warps; ``tiles/lint.py`` checks that it did.
+
+Where large m stands (H200, m = 4096, which runs into the card's power cap: 1,380 MHz at 688 W): 14336 x 4096 takes 718 us alone and 750
+interleaved with cuBLAS's 710. At 128 x 256 a block has the SM to itself, so its start and its epilogue, about 4,000 of 70,000 cycles at
+k = 4096, overlap with nobody's product: that is the open lever.
 """
 
 import re

@@ -47,6 +47,25 @@ def gemm_workloads(target: Target) -> list[Workload]:
     return main + more
 
 
+def cpu_rates() -> dict[str, float]:
+    """What this CPU reaches: GB/s of a plain read (a sum over 1 GiB) and TFLOP/s of a large bf16 product, best of ten each."""
+    data = torch.ones(1 << 28)
+    a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+
+    def best(call: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(10):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    return {
+        "read_gbps": round(data.numel() * 4 / best(data.sum) / 1e9, 2),
+        "mma_tflops": round(2 * 2048**3 / best(lambda: a @ b) / 1e12, 4),
+    }
+
+
 def median_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
     """Median over ``repeats`` of the host time of one of ``calls`` calls in a row, in microseconds; the GPU is idle before each."""
     call()
@@ -113,7 +132,9 @@ def main() -> None:
     name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
     workloads = gemm_workloads(target)
     build(workloads, target, jobs=None)
-    for rows in measure_workloads(workloads, device):
+    measured_rates = {} if target.is_cuda else cpu_rates()  # a GPU's are in schedules/target.py
+    for measured in measure_workloads(workloads, device):
+        rows = [{**row, **measured_rates} for row in measured]
         write_rows(options.out / "gemm" / f"{name}.jsonl", rows)
         print(
             "  ".join(f"{r['impl']} {r['us']:.2f}" for r in rows),

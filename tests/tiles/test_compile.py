@@ -23,19 +23,6 @@ HOPPER = target_from_name("sm_90a")
 BASE = CompileRequest("gemm_wgmma", Workload(64, 256, 512), Schedule("gemm_wgmma", 128, 64, 128, 4, 8), HOPPER)
 
 
-def have_nvcc() -> bool:
-    try:
-        cuda.find_nvcc()
-    except cuda.NvccError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(
-    not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)"
-)
-
-
 def test_the_key_ignores_m_and_nothing_else() -> None:
     assert replace(BASE, workload=BASE.workload.with_m(1)).key == BASE.key
     others = [

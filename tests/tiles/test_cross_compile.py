@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from toolchain import needs_nvcc
 
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.rules.gemm import legal
@@ -17,22 +18,8 @@ from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
 from tilebit.tiles.cache import ArtifactCache
 from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.cuda import NvccError, find_nvcc
 from tilebit.tiles.kernel import Kernel
 from tilebit.tiles.pool import CompilePool
-
-
-def have_nvcc() -> bool:
-    try:
-        find_nvcc()
-    except NvccError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(
-    not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)"
-)
 
 HALF, BFLOAT = "float16", "bfloat16"
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))

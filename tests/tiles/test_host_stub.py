@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolchain import needs_nvcc
 
 from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
 from tilebit.tiles.compile import CompileRequest, compile_kernel
-from tilebit.tiles.cuda import NvccError, find_nvcc
 from tilebit.tiles.host_plan import HostPlan, KernelArg, Launch, Param
 from tilebit.tiles.host_stub import StubError, c_compiler, compile_stub, generate_stub
 from tilebit.tiles.kernel import Kernel
@@ -31,19 +31,6 @@ MS = (1, 63, 64, 65, 1000)
 HALF, WORD, BFLOAT = [2, 16], [1, 32], [4, 16]
 SAMPLE_REQUEST = CompileRequest(
     "sample.w4a16", Workload(64, N, K), Schedule("sample.w4a16", 128, BM, 128, num_stages=2, num_warps=8), target_from_name("sm_90a")
-)
-
-
-def have_nvcc() -> bool:
-    try:
-        find_nvcc()
-    except NvccError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(
-    not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)"
 )
 
 

@@ -216,7 +216,8 @@ def _cuda_grid(rule: _CudaRule, workload: Workload, target: Target) -> list[Sche
 
 
 def _rasters(workload: Workload) -> tuple[int, ...]:
-    """Visiting neighbouring tiles together keeps x and W in the L2 at large m: 737 us against 760 (14336 x 4096, m = 4096, H200)."""
+    """Visiting neighbouring tiles together at large m is tried, not assumed: in the shipped H200 records (m = 4096, five shapes) plain
+    order is the fastest everywhere, by 0.1 to 12 % over 2; an earlier run of 14336 x 4096 had 4 ahead of it, 737 us against 760."""
     return (0, 2, 4) if workload.m >= 1024 else (0,)
 
 
@@ -227,9 +228,9 @@ def _block_ms(rule: _CudaRule, m: int) -> list[int]:
 
 
 def _block_ks(rule: _CudaRule, workload: Workload) -> list[int]:
-    """The deepest stages that divide the padded k: one for wgmma (half as deep was 3 to 10 % slower at m <= 16 and m = 4096, H200, five
-    shapes), two for middle m, where the operand registers of a deep stage keep a second block off the SM, and for mma.sync, whose targets
-    have less shared memory."""
+    """The deepest stages that divide the padded k: one for wgmma (half as deep was 3 to 7 % slower at m = 4096, H200, four shapes), two
+    for middle m, where the operand registers of a deep stage can keep a second block off the SM (though at m = 64 the shipped H200 records
+    have it 13 to 32 % slower), and for mma.sync, whose targets have less shared memory."""
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
     return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][
@@ -238,8 +239,8 @@ def _block_ks(rule: _CudaRule, workload: Workload) -> list[int]:
 
 
 def _depths(rule: _CudaRule, format: QuantFormat, base: Schedule, target: Target) -> list[int]:
-    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and n = k = 4096
-    four were faster than eight (7.1 us against 7.4, H200), at 4096 x 14336 slower (14.5 against 14.2)."""
+    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and 16 none of the
+    three is ahead everywhere, and the best of each are within 4 % (shipped H200 records, five shapes)."""
     room = min(target.smem, target.smem_per_sm // base.min_blocks - BLOCK_SMEM_OVERHEAD) - rule.reserved_smem
     deepest = min(rule.stages[1], room // (stage_bytes(format, base) + rule.barrier_bytes))
     return [deepest, *(depth for depth in (6, 4) if depth < deepest)]

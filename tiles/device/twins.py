@@ -9,7 +9,6 @@ import numpy as np
 
 SLAB_ROWS = 64
 GROUP_THREADS = 128  # threads that share a slab: a warpgroup, or four warps
-WORDS_PER_RECORD = 512
 
 # dtype -> (stored significand bits, exponent of the smallest normal, bits of infinity)
 _KINDS = {"float16": (10, -14, 0x7C00), "bfloat16": (7, -126, 0x7F80)}

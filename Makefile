@@ -5,6 +5,7 @@
 #   make lint      ruff and pyright alone
 #   make gpu-test  the tests that need an NVIDIA GPU, alone
 #   make results   results/README.md, its plots, and the generated parts of README.md
+#   make static    results/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
 #   make setup     the environment alone
 #
 #   PYTHON=python3.12  the interpreter that makes the environment (3.11 or 3.12)
@@ -29,7 +30,7 @@ export PYTHONPATH := $(CURDIR)/build/tree:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONP
 export PYTHONSAFEPATH := 1
 endif
 
-.PHONY: demo test lint gpu-test results setup links
+.PHONY: demo test lint gpu-test results static setup links
 .DEFAULT_GOAL := test
 
 setup: $(SETUP)
@@ -70,3 +71,6 @@ gpu-test: $(SETUP)
 
 results: $(SETUP)
 	@$(PY) -m results.render
+
+static: $(SETUP)
+	@$(PY) -m results.static.report

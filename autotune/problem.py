@@ -14,12 +14,15 @@ from torch import Tensor
 
 from ..layouts.formats import PER_CHANNEL, QuantFormat
 from ..layouts.packing import PackedLayout, gemm_layout
+from ..schedules.rules import gemm as rules
 from ..schedules.schedule import Schedule
+from ..schedules.target import Target
 from ..schedules.workload import Workload
 
 EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
 MAX_HALF = 65504.0
 MAX_BIAS = 64  # of the exact problem, an integer
+_NAN_BITS = 0x7FFFFFFF  # of a float32
 CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
 # (largest activation, scales), the most demanding first: scales far apart leave low bits that 16-bit sums lose even at small k.
 _EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
@@ -115,15 +118,15 @@ def copied(problem: Problem) -> Problem:
     return Problem(problem.workload, problem.layout, problem.x.clone(), {name: t.clone() for name, t in problem.operands.items()})
 
 
-def split_workspace(workload: Workload, schedule: Schedule, device: str) -> dict[str, Tensor]:
-    """``partials`` and ``tickets`` that a CUDA kernel with split_k > 1 needs: float32 [split_k * tiles * block_m * block_n] and zeroed
-    int32 [tiles]."""
-    tiles = -(-workload.m // schedule.block_m) * -(-workload.n // schedule.block_n)
-    floats = schedule.split_k * tiles * schedule.block_m * schedule.block_n
-    return {
-        "partials": torch.empty(floats, dtype=torch.float32, device=device),
-        "tickets": torch.zeros(tiles, dtype=torch.int32, device=device),
-    }
+def split_workspace(workload: Workload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
+    """``workspace`` int32 [words] for a kernel that splits k: zero tickets, then partial sums, which start as NaN: one that is read before
+    it is written shows. Empty for a kernel that takes none."""
+    words = rules.workspace_words(workload, schedule, target) if target.is_cuda else 0
+    if words == 0:
+        return {}
+    memory = torch.full((words,), _NAN_BITS, dtype=torch.int32, device=device)
+    memory[: rules.TICKETS] = 0
+    return {"workspace": memory}
 
 
 def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..schedules.ranker import known_ranker
 from ..schedules.records import TuningRecord
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh
@@ -30,7 +31,6 @@ from .search import Patience, shortlist
 from .store import RecordStore
 from .worker import DeviceWorker, Outcome
 
-MAX_CANDIDATES = 32
 PATIENCE = 12  # measurements in a row without progress that end a workload's search
 
 
@@ -91,20 +91,22 @@ def tune(
     measurer: Measurer | None = None,
     progress: bool = True,
     jobs: int | None = None,
-    max_candidates: int = MAX_CANDIDATES,
+    max_candidates: int | None = None,
     patience: int = PATIENCE,
 ) -> TuneReport:
     """Measure the most promising schedules of each workload (m counts as its m-bucket) and record them in ``store`` (default: the user's
     records).
 
+    ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them.
     ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
     ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
     shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or
     ``WorkerError`` when it cannot go on."""
     todo = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
-    if max_candidates < 1 or patience < 1 or (budget_s is not None and budget_s <= 0):
+    if (max_candidates is not None and max_candidates < 1) or patience < 1 or (budget_s is not None and budget_s <= 0):
         raise ValueError(
-            f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; accepted: numbers above 0 (budget_s also None)"
+            f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; "
+            "accepted: numbers above 0 (max_candidates and budget_s also None)"
         )
     begin = time.monotonic()
     results = []
@@ -145,12 +147,13 @@ class _Run:
     ) -> None:
         self.target, self.store, self.compiler, self.measurer, self.bar = target, store, compiler, measurer, bar
         self.batch, self.patience = batch, patience
+        self.ranker = known_ranker(target)
         self.driver = driver_version() if target.is_cuda else None
         self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target)}
 
-    def tune(self, workload: Workload, max_candidates: int, deadline: float | None) -> TunedWorkload:
+    def tune(self, workload: Workload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
         """Search one workload until its candidates, its patience or its time are used up."""
-        schedules = shortlist(workload, self.target, max_candidates)
+        schedules = shortlist(workload, self.target, max_candidates, self.ranker)
         if not schedules:
             raise ValueError(
                 f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})"

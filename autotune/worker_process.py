@@ -66,7 +66,7 @@ class _Bench:
             gate = self._gate_for(workload, target.arch, job["seed"])
             started()
             kernel = load_kernel(job["kernel"])
-            workspace = split_workspace(workload, schedule, self.device) if target.is_cuda and schedule.split_k > 1 else {}
+            workspace = split_workspace(workload, schedule, target, self.device)
             verdict = gate.verify(partial(launch, kernel, workspace))
             if not verdict.ok:
                 return _result("wrong", " ".join(verdict.reasons))
@@ -96,8 +96,8 @@ class _Bench:
 
 
 def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
-    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` holds ``partials`` and
-    ``tickets`` where the kernel takes them."""
+    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` is what
+    ``split_workspace`` gives."""
     kernel.run(*_arguments(kernel, workspace, problem, problem.x[: y.shape[0]], y))
 
 

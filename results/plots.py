@@ -1,86 +1,92 @@
-"""Plots of measured rows, as PNG and SVG: speed against m with every peer and the floor, and a roofline."""
+"""Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline, and what each idea adds."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .rows import OURS, Problem, Rates, Row, is_baseline, problems, rates
-from .tables import slug
+from .markdown import number, slug
+from .problems import Problem, is_baseline, problems
+from .rows import OURS, Rates, Row, rates
+from .studies import Ablation
+from .tables import speed_plot
 
 # The same rows must give the same bytes: no creation dates, no random identifiers.
 SETTINGS = {"svg.hashsalt": "tilebit", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-COLUMNS = 2
+COLUMNS = 3
+COLORS = matplotlib.color_sequences["tab10"]
+FLOOR = "floor"
+OURS_COLORS = (COLORS[0], COLORS[3])  # symmetric, asymmetric
 
 
-def draw(devices: dict[str, list[Row]], folder: Path) -> list[Path]:
-    """Write both plots of every device to ``folder`` and return the files; a device without measured rates has no roofline and no floor."""
+def draw(devices: dict[str, list[Row]], studies: list[Ablation], folder: Path) -> list[Path]:
+    """Write every plot to ``folder``, remove those that no row stands behind any more, and return the files. A device without measured
+    rates has no roofline and no floor."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    figures: dict[str, Figure] = {}
     with matplotlib.rc_context(SETTINGS):  # pyright: ignore[reportArgumentType]
         for gpu, rows in devices.items():
             shown, ceiling = problems(rows), rates(rows)
-            if not shown:
-                continue
-            written += _save(speed(gpu, shown, ceiling), folder / f"{slug(gpu)}_speed")
-            if ceiling:
-                written += _save(roofline(gpu, shown, ceiling), folder / f"{slug(gpu)}_roofline")
+            for bits in sorted({problem.bits for problem in shown}):
+                figures[speed_plot(gpu, bits)] = speed(gpu, [p for p in shown if p.bits == bits], ceiling)
+            if shown and ceiling:
+                figures[f"{slug(gpu)}_roofline"] = roofline(gpu, shown, ceiling)
+        for study in studies:
+            figures[f"{slug(study.gpu)}_ablation"] = ablation(study)
+        written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
+    for path in folder.iterdir():
+        if path.suffix[1:] in METADATA and path not in written:
+            path.unlink()
     return written
 
 
 def speed(gpu: str, shown: list[Problem], ceiling: Rates | None) -> Figure:
-    """Time in microseconds against m, one panel per weight shape, one line per series, its floor dashed."""
-    rows_of_panels = math.ceil(len(shown) / COLUMNS)
-    figure = Figure(figsize=(5.2 * COLUMNS, 3.6 * rows_of_panels), layout="constrained")
-    panels = figure.subplots(rows_of_panels, COLUMNS, squeeze=False).flatten()
-    styles = _styles(shown)
-    for axes, problem in zip(panels, shown, strict=False):
-        for name in problem.series:
+    """Time in microseconds against m, one panel per weight shape of one width, one line per series and the floor dashed."""
+    figure, panels = _panels(len(shown), f"{gpu}, {shown[0].bits}-bit weights: time of one product, lower is better")
+    styles = _styles(row for problem in shown for row in problem.rows)
+    for axes, problem in zip(panels, shown, strict=True):
+        # Ours last: on top of the others.
+        for name in sorted((name for name in problem.series if name in styles), key=lambda name: styles[name]["zorder"]):
             points = [(m, line[name]) for m, line in problem.lines.items() if name in line]
-            ms = [m for m, _ in points]
-            axes.plot(ms, [row.us for _, row in points], label=name, **styles[name])
-            if ceiling and points[0][1].impl == OURS:
-                axes.plot(
-                    ms,
-                    [ceiling.floor_us(row) for _, row in points],
-                    "--",
-                    color=styles[name]["color"],
-                    linewidth=1,
-                    label=f"floor of {name}",
-                )
+            axes.plot([m for m, _ in points], [row.us for _, row in points], label=name, **styles[name])
+        ours = next((name for name in problem.series if name.startswith(f"{OURS} ")), None)
+        if ceiling and ours:  # zero points move 3 % more bytes than their absence: one floor serves both
+            floor = [(m, ceiling.floor_us(line[ours])) for m, line in problem.lines.items() if ours in line]
+            axes.plot(*zip(*floor, strict=True), "--", color="gray", linewidth=1.2, label=FLOOR)
         axes.set_title(f"{problem.n} x {problem.k} (n x k), {problem.dtype}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(list(problem.lines), [str(m) for m in problem.lines])
+        axes.set_xticks(list(problem.lines), [str(m) for m in problem.lines], rotation=45 if len(problem.lines) > 8 else 0)
         axes.set_xlabel("m (rows of x)")
         axes.set_ylabel("µs (median)")
-        axes.legend(fontsize=7)
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    figure.suptitle(f"{gpu}: time of one product, lower is better")
+    _legend(figure, panels)
     return figure
 
 
 def roofline(gpu: str, shown: list[Problem], ceiling: Rates) -> Figure:
-    """Reached TFLOP/s against operations per byte, under the roof of the device's measured rates."""
+    """Reached TFLOP/s against operations per byte, under the roof of the device's measured rates; all peers in one look."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes: Axes = figure.subplots()
-    styles, named = _styles(shown), set()
-    intensities = []
-    for problem in shown:
-        for line in problem.lines.values():
-            for name, row in line.items():
-                intensities.append(row.flops / row.bytes)
-                label = None if name in named else name
-                named.add(name)
-                axes.plot(intensities[-1], row.flops / row.us / 1e6, label=label, **{**styles[name], "linestyle": "none"})
-    x = np.geomspace(min(intensities) / 2, max(*intensities, 2000 * ceiling.mma_tflops / ceiling.read_gbps) * 2, 200)
+    rows = [row for problem in shown for row in problem.rows]
+    styles = _styles(row for row in rows if not _is_other(row))
+    series: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=_is_other, reverse=True):  # peers first: below the others
+        if _is_other(row) or row.series in styles:
+            series.setdefault("peers" if _is_other(row) else row.series, []).append(row)
+    for name, members in series.items():
+        look = styles.get(name, {"color": "lightgray", "marker": "x", "markersize": 3})
+        x, y = zip(*((row.flops / row.bytes, row.flops / row.us / 1e6) for row in members), strict=True)
+        axes.plot(x, y, label=name, **{**look, "linestyle": "none"})
+    reached = [row.flops / row.bytes for members in series.values() for row in members]
+    x = np.geomspace(min(reached) / 2, max(*reached, 2000 * ceiling.mma_tflops / ceiling.read_gbps) * 2, 200)
     axes.plot(x, np.minimum(x * ceiling.read_gbps / 1e3, ceiling.mma_tflops), color="black", linewidth=1, label="roof")
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -91,30 +97,76 @@ def roofline(gpu: str, shown: list[Problem], ceiling: Rates) -> Figure:
     return figure
 
 
-def _styles(shown: list[Problem]) -> dict[str, dict]:
-    """One look per series over all panels: tilebit bold, the unquantized product black."""
-    rows = {name: row for problem in shown for line in problem.lines.values() for name, row in line.items()}
-    colors = matplotlib.color_sequences["tab10"]
-    looks, next_color = {}, 0
-    for name in sorted(rows, key=lambda name: (rows[name].impl != OURS, name)):
-        if is_baseline(rows[name]):
-            looks[name] = {"color": "black", "marker": "s", "markersize": 3, "linewidth": 1}
-            continue
-        bold = rows[name].impl == OURS
-        looks[name] = {
-            "color": colors[next_color % len(colors)],
-            "marker": "o" if bold else "x",
-            "markersize": 4,
-            "linewidth": 2 if bold else 1,
-        }
-        next_color += 1
+def ablation(study: Ablation) -> Figure:
+    """µs after each idea, one panel per product, the first step on top."""
+    figure, panels = _panels(len(study.times), f"{study.gpu}: what each idea adds, lower is better")
+    steps = list(study.ideas)
+    for index, (axes, ((n, k, m), times)) in enumerate(zip(panels, study.times.items(), strict=True)):
+        bars = axes.barh([steps.index(step) for step in times], list(times.values()), color=OURS_COLORS[0])
+        axes.bar_label(bars, [number(us) for us in times.values()], fontsize=7, padding=2)
+        axes.set_yticks(range(len(steps)), study.ideas.values() if index % COLUMNS == 0 else [""] * len(steps), fontsize=7)
+        axes.set_ylim(len(steps) - 0.5, -0.5)
+        axes.margins(x=0.15)
+        axes.set_title(f"{n} x {k} (n x k), m = {m}")
+        axes.set_xlabel("µs (median)")
+    return figure
+
+
+def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
+    columns = min(COLUMNS, count)
+    lines = math.ceil(count / columns)
+    figure = Figure(figsize=(max(4.8 * columns, 6), 3.6 * lines + 0.6), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flatten())
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    figure.suptitle(title)
+    return figure, panels[:count]
+
+
+def _legend(figure: Figure, panels: list[Axes]) -> None:
+    """One legend for all panels, below them: the unquantized product and the floor, tilebit, the peers."""
+    looks = {}
+    for axes in panels:
+        looks.update({label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True) if label not in looks})
+    looks = dict(sorted(looks.items(), key=lambda item: (-item[1].get_zorder(), item[0])))
+    figure.legend(list(looks.values()), list(looks), loc="outside lower center", ncols=min(5, len(looks)), fontsize=8)
+
+
+def _styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """One look per series over all panels: tilebit bold, the unquantized product black, each peer in its own color, what is asymmetric
+    dotted. Dependent launch is left out: what it saves lies between kernels."""
+    members = {row.series: row for row in rows if row.impl == OURS or is_baseline(row) or _is_other(row)}
+    free = [color for color in COLORS if color not in OURS_COLORS]
+    impls = sorted({row.impl for row in members.values() if _is_other(row)})
+    looks: dict[str, dict[str, Any]] = {}
+    for name, row in members.items():
+        asymmetric = name.endswith("_asym")
+        if is_baseline(row):
+            looks[name] = {"color": "black", "marker": "s", "markersize": 3, "linewidth": 1, "zorder": 3}
+        elif row.impl == OURS:
+            looks[name] = {
+                "color": OURS_COLORS[asymmetric],
+                "marker": "o" if row.weight_bits == 4 else "^",
+                "markersize": 4,
+                "linewidth": 2,
+                "zorder": 4,
+            }
+        else:
+            color = free[impls.index(row.impl) % len(free)]
+            looks[name] = {"color": color, "marker": "x", "markersize": 4, "linewidth": 1, "zorder": 2}
+            looks[name]["linestyle"] = ":" if asymmetric else "-"
     return looks
+
+
+def _is_other(row: Row) -> bool:
+    """Whether these are quantized weights in another library's kernel."""
+    return not row.impl.startswith(OURS) and not is_baseline(row)
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
     files = []
     for kind, metadata in METADATA.items():
         path = stem.with_name(f"{stem.name}.{kind}")
-        figure.savefig(path, format=kind, dpi=110, metadata=metadata)
+        figure.savefig(path, format=kind, dpi=90, metadata=metadata)
         files.append(path)
     return files

@@ -11,9 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from .chains import read_chains
 from .overheads import overheads_section
 from .plots import draw
 from .rows import read_rows
+from .studies import ablation_section, ranker_section, read_ablation
 from .support import support_table
 from .tables import readme_table, results_page
 
@@ -34,13 +36,19 @@ def between_markers(text: str, name: str, content: str) -> str:
 
 def texts(root: Path) -> dict[Path, str]:
     """Every generated text under ``root`` and what it must say."""
-    devices = read_rows(root / "results" / "gemm")
+    results = root / "results"
+    devices = read_rows(results / "gemm")
     readme = (root / "README.md").read_text()
     readme = between_markers(readme, "support", support_table())
     readme = between_markers(readme, "results", readme_table(devices))
-    section = overheads_section(root / "results" / "overheads")
-    page = results_page(devices) + (f"\n{section}" if section else "")
-    return {root / "README.md": readme, root / "results" / "README.md": page}
+    sections = [
+        ablation_section(read_ablation(results / "ablation")),
+        ranker_section(results / "ranker"),
+        overheads_section(results / "overheads"),
+    ]
+    page = results_page(devices, read_chains(results / "chains"))
+    page += "".join(f"\n{section}\n" for section in sections if section)
+    return {root / "README.md": readme, results / "README.md": page}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if stale else 0
     for path, text in wanted.items():
         path.write_text(text)
-    plots = draw(read_rows(options.root / "results" / "gemm"), options.root / "results" / "plots")
+    results = options.root / "results"
+    plots = draw(read_rows(results / "gemm"), read_ablation(results / "ablation"), results / "plots")
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0
 

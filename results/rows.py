@@ -1,10 +1,10 @@
-"""Measured rows: reading them, choosing the ones that tables and plots show, and the floor that each stands above."""
+"""Measured rows: reading them, and the floor that each stands above."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,18 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.schedules.workload import Workload
 
-OURS = "tilebit"
-BASELINES = ("cublas", "torch")  # impl names that ratios are quoted against, the first that is there
+OURS = "tilebit"  # impl of our rows; "tilebit_pdl": with dependent launch, which saves time only between kernels of one stream
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement of ``y[m, n] = x[m, k] @ w[n, k]^T``.
 
-    ``impl`` is "tilebit" or the peer's name, ``format`` compressed-tensors' name of the number format ("w4a16"; "fp16", "bf16" or
-    "w16a16" for unquantized weights), ``group_size`` -1 or None without groups. ``us`` is the median in microseconds, ``us_p20`` and
-    ``us_p80`` its spread, ``rel_err`` the largest relative error of a block. All rows of one process share ``run``. ``read_gbps`` and
-    ``mma_tflops`` may carry the device's measured rates, for devices without a reference ``Target``.
+    ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` compressed-tensors' name of the number format ("w4a16"; "fp16",
+    "bf16" or "w16a16" for unquantized weights), ``group_size`` -1 or None without groups. ``us`` is the median in microseconds,
+    ``us_p20`` and ``us_p80`` its spread, ``rel_err`` the largest relative error of a block (where ``timer`` is "peer harness": that of
+    the whole product). All rows of one process share ``run``. ``read_gbps`` and ``mma_tflops`` may carry the device's measured rates, for
+    devices without a reference ``Target``.
     """
 
     op: str
@@ -48,6 +48,7 @@ class Row:
     tilelang: str | None = None
     commit: str | None = None
     schedule: Any = None
+    timer: str | None = None
     symmetric: bool | None = None
     read_gbps: float | None = None
     mma_tflops: float | None = None
@@ -56,8 +57,6 @@ class Row:
     def from_json(cls, data: dict[str, Any]) -> Row:
         """Unknown fields are ignored; a missing required one, or a time that is no positive number, raises ``ValueError``."""
         known = {f.name for f in fields(cls)}
-        if not isinstance(data, dict):
-            raise ValueError(f"{data!r} is not a JSON object; accepted: the fields {sorted(known)}")
         try:
             row = cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as error:
@@ -91,12 +90,15 @@ class Row:
         return f"{self.impl} {name}"
 
     @property
+    def weight_bytes(self) -> float:
+        """Bytes of the stored weight with its scales and zero points."""
+        format = self.quant_format
+        return self.n * self.k * self.weight_bits / 8 if format is None else Workload(self.m, self.n, self.k, format).weight_bytes
+
+    @property
     def bytes(self) -> float:
         """Bytes that the product must move at least: weights with their scales, x and y once."""
-        format = self.quant_format
-        if format is not None:
-            return Workload(self.m, self.n, self.k, format).bytes
-        return self.n * self.k * self.weight_bits / 8 + 2 * self.m * (self.n + self.k)
+        return self.weight_bytes + 2 * self.m * (self.n + self.k)
 
     @property
     def flops(self) -> int:
@@ -131,69 +133,38 @@ def rates(rows: Iterable[Row]) -> Rates | None:
     return None
 
 
-def read_rows(folder: Path) -> dict[str, list[Row]]:
-    """The rows of every ``*.jsonl`` of ``folder`` by device name, in file order.
+def json_rows(folder: Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, object) of every line of every ``*.jsonl`` of ``folder``, in order; none where there is no such folder.
 
-    Raises ``ValueError`` with file and line for a row that cannot be read.
+    Raises ``ValueError`` with file and line for a line that is no JSON object or lacks a ``required`` field.
     """
-    devices: dict[str, list[Row]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if not line.strip():
                 continue
+            place = f"{path.name}, line {number}"
             try:
-                row = Row.from_json(json.loads(line))
+                row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path.name}, line {number}: {error}") from None
-            devices.setdefault(row.gpu, []).append(row)
-    return dict(sorted(devices.items()))
+                raise ValueError(f"{place}: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{place}: {row!r} is not a JSON object")
+            missing = [field for field in required if field not in row]
+            if missing:
+                raise ValueError(f"{place}: {', '.join(missing)} missing; accepted: rows as the measuring programs write them")
+            yield place, row
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One weight shape: for each m the rows of one process by series, so that every ratio compares times taken side by side."""
+def read_rows(folder: Path) -> dict[str, list[Row]]:
+    """The rows of every ``*.jsonl`` of ``folder`` by device name, GPUs first, in file order.
 
-    dtype: str
-    n: int
-    k: int
-    lines: dict[int, dict[str, Row]]
-
-    @property
-    def series(self) -> list[str]:
-        """Baselines first, then tilebit, then the peers."""
-        rows = {name: row for line in self.lines.values() for name, row in line.items()}
-
-        def order(name: str) -> tuple[bool, bool, str]:
-            return (not is_baseline(rows[name]), rows[name].impl != OURS, name)
-
-        return sorted(rows, key=order)
-
-    @property
-    def runs(self) -> list[str]:
-        return sorted({row.run for line in self.lines.values() for row in line.values()})
-
-
-def is_baseline(row: Row) -> bool:
-    return row.weight_bits == 16 and row.impl.startswith(BASELINES)
-
-
-def baseline(line: dict[str, Row]) -> Row | None:
-    """The unquantized product that ratios of this line are quoted against."""
-    found = [row for row in line.values() if is_baseline(row)]
-    return min(found, key=lambda row: next(i for i, name in enumerate(BASELINES) if row.impl.startswith(name)), default=None)
-
-
-def problems(rows: Iterable[Row]) -> list[Problem]:
-    """The shapes of one device, small to large; each (shape, m) is shown by its newest run, with a row of tilebit if any has one."""
-    grouped: dict[tuple[str, int, int], dict[int, dict[str, list[Row]]]] = {}
-    for row in rows:
-        if row.op == "gemm":
-            grouped.setdefault((row.dtype, row.n, row.k), {}).setdefault(row.m, {}).setdefault(row.run, []).append(row)
-    result = []
-    for (dtype, n, k), by_m in sorted(grouped.items(), key=lambda item: (item[0][0] != "float16", item[0][1] * item[0][2], item[0])):
-        lines = {}
-        for m, runs in sorted(by_m.items()):
-            newest = max(runs.values(), key=lambda run: (any(row.impl == OURS for row in run), max(row.date for row in run)))
-            lines[m] = {row.series: row for row in newest}
-        result.append(Problem(dtype, n, k, lines))
-    return result
+    Raises ``ValueError`` with file and line for a row that cannot be read.
+    """
+    devices: dict[str, list[Row]] = {}
+    for place, data in json_rows(folder):
+        try:
+            row = Row.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        devices.setdefault(row.gpu, []).append(row)
+    return dict(sorted(devices.items(), key=lambda item: (all(row.cuda is None for row in item[1]), item[0])))

@@ -94,10 +94,11 @@ class TuningRecord:
             values["schedule"] = schedule = Schedule.from_json(values["schedule"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"workload or schedule is incomplete ({error!r})") from None
-        sizes = {**{n: getattr(workload, n) for n in ("m", "n", "k")}, **schedule.to_json(), "program": 0}
+        sizes = {**{n: getattr(workload, n) for n in ("m", "n", "k")}, **schedule.to_json(), "program": 0, "stream_k": 0}
         wrong = [f"{name} is {value!r}" for name, value in sizes.items() if type(value) is not int]
-        if wrong or not isinstance(schedule.program, str):
-            raise ValueError(f"{', '.join(wrong) or f'program is {schedule.program!r}'}; accepted: whole numbers and a program's name")
+        if wrong or not isinstance(schedule.program, str) or not isinstance(schedule.stream_k, bool):
+            got = ", ".join(wrong) or f"program is {schedule.program!r} and stream_k {schedule.stream_k!r}"
+            raise ValueError(f"{got}; accepted: whole numbers, a program's name, and true or false for stream_k")
         return cls(**values, extra={name: value for name, value in data.items() if name not in known})
 
 

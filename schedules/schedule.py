@@ -12,9 +12,11 @@ class Schedule:
 
     ``program`` names the tile program. ``block_n`` x ``block_m`` is the output tile of one block (n: output channels, m: tokens),
     ``block_k`` the depth of one pipeline stage, ``num_stages`` the stages in flight, ``num_warps`` the computing warps of a block,
-    ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on
-    one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order). What a field means on a device, and which
-    values are legal there, is said by the program's rule in ``schedules/rules``.
+    ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on one
+    SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order), ``stream_k`` whether blocks take equal shares of
+    all tiles' steps, across tile borders, instead of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which
+    one of them loads for all. What a field means on a device, and which values are legal there, is said by the program's rule in
+    ``schedules/rules``.
     """
 
     program: str
@@ -26,6 +28,8 @@ class Schedule:
     split_k: int = 1
     min_blocks: int = 1
     raster: int = 0
+    stream_k: bool = False
+    cluster: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,14 +1,18 @@
-"""Choosing a schedule: the tuned one, else the nearest tuned one that is legal and not expected to be slow here, else the cost model's
-best; and saying why."""
+"""Choosing a schedule: the tuned one; else that of a tuned twin (the same shape in other numbers); else the learned ranker's best; without
+a ranker the nearest tuned one that is legal and not expected to be slow here, or the analytic model's best. And saying why.
+
+The order was decided on the shipped records, each workload left out in turn (``autotune/regret.py``): the ranker's choice is nearer to the
+best than the nearest record's, so that neighbours' schedules only join its candidates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, log2
 
 from .cost import Estimate, estimate
+from .ranker import Ranker, forget_rankers, known_ranker
 from .records import TuningRecord, latest, shipped_records, user_records
 from .rules.gemm import candidates, legal
 from .schedule import Schedule
@@ -31,58 +35,70 @@ OTHER_UNITS = 4.0  # per factor of two: splits and thread counts are made for th
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and where it came from: ``source`` is "tuned", "nearest" or "model"; ``record`` and ``distance`` belong to the first
-    two."""
+    """A schedule and where it came from: ``source`` is "tuned", "nearest", "ranker" or "model"; ``record`` and ``distance`` belong to the
+    first two, ``predicted_us`` to the ranker's."""
 
     schedule: Schedule
     source: str
     record: TuningRecord | None = None
     distance: float = 0.0
+    predicted_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of ``explain``: a schedule, what the model expects, why it is illegal (empty: legal), what was measured here, and the
-    verdict in words."""
+    """One line of ``explain``: a schedule, what the analytic model expects, what the ranker predicts in microseconds (None: there is no
+    ranker for this workload, or the schedule is illegal), why it is illegal (empty: legal), what was measured here, and the verdict in
+    words."""
 
     schedule: Schedule
     estimate: Estimate
+    predicted_us: float | None
     illegal: tuple[str, ...]
     record: TuningRecord | None
     chosen: bool
     why: str
 
 
-def select(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None) -> Schedule:
+def select(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
     """The schedule to use for ``workload`` on ``target``; m counts as its m-bucket.
 
-    ``records`` default to the shipped and the user's, read once per process (``refresh`` reads them again); choices among them are cached.
+    ``records`` and ``ranker`` default to the shipped and the user's, read once per process (``refresh`` reads them again); choices among
+    them are cached. Where ``records`` are given, nothing but them and the given ``ranker`` counts.
     Raises ``ValueError`` when no program can serve the workload on this target.
     """
-    return choose(workload, target, records).schedule
+    return choose(workload, target, records, ranker).schedule
 
 
-def choose(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None) -> Choice:
+def choose(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Choice:
     """``select`` with its source."""
     workload = workload.with_m(m_bucket(workload.m))
-    return _cached_choice(workload, target) if records is None else _choose(workload, target, records)
+    if records is None and ranker is None:
+        return _cached_choice(workload, target)
+    return _choose(workload, target, *_known(target, records, ranker))
 
 
 def refresh() -> None:
-    """Forget cached records and choices, so that the next ``select`` sees what was tuned since."""
+    """Forget cached records, rankers and choices, so that the next ``select`` sees what was tuned and trained since."""
     _known_records.cache_clear()
+    forget_rankers()
     _cached_choice.cache_clear()
 
 
-def explain(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None) -> list[Row]:
+def explain(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> list[Row]:
     """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by
-    measured or estimated time."""
+    measured, predicted or estimated time."""
     workload = workload.with_m(m_bucket(workload.m))
-    known = _known_records() if records is None else records
-    choice = _choose(workload, target, known)
+    known, ranker = _known(target, records, ranker)
+    choice = _choose(workload, target, known, ranker)
     measured = {r.schedule: r for r in latest(known).values() if r.workload == workload and r.measured_on(target)}
-    schedules: list[Schedule] = [choice.schedule, *measured, *(candidates(workload, target) or [])]
-    rows = [_row(workload, target, s, measured.get(s), choice) for s in dict.fromkeys(schedules)]
+    options = candidates(workload, target) or []
+    illegal = {s: tuple(legal(workload, s, target)) for s in dict.fromkeys([choice.schedule, *measured, *options])}
+    predicted: dict[Schedule, float] = {}
+    if ranker is not None and ranker.serves(workload, options):
+        judged = [s for s, reasons in illegal.items() if not reasons and ranker.serves(workload, [s])]
+        predicted = dict(zip(judged, ranker.predict(workload, judged, target), strict=True))
+    rows = [_row(workload, target, s, illegal[s], predicted.get(s), measured.get(s), choice) for s in illegal]
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
@@ -97,38 +113,54 @@ def distance(record: TuningRecord, workload: Workload, target: Target) -> float 
     return shape + device + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
 
 
+def neighbours(workload: Workload, target: Target, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
+    """(distance, record) of what says something about ``workload`` on ``target``, the nearest and fastest first: everything measured for
+    it here, and of other workloads and devices what was about the fastest there. Legality here is not asked."""
+    timed = [r for r in records if r.ok and r.us is not None]
+    best: dict[tuple[Workload, str, int], float] = {}
+    for r in timed:
+        there = (r.workload, r.gpu, r.units)
+        best[there] = min(r.us or inf, best.get(there, inf))
+    near = [
+        (d, r)
+        for r in timed
+        if (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE
+        if d == 0 or (r.us or inf) <= GOOD_THERE * best[r.workload, r.gpu, r.units]
+    ]
+    return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
+
+
 @lru_cache(maxsize=1)
 def _known_records() -> tuple[TuningRecord, ...]:
     return (*shipped_records(), *user_records())
 
 
+def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranker | None) -> tuple[Sequence[TuningRecord], Ranker | None]:
+    """The records and the ranker that count."""
+    if records is not None:
+        return records, ranker
+    return _known_records(), ranker or known_ranker(target)
+
+
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: Workload, target: Target) -> Choice:
-    return _choose(workload, target, _known_records())
+    return _choose(workload, target, _known_records(), known_ranker(target))
 
 
-def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord]) -> Choice:
+def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
     current = latest(records).values()
-    best: dict[tuple[Workload, str, int], float] = {}
-    for r in current:
-        if r.ok and r.us is not None:
-            there = (r.workload, r.gpu, r.units)
-            best[there] = min(r.us, best.get(there, inf))
-    near = [
-        (d, r)
-        for r in current
-        if r.ok and r.us is not None and (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE
-        if d == 0 or r.us <= GOOD_THERE * best[r.workload, r.gpu, r.units]
-    ]
     failed = {r.schedule for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
-    near.sort(key=lambda pair: (pair[0], pair[1].us or inf))
-    options = candidates(workload, target)
-    bound = NEAR_ENOUGH * min(estimate(workload, s, target).us for s in options) if options else inf
-    for d, record in near:
-        if record.schedule in failed or legal(workload, record.schedule, target):
-            continue
-        if d == 0:
-            return Choice(record.schedule, "tuned", record, d)
+    near = [
+        (d, r) for d, r in neighbours(workload, target, current) if r.schedule not in failed and not legal(workload, r.schedule, target)
+    ]
+    if near and near[0][0] == 0:
+        return Choice(near[0][1].schedule, "tuned", near[0][1])
+    options = candidates(workload, target) or []
+    expected = [estimate(workload, s, target).us for s in options]
+    served = ranker is not None and ranker.serves(workload, options)
+    taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
+    bound = NEAR_ENOUGH * min(expected, default=inf)
+    for d, record in taken_over:
         if estimate(workload, record.schedule, target).us <= bound:
             return Choice(record.schedule, "nearest", record, d)
     if not options:
@@ -136,11 +168,28 @@ def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord])
             f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules/gemm.py"
         )
     usable = [s for s in options if s not in failed] or options
+    if ranker is not None and served:
+        usable = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))
+        us, schedule = min(zip(ranker.predict(workload, usable, target), usable, strict=True), key=lambda pair: pair[0])
+        return Choice(schedule, "ranker", predicted_us=us)
     return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
 
 
-def _row(workload: Workload, target: Target, schedule: Schedule, record: TuningRecord | None, choice: Choice) -> Row:
-    illegal = tuple(legal(workload, schedule, target))
+def _is_twin(record: TuningRecord, workload: Workload, target: Target) -> bool:
+    """Whether a record is of the same shape on such a device, in another dtype, group size or symmetry, or with another bias."""
+    r = record.workload
+    return (r.m, r.n, r.k) == (workload.m, workload.n, workload.k) and record.measured_on(target)
+
+
+def _row(
+    workload: Workload,
+    target: Target,
+    schedule: Schedule,
+    illegal: tuple[str, ...],
+    predicted: float | None,
+    record: TuningRecord | None,
+    choice: Choice,
+) -> Row:
     expected = estimate(workload, schedule, target)
     chosen = schedule == choice.schedule
     if chosen:
@@ -154,12 +203,16 @@ def _row(workload: Workload, target: Target, schedule: Schedule, record: TuningR
         why = f"measured {record.us:.2f} us" + (f", the chosen one {best:.2f} us" if best is not None and choice.source == "tuned" else "")
     elif choice.source == "model":
         why = f"estimated {expected.us:.2f} us, the chosen one {estimate(workload, choice.schedule, target).us:.2f} us"
+    elif predicted is not None and choice.predicted_us is not None:
+        why = f"predicted {predicted:.2f} us, the chosen one {choice.predicted_us:.2f} us"
     else:
-        why = "not measured here; a tuned schedule goes before estimates"
-    return Row(schedule, expected, illegal, record, chosen, why)
+        why = "not measured here; a tuned schedule goes before predictions and estimates"
+    return Row(schedule, expected, predicted, illegal, record, chosen, why)
 
 
 def _why_chosen(choice: Choice) -> str:
+    if choice.predicted_us is not None:
+        return f"chosen: the ranker's best, predicted {choice.predicted_us:.2f} us; this workload is not tuned (run the tuner to measure)"
     if choice.record is None:
         return "chosen: the cost model's best; nothing near enough is tuned (run the tuner to measure)"
     us = f"{choice.record.us:.2f} us"
@@ -171,4 +224,6 @@ def _why_chosen(choice: Choice) -> str:
 
 
 def _time(row: Row) -> float:
-    return row.record.us if row.record is not None and row.record.us is not None else row.estimate.us
+    if row.record is not None and row.record.us is not None:
+        return row.record.us
+    return row.predicted_us if row.predicted_us is not None else row.estimate.us

@@ -202,6 +202,7 @@ def explain(
                 {
                     "schedule": r.schedule.to_json(),
                     "estimate_us": r.estimate.us,
+                    "predicted_us": r.predicted_us,
                     "measured_us": r.record.us if r.record else None,
                     "illegal": list(r.illegal),
                     "chosen": r.chosen,
@@ -211,12 +212,11 @@ def explain(
             ]
         )
         return
-    table = _table(
-        f"m = {m}, {workloads[0].format.name} [{n}, {k}] {dtype} on {chosen.name}", "schedule", "estimate us", "measured us", "verdict"
-    )
+    title = f"m = {m}, {workloads[0].format.name} [{n}, {k}] {dtype} on {chosen.name}"
+    table = _table(title, "schedule", "estimate us", "predicted us", "measured us", "verdict")
     for r in shown:
-        measured = f"{r.record.us:.2f}" if r.record is not None and r.record.us is not None else "-"
-        table.add_row(_schedule_text(r.schedule.to_json()), f"{r.estimate.us:.2f}", measured, r.why)
+        times = (r.estimate.us, r.predicted_us, r.record.us if r.record is not None else None)
+        table.add_row(_schedule_text(r.schedule.to_json()), *("-" if us is None else f"{us:.2f}" for us in times), r.why)
     _print(table, f"{len(rows) - len(shown)} more: --limit 0 prints all" if len(shown) < len(rows) else "")
 
 

@@ -29,6 +29,10 @@ class QuantLinear(nn.Module):
     it), the format and the layout's architecture. Moving the module to a device whose kernels read another layout repacks the weight; so
     does loading a state_dict that was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
     ``.to(dtype)`` rounds them. Inference only.
+
+    ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm`` describes: it may start while the previous kernel
+    of the stream still runs. The layer keeps that safe for what it does itself: switching the option on, and moving, casting, loading or
+    copying the layer while it is on, waits for the device once. Code that writes to the buffers in place must do the same.
     """
 
     weight: Tensor
@@ -37,7 +41,7 @@ class QuantLinear(nn.Module):
     bias: Tensor | None
     perm: Tensor | None
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> None:
         super().__init__()
         if not isinstance(packed, PackedWeight):
             raise TypeError(
@@ -50,10 +54,16 @@ class QuantLinear(nn.Module):
         self.format = packed.format
         self._hold(packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self.dependent = dependent
 
     @classmethod
     def from_float(
-        cls, linear: nn.Linear, format: QuantFormat | str = QuantFormat(), clip_search: bool = False, dtype: torch.dtype | None = None
+        cls,
+        linear: nn.Linear,
+        format: QuantFormat | str = QuantFormat(),
+        clip_search: bool = False,
+        dtype: torch.dtype | None = None,
+        dependent: bool = False,
     ) -> QuantLinear:
         """``linear`` quantized (round to nearest; ``clip_search`` as in ``quantize``) on its own device, computing in ``dtype``: by
         default the weight's, fp16 for fp32 weights. Raises ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
@@ -62,14 +72,35 @@ class QuantLinear(nn.Module):
         format = QuantFormat.parse(format) if isinstance(format, str) else format
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
-        return cls(pack(quantize(weight, format, clip_search, chosen), chosen), linear.bias)
+        return cls(pack(quantize(weight, format, clip_search, chosen), chosen), linear.bias, dependent)
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, name: str, dtype: torch.dtype = torch.float16, device: torch.device | str = "cpu"
+        cls,
+        checkpoint: Checkpoint,
+        name: str,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        dependent: bool = False,
     ) -> QuantLinear:
         """The layer ``name`` of ``checkpoint``, packed on ``device``. Raises as ``Checkpoint.quantized`` and ``pack`` do."""
-        return cls(pack(checkpoint.quantized(name, device), dtype), checkpoint.bias(name, device))
+        return cls(pack(checkpoint.quantized(name, device), dtype), checkpoint.bias(name, device), dependent)
+
+    @property
+    def dependent(self) -> bool:
+        """Whether a call may start while the previous kernel of the stream still runs."""
+        return self._dependent
+
+    @dependent.setter
+    def dependent(self, value: bool) -> None:
+        self._dependent = bool(value)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the buffers are written, if kernels may read them before the preceding kernel has ended."""
+        device = self.weight.device
+        if self._dependent and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def packed(self) -> PackedWeight:
@@ -84,8 +115,9 @@ class QuantLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
         return torch.ops.tilebit.gemm.default(
-            x, self.weight, self.scales, self.zeros, self.bias, self.out_features, self.format.bits, self.format.group_size
-        )
+            x, self.weight, self.scales, self.zeros, self.bias, self.out_features, self.format.bits, self.format.group_size,
+            self._dependent,
+        )  # fmt: skip
 
     def unpack(self) -> QuantizedTensor:
         """The weight as codes, scales and zero points."""
@@ -93,7 +125,7 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{shape}, format={self.format.name}, arch={self.arch}"
+        return f"{shape}, format={self.format.name}, arch={self.arch}{', dependent=True' if self._dependent else ''}"
 
     def _hold(self, packed: PackedWeight) -> None:
         self.arch = packed.arch
@@ -106,6 +138,7 @@ class QuantLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[arg-type]
         if self.weight.device.type in ("cpu", "cuda") and before.device.type != "meta":
             self._repack_for(arch_of(self.weight.device))
+        self._settle()
         return self
 
     def _repack_for(self, arch: str) -> None:
@@ -113,6 +146,11 @@ class QuantLinear(nn.Module):
             codes = self.unpack()
             self._hold(pack(codes, self.scales.dtype, arch=arch))
         self.arch = arch
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copying and unpickling come here."""
+        super().__setstate__(state)
+        self._settle()
 
     def get_extra_state(self) -> Tensor:
         described = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json(), "arch": self.arch}
@@ -146,6 +184,7 @@ class QuantLinear(nn.Module):
                 errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self._settle()
 
     def _as_stored_here(self, state_dict: dict[str, Any], prefix: str, described: dict[str, Any]) -> dict[str, Tensor]:
         """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when they belong to another shape or
@@ -187,12 +226,13 @@ def quantize_model(
     skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
     clip_search: bool = False,
     dtype: torch.dtype | None = None,
+    dependent: bool = False,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place; returns the names replaced.
 
     ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a predicate of (name, layer). A layer
-    shared under several names is quantized once. Layers are converted before any is replaced: an error leaves the model as it was. Raises
-    ``ValueError`` when nothing is left to replace.
+    shared under several names is quantized once. Layers are converted before any is replaced: an error leaves the model as it was.
+    ``dependent`` is every new layer's. Raises ``ValueError`` when nothing is left to replace.
     """
     format = QuantFormat.parse(format) if isinstance(format, str) else format
     keeps = _keeps(skip)
@@ -206,7 +246,7 @@ def quantize_model(
             f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
             f"a single layer: QuantLinear.from_float)"
         )
-    converted = {layer: QuantLinear.from_float(layer, format, clip_search, dtype) for layer in dict.fromkeys(found.values())}
+    converted = {layer: QuantLinear.from_float(layer, format, clip_search, dtype, dependent) for layer in dict.fromkeys(found.values())}
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])

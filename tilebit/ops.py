@@ -23,15 +23,24 @@ MAX_CHECKED = 65536  # weights of one plan whose check is remembered
 
 _plans = dispatch.plans
 _library = torch.library.Library("tilebit", "DEF")
-_library.define("gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size) -> Tensor")
+_library.define(
+    "gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size, bool dependent=False) -> "
+    "Tensor"
+)
 
 
-def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
 
     ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and strides: rows that are not contiguous
     or not 16-byte aligned (on CUDA also a k that is no multiple of 8, and ``packed.perm``) cost one copy of x. ``bias`` is [n] in the
     same dtype. No rows give an empty result. Peak memory is y, that copy where one is made, and the workspace of ``tilebit.workspace``.
+
+    ``dependent`` (programmatic dependent launch): the kernel may start while the previous kernel of the stream still runs. It requests
+    the weight at once and touches x and y only when that kernel has finished, so everything but x must have been written before that
+    previous kernel was launched. It hides the start of a launch behind the end of the previous one; where the kernel or the device has no
+    dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
+
     Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and ``KernelUnavailable`` when no kernel is at hand, all
     before a launch.
     """
@@ -47,12 +56,13 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     elif x.ndim and x.shape[-1] != packed.k:
         _reject_x(x, packed.k, packed.device)
     return torch.ops.tilebit.gemm.default(
-        x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format.bits, packed.format.group_size
+        x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format.bits, packed.format.group_size, dependent
     )
 
 
-def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False) -> None:
+def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependent: bool = False) -> None:
     """Load, and where needed compile, the kernels that calls with ``m`` rows will use: before a CUDA-graph capture or a first request.
+    ``bias`` and ``dependent`` say whether these calls pass them.
 
     Raises ``KernelUnavailable`` when one is missing and cannot be built.
     """
@@ -62,20 +72,28 @@ def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False) -> None:
     if not rows or any(not isinstance(count, int) or count < 1 for count in rows):
         raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above")
     f = packed.format
-    plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias)
+    plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias, dependent)
     plan.prepare(rows)
 
 
 def _gemm(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    dependent: bool = False,
 ) -> Tensor:
-    shape = x.shape
-    if not shape or x.dtype not in DTYPE_NAMES or not shape[-1]:
-        _reject_x(x, None, weight.device)
-    k, dtype, device = shape[-1], x.dtype, x.device
-    plan = _plans.get((n, k, bits, group_size, zeros is not None, bias is not None, dtype, device))
+    shape, dtype, device = x.shape, x.dtype, x.device
+    k = shape[-1] if shape else 0
+    plan = _plans.get((n, k, bits, group_size, zeros is not None, bias is not None, dtype, device, dependent))
     if plan is None:
-        plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None)
+        if not k or dtype not in DTYPE_NAMES:
+            _reject_x(x, None, weight.device)
+        plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None, dependent)
     if id(weight) not in plan.checked:
         _check(plan, weight, scales, zeros, bias)
         if len(plan.checked) >= MAX_CHECKED:
@@ -122,7 +140,15 @@ def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 def _gemm_fake(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    dependent: bool = False,
 ) -> Tensor:
     if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)

@@ -34,12 +34,15 @@ class LoadedKernel:
     """A kernel ready to run. Calling it with torch tensors in the order of ``params`` launches it on torch's current stream.
 
     ``run`` is the bare tvm_ffi function (no Python in between), ``prepare`` loads a CUDA kernel onto a device before its first call.
+    ``run_dependent`` is ``run`` with programmatic dependent launch: the kernel may start while the preceding kernel of the stream still
+    runs, requests everything but x at once, and touches x and y when that kernel has ended. None where the kernel has no such launch.
     """
 
     path: Path
     manifest: dict[str, Any]
     run: Any
     module: Any
+    run_dependent: Any = None
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -157,9 +160,10 @@ def load_kernel(directory: str | os.PathLike[str]) -> LoadedKernel:
     try:
         module = tvm_ffi.load_module(str(library))
         run = module["run"]
+        dependent = module["run_dependent"] if module.implements_function("run_dependent") else None
     except (OSError, RuntimeError, AttributeError) as error:
         raise CorruptArtifact(root, f"{LIBRARY_NAME} does not load here ({error})", "compile the kernel on this machine") from None
-    kernel = LoadedKernel(root, manifest, run, module)
+    kernel = LoadedKernel(root, manifest, run, module, dependent)
     with _lock:
         _loaded[str(root)] = (stamp, kernel)
     return kernel

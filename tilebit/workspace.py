@@ -1,12 +1,15 @@
-"""Scratch memory of split-k kernels on CUDA: partial sums, and tickets that say which block arrives last.
+"""Scratch memory of CUDA kernels that split k: tickets, which say what block arrives last at an output tile, and partial sums.
 
-Eager calls share one workspace per (device, stream): kernels of one stream run one after another and leave their tickets zero again, so
-nothing is cleared between calls. A call that is being captured into a CUDA graph uses memory of that graph (allocated and cleared inside
-the capture, shared by the calls of one capture and stream), so that a replay, on whatever stream, never meets an eager call's workspace.
+A workspace is one int32 tensor: ``TICKETS`` words that are zero before a launch and left zero by it, then the fp32 partial sums. Kernels
+take its address. How many words a kernel needs is said by ``schedules.rules.gemm.workspace_words``.
 
-Size: a call needs ``split_k * m_tiles * n_tiles * block_m * block_n`` floats and ``m_tiles * n_tiles`` tickets. ``dispatch`` cuts a call
-into slices of rows so that the floats stay within ``LIMIT_BYTES`` (or one row of tiles, if that is more): peak extra memory is that much
-per stream in use.
+Eager calls share one workspace per (device, stream): kernels of one stream touch it one after another (those that start early wait for
+their predecessor first) and leave the tickets zero, so nothing is cleared between calls. A call that is being captured into a CUDA graph
+uses memory of that graph (allocated and cleared inside the capture, shared by the calls of one capture and stream), so that a replay, on
+whatever stream, never meets an eager call's workspace.
+
+Size: ``dispatch`` cuts a call into slices of rows so that the partial sums stay within ``LIMIT_BYTES`` (or a few rows, if that is more):
+peak extra memory is that much per stream in use.
 """
 
 from __future__ import annotations
@@ -19,42 +22,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .schedules.rules.gemm import TICKETS
+
 LIMIT_BYTES = 64 << 20
-_STEP = 1 << 18  # floats: workspaces grow in steps of 1 MiB, so that nearby shapes share one
-_MIN_TICKETS = 4096
+_STEP = 1 << 18  # words: workspaces grow in steps of 1 MiB, so that nearby shapes share one
 
-# partials, tickets, and how many of each: kept as numbers, because asking a tensor costs host time
-_Space = tuple[Tensor, Tensor, int, int]
-_eager: dict[tuple[int, int], _Space] = {}
-_captured: dict[tuple[int, int], tuple[int, _Space]] = {}
+# Its address, its length in words, and the memory itself, which whoever launches a kernel on the address holds until it has. Kept as
+# numbers, because asking a tensor costs host time.
+Space = tuple[int, int, Tensor]
+_eager: dict[tuple[int, int], Space] = {}
+_captured: dict[tuple[int, int], tuple[int, Space]] = {}
+
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from a torch built without CUDA
 
 
-def workspace(device: torch.device, partials: int, tickets: int) -> tuple[Tensor, Tensor]:
-    """(float32 [>= partials], int32 [>= tickets] of zeros) on CUDA ``device``, for a kernel launched next on torch's current stream."""
+def workspace(device: torch.device, words: int) -> Space:
+    """A workspace of at least ``words`` words (tickets included) on CUDA ``device``, torch's current one, for a kernel launched next on
+    torch's current stream."""
     index = device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    if torch.cuda.is_current_stream_capturing():
-        return _for_capture(device, index, stream, partials, tickets)
-    if _captured:
-        _captured.pop((index, stream), None)  # that capture has ended: its memory belongs to its graph's pool alone
+    stream = _current_stream(index)
+    if stream:  # 0, the default stream, cannot be captured: asking would cost its calls 0.3 us
+        if torch.cuda.is_current_stream_capturing():
+            return _for_capture(device, index, stream, words)
+        if _captured:
+            _captured.pop((index, stream), None)  # that capture has ended: its memory belongs to its graph's pool alone
     space = _eager.get((index, stream))
-    if space is None or space[2] < partials or space[3] < tickets:
-        space = _allocate(device, partials, tickets)
+    if space is None or space[1] < words:
+        space = _allocate(device, words)
         if not _managed_by_inductor(index, stream):
             _eager[index, stream] = space
-    return space[0], space[1]
+    return space
 
 
-def _for_capture(device: torch.device, index: int, stream: int, partials: int, tickets: int) -> tuple[Tensor, Tensor]:
+def _for_capture(device: torch.device, index: int, stream: int, words: int) -> Space:
     """Memory of the graph that is being captured; cleared by the graph itself, at the start of every replay."""
     capture = capture_id(stream)
     held = _captured.get((index, stream))
-    if held is not None and held[0] == capture and held[1][2] >= partials and held[1][3] >= tickets:
-        return held[1][0], held[1][1]
-    space = _allocate(device, partials, tickets)
+    if held is not None and held[0] == capture and held[1][1] >= words:
+        return held[1]
+    space = _allocate(device, words)
     if not _managed_by_inductor(index, stream):
         _captured[index, stream] = (capture, space)
-    return space[0], space[1]
+    return space
 
 
 def release() -> None:
@@ -63,15 +72,12 @@ def release() -> None:
     _captured.clear()
 
 
-def _allocate(device: torch.device, partials: int, tickets: int) -> _Space:
+def _allocate(device: torch.device, words: int) -> Space:
     """A new workspace; the tickets are cleared on the current stream (inside the capture, when there is one)."""
-    floats, counts = -(-partials // _STEP) * _STEP, max(tickets, _MIN_TICKETS)
-    return (
-        torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(counts, dtype=torch.int32, device=device),
-        floats,
-        counts,
-    )
+    length = TICKETS + -(-max(0, words - TICKETS) // _STEP) * _STEP
+    memory = torch.empty(length, dtype=torch.int32, device=device)
+    memory[:TICKETS].zero_()
+    return memory.data_ptr(), length, memory
 
 
 def _managed_by_inductor(index: int, stream: int) -> bool:

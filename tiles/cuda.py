@@ -11,7 +11,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from .lint import Instructions, Resources, count_instructions, disassemble
 from .program import DEVICE_DIR, TileProgram
 
 SOURCE_NAME = "kernel.cu"
-DEPENDENT_LAUNCH_MARKS = ("griddepcontrol.wait", "cudaGridDependencySynchronize", "pdl_sync")
+# What a wait for the preceding kernel becomes in PTX. Looked for there and not in the CUDA source, which holds the headers' functions
+# whether the kernel calls them or not.
+DEPENDENT_WAIT = "griddepcontrol.wait"
 
 
 class NvccError(Exception):
@@ -112,7 +114,7 @@ def run_nvcc(build_dir: Path, arch: str, flags: tuple[str, ...] = ()) -> tuple[s
         ptx = "".join(path.read_text() for path in Path(kept).glob("*.ptx"))
     report = done.stdout + done.stderr
     if done.returncode != 0:
-        errors = [line for line in report.splitlines() if "error" in line.lower()] or report.splitlines()
+        errors = [line for line in report.splitlines() if re.search("error|fatal", line, re.I)] or report.splitlines()
         raise NvccError(
             f"nvcc ({nvcc_version()}) refused the generated source for {arch}:\n"
             + "\n".join(errors[:12])
@@ -151,6 +153,12 @@ def parse_ptxas(report: str, kernel: str, dynamic_smem: int, threads: int) -> Re
     )
 
 
+def waits_for_predecessor(ptx: str, kernel: str) -> bool:
+    """Whether the code of ``kernel`` in ``ptx`` waits for the preceding kernel itself, so that it may be launched before that has ended."""
+    body = re.search(rf"\.entry {re.escape(kernel)}\b.*?(?=\.(?:entry|func) |\Z)", ptx, re.S)
+    return body is not None and DEPENDENT_WAIT in body.group(0)
+
+
 def compile_cuda(program: TileProgram, workload: Workload, schedule: Schedule, target: Target, build_dir: Path) -> CudaBuild:
     """Build the kernel of one request into ``build_dir``: kernel.cu, kernel.cubin, host.c, kernel.so. Runs where TileLang may be imported.
 
@@ -161,13 +169,14 @@ def compile_cuda(program: TileProgram, workload: Workload, schedule: Schedule, t
     function = program.build(workload, schedule, target)
     params = describe_params(function, program.params(workload, schedule))
     artifact = lower_cuda(function, lowered_arch(program, target), dict(program.pass_configs))
-    source = program.rewrite(artifact.kernel_source) if program.rewrite else artifact.kernel_source
-    plan = read_host(artifact.host_mod, artifact.device_mod, params, any(mark in source for mark in DEPENDENT_LAUNCH_MARKS))
+    source = artifact.kernel_source
+    plan = read_host(artifact.host_mod, artifact.device_mod, params)
     seconds["lower"] = time.perf_counter() - start
     (build_dir / SOURCE_NAME).write_text(source)
 
     start = time.perf_counter()
     report, ptx = run_nvcc(build_dir, target.arch, program.nvcc_flags)
+    plan = replace(plan, launches=tuple(replace(launch, dependent=waits_for_predecessor(ptx, launch.kernel)) for launch in plan.launches))
     first = plan.launches[0]
     threads = 1
     for extent in first.block:

@@ -35,6 +35,7 @@ FIELD_SHAPE, FIELD_DATA, FIELD_ARG = 2, 1, 15  # tvm_struct_get fields: DLTensor
 GEOMETRY_TAGS = ("blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z")
 CLUSTER_TAGS = ("tir.cluster_dim_x", "tir.cluster_dim_y", "tir.cluster_dim_z")
 DYNAMIC_SMEM_TAG = "tirx.use_dyn_shared_memory"
+WORKSPACE = "workspace"  # the parameter that may be given by its address, without a length
 
 
 class UnsupportedHost(Exception):
@@ -82,7 +83,7 @@ class Launch:
     block: tuple[str, str, str]
     cluster: tuple[str, str, str] | None
     smem: str
-    dependent: bool  # programmatic dependent launch: the kernel waits for its predecessor itself
+    dependent: bool = False  # the kernel waits for its predecessor itself: `run_dependent` may launch it before that has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,9 @@ def describe_params(function: Any, names: tuple[str, ...]) -> tuple[Param, ...]:
 
 
 class _Reader:
-    def __init__(self, params: tuple[Param, ...], device_functions: dict[str, Any], dependent: bool) -> None:
+    def __init__(self, params: tuple[Param, ...], device_functions: dict[str, Any]) -> None:
         self.params = params
         self.device_functions = device_functions
-        self.dependent = dependent
         self.bound: dict[Any, Any] = {}  # variable -> the expression that defines it
         self.symbols: dict[str, tuple[int, int]] = {}
         self.map_of: dict[Any, int] = {}
@@ -178,7 +178,7 @@ class _Reader:
         smem = values.get(DYNAMIC_SMEM_TAG, "0")
         if not smem.isdigit():
             raise UnsupportedHost(f"kernel {name} wants {smem} bytes of dynamic shared memory; accepted: a constant")
-        self.launches.append(Launch(name, kernel_args, (x, y, z), (tx, ty, tz), cluster, smem, self.dependent))  # type: ignore[arg-type]
+        self.launches.append(Launch(name, kernel_args, (x, y, z), (tx, ty, tz), cluster, smem))  # type: ignore[arg-type]
 
     def kernel_arg(self, expr: Any) -> KernelArg:
         if expr in self.map_of:
@@ -235,6 +235,11 @@ class _Reader:
             raise UnsupportedHost(f"{var} is read from {inner}, which is no tensor's shape")
         place = (self.argument(shape.args[0]), int(inner.indices[0]))
         name = str(var)
+        if self.params[place[0]].name == WORKSPACE:
+            raise UnsupportedHost(
+                f"the launch depends on {name!r}, a dimension of {WORKSPACE!r}; accepted: other parameters' dimensions, because a "
+                f"workspace may come as an address alone"
+            )
         if self.symbols.setdefault(name, place) != place:
             raise UnsupportedHost(f"two dimensions are both called {name!r}; give them different names")
         return dim_name(name)
@@ -249,7 +254,7 @@ def _is_struct_get(expr: Any, field: int) -> bool:
     return type(expr).__name__ == "Call" and expr.op.name == "tirx.tvm_struct_get" and int(expr.args[2]) == field
 
 
-def read_host(host_module: Any, device_module: Any, params: tuple[Param, ...], dependent: bool) -> HostPlan:
+def read_host(host_module: Any, device_module: Any, params: tuple[Param, ...]) -> HostPlan:
     """The ``HostPlan`` of a lowered module pair (``CompiledArtifact.host_mod``, ``.device_mod``).
 
     Raises ``UnsupportedHost``, with a sentence, for anything it cannot express exactly.
@@ -258,7 +263,7 @@ def read_host(host_module: Any, device_module: Any, params: tuple[Param, ...], d
     host_functions = list(host_module.functions.values())
     if len(host_functions) != 1:
         raise UnsupportedHost(f"the lowered module has {len(host_functions)} host functions; accepted: 1")
-    reader = _Reader(params, device_functions, dependent)
+    reader = _Reader(params, device_functions)
     reader.statement(host_functions[0].body)
     if not reader.launches:
         raise UnsupportedHost("the host function launches no kernel")

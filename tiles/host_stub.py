@@ -1,8 +1,11 @@
 """The host side of a compiled CUDA kernel as C: generated from a ``HostPlan``, compiled by the C compiler, loaded by tvm_ffi.
 
-The library exports ``run(*tensors)`` and ``prepare(device)``. It embeds the cubin and finds the driver at the first call, so that it is
-built and loaded on machines without a GPU or a CUDA toolkit. ``run`` allocates nothing and waits for nothing: it may be captured in a CUDA
-graph. It encodes a tensor map only when a pointer or a dimension is new to it.
+The library exports ``run(*tensors)``, ``prepare(device)`` and, where a kernel waits for its predecessor itself,
+``run_dependent(*tensors)``, which launches it with the programmatic-stream-serialization attribute: it may then start before the preceding
+kernel of its stream has ended (``run`` never lets it). A parameter called ``workspace`` is given as a tensor or as its address, an integer.
+The library embeds the cubin and finds the driver at the first call, so that it is built and loaded on machines without a GPU or a CUDA
+toolkit. A call allocates nothing and waits for nothing: it may be captured in a CUDA graph. It encodes a tensor map only when a pointer or
+a dimension is new to it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .host_plan import HostPlan, KernelArg, Launch, Param, TensorMap, dim_name
+from .host_plan import WORKSPACE, HostPlan, KernelArg, Launch, Param, TensorMap, dim_name
 from .program import DEVICE_DIR
 
 CUBIN_NAME = "kernel.cubin"
@@ -51,7 +54,8 @@ def _param(param: Param) -> str:
     code, bits = _dl_type(param.dtype)
     dims = ", ".join(str(d) if isinstance(d, int) else "-1" for d in param.shape)
     fixed = int(all(isinstance(d, int) for d in param.shape))
-    return f'  {{"{param.name}", "{param.dtype}", {code}, {bits}, {len(param.shape)}, {{{dims}}}, {fixed}}},'
+    address = int(param.name == WORKSPACE)
+    return f'  {{"{param.name}", "{param.dtype}", {code}, {bits}, {len(param.shape)}, {{{dims}}}, {fixed}, {address}}},'
 
 
 def _symbols(plan: HostPlan) -> list[str]:
@@ -108,6 +112,7 @@ def _launch(index: int, launch: Launch, kernels: list[str]) -> list[str]:
     declarations, pointers = [], []
     for position, arg in enumerate(launch.args):
         pointers.append(_argument(arg, f"k{index}_{position}", declarations))
+    dependent = "dependent" if launch.dependent else "0"
     cluster = "NULL" if launch.cluster is None else f"cluster{index}"
     return [
         *declarations,
@@ -115,7 +120,7 @@ def _launch(index: int, launch: Launch, kernels: list[str]) -> list[str]:
         f"  const int64_t block{index}[3] = {{{', '.join(launch.block)}}};",
         *([] if launch.cluster is None else [f"  const int64_t {cluster}[3] = {{{', '.join(launch.cluster)}}};"]),
         f"  if (grid{index}[0] > 0 && grid{index}[1] > 0 && grid{index}[2] > 0 &&",
-        f"      tb_launch(device, {kernels.index(launch.kernel)}, grid{index}, block{index}, {cluster}, {int(launch.dependent)}, stream,",
+        f"      tb_launch(device, {kernels.index(launch.kernel)}, grid{index}, block{index}, {cluster}, {dependent}, stream,",
         f"                params{index}) != 0) return -1;",
     ]
 
@@ -127,6 +132,17 @@ def _argument(arg: KernelArg, name: str, declarations: list[str]) -> str:
         return f"&slot{arg.value}->map"
     declarations.append(f"  {arg.kind}_t {name} = ({arg.kind}_t){arg.value};")
     return f"&{name}"
+
+
+def _export(name: str, dependent: int) -> str:
+    """One of the library's functions that launch."""
+    return f"""TVM_FFI_DLL_EXPORT int __tvm_ffi_{name}(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
+  (void)self;
+  (void)result;
+  return tb_run(args, num_args, {dependent});
+}}
+
+"""
 
 
 def generate_stub(plan: HostPlan, program_name: str, arch: str) -> str:
@@ -152,10 +168,12 @@ def generate_stub(plan: HostPlan, program_name: str, arch: str) -> str:
         "  return 0;",
     ]
     params = "\n".join(_param(p) for p in plan.params)
+    exports = _export("run", 0) + (_export("run_dependent", 1) if any(launch.dependent for launch in plan.launches) else "")
     lines = "\n".join(body)
     return f"""/* Generated from the lowered host function; do not edit. */
 #define TB_PROGRAM "{program_name}"
 #define TB_ARCH "{arch}"
+#define TB_PARAM_NAMES "{", ".join(p.name for p in plan.params)}"
 #define TB_PARAMS {len(plan.params)}
 #define TB_SYMBOLS {len(symbols)}
 #define TB_KERNELS {len(kernels)}
@@ -172,25 +190,11 @@ static const tb_param tb_params[TB_PARAMS] = {{
 {params}
 }};
 
-static int tb_body(const DLTensor* const* t, int device, CUstream stream) {{
+static int tb_body(const DLTensor* const* t, int device, CUstream stream, int dependent) {{
 {lines}
 }}
 
-TVM_FFI_DLL_EXPORT int __tvm_ffi_run(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
-  (void)self;
-  (void)result;
-  if (num_args != TB_PARAMS)
-    return tb_fail("TypeError", "got %d arguments; accepted: {len(plan.params)} ({", ".join(p.name for p in plan.params)})", num_args);
-  const DLTensor* t[TB_PARAMS];
-  if (tb_check(&tb_params[0], &args[0], -1, &t[0]) != 0) return -1;
-  const int device = t[0]->device.device_id;
-  for (int i = 1; i < TB_PARAMS; ++i)
-    if (tb_check(&tb_params[i], &args[i], device, &t[i]) != 0) return -1;
-  if (tb_prepare(device) != 0) return -1;
-  return tb_enter(t, device, TVMFFIEnvGetStream(kDLCUDA, device));
-}}
-
-TVM_FFI_DLL_EXPORT int __tvm_ffi_prepare(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
+{exports}TVM_FFI_DLL_EXPORT int __tvm_ffi_prepare(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {{
   (void)self;
   (void)result;
   if (num_args != 1 || args[0].type_index != kTVMFFIInt)

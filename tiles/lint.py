@@ -1,8 +1,8 @@
 """Findings about a compiled CUDA kernel: did the compiler do what the schedule asked for?
 
-TileLang falls back silently (a pipeline that cannot be specialized is serialized, a copy that cannot be vectorized becomes scalar), and
-ptxas spills silently. A finding is a sentence that starts with its level: an error means that the kernel must not be used, a warning
-that it is slower than meant.
+TileLang falls back silently (a copy that TMA or cp.async cannot make becomes plain loads, one that cannot be vectorized becomes scalar),
+and ptxas spills and serializes silently. A finding is a sentence that starts with its level: an error means that the kernel must not be
+used, a warning that it is slower than meant.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..schedules.rules.gemm import wgmma_registers
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
 
@@ -21,7 +22,7 @@ ERROR, WARNING = "error: ", "warning: "
 REGISTERS_PER_SM = 65536
 THREADS_PER_SM = 2048
 BLOCK_SMEM = 1024  # bytes of shared memory that the system takes per resident block
-PRODUCER_THREADS = 128  # the warpgroup that TileLang adds when it specializes
+PRODUCER_THREADS = 128  # the warpgroup of gemm_wgmma that loads
 # ptxas advisories that say wgmma instructions wait for one another
 SERIALIZED = re.compile(r"\(C75(0[5-9]|1\d)\)")
 
@@ -47,13 +48,17 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """How often a kernel's code (``level``: "ptx" or "sass") does what a lint rule asks about."""
+    """How often a kernel's code (``level``: "ptx" or "sass") does what a lint rule asks about. ``tma`` counts loads of tiles through a
+    tensor map, ``bulk_copies`` those of plain byte ranges, ``dependent_waits`` waits for the preceding kernel of a dependent launch."""
 
     level: str
     wgmma: int
     mma: int
+    ldmatrix: int
     tma: int
+    bulk_copies: int
     cp_async: int
+    dependent_waits: int
     wide_shared_loads: int
     register_reallocations: int
     float_atomics: int
@@ -66,8 +71,11 @@ PATTERNS = {
     "ptx": {
         "wgmma": r"\bwgmma\.mma_async",
         "mma": r"\bmma\.sync",
-        "tma": r"\bcp\.async\.bulk",
+        "ldmatrix": r"\bldmatrix\.sync",
+        "tma": r"\bcp\.async\.bulk\.tensor",
+        "bulk_copies": r"\bcp\.async\.bulk\.shared",
         "cp_async": r"\bcp\.async\.c[ag]",
+        "dependent_waits": r"\bgriddepcontrol\.wait",
         "wide_shared_loads": r"\bld\.shared\.(v4\.[bufs]32|v2\.[bufs]64)",
         "register_reallocations": r"\bsetmaxnreg",
         "float_atomics": r"\b(atom|red)\.[\w.:]*\.(f16|f16x2|bf16|bf16x2|f32|f64)\b",
@@ -75,12 +83,35 @@ PATTERNS = {
     "sass": {
         "wgmma": r"\b[HIQ]GMMA\b",
         "mma": r"\b[HIQ]MMA\b",
-        "tma": r"\b(UTMALDG|UBLKCP)\b",
+        "ldmatrix": r"\bLDSM\b",
+        "tma": r"\bUTMALDG\b",
+        "bulk_copies": r"\bUBLKCP\b",
         "cp_async": r"\bLDGSTS\b",
+        "dependent_waits": r"\bACQBULK\b",
         "wide_shared_loads": r"\bLDS(\.\w+)*\.128",
         "register_reallocations": r"\bUSETMAXREG",
         "float_atomics": r"\b(RED|REDG|ATOM|ATOMG|ATOMS)\.[\w.]*(F16|BF16|F32|F64)",
     },
+}
+
+# What each program's code must hold, whatever the schedule.
+PROMISES = {
+    "gemm_wgmma": ("wgmma", "tma", "dependent_waits", "register_reallocations", "wide_shared_loads"),
+    "gemm_mma": ("mma", "cp_async", "wide_shared_loads"),
+    "gemm_stream": ("mma", "ldmatrix", "cp_async", "wide_shared_loads"),
+    "gemm_stream_bulk": ("mma", "ldmatrix", "bulk_copies", "dependent_waits", "wide_shared_loads"),
+}
+# What it means when an instruction is not there: (level of the finding, its name, the consequence).
+ABSENT = {
+    "wgmma": (ERROR, "wgmma", "the product does not run on the tensor cores"),
+    "mma": (ERROR, "mma.sync", "the product does not run on the tensor cores"),
+    "ldmatrix": (ERROR, "ldmatrix", "x does not reach the tensor cores in their order"),
+    "tma": (ERROR, "TMA load", "copies became plain loads"),
+    "bulk_copies": (ERROR, "bulk copy", "weights became plain loads"),
+    "cp_async": (ERROR, "cp.async", "the pipeline was stripped"),
+    "dependent_waits": (ERROR, "wait for the preceding kernel", "in a dependent launch it would read what that one still writes"),
+    "register_reallocations": (WARNING, "setmaxnreg", "producer and consumers share registers evenly"),
+    "wide_shared_loads": (WARNING, "128-bit shared-memory load", "packed weights are read in pieces"),
 }
 
 
@@ -125,28 +156,28 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
     return found
 
 
+def _warpgroup_findings(resources: Resources, schedule: Schedule) -> list[str]:
+    """Whether the block has the warpgroups that ``gemm_wgmma`` tells apart, and the registers that they take."""
+    found, computing = [], schedule.num_warps * 32
+    if resources.threads != computing + PRODUCER_THREADS:
+        found.append(
+            f"{ERROR}{resources.threads} threads a block; accepted: {computing + PRODUCER_THREADS}, "
+            f"{schedule.num_warps} computing warps and a loading warpgroup"
+        )
+    producer, consumer = wgmma_registers(schedule)
+    taken, given = producer * PRODUCER_THREADS + consumer * computing, -(-resources.registers // 8) * 8 * resources.threads
+    if taken > given:
+        found.append(f"{ERROR}setmaxnreg takes {taken} registers of the {given} that a block starts with: the kernel would wait for ever")
+    return found
+
+
 def _program_findings(code: Instructions, resources: Resources, schedule: Schedule) -> list[str]:
     """What the programs of this library promise about their code; programs from elsewhere promise nothing."""
-    found = []
-    if schedule.program == "gemm_wgmma":
-        if resources.threads != schedule.num_warps * 32 + PRODUCER_THREADS:
-            found.append(
-                f"{ERROR}warp specialization did not fire: {resources.threads} threads where {schedule.num_warps} computing warps "
-                f"and a producer warpgroup make {schedule.num_warps * 32 + PRODUCER_THREADS}; the pipeline is serialized"
-            )
-        if not code.wgmma:
-            found.append(f"{ERROR}no wgmma in the {code.level}: the product does not run on the tensor cores")
-        if not code.tma:
-            found.append(f"{ERROR}no TMA load in the {code.level}: copies became plain loads")
-        if not code.register_reallocations and schedule.min_blocks == 1:
-            found.append(f"{WARNING}no setmaxnreg in the {code.level}: producer and consumers share registers evenly")
-    if schedule.program == "gemm_mma":
-        if not code.mma:
-            found.append(f"{ERROR}no mma.sync in the {code.level}: the product does not run on the tensor cores")
-        if not code.cp_async and schedule.num_stages > 1:
-            found.append(f"{ERROR}no cp.async in the {code.level}: the pipeline was stripped")
-    if schedule.program in ("gemm_wgmma", "gemm_mma") and not code.wide_shared_loads:
-        found.append(f"{WARNING}no 128-bit shared-memory load in the {code.level}: packed weights are read in pieces")
+    found = _warpgroup_findings(resources, schedule) if schedule.program == "gemm_wgmma" else []
+    for instruction in PROMISES.get(schedule.program, ()):
+        if not getattr(code, instruction):
+            severity, name, consequence = ABSENT[instruction]
+            found.append(f"{severity}no {name} in the {code.level}: {consequence}")
     return found
 
 

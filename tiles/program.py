@@ -22,6 +22,8 @@ DEVICE_DIR = Path(__file__).parent / "device"
 PROGRAM_MODULES = {
     "gemm_wgmma": "tilebit.tiles.gemm.wgmma",
     "gemm_mma": "tilebit.tiles.gemm.mma",
+    "gemm_stream": "tilebit.tiles.gemm.stream",
+    "gemm_stream_bulk": "tilebit.tiles.gemm.stream_bulk",
     "gemm_cpu": "tilebit.tiles.cpu.gemm",
 }
 
@@ -36,7 +38,7 @@ class TileProgram:
     names the kernel's tensors in call order. ``headers`` are files under ``tiles/device`` that the generated code includes
     (they are part of a kernel's key). ``reference`` is the computation in fp64. ``pass_configs`` (TileLang's) and ``nvcc_flags`` are
     given to the compilers as they are. ``newest_arch`` caps what TileLang generates code for: on a newer target the same source is
-    compiled for that target, so that an sm_89 program runs, and is tested, on sm_90a. ``rewrite`` is a last pass over the generated CUDA.
+    compiled for that target, so that an sm_89 program runs, and is tested, on sm_90a.
     """
 
     name: str
@@ -50,7 +52,6 @@ class TileProgram:
     pass_configs: Mapping[str, Any] = field(default_factory=dict)
     nvcc_flags: tuple[str, ...] = ()
     newest_arch: str | None = None
-    rewrite: Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
         if self.compiler not in COMPILERS:

@@ -3,19 +3,20 @@
 ``gemm_wgmma`` (sm_90a): a TMA producer warpgroup and one or two consumer warpgroups; the dequantized weight is wgmma's register operand,
 so a consumer warpgroup holds whole 64-row slabs of W and wgmma's n is ``block_m``.
 ``gemm_mma`` (sm_80 and later): the same tile as mma.sync on four warps per 64-row slab, fed by cp.async.
-``gemm_cpu``: see ``gemm_cpu.py``.
+``gemm_stream_bulk``, ``gemm_stream``: see ``gemm_stream.py``. ``gemm_cpu``: see ``gemm_cpu.py``. What is tried: ``gemm_tiles.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 from ...layouts.formats import PER_CHANNEL, QuantFormat
 from ..schedule import Schedule
 from ..target import Target
 from ..workload import Workload
+from . import gemm_stream
 from .gemm_cpu import cpu_candidates, cpu_legal
+from .gemm_tiles import in_turn, tile_candidates
 
 SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
@@ -25,12 +26,18 @@ BLOCK_SMEM_OVERHEAD = 1024  # bytes of an SM's shared memory that each resident 
 MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
-MAX_CANDIDATES = 150
+CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
+WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
+STAGED_COLUMNS = 32  # of a tile that a persistent block stages at a time
+MAX_CANDIDATES = 120
+
+# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
+TICKETS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class _CudaRule:
-    """The constants of one CUDA program; change a limit here and ``legal`` and ``candidates`` follow.
+    """The constants of one CUDA program; change a limit here and ``legal`` follows.
 
     ``registers`` is what one computing thread may hold when a block has an SM to itself, ``spare_registers`` what addresses, scales and
     loop state take of it; ``b_fragment`` says whether the small operand passes through registers (mma.sync) or is read from shared memory
@@ -49,22 +56,18 @@ class _CudaRule:
     barrier_bytes: int  # per stage
     reserved_smem: int  # alignment and the split-k ticket
     b_fragment: bool
-    tried_block_m: tuple[int, ...]
-    tried_block_k: tuple[int, ...] = (64, 128)
 
 
 _WGMMA = _CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 256), (8, 16, 32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 8),
-    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=1024, b_fragment=False,
-    tried_block_m=(8, 16, 32, 64, 128, 256), tried_block_k=(32, 64, 128),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 16), (2, 8),
+    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 _MMA = _CudaRule(
     "gemm_mma", ("sm_80", "sm_86", "sm_89", "sm_90a"), (64, 128, 256), (8, *range(16, 129, 16)), (32, 64, 128), (4, 8, 16), (2, 5),
     producer_threads=0, registers=255, spare_registers=50, barrier_bytes=0, reserved_smem=16, b_fragment=True,
-    tried_block_m=(8, 16, 32, 64, 128), tried_block_k=(32, 64, 128),
 )  # fmt: skip
 _CUDA = {rule.program: rule for rule in (_WGMMA, _MMA)}
-PROGRAMS = (*_CUDA, "gemm_cpu")
+PROGRAMS = (*_CUDA, *gemm_stream.ARCHES, "gemm_cpu")
 
 # The program whose candidates are tried on an arch. gemm_mma is legal on sm_90a too (its code runs there) but never the faster one.
 _PREFERRED = {"sm_80": "gemm_mma", "sm_86": "gemm_mma", "sm_89": "gemm_mma", "sm_90a": "gemm_wgmma", "cpu": "gemm_cpu"}
@@ -75,7 +78,8 @@ def programs_for(arch: str) -> tuple[str, ...]:
     if arch == "cpu":
         return ("gemm_cpu",)
     preferred = _PREFERRED.get(arch)
-    return tuple(sorted((p for p, rule in _CUDA.items() if arch in rule.arches), key=lambda p: p != preferred))
+    arches = {**{p: rule.arches for p, rule in _CUDA.items()}, **gemm_stream.ARCHES}
+    return tuple(sorted((p for p, runs_on in arches.items() if arch in runs_on), key=lambda p: p != preferred))
 
 
 def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -84,21 +88,57 @@ def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
         return [f"program is {schedule.program!r}; accepted: {', '.join(PROGRAMS)}."]
     if schedule.program == "gemm_cpu":
         return cpu_legal(workload, schedule, target)
+    if schedule.program in gemm_stream.ARCHES:
+        return gemm_stream.stream_legal(workload, schedule, target)
     rule = _CUDA[schedule.program]
     reasons = _field_reasons(rule, workload, schedule, target)
     return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
 
 
 def candidates(workload: Workload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order; None: no program runs
-    there."""
+    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order, programs in turn; None: no
+    program runs there."""
     preferred = _PREFERRED.get(target.arch)
     if preferred is None:
         return None
     if preferred == "gemm_cpu":
         return cpu_candidates(workload, target) or None
-    found = [s for s in _cuda_grid(_CUDA[preferred], workload, target) if not legal(workload, s, target)]
-    return list(dict.fromkeys(found))[:MAX_CANDIDATES]
+    few = gemm_stream.stream_candidates(workload, target)
+    return in_turn([few, tile_candidates(preferred, workload, target, legal)])[:MAX_CANDIDATES]
+
+
+def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
+    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and the fp32 sums; 0: it takes none."""
+    s = schedule
+    tile = s.block_n * s.block_m
+    if s.stream_k:
+        return TICKETS + 2 * grid_blocks(s, target) * tile
+    if s.program == "gemm_cpu" or s.split_k == 1 or clustered_split(s):
+        return 0
+    tiles = -(-workload.m // s.block_m) * (-(-workload.n // SLAB_N) * SLAB_N // s.block_n)
+    return TICKETS + tiles * s.split_k * tile
+
+
+def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
+    """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that a launch gives to both."""
+    consumers = schedule.num_warps * 32
+    threads = consumers + _WGMMA.producer_threads
+    share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+    producer = min(40, share) if schedule.min_blocks == 1 else 24
+    return producer, min(240, (share * threads - producer * _WGMMA.producer_threads) // consumers // 8 * 8)
+
+
+def clustered_split(schedule: Schedule) -> bool:
+    """Whether the blocks that share a tile are a thread-block cluster, which adds its parts up without a workspace.
+
+    ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without one (4096 x 14336 at m = 64, 32
+    of them: 37.8 us, two waves; 22.7 through a workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
+    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == _WGMMA.program and schedule.split_k == 2))
+
+
+def grid_blocks(schedule: Schedule, target: Target) -> int:
+    """Blocks of a persistent grid: as many as the device holds at once, in whole clusters."""
+    return target.units * schedule.min_blocks // schedule.cluster * schedule.cluster
 
 
 def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:
@@ -112,8 +152,16 @@ def shared_memory(format: QuantFormat, schedule: Schedule) -> int:
     """Shared memory of one block of a CUDA program in bytes."""
     rule = _CUDA[schedule.program]
     pipeline = schedule.num_stages * (stage_bytes(format, schedule) + rule.barrier_bytes)
-    staging = schedule.block_m * (schedule.block_n + 8) * 2  # the output tile reuses the pipeline's memory
-    return max(pipeline, staging) + rule.reserved_smem
+    if rule.b_fragment:
+        return (
+            max(pipeline, schedule.block_m * (schedule.block_n + 8) * 2) + rule.reserved_smem
+        )  # the tile to store takes the pipeline's place
+    return pipeline + _staging_bytes(schedule) + rule.reserved_smem  # the next tile is on its way while one is stored
+
+
+def _staging_bytes(schedule: Schedule) -> int:
+    """Shared memory through which a block of ``gemm_wgmma`` stores its tile."""
+    return min(schedule.block_m, STAGED_COLUMNS) * (schedule.block_n + 8) * 2
 
 
 def registers_needed(schedule: Schedule) -> int:
@@ -127,6 +175,8 @@ def registers_needed(schedule: Schedule) -> int:
 
 
 def _register_budget(rule: _CudaRule, schedule: Schedule) -> int:
+    if not rule.b_fragment:
+        return wgmma_registers(schedule)[1] - rule.spare_registers
     if schedule.min_blocks == 1:
         return rule.registers - rule.spare_registers
     threads = schedule.num_warps * 32 + rule.producer_threads  # without register reallocation all threads get the same share
@@ -148,6 +198,12 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
         value = getattr(s, field)
         if not low <= value <= high:
             reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
+    if s.stream_k and (rule.b_fragment or s.split_k > 1):
+        reasons.append(f"stream_k goes with program {s.program} and split_k {s.split_k}; accepted: gemm_wgmma and split_k 1.")
+    if s.split_k > 1 and s.cluster > 1:
+        reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
+    if s.cluster not in ((1,) if rule.b_fragment else CLUSTERS):
+        reasons.append(f"cluster is {s.cluster}; accepted by {rule.program}: {'1' if rule.b_fragment else ', '.join(map(str, CLUSTERS))}.")
     if reasons:
         return reasons
     warpgroups = s.num_warps // 4
@@ -161,8 +217,8 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
             f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows)."
         )
     n_pad = -(-workload.n // SLAB_N) * SLAB_N
-    if n_pad % s.block_n:
-        reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): its divisors.")
+    if n_pad % (s.block_n * s.cluster):
+        reasons.append(f"block_n is {s.block_n} and cluster {s.cluster}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
     if s.block_k % packed_k == 0 and k_pad % s.block_k:
@@ -175,7 +231,7 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
     steps = -(-workload.k // s.block_k)
     if rule.b_fragment and steps % s.split_k:  # the cp.async pipeline is unrolled at its ends and needs a constant length
         reasons.append(f"split_k is {s.split_k}; accepted by {rule.program} for {steps} steps of {s.block_k}: its divisors.")
-    if (s.split_k - 1) * -(-steps // s.split_k) >= steps:
+    if s.split_k > steps:
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps} steps of {s.block_k}: a split would be empty.")
     return reasons
 
@@ -193,6 +249,13 @@ def _resource_reasons(rule: _CudaRule, format: QuantFormat, schedule: Schedule, 
     threads = s.min_blocks * (s.num_warps * 32 + rule.producer_threads)
     if threads > THREADS_PER_SM:
         reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
+    if s.program == _WGMMA.program and clustered_split(s) and s.block_n * 4 > s.num_stages * s.block_k * 2:
+        reasons.append(f"the tile's {s.block_n * s.block_m * 4} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
+    share, one = REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
+    if s.program == _WGMMA.program and share < one:
+        reasons.append(
+            f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."
+        )
     needed, budget = registers_needed(s), _register_budget(rule, s)
     if needed > budget:
         reasons.append(
@@ -200,59 +263,3 @@ def _resource_reasons(rule: _CudaRule, format: QuantFormat, schedule: Schedule, 
             "use a smaller tile, more num_warps or fewer min_blocks."
         )
     return reasons
-
-
-def _cuda_grid(rule: _CudaRule, workload: Workload, target: Target) -> list[Schedule]:
-    """Schedules around the measured winners: tiles that fit m, pipelines as deep as shared memory allows, splits that fill the SMs."""
-    grid = []
-    shapes = product(_block_ms(rule, workload.m), product(rule.block_n, rule.num_warps), _block_ks(rule, workload))
-    for block_m, (block_n, num_warps), block_k in shapes:
-        for min_blocks in (1, 2, 4):
-            base = Schedule(rule.program, block_n, block_m, block_k, rule.stages[0], num_warps, 1, min_blocks)
-            for num_stages, split_k in product(_depths(rule, workload.format, base, target), _splits(workload, base, target)):
-                for raster in _rasters(workload):
-                    grid.append(Schedule(rule.program, block_n, block_m, block_k, num_stages, num_warps, split_k, min_blocks, raster))
-    return grid
-
-
-def _rasters(workload: Workload) -> tuple[int, ...]:
-    """Visiting neighbouring tiles together at large m is tried, not assumed: in the shipped H200 records (m = 4096, five shapes) plain
-    order is the fastest everywhere, by 0.1 to 12 % over 2; an earlier run of 14336 x 4096 had 4 ahead of it, 737 us against 760."""
-    return (0, 2, 4) if workload.m >= 1024 else (0,)
-
-
-def _block_ms(rule: _CudaRule, m: int) -> list[int]:
-    """The smallest tile that covers m, and half of it from 64 rows up (twice the blocks, half the accumulators)."""
-    fitting = next((b for b in rule.tried_block_m if b >= m), rule.tried_block_m[-1])
-    return [fitting, fitting // 2] if fitting >= 64 else [fitting]
-
-
-def _block_ks(rule: _CudaRule, workload: Workload) -> list[int]:
-    """The deepest stages that divide the padded k: one for wgmma (half as deep was 3 to 7 % slower at m = 4096, H200, four shapes), two
-    for middle m, where the operand registers of a deep stage can keep a second block off the SM (though at m = 64 the shipped H200 records
-    have it 13 to 32 % slower), and for mma.sync, whose targets have less shared memory."""
-    packed_k = PACKED_K[workload.format.bits]
-    k_pad = -(-workload.k // packed_k) * packed_k
-    return [b for b in rule.tried_block_k if b % packed_k == 0 and k_pad % b == 0][
-        -2 if rule.b_fragment or 32 <= workload.m <= 128 else -1 :
-    ]
-
-
-def _depths(rule: _CudaRule, format: QuantFormat, base: Schedule, target: Target) -> list[int]:
-    """Stages that fill the shared memory of ``base.min_blocks`` blocks and, where that is deep, six and four: at m = 1 and 16 none of the
-    three is ahead everywhere, and the best of each are within 4 % (shipped H200 records, five shapes)."""
-    room = min(target.smem, target.smem_per_sm // base.min_blocks - BLOCK_SMEM_OVERHEAD) - rule.reserved_smem
-    deepest = min(rule.stages[1], room // (stage_bytes(format, base) + rule.barrier_bytes))
-    return [deepest, *(depth for depth in (6, 4) if depth < deepest)]
-
-
-def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:
-    """1; and, when the tiles leave SMs idle, the split that fills one wave, and twice as many; fewer where some would be empty."""
-    tiles = -(-workload.n // base.block_n) * -(-max(workload.m, 1) // base.block_m)
-    steps = -(-workload.k // base.block_k)
-    slots = target.units * base.min_blocks
-    fill = slots // tiles
-    wanted = [1, fill, 2 * fill] if fill else [1]
-    if slots < tiles < 2 * slots:  # a second wave that is not full: halves of tiles can fill it better
-        wanted.append(2)
-    return sorted({-(-steps // -(-steps // min(split, MAX_SPLIT_K))) for split in wanted})

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from results.markdown import number, short_commit, slug
 from results.overheads import overheads_section
+from results.problems import baseline, problems
 from results.render import between_markers, main
-from results.rows import Row, baseline, problems, rates, read_rows
-from results.tables import NO_ROWS, number, readme_table, results_page, short_commit, slug
+from results.rows import Row, rates, read_rows
+from results.tables import NO_ROWS, readme_table, results_page
 
 
 def row(impl: str = "tilebit", format: str = "w4a16", us: float = 10.0, **changes: Any) -> dict[str, Any]:
@@ -75,13 +77,27 @@ def test_times_of_different_processes_are_not_compared(tmp_path: Path):
     old = [row(us=20.0), row("cublas", "fp16", us=40.0)]
     new = [row(us=10.0, run="r2", date="2026-02-01"), row("torch", "fp16", us=15.0, run="r2", date="2026-02-01")]
     page = results_page(devices(tmp_path, old + new))
-    assert "10.0 (1.50x, " in page and "20.0" not in page and "cublas" not in page.split("## NVIDIA")[1]
+    assert "10.0 (1.50x, " in page and "20.0" not in page and "cublas fp16" not in page
     assert "| r2 |" in page and "| r1 |" not in page
 
 
 def test_a_run_of_peers_alone_does_not_hide_ours(tmp_path: Path):
     shown = problems(devices(tmp_path, [row(), row("marlin", run="r2", date="2026-02-01")])["NVIDIA H200"])
     assert shown[0].runs == ["r1"]
+
+
+def test_widths_are_shown_apart(tmp_path: Path):
+    rows = [row(us=8.0), row(us=9.0, format="w8a16"), row("cublas", "fp16", us=12.0)]
+    shown = problems(devices(tmp_path, rows)["NVIDIA H200"])
+    assert [p.series for p in shown] == [["cublas fp16", f"tilebit w{bits}a16_g128"] for bits in (4, 8)]
+
+
+def test_a_run_of_another_width_or_without_peers_hides_nothing(tmp_path: Path):
+    first = [row(), row("cublas", "fp16", us=12.0), row("marlin", us=11.0)]
+    later = [row(us=5.0, format="w8a16"), row("cublas", "fp16", us=13.0), row(us=9.0)]
+    shown = problems(devices(tmp_path, first + [{**r, "run": "r2", "date": "2026-02-01"} for r in later])["NVIDIA H200"])
+    assert [(p.bits, p.runs) for p in shown] == [(4, ["r1"]), (8, ["r2"])]
+    assert [p.lines[1]["cublas fp16"].us for p in shown] == [12.0, 13.0]  # each beside the baseline of its own process
 
 
 def test_missing_measurements_are_dashes(tmp_path: Path):
@@ -143,11 +159,14 @@ def test_the_command_writes_pages_and_plots(tmp_path: Path, capsys: pytest.Captu
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme and "8.00 (1.50x)" in readme
     page = (tmp_path / "results" / "README.md").read_text()
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "results" / "plots").iterdir()}
-    assert set(files) == {f"{n}.{kind}" for n in ("nvidia_h200_speed", "nvidia_h200_roofline", "some_cpu_speed") for kind in ("png", "svg")}
-    for link in ("nvidia_h200_speed.svg", "nvidia_h200_roofline.svg", "some_cpu_speed.svg"):
-        assert f"(plots/{link})" in page
-    assert "floor of tilebit w4a16_g128" in (tmp_path / "results" / "plots" / "nvidia_h200_speed.svg").read_text()
+    plots = ("nvidia_h200_w4a16_speed", "nvidia_h200_roofline", "some_cpu_w4a16_speed")
+    assert set(files) == {f"{name}.{kind}" for name in plots for kind in ("png", "svg")}
+    for name in plots:
+        assert f"(plots/{name}.svg)" in page
+    drawn = [(tmp_path / "results" / "plots" / f"{name}.svg").read_text() for name in plots]
+    assert ">floor<" in drawn[0] and ">floor<" not in drawn[2]
     assert main(["--root", str(tmp_path), "--check"]) == 0
+    (tmp_path / "results" / "plots" / "no_device_speed.svg").write_text("rows were dropped")
     assert main(["--root", str(tmp_path)]) == 0
     assert files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "results" / "plots").iterdir()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -14,11 +15,16 @@ from tilebit.schedules.rules.gemm import (
     MAX_CANDIDATES,
     PACKED_K,
     PROGRAMS,
+    REGISTERS_PER_SM,
     SLAB_N,
+    TICKETS,
     candidates,
+    grid_blocks,
     legal,
     programs_for,
     shared_memory,
+    wgmma_registers,
+    workspace_words,
 )
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
@@ -47,17 +53,25 @@ def test_candidates_are_legal_few_distinct_and_deterministic(workload, target):
     assert found == candidates(workload, target)
     for schedule in found:
         assert legal(workload, schedule, target) == []
-        assert schedule.program == programs_for(target.arch)[0]
+        assert schedule.program in programs_for(target.arch)
 
 
 def test_candidates_hold_the_measured_winners():
     large = candidates(Workload(4096, 14336, 4096), H200) or []
-    assert any((s.block_n, s.block_m, s.block_k, s.num_stages, s.num_warps) == (128, 256, 128, 3, 8) for s in large)
+    tiles = [s for s in large if (s.block_n, s.block_m, s.block_k, s.num_stages, s.num_warps) == (128, 256, 128, 3, 8)]
+    assert {(s.stream_k, s.cluster) for s in tiles} >= {(False, 1), (True, 2)}
     small = candidates(Workload(1, 4096, 4096), H200) or []
-    assert any(s.block_n == 64 and s.block_m == 8 and s.num_stages >= 5 and s.split_k >= 2 for s in small)
-    assert {1, 4} <= {s.min_blocks for s in small}
+    assert any((s.program, s.block_n, s.block_m, s.num_warps) == ("gemm_stream_bulk", 32, 1, 16) for s in small)
     middle = candidates(Workload(64, 28672, 4096), H200) or []
-    assert any((s.block_n, s.block_m, s.num_warps, s.min_blocks) == (128, 64, 4, 2) for s in middle)
+    assert any((s.block_n, s.block_m) == (128, 64) for s in middle)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 17, 64])
+def test_both_families_are_tried_where_m_is_small(m):
+    found = {s.program for s in candidates(Workload(m, 4096, 4096), H200) or []}
+    assert found == ({"gemm_stream_bulk", "gemm_wgmma"} if m <= 16 else {"gemm_wgmma"})
+    found = {s.program for s in candidates(Workload(m, 4096, 4096), A100) or []}
+    assert found == ({"gemm_stream", "gemm_mma"} if m <= 16 else {"gemm_mma"})
 
 
 def test_no_candidates_where_no_program_runs():
@@ -67,8 +81,9 @@ def test_no_candidates_where_no_program_runs():
 
 
 def test_programs_for_every_arch():
-    assert programs_for("sm_90a") == ("gemm_wgmma", "gemm_mma")
-    assert programs_for("sm_80") == programs_for("sm_86") == programs_for("sm_89") == ("gemm_mma",)
+    assert programs_for("sm_90a")[0] == "gemm_wgmma"
+    assert set(programs_for("sm_90a")) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk"}
+    assert programs_for("sm_80") == programs_for("sm_86") == programs_for("sm_89") == ("gemm_mma", "gemm_stream")
     assert programs_for("cpu") == ("gemm_cpu",)
 
 
@@ -89,10 +104,17 @@ ILLEGAL = [
     (WGMMA, A100, W4, "gemm_wgmma does not run on sm_80; accepted: sm_90a"),
     (replace(WGMMA, block_n=96), H200, W4, "block_n is 96; accepted: 64, 128, 256"),
     (replace(WGMMA, block_m=24), H200, W4, "block_m is 24"),
+    (replace(WGMMA, block_m=8), H200, W4, "block_m is 8; accepted: 16, 32"),
     (replace(MMA, block_m=24), A100, W4, "block_m is 24"),
     (replace(WGMMA, block_k=256), H200, W4, "block_k is 256; accepted: 32, 64, 128"),
     (replace(MMA, num_warps=4), A100, W4, "16 rows a warp"),
-    (replace(WGMMA, block_n=256), H200, Workload(64, 4096 + 64, 4096), "accepted for n 4160 (padded to 4160): its divisors"),
+    (replace(WGMMA, block_n=256), H200, Workload(64, 4096 + 64, 4096), "block_n is 256 and cluster 1; accepted for n 4160"),
+    (
+        replace(WGMMA, block_n=64, num_warps=4, cluster=2),
+        H200,
+        Workload(64, 4096 + 64, 4096),
+        "block_n is 64 and cluster 2; accepted for n 4160",
+    ),
     (replace(WGMMA, block_k=128), H200, Workload(64, 4096, 4096 + 64), "accepted for k 4160 (padded to 4160): its divisors"),
     (replace(MMA, block_k=32), A100, W4, "block_k is 32; accepted at 4 bits: multiples of 64"),
     (replace(WGMMA, num_warps=12), H200, W4, "num_warps is 12"),
@@ -101,13 +123,30 @@ ILLEGAL = [
     (replace(MMA, num_stages=6), A100, W4, "num_stages is 6; accepted: 2 to 5"),
     (replace(WGMMA, split_k=0), H200, W4, "split_k is 0"),
     (replace(WGMMA, split_k=17), H200, W4, "split_k is 17"),
-    (replace(WGMMA, split_k=6), H200, Workload(64, 4096, 64 * 8), "a split would be empty"),
+    (replace(WGMMA, split_k=9), H200, Workload(64, 4096, 64 * 8), "a split would be empty"),
+    (replace(MMA, split_k=3), A100, W4, "split_k is 3; accepted by gemm_mma for 64 steps of 64: its divisors"),
+    (replace(WGMMA, split_k=2, cluster=2), H200, W4, "split_k is 2 and cluster 2; accepted: one of them 1"),
+    (replace(WGMMA, cluster=3), H200, W4, "cluster is 3; accepted by gemm_wgmma: 1, 2"),
+    (replace(MMA, cluster=2), A100, W4, "cluster is 2; accepted by gemm_mma: 1"),
+    (
+        replace(WGMMA, stream_k=True, split_k=2),
+        H200,
+        W4,
+        "stream_k goes with program gemm_wgmma and split_k 2; accepted: gemm_wgmma and split_k 1",
+    ),
+    (replace(MMA, stream_k=True), A100, W4, "stream_k goes with program gemm_mma"),
+    (
+        replace(WGMMA, block_n=256, block_m=16, num_stages=4, split_k=2),
+        H200,
+        W4,
+        "16384 bytes of fp32 sums do not fit into the stages of x",
+    ),
     (replace(WGMMA, min_blocks=5), H200, W4, "min_blocks is 5"),
     (replace(WGMMA, raster=-1), H200, W4, "raster is -1"),
     (replace(WGMMA, block_n=256, block_k=128, num_stages=8), H200, W4, "bytes of shared memory"),
     (replace(WGMMA, block_n=128, block_k=128, num_stages=4, min_blocks=3), H200, W4, "of an SM's shared memory"),
     (replace(WGMMA, block_m=256, block_n=256, num_stages=2), H200, W4, "registers for accumulators"),
-    (replace(WGMMA, block_m=128, min_blocks=2), H200, W4, "registers for accumulators"),
+    (replace(WGMMA, block_m=256, min_blocks=2), H200, W4, "registers for accumulators"),
     (replace(WGMMA, block_n=0), H200, W4, "block_n is 0"),
 ]
 
@@ -123,19 +162,59 @@ def test_illegal_cpu_schedule_is_passed_to_its_rule():
     assert legal(W4, Schedule("gemm_cpu", 7, 1, 32), CPU)
 
 
-@pytest.mark.parametrize(("k", "block_k", "accepted"), [(4096, 64, 16), (448, 64, 4), (576, 64, 5), (64, 64, 1)])
-def test_largest_split_leaves_no_split_empty(k, block_k, accepted):
-    """Splits take ceil(steps / split_k) steps each: 9 steps in 5 splits are 2+2+2+2+1, in 6 splits the last would be empty."""
-    workload, schedule = Workload(1, 4096, k), replace(WGMMA, block_m=8, block_k=block_k)
-    assert legal(workload, replace(schedule, split_k=accepted), H200) == []
-    steps, split = -(-k // block_k), accepted + 1
-    if split <= 16 and (split - 1) * -(-steps // split) >= steps:
-        assert legal(workload, replace(schedule, split_k=split), H200)
+@pytest.mark.parametrize(("k", "accepted"), [(4096, 16), (448, 7), (576, 9), (64, 1)])
+def test_a_wgmma_split_takes_any_number_of_steps(k, accepted):
+    """Shares differ by a step at most, so no share is empty before there are more of them than steps."""
+    workload, schedule = Workload(1, 4096, k), replace(WGMMA, block_m=16, num_stages=8)
+    for split_k in range(1, accepted + 1):
+        assert legal(workload, replace(schedule, split_k=split_k), H200) == []
+    assert legal(workload, replace(schedule, split_k=accepted + 1), H200)
+
+
+def test_an_mma_split_divides_the_steps():
+    workload = Workload(64, 4096, 64 * 12)
+    assert [split for split in range(1, 17) if not legal(workload, replace(MMA, split_k=split), A100)] == [1, 2, 3, 4, 6, 12]
 
 
 def test_shared_memory_by_hand():
-    """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, two 8-byte barriers: four stages and 1 KiB."""
-    assert shared_memory(QuantFormat(4, 128), WGMMA) == 4 * (4096 + 8192 + 256 + 16) + 1024
-    assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 16) + 1024
-    assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 16) + 1024
-    assert set(PROGRAMS) == {"gemm_wgmma", "gemm_mma", "gemm_cpu"}
+    """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, two 8-byte barriers: four stages, 32 columns of 128 + 8 halves to
+    store through, and 512 bytes."""
+    rest = 32 * (128 + 8) * 2 + 512
+    assert shared_memory(QuantFormat(4, 128), WGMMA) == 4 * (4096 + 8192 + 256 + 16) + rest
+    assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 16) + rest
+    assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 16) + rest
+    assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 16) + 16 * (128 + 8) * 2 + 512
+    assert set(PROGRAMS) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}
+
+
+@pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 16), (1, 2, 3, 4))))
+def test_registers_are_handed_on_and_not_made(num_warps, min_blocks):
+    """What both sides take fits into what the launch gave to all threads alike, in the steps that setmaxnreg knows; a kernel that asks for
+    more waits for ever."""
+    threads = num_warps * 32 + 128
+    producer, consumer = wgmma_registers(replace(WGMMA, num_warps=num_warps, min_blocks=min_blocks))
+    given = min(255, REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
+    assert producer * 128 + consumer * num_warps * 32 <= given * threads
+    assert producer % 8 == consumer % 8 == 0 and 24 <= producer <= consumer <= 240
+
+
+def test_a_persistent_grid_is_whole_clusters():
+    assert grid_blocks(WGMMA, H200) == 132
+    assert grid_blocks(replace(WGMMA, min_blocks=2), H200) == 264
+    assert grid_blocks(replace(WGMMA, cluster=2), replace(H200, units=77)) == 76
+
+
+def test_workspace_by_hand():
+    """Tickets, then fp32 tiles: of every share of a tile, or two of every persistent block."""
+    n_blocks, tile = 4096 // 128, 128 * 64
+    assert workspace_words(W4, WGMMA, H200) == workspace_words(W4, replace(WGMMA, cluster=2), H200) == 0
+    assert workspace_words(W4, replace(WGMMA, split_k=3), H200) == TICKETS + n_blocks * 3 * tile
+    assert workspace_words(W4.with_m(65), replace(WGMMA, split_k=3), H200) == TICKETS + 2 * n_blocks * 3 * tile
+    assert workspace_words(W4, replace(WGMMA, stream_k=True, cluster=2), H200) == TICKETS + 2 * 132 * tile
+    assert workspace_words(W4.with_m(5000), replace(WGMMA, stream_k=True), H200) == TICKETS + 2 * 132 * tile
+    assert workspace_words(W4, replace(MMA, split_k=4), A100) == TICKETS + n_blocks * 4 * tile
+    assert workspace_words(replace(W4, n=65), replace(MMA, split_k=2), A100) == TICKETS + 1 * 2 * tile
+    streamed = Schedule("gemm_stream", 32, 8, 128, 4, 8, split_k=2)
+    assert workspace_words(W4, streamed, A100) == TICKETS + 8 * (4096 // 32) * 2 * 32 * 8
+    assert workspace_words(W4, replace(streamed, program="gemm_stream_bulk"), H200) == 0, "its shares are a cluster"
+    assert workspace_words(W4, Schedule("gemm_cpu", 32, 1, 32, split_k=4), CPU) == 0

@@ -21,8 +21,8 @@ from tilebit.schedules.workload import Workload, m_bucket
 
 H200 = target_from_name("sm_90a")
 CPU = Target("cpu", "test cpu", 2, 0, 0, 32 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
-W = Workload(16, 4096, 4096)
-ODD = Schedule("gemm_wgmma", 128, 16, 128, 7, 8, split_k=4)  # legal for W, as good as its candidates and none of them
+W = Workload(64, 4096, 4096)
+ODD = Schedule("gemm_wgmma", 128, 64, 128, 7, 8, split_k=4)  # legal for W, as good as its candidates and none of them
 
 
 def record(workload: Workload = W, schedule: Schedule = ODD, us: float | None = 5.0, target: Target = H200, **changes) -> TuningRecord:
@@ -50,14 +50,14 @@ def test_a_later_measurement_replaces_an_earlier_one():
 
 def test_m_counts_as_its_bucket():
     records = [record()]
-    for m in (9, 13, 16):
+    for m in (33, 50, 64):
         assert choose(W.with_m(m), H200, records).source == "tuned"
-    assert choose(W.with_m(17), H200, records).source != "tuned"
+    assert choose(W.with_m(65), H200, records).source != "tuned"
     assert select(W.with_m(0), H200, [record(W.with_m(1))]) == ODD
 
 
 def test_nearest_when_nothing_is_tuned_here():
-    near, far = Workload(16, 5120, 4096), Workload(16, 8192, 4096)
+    near, far = Workload(64, 5120, 4096), Workload(64, 8192, 4096)
     other = replace(ODD, num_stages=6)
     choice = choose(W, H200, [record(far, other, us=1.0), record(near, us=50.0)])
     assert (choice.schedule, choice.source) == (ODD, "nearest")
@@ -65,15 +65,15 @@ def test_nearest_when_nothing_is_tuned_here():
 
 
 def test_an_illegal_nearest_gives_way_to_the_next():
-    small = Workload(16, 4096, 1024)
-    split, whole = replace(ODD, split_k=16), Schedule("gemm_wgmma", 64, 16, 128, 5, 4, min_blocks=2)
+    small = Workload(64, 4096, 1024)
+    split, whole = replace(ODD, split_k=16), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, min_blocks=2)
     assert not legal(W, split, H200) and legal(small, split, H200)  # 8 steps of k cannot be split 16 times
-    choice = choose(small, H200, [record(Workload(16, 4096, 2048), split, us=1.0), record(Workload(16, 4096, 4096), whole, us=2.0)])
+    choice = choose(small, H200, [record(Workload(64, 4096, 2048), split, us=1.0), record(Workload(64, 4096, 4096), whole, us=2.0)])
     assert (choice.schedule, choice.source) == (whole, "nearest")
 
 
 def test_only_what_was_good_there_is_taken_over():
-    neighbour = Workload(16, 5120, 4096)
+    neighbour = Workload(64, 5120, 4096)
     slow, fast = replace(ODD, num_stages=5), replace(ODD, split_k=16, num_stages=3)
     records = [record(neighbour, slow, us=9.0), record(neighbour, fast, us=5.0)]
     assert choose(neighbour, H200, records).schedule == fast
@@ -81,8 +81,8 @@ def test_only_what_was_good_there_is_taken_over():
 
 
 def test_a_neighbour_that_would_be_slow_here_gives_way_to_the_model():
-    wide = Workload(64, 28672, 4096)  # four tiles of 16 rows would read the weight four times
-    neighbour = record(Workload(16, 28672, 4096), us=1.0)
+    wide = Workload(256, 28672, 4096)  # four tiles of 64 rows, in four splits that full SMs do not need
+    neighbour = record(Workload(64, 28672, 4096), us=1.0)
     assert not legal(wide, ODD, H200) and (distance(neighbour, wide, H200) or 9.0) <= MAX_DISTANCE
     assert choose(wide, H200, [neighbour]).source == "model"
     assert choose(wide, H200, [record(wide, us=1.0)]).source == "tuned"  # what was measured here needs no estimate
@@ -97,7 +97,7 @@ def test_model_when_nothing_is_near():
     for records in (
         [],
         [record(Workload(4096, 4096, 4096))],
-        [record(Workload(16, 65536, 4096))],
+        [record(Workload(64, 65536, 4096))],
         [record(target=target_from_name("sm_80"))],
     ):
         choice = choose(W, H200, records)
@@ -108,15 +108,15 @@ def test_failed_schedules_are_never_chosen():
     best = select(W, H200, [])
     second = select(W, H200, [record(schedule=best, us=None)])
     assert second != best and not legal(W, second, H200)
-    near = record(Workload(16, 5120, 4096))
+    near = record(Workload(64, 5120, 4096))
     assert choose(W, H200, [near, record(us=None)]).source == "model"
 
 
 def test_distance_by_hand():
     assert distance(record(), W, H200) == 0
-    assert distance(record(Workload(16, 8192, 2048)), W, H200) == 2
-    assert distance(record(Workload(64, 4096, 4096)), W, H200) == 2
-    assert distance(record(Workload(16, 4096, 4096, QuantFormat(8))), W, H200) is None
+    assert distance(record(Workload(64, 8192, 2048)), W, H200) == 2
+    assert distance(record(Workload(16, 4096, 4096)), W, H200) == 2
+    assert distance(record(Workload(64, 4096, 4096, QuantFormat(8))), W, H200) is None
     assert distance(record(), W, replace(H200, arch="sm_89")) is None
     distances = [
         distance(record(replace(W, bias=True)), W, H200),
@@ -184,8 +184,8 @@ def test_explain_is_complete():
 def test_explain_says_where_the_choice_came_from():
     assert "the cost model's best" in explain(W, H200, [])[0].why
     assert all("estimated" in r.why for r in explain(W, H200, [])[1:])
-    near = explain(W, H200, [record(Workload(16, 5120, 4096))])[0]
-    assert "nearest tuned workload (m 16, n 5120, k 4096" in near.why and "distance" in near.why
+    near = explain(W, H200, [record(Workload(64, 5120, 4096))])[0]
+    assert "nearest tuned workload (m 64, n 5120, k 4096" in near.why and "distance" in near.why
 
 
 def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def test_help(command):
 def test_explain_lists_every_candidate_and_the_reason():
     rows = parsed("explain", "--n", "4096", "--k", "4096", "--m", "16", "--target", "sm_90a", "--limit", "0")
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["chosen"] and len(rows) > 3
-    assert all(row["why"] for row in rows)
+    assert all(row["why"] and row["estimate_us"] > 0 and "predicted_us" in row for row in rows)
     assert len(parsed("explain", "--n", "4096", "--k", "4096", "--target", "sm_90a", "--limit", "2")) == 2
     assert "chosen" in call("explain", "--n", "4096", "--k", "4096", "--target", "sm_80").output
 

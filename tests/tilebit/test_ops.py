@@ -14,7 +14,7 @@ import tilebit
 from tilebit import dispatch, packs
 from tilebit import workspace as workspaces
 from tilebit.kernels import build
-from tilebit.schedules.target import Target, cpu_target
+from tilebit.schedules.target import cpu_target
 from tilebit.schedules.workload import m_bucket
 
 cases = pytest.mark.parametrize("case", FORMATS, ids=lambda case: f"{case[0]}-{case[1]}{'-bias' if case[2] else ''}")
@@ -58,14 +58,23 @@ def test_a_permuted_weight_gathers_x(cpu_kernels):
 
 
 @cases
-def test_opcheck(cpu_kernels, case):
+@pytest.mark.parametrize("option", [(), (True,)], ids=["plain", "dependent"])
+def test_opcheck(cpu_kernels, case, option):
     x, packed, bias, _ = exact(workload(case, 5))
-    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size)
+    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size, *option)
     results = torch.library.opcheck(torch.ops.tilebit.gemm.default, arguments)
     assert set(results.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in results
 
 
-def test_compiles_without_graph_breaks_for_every_m(cpu_kernels):
+def test_dependent_is_a_trailing_option_that_changes_no_result(cpu_kernels):
+    assert str(torch.ops.tilebit.gemm.default._schema).endswith("int group_size, bool dependent=False) -> Tensor")
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    assert torch.equal(tilebit.gemm(x, packed, bias, dependent=True), expected)
+    tilebit.prepare(packed, m=[5], bias=True, dependent=True)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_compiles_without_graph_breaks_for_every_m(cpu_kernels, dependent):
     x, packed, bias, expected = exact(workload(FORMATS[1], 33))
     torch._dynamo.reset()
     graphs = []
@@ -74,7 +83,7 @@ def test_compiles_without_graph_breaks_for_every_m(cpu_kernels):
         graphs.append(graph)
         return graph
 
-    traced = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias), fullgraph=True, dynamic=True, backend=backend)
+    traced = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias, dependent), fullgraph=True, dynamic=True, backend=backend)
     for m in (33, 5, 17):
         assert torch.equal(traced(x[:m].clone()), expected[:m])
     assert len(graphs) == 1, "m is dynamic: one graph serves every m"
@@ -145,39 +154,6 @@ def test_importing_tilebit_imports_neither_torch_nor_a_compiler():
 @pytest.mark.parametrize("name", [*tilebit.__all__, "packs", "doctor"])
 def test_every_public_name_is_there(name):
     assert getattr(tilebit, name) is not None and name in dir(tilebit)
-
-
-class SplitKernel:
-    """Stands in for a CUDA kernel with split_k: records the slices of rows that it is launched on."""
-
-    params = ("x", "weight", "scales", "partials", "tickets", "y")
-    path = "none"
-
-    def __init__(self, split_k: int) -> None:
-        self.manifest = {"schedule": {"program": "gemm_wgmma", "block_n": 128, "block_m": 16, "block_k": 64, "split_k": split_k}}
-        self.slices: list[tuple[int, int]] = []
-
-    def run(self, x, weight, scales, partials, tickets, y):
-        assert x.shape[0] == y.shape[0]
-        self.slices.append((x.shape[0], partials))
-
-
-@pytest.mark.parametrize(("m", "limit_tiles", "expected"), [(64, 4, [64]), (65, 4, [64, 1]), (100, 1, [16] * 6 + [4]), (16, 0, [16])])
-def test_a_call_whose_workspace_would_pass_the_limit_is_cut_into_rows(monkeypatch, m, limit_tiles, expected):
-    plan = dispatch.plan_for(torch.device("cpu"), 256, 64, 4, 32, torch.float16, False, False)
-    asked = []
-    monkeypatch.setattr(dispatch, "LIMIT_BYTES", limit_tiles * 2 * 128 * 16 * 4 * 4)  # row tiles x n tiles x block_n x block_m x split_k
-    monkeypatch.setattr(dispatch, "workspace", lambda device, partials, tickets: asked.append((partials, tickets)) or (partials, tickets))
-    fake = dispatch.Plan.__new__(dispatch.Plan)
-    for name in ("device", "bias", "columns", "workload"):
-        setattr(fake, name, getattr(plan, name))
-    fake.target = Target("sm_90a", "x", 1, 0, 0, 0, 1.0, 1.0, 1.0)
-    kernel = SplitKernel(4)
-    x, y = torch.zeros(m, 64), torch.zeros(m, 256)
-    dispatch._bind(kernel, fake)(x, y, y, None, None, y)  # type: ignore[arg-type]
-    assert [rows for rows, _ in kernel.slices] == expected
-    tiles = [-(-rows // 16) * 2 for rows in expected]
-    assert asked == [(count * 128 * 16 * 4, count) for count in tiles], "no slice asks for more than the limit"
 
 
 # ---- on a GPU ----
@@ -251,19 +227,6 @@ def test_torch_compile_on_a_gpu(gpu_kernels, mode):
 
 
 @pytest.mark.gpu
-def test_streams_have_their_own_workspace():
-    device = torch.device("cuda", 0)
-    workspaces.release()
-    first = workspaces.workspace(device, 1000, 10)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        second = workspaces.workspace(device, 1000, 10)
-    assert first[0].data_ptr() != second[0].data_ptr() and first[1].data_ptr() != second[1].data_ptr()
-    assert workspaces.workspace(device, 500, 5)[0] is first[0], "kept"
-    assert workspaces.workspace(device, 1 << 22, 5)[0].numel() >= 1 << 22, "grown"
-    workspaces.release()
-
-
-@pytest.mark.gpu
 def test_peak_memory_is_the_output_and_the_workspace():
     x, packed, _, _ = exact(workload(FORMATS[0], 256, 4096, 4096), arch=gpu_arch(), device="cuda")
     tilebit.prepare(packed, m=[256])
@@ -278,10 +241,13 @@ def test_peak_memory_is_the_output_and_the_workspace():
 
 
 @pytest.mark.gpu
-def test_host_time_of_a_call():
-    x, packed, _, _ = exact(workload(FORMATS[0], 1, 256, 256), arch=gpu_arch(), device="cuda")
-    arguments = (x, packed.weight, packed.scales, None, None, 256, 4, 128)
+@pytest.mark.parametrize(("n", "k"), [(256, 256), (512, 4096)])
+def test_host_time_of_a_call(n, k):
+    """With and without a workspace: the longer k is split."""
+    x, packed, _, _ = exact(workload(FORMATS[0], 1, n, k), arch=gpu_arch(), device="cuda")
+    arguments = (x, packed.weight, packed.scales, None, None, n, 4, 128)
     op = torch.ops.tilebit.gemm.default
+    op(*arguments)
     best = float("inf")
     for _ in range(20):
         torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tiles"))
+from sample import artifacts
 from sample.artifacts import key_of, make_kernel, write_manifest
 
 from tilebit import runtime
@@ -36,6 +37,18 @@ def test_a_kernel_loads_and_runs(kernel_dir: Path) -> None:
     assert torch.equal(y, torch.full((5,), 4.0))
     with pytest.raises(TypeError, match="one tensor, please"):
         kernel(y, y)
+
+
+def test_dependent_launch_is_there_if_the_library_has_it(kernel_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_kernel(kernel_dir).run_dependent is None
+    early = artifacts.SOURCE.replace("__tvm_ffi_run", "__tvm_ffi_run_dependent").replace("+= VALUE", "-= VALUE")
+    monkeypatch.setattr(artifacts, "SOURCE", artifacts.SOURCE + early)
+    kernel = load_kernel(make_kernel(tmp_path / "early", key_of("early"), value=2.0))
+    y = torch.zeros(5)
+    kernel.run_dependent(y)
+    assert torch.equal(y, torch.full((5,), -2.0))
+    kernel(y)
+    assert torch.equal(y, torch.zeros(5))
 
 
 def test_a_kernel_is_loaded_once(kernel_dir: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_key_ignores_m_and_nothing_else() -> None:
         ),
         *(
             replace(BASE, schedule=replace(BASE.schedule, **{f: v}))
-            for f, v in (("num_warps", 4), ("split_k", 2), ("min_blocks", 2), ("raster", 4))
+            for f, v in (("num_warps", 4), ("split_k", 2), ("min_blocks", 2), ("raster", 4), ("stream_k", True), ("cluster", 2))
         ),
         replace(BASE, target=target_from_name("sm_80")),
         replace(BASE, program="gemm_mma"),
@@ -77,8 +77,17 @@ def test_sources_include_what_a_program_is_made_of() -> None:
     assert all(any(name.endswith(end) for name in names) for end in ends), names
 
 
+def test_a_programs_headers_are_among_its_sources() -> None:
+    for name in program.PROGRAM_MODULES:
+        sources = {path.name for path in program.program_sources(name)}
+        assert sources >= set(program.program(name).headers)
+        assert "raw.cuh" not in sources or name.startswith("gemm_stream")
+
+
 def test_unknown_programs_are_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown tile program 'gemm_tpu'; accepted: gemm_cpu, gemm_mma, gemm_wgmma"):
+    with pytest.raises(
+        ValueError, match=r"unknown tile program 'gemm_tpu'; accepted: gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma"
+    ):
         program.program("gemm_tpu")
 
 

@@ -1,4 +1,5 @@
-"""Every CUDA program compiled for every architecture without a GPU, over schedules that between them use each value that matters.
+"""Every CUDA program compiled for every architecture it runs on, without a GPU, over schedules that between them use each value that
+matters.
 
 One kernel a test, so that test workers share them out. Each must come out as the schedule promised: linted, without spills, within shared
 memory, on the tensor cores, with wide loads, with the parameters of its workload.
@@ -6,20 +7,25 @@ memory, on the tensor cores, with wide loads, with the parameters of its workloa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from toolchain import needs_nvcc
 
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
-from tilebit.schedules.rules.gemm import legal
+from tilebit.schedules.rules.gemm import legal, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
 from tilebit.tiles.cache import ArtifactCache
 from tilebit.tiles.compile import CompileRequest
+from tilebit.tiles.cuda import find_nvcc
 from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.lint import disassemble
 from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.program import program
 
 HALF, BFLOAT = "float16", "bfloat16"
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
@@ -30,45 +36,58 @@ B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
 # arch, workload, schedule (block_n, block_m, block_k, stages, warps)
 CASES = (
     ("sm_90a", Workload(4096, 4096, 4096, G128Z, HALF), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, raster=8)),
-    ("sm_90a", Workload(256, 4096, 14336, G128, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, split_k=4)),
-    ("sm_90a", Workload(1, 4096, 4096, G64Z, HALF), Schedule("gemm_wgmma", 64, 8, 128, 6, 4, split_k=3, min_blocks=2)),
-    ("sm_90a", Workload(16, 10240, 8192, CHANNEL, BFLOAT, bias=True), Schedule("gemm_wgmma", 256, 16, 64, 5, 8)),
+    ("sm_90a", Workload(512, 8192, 4096, G128, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, raster=4, stream_k=True, cluster=2)),
+    ("sm_90a", Workload(16, 4096, 4096, G64Z, HALF), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=3, min_blocks=2)),
+    ("sm_90a", Workload(16, 10240, 8192, B64, BFLOAT, bias=True), Schedule("gemm_wgmma", 256, 16, 64, 5, 16, cluster=2)),
     ("sm_90a", Workload(64, 505, 1001, G32, HALF, bias=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4)),
-    ("sm_90a", Workload(32, 505, 1001, B_CHANNEL_Z, HALF), Schedule("gemm_wgmma", 64, 32, 32, 8, 4, split_k=5)),
-    ("sm_90a", Workload(8, 4096, 4096, B64, BFLOAT), Schedule("gemm_wgmma", 128, 8, 128, 4, 4)),
-    ("sm_90a", Workload(512, 4096, 4096, B128Z, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8)),
-    ("sm_80", Workload(1, 4096, 4096, G128, HALF), Schedule("gemm_mma", 64, 16, 128, 4, 4, split_k=2, min_blocks=2)),
-    ("sm_80", Workload(256, 4096, 4096, G64Z, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 64, 3, 8, raster=4)),
-    ("sm_80", Workload(64, 505, 1001, B32Z, HALF), Schedule("gemm_mma", 256, 32, 32, 4, 16)),
-    ("sm_86", Workload(16, 4096, 4096, G128Z, HALF, bias=True), Schedule("gemm_mma", 128, 16, 64, 3, 8)),
-    ("sm_86", Workload(64, 4096, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_mma", 64, 64, 64, 3, 4)),
-    ("sm_89", Workload(32, 505, 1001, G32, BFLOAT), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=4)),
-    ("sm_89", Workload(512, 4096, 4096, CHANNEL, HALF), Schedule("gemm_mma", 128, 128, 64, 2, 8)),
+    ("sm_90a", Workload(32, 505, 1001, B_CHANNEL_Z, HALF), Schedule("gemm_wgmma", 64, 32, 32, 8, 4, split_k=2)),
+    ("sm_90a", Workload(256, 4096, 4096, B128Z, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, stream_k=True)),
+    ("sm_80", Workload(1, 4096, 4096, G128, HALF), Schedule("gemm_mma", 64, 8, 128, 4, 4, split_k=2, min_blocks=2)),
+    ("sm_86", Workload(256, 4096, 4096, B_CHANNEL, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 64, 3, 8, raster=4)),
+    ("sm_89", Workload(64, 505, 1001, B32Z, HALF), Schedule("gemm_mma", 256, 32, 32, 3, 16)),
+    ("sm_90a", Workload(512, 4096, 4096, G64Z, BFLOAT), Schedule("gemm_mma", 128, 128, 64, 2, 8)),
+    ("sm_80", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream", 16, 1, 128, 4, 8, split_k=2)),
+    ("sm_86", Workload(16, 505, 1001, G32, BFLOAT, bias=True), Schedule("gemm_stream", 64, 16, 64, 3, 4)),
+    ("sm_89", Workload(4, 4096, 4096, B_CHANNEL_Z, HALF), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
+    ("sm_90a", Workload(8, 4096, 4096, B64, BFLOAT), Schedule("gemm_stream", 32, 8, 32, 6, 4)),
+    ("sm_90a", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
+    ("sm_90a", Workload(16, 4096, 4096, G64Z, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 64, 4, 8, split_k=4)),
+    ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 14, min_blocks=2)),
+    ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
+    ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
 )
+TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 
 
 def label(case: tuple[str, Workload, Schedule]) -> str:
     arch, w, s = case
-    return f"{arch}-{w.format.name}-{w.dtype}-m{w.m}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}"
+    return f"{arch}-{s.program}-{w.format.name}-{w.dtype}-m{w.m}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}"
 
 
 def test_the_cases_use_every_value_and_are_legal():
     for arch, workload, schedule in CASES:
         assert legal(workload, schedule, target_from_name(arch)) == [], (workload, schedule)
-    arches, workloads, schedules = zip(*CASES, strict=True)
-    assert set(arches) == {"sm_80", "sm_86", "sm_89", "sm_90a"}
-    for program in ("gemm_wgmma", "gemm_mma"):
-        mine = [(w, s) for w, s in zip(workloads, schedules, strict=True) if s.program == program]
-        assert {w.dtype for w, _ in mine} == {HALF, BFLOAT}
-        assert {(w.format.bits, w.format.symmetric) for w, _ in mine} == {(b, s) for b in (4, 8) for s in (True, False)}
-        assert {w.format.group_size for w, _ in mine} == {32, 64, 128, PER_CHANNEL}
-        assert {w.bias for w, _ in mine} == {True, False}
-        assert {s.block_n for _, s in mine} == {64, 128, 256} and {s.block_k for _, s in mine} == {32, 64, 128}
-        assert any(s.split_k > 1 for _, s in mine)
-        assert any(s.min_blocks > 1 for _, s in mine) and any(s.raster for _, s in mine)
-        assert any(w.n % 64 and w.k % 8 for w, _ in mine)
-        assert program == "gemm_mma" or any(-(-w.k // s.block_k) % s.split_k for w, s in mine)  # mma.sync takes equal splits only
-        assert {min(w.m, 17) for w, _ in mine} >= {1, 16, 17} and any(w.m > 128 for w, _ in mine)
+    for name in (*TILED, *STREAMED):
+        mine = [(a, w, s) for a, w, s in CASES if s.program == name]
+        assert {a for a, _, _ in mine} == set(program(name).arches)
+        assert {w.dtype for _, w, _ in mine} == {HALF, BFLOAT}
+        assert {(w.format.bits, w.format.symmetric) for _, w, _ in mine} == {(b, s) for b in (4, 8) for s in (True, False)}
+        assert {w.format.group_size for _, w, _ in mine} == {32, 64, 128, PER_CHANNEL}
+        assert {w.bias for _, w, _ in mine} == {True, False}
+        assert {s.block_k for _, _, s in mine} == {32, 64, 128}
+        assert any(s.split_k > 1 for _, _, s in mine) and any(s.min_blocks > 1 for _, _, s in mine)
+        assert any(w.n % 64 and w.k % 8 for _, w, _ in mine)
+    for name in TILED:
+        schedules = [s for _, _, s in CASES if s.program == name]
+        assert {s.block_n for s in schedules} == {64, 128, 256} and {s.num_warps for s in schedules} == {4, 8, 16}
+        assert any(s.raster for s in schedules)
+    wgmma = [(w, s) for _, w, s in CASES if s.program == "gemm_wgmma"]
+    assert {(s.stream_k, s.cluster > 1) for _, s in wgmma} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert any(-(-w.k // s.block_k) % s.split_k for w, s in wgmma), "shares of different length"
+    streamed = [s for _, _, s in CASES if s.program in STREAMED]
+    assert {s.block_m for s in streamed} == {1, 2, 4, 8, 16}
+    assert {next(rows for rows in (64, 32, 16) if s.block_n % rows == 0) for s in streamed} == {16, 32, 64}, "rows of a warp"
+    assert any(s.block_n > 64 for s in streamed), "warps that share x"
 
 
 @pytest.fixture(scope="module")
@@ -92,32 +111,41 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     assert resources["threads"] == schedule.num_warps * 32 + (128 if schedule.program == "gemm_wgmma" else 0)
     assert code["wgmma" if schedule.program == "gemm_wgmma" else "mma"] > 0
     assert code["wide_shared_loads"] > 0 and code["float_atomics"] == 0
+    assert bool(code["dependent_waits"]) == (schedule.program in ("gemm_wgmma", "gemm_stream_bulk"))
     zeros = [] if workload.format.symmetric else ["zeros"]
     bias = ["bias"] if workload.bias else []
-    workspace = ["partials", "tickets"] if schedule.split_k > 1 else []
+    workspace = ["workspace"] if workspace_words(workload, schedule, target) else []
     assert kernel.params == ("x", "weight", "scales", *zeros, *bias, *workspace, "y")
     if schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text())
+    if schedule.program == "gemm_stream_bulk":
+        check_early_requests(kernel)
 
 
 def check_pipeline(source: str) -> None:
-    """Two properties that rare races depended on: only one producer warp waits on barriers, and no stage buffer is released before the
-    product."""
-    producer = source.index("if (((int)threadIdx.x) < 128) {")
-    leaves = source.index("if (threadIdx.x >= 32) return;")
-    assert producer < leaves < source.index(".wait(", producer)
-    start = source.index(
-        "tilebit::dequantize<half" if "tilebit::dequantize<half" in source[producer:] else "tilebit::dequantize<__nv_bfloat16", producer
+    """What rare races depended on: each role waits for one barrier an iteration and arrives once, no stage is released before the product
+    that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
+    body = source[source.rindex("main_kernel(") :]
+    before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::iterations", body)
+    assert "wait_for_predecessor" not in before
+    check_order(
+        weights, "].wait(", ".expect_transaction(", "tma_load(halves_desc", "tma_load(scales_desc", "].arrive()", "wait_for_predecessor"
     )
-    assert source.index("warpgroup_wait<0>()", start) < source.index(".arrive();", start)
+    check_order(x, "].wait(", ".expect_transaction(", "(x_desc", "].arrive()", "wait_for_predecessor")
+    check_order(computing, "].wait(", "tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_wait<0>()", "tilebit::release<")
+    assert "x_desc" not in weights and "halves_desc" not in x
+    for role, hands_over in ((weights, "].arrive()"), (x, "].arrive()"), (computing, "tilebit::release<")):
+        assert role.count("].wait(") == role.count(hands_over) == 1
 
 
-def test_the_producer_rewrite_refuses_other_sources():
-    from tilebit.tiles.gemm.wgmma import one_producer_warp
+def check_order(text: str, *steps: str) -> None:
+    """The first occurrences of ``steps`` in ``text`` follow one another."""
+    places = [text.index(step) for step in steps]
+    assert places == sorted(places), steps
 
-    branch = "  if (((int)threadIdx.x) < 128) {\n    tl::warpgroup_reg_dealloc<40>();\n    for (;;) {}\n  } else {}\n"
-    rewritten = one_producer_warp(branch)
-    assert rewritten.index("reg_dealloc") < rewritten.index("if (threadIdx.x >= 32) return;") < rewritten.index("for (;;)")
-    for source in ("__global__ void kernel() {}", branch + branch):
-        with pytest.raises(ValueError, match="producer branches"):
-            one_producer_warp(source)
+
+def check_early_requests(kernel: Kernel) -> None:
+    """In a dependent launch the weights are on their way before the wait for the preceding kernel: the compiler must not move them."""
+    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
+    if sass is not None:
+        check_order(sass, "UBLKCP", "ACQBULK")

@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 
 from tilebit.layouts.packing import gemm_layout
+from tilebit.schedules.rules.gemm import TICKETS
 from tilebit.tiles.device import twins
-from tilebit.tiles.gemm.operands import BARRIER, TYPES
+from tilebit.tiles.gemm.operands import BARRIER, TYPES, device_source
 
 sys.path.append(str(Path(__file__).parent))
-from emulation.device_code import CUDA_ARCH, DeviceCode, build, device_source, needs_host_compiler
+from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compiler
 
 pytestmark = needs_host_compiler
 DTYPES = ("float16", "bfloat16")
 FORMATS = tuple(product(DTYPES, (4, 8)))
 PATHS = tuple(product((True, False), (True, False)))  # symmetric, scaled
+SOURCE = device_source(("dequant.cuh", "split_k.cuh", "epilogue.cuh"))
 THREADS = {1: 128, 2: 256, 4: 256}  # of a block whose warpgroups hold that many slabs each
 RECORDS = {4: 2, 8: 4}  # 128 k a stage
 GROUP_STEPS = 4  # 64 k a scale group
@@ -43,7 +45,7 @@ def call_name(dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int) 
 @pytest.fixture(scope="module")
 def device() -> DeviceCode:
     names = [call_name(*f, *p, slabs) for f in FORMATS for p in PATHS for slabs in THREADS]
-    return DeviceCode(device_source(), CUDA_ARCH["gemm_wgmma"], names)
+    return DeviceCode(SOURCE, CUDA_ARCH["gemm_wgmma"], names)
 
 
 def run_dequantize(device: DeviceCode, name: str, words: np.ndarray, scales: np.ndarray, zeros: np.ndarray, threads: int) -> np.ndarray:
@@ -120,14 +122,15 @@ def test_split_k_sums_in_split_order(device: DeviceCode):
         -4, 5, (tiles, splits, 1, 1)
     )
     sums = sums.astype(np.float32)
-    partials, tickets = np.full(tiles * splits * threads * registers, np.nan, np.float32), np.zeros(tiles, np.int32)
+    workspace = np.zeros(TICKETS + tiles * splits * threads * registers, np.int32)
+    tickets, partials = workspace[:TICKETS], workspace[TICKETS:].view(np.float32)
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         partials[:] = np.nan
         for tile in range(tiles):
             for place, split in enumerate(order):
                 accumulators, last = sums[tile, split].copy(), np.full(threads, 7, np.int32)
-                arguments = [(accumulators.ctypes.data, accumulators.strides[0]), (partials.ctypes.data, 0), (tickets.ctypes.data, 0)]
-                device.call(name, [*arguments, (tile, 0), (split, 0), (splits, 0), (0, 1), (last.ctypes.data, 4)], threads)
+                arguments = [(accumulators.ctypes.data, accumulators.strides[0]), (workspace.ctypes.data, 0), (tile, 0), (split, 0)]
+                device.call(name, [*arguments, (splits, 0), (0, 1), (last.ctypes.data, 4)], threads)
                 assert (last == (place == splits - 1)).all()
                 stored = partials[twins.partial_index(tile, split, splits, registers, threads)]
                 np.testing.assert_array_equal(stored, sums[tile, split])
@@ -151,7 +154,7 @@ def test_stage_transposed(dtype: str, cuda_arch: int, slabs: int, threads: int, 
     accumulators = np.full((threads, slabs * block_m // 2), np.nan, np.float32)
     accumulators[thread, value] = y
     staging = np.full((block_m, stride), 0x7E5A, np.uint16)
-    device = DeviceCode(device_source(), cuda_arch)
+    device = DeviceCode(SOURCE, cuda_arch)
     device.call(name, [(accumulators.ctypes.data, accumulators.strides[0]), (staging.ctypes.data, 0), (0, 1)], threads)
     expected = twins.round_to(y.T.astype(np.float64), dtype)
     np.testing.assert_array_equal(staging[:, :rows], expected)
@@ -224,4 +227,4 @@ def test_the_shim_permutes_bytes():
 
 def test_the_headers_name_this_test():
     """The header promises this comparison; a rename must not break the promise."""
-    assert re.search(r"test_dequant\.py", device_source())
+    assert re.search(r"test_dequant\.py", SOURCE)

@@ -1,12 +1,16 @@
 """The CUDA GEMM programs without a GPU: their own text, their own headers, exact.
 
-From codes to y every piece is the real one: ``gemm_layout`` packs, ``packed.build``'s body runs (on a stand-in for TileLang) with the real
-``Operands``, the device headers are compiled for the host and run on every thread. TileLang's lowering is left to the GPU tests.
+From codes to y every piece is the real one: ``gemm_layout`` packs, each program's ``build`` runs (on a stand-in for TileLang) with the real
+``Operands``, the device headers are compiled for the host and run on every thread, their PTX included. Loading and computing warps take
+turns in a random order. TileLang's lowering is left to the GPU tests.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 
@@ -16,9 +20,9 @@ import torch
 
 from tilebit.autotune.problem import Problem, exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_exact, check_guards, guarded_output
-from tilebit.layouts.formats import GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.rules.gemm import legal
+from tilebit.schedules.rules.gemm import SLAB_N, TICKETS, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
@@ -26,57 +30,88 @@ from tilebit.tiles.gemm.reference import gemm_reference
 
 sys.path.append(str(Path(__file__).parent))
 from emulation.device_code import needs_host_compiler
-from emulation.emulated_gemm import EmulatedGemm, device_calls
+from emulation.emulated_gemm import ORDERS, EmulatedGemm
 
 pytestmark = needs_host_compiler
-TARGET = {"gemm_wgmma": target_from_name("sm_90a"), "gemm_mma": target_from_name("sm_80")}
+Case = tuple[Workload, Schedule]
+HOPPER = replace(target_from_name("sm_90a"), units=5)  # so few that a small grid of stream_k has waves and shares
+TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER}
 
 # block_n, block_m, block_k, stages, warps, split_k, min_blocks, raster
 SCHEDULES = (
-    Schedule("gemm_wgmma", 64, 8, 64, 4, 4),
+    Schedule("gemm_wgmma", 64, 16, 64, 4, 4),
     Schedule("gemm_wgmma", 128, 16, 64, 4, 8, split_k=3),
-    Schedule("gemm_wgmma", 128, 32, 64, 2, 4, split_k=2),
+    Schedule("gemm_wgmma", 128, 32, 64, 4, 4, split_k=2),
     Schedule("gemm_wgmma", 256, 32, 128, 3, 8),
-    Schedule("gemm_wgmma", 256, 8, 64, 4, 4, split_k=4, min_blocks=2),
+    Schedule("gemm_wgmma", 64, 32, 32, 5, 4, cluster=2),
     Schedule("gemm_wgmma", 64, 64, 128, 2, 4, raster=4),
-    Schedule("gemm_wgmma", 128, 8, 32, 6, 8, split_k=5),
+    Schedule("gemm_wgmma", 128, 16, 32, 6, 8, stream_k=True),
+    Schedule("gemm_wgmma", 64, 16, 64, 2, 4, raster=2, stream_k=True),
     Schedule("gemm_mma", 64, 16, 64, 3, 4),
     Schedule("gemm_mma", 128, 32, 64, 3, 8, split_k=2),
     Schedule("gemm_mma", 256, 48, 128, 2, 16),
     Schedule("gemm_mma", 128, 8, 32, 4, 8),
 )
 SHAPES = ((13, 192, 448), (40, 100, 500), (1, 250, 1000), (33, 64, 380), (9, 320, 64), (17, 256, 257))
+STREAM_SCHEDULES = (
+    Schedule("gemm_stream", 64, 8, 64, 3, 4),
+    Schedule("gemm_stream", 16, 1, 32, 4, 2, split_k=2),
+    Schedule("gemm_stream", 128, 16, 64, 2, 4, split_k=3),
+    Schedule("gemm_stream_bulk", 64, 16, 64, 2, 3),
+    Schedule("gemm_stream_bulk", 128, 4, 64, 3, 4, split_k=3),
+    Schedule("gemm_stream_bulk", 32, 2, 128, 3, 2),
+    Schedule("gemm_stream_bulk", 64, 8, 32, 2, 2, split_k=2),
+)
+STREAM_SHAPES = ((16, 128, 512), (5, 100, 500), (1, 64, 384), (11, 128, 257))
 FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False)))
+STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
+# Whole waves of tiles and shares that cross their borders; two blocks that share x.
+PERSISTENT = (
+    (Workload(60, 190, 512, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
+    (Workload(75, 128, 448, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
+    (
+        Workload(70, 256, 380, QuantFormat(8, PER_CHANNEL, False), bias=True),
+        Schedule("gemm_wgmma", 128, 32, 64, 3, 4, raster=2, stream_k=True, cluster=2),
+    ),
+    (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
+    (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
+)
 
 
-def cases() -> list[tuple[Workload, Schedule]]:
+def in_turn(schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]], formats: Sequence[QuantFormat]) -> Iterator[Case]:
     """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
-    found, turn, shapes = [], 0, cycle(SHAPES)
-    for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), FORMATS)):
-        workload = Workload(*next(shapes), format, dtype, bias=i % 3 == 0)
-        for _ in SCHEDULES:
-            schedule = SCHEDULES[turn % len(SCHEDULES)]
+    turn, next_shape, used = 0, cycle(shapes), set()
+    for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), formats)):
+        workload = Workload(*next(next_shape), format, dtype, bias=i % 3 == 0)
+        for _ in schedules:
+            schedule = schedules[turn % len(schedules)]
             turn += 1
             if not legal(workload, schedule, TARGET[schedule.program]):
-                found.append((workload, schedule))
+                used.add(schedule)
+                yield workload, schedule
                 break
         else:
             raise AssertionError(f"no schedule is legal for {workload}")
-    unused = [s for s in SCHEDULES if s not in {s for _, s in found}]
-    for schedule, (shape, format) in product(unused, product(SHAPES, FORMATS)):
+    for schedule, (shape, format) in product(schedules, product(shapes, formats)):
         workload = Workload(*shape, format, bias=True)
-        if not legal(workload, schedule, TARGET[schedule.program]) and schedule not in {s for _, s in found}:
-            found.append((workload, schedule))
-    return found
+        if schedule not in used and not legal(workload, schedule, TARGET[schedule.program]):
+            used.add(schedule)
+            yield workload, schedule
 
 
-CASES = cases()
-CALLS = device_calls(CASES)
+CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS), *PERSISTENT, *in_turn(STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS))
+SHARED = tuple(c for c in CASES if c[1].split_k > 1 or c[1].stream_k)
 
 
-def label(case: tuple[Workload, Schedule]) -> str:
+def emulated(case: Case, order: str = "shuffled", seed: int = 0) -> EmulatedGemm:
+    workload, schedule = case
+    return EmulatedGemm(workload, schedule, together=CASES, target=TARGET[schedule.program], order=order, seed=seed)
+
+
+def label(case: Case) -> str:
     w, s = case
-    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}"
+    division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}"
+    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{division}"
 
 
 def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
@@ -108,57 +143,73 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
 
 
 def test_the_cases_cover_everything():
-    workloads, schedules = zip(*CASES, strict=True)
-    assert {(w.dtype, w.format) for w in workloads} == set(product(("float16", "bfloat16"), FORMATS))
-    assert set(schedules) == set(SCHEDULES)
-    assert {(w.m, w.n, w.k) for w in workloads} == set(SHAPES)
-    uneven = [(w, s) for w, s in CASES if -(-w.k // s.block_k) % s.split_k]
-    assert uneven, "no case has splits of unequal length"
-    assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in CASES)
+    for schedules, shapes, formats in ((SCHEDULES, SHAPES, FORMATS), (STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS)):
+        found = [(w, s) for w, s in CASES if s in schedules]
+        assert {(w.dtype, w.format) for w, _ in found} >= set(product(("float16", "bfloat16"), formats))
+        assert {s for _, s in found} == set(schedules)
+        assert {(w.m, w.n, w.k) for w, _ in found} >= set(shapes)
+        assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in found)
+    uneven = {s.program for w, s in CASES if -(-w.k // s.block_k) % s.split_k}
+    assert uneven == {"gemm_wgmma", "gemm_stream", "gemm_stream_bulk"}, "no case has shares of unequal length"
+
+
+def test_persistent_cases_have_waves_and_shares():
+    """Of whole tiles and of parts that begin in the middle of one: ``Order`` in device/order.cuh."""
+    found = 0
+    for workload, schedule in PERSISTENT:
+        assert legal(workload, schedule, HOPPER) == []
+        teams = HOPPER.units // schedule.cluster
+        places = -(-workload.n // SLAB_N) * SLAB_N // (schedule.block_n * schedule.cluster) * -(-workload.m // schedule.block_m)
+        steps = -(-workload.k // schedule.block_k)
+        found += schedule.stream_k and places >= 2 * teams and (places % teams + teams) * steps % teams > 0
+    assert found >= 2
+
+
+@cache
+def exact(case: Case) -> tuple[Problem, torch.Tensor]:
+    problem, reference = problem_of(case[0], seed=CASES.index(case))
+    assert reference.abs().max() < 1 << 24
+    assert reference.isfinite().all() and reference.to(getattr(torch, case[0].dtype)).isfinite().float().mean() > 0.9
+    return problem, reference
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_exact(case: tuple[Workload, Schedule]):
-    workload, schedule = case
-    problem, reference = problem_of(workload, seed=CASES.index(case))
-    assert reference.abs().max() < 1 << 24
-    assert reference.isfinite().all() and reference.to(getattr(torch, workload.dtype)).isfinite().float().mean() > 0.9
-    output = guarded_output((workload.m, workload.n), problem.x.dtype)
-    EmulatedGemm(workload, schedule, calls=CALLS)(problem, output.y)
+def test_exact(case: Case):
+    problem, reference = exact(case)
+    output = guarded_output((case[0].m, case[0].n), problem.x.dtype)
+    emulated(case)(problem, output.y)
     assert check_guards(output) == []
     assert check_exact(output.y, reference) == []
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c[1].split_k > 1][:3], ids=label)
-def test_split_k_is_deterministic_and_replayable(case: tuple[Workload, Schedule]):
-    """On random floats, blocks that arrive in any order give the same bits, launch after launch on the same tickets."""
-    workload, schedule = case
-    problem, results = random_problem(workload, 3, "sm_90a"), []
-    for order in range(3):
-        gemm = EmulatedGemm(workload, schedule, calls=CALLS, order=order)
+@pytest.mark.parametrize("case", dict.fromkeys((*SHARED[::4], *PERSISTENT[:4])), ids=label)
+def test_the_order_of_blocks_does_not_show(case: Case):
+    """On random floats, blocks that come in any order give the same bits, launch after launch on the same tickets."""
+    workload, results = case[0], []
+    problem = random_problem(workload, 3, "sm_90a")
+    for seed, order in enumerate(ORDERS):
+        gemm = emulated(case, order, seed)
         for _ in range(2):
             output = guarded_output((workload.m, workload.n), problem.x.dtype)
             gemm(problem, output.y)
             results.append(output.y)
-        assert not gemm.tickets[workload.m].any()
+        assert not any(workspace[:TICKETS].any() for workspace in gemm.workspaces.values())
     assert results[0].isfinite().all()
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("case", CASES[::9], ids=label)
-def test_the_tuner_s_gate_accepts(case: tuple[Workload, Schedule]):
+@pytest.mark.parametrize("case", [*CASES[::11], PERSISTENT[0]], ids=label)
+def test_the_tuner_s_gate_accepts(case: Case):
     """The verdict that a tuner would give on a GPU, worst tile on random floats included."""
-    workload, schedule = case
-    gate = Gate(exact_problem(workload, 1, "sm_90a"), random_problem(workload, 2, "sm_90a"))
-    verdict = gate.verify(EmulatedGemm(workload, schedule, calls=CALLS))
+    gate = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a"))
+    verdict = gate.verify(emulated(case))
     assert verdict.ok, verdict.reasons
 
 
 def test_the_emulator_replaces_no_compiler_for_good():
     """Standing in for TileLang leaves no trace: nothing that a later test could import by mistake."""
-    workload, schedule = CASES[0]
-    problem, _ = problem_of(workload, 0)
-    output = guarded_output((workload.m, workload.n), problem.x.dtype)
+    problem, _ = exact(CASES[0])
+    output = guarded_output((CASES[0][0].m, CASES[0][0].n), problem.x.dtype)
     before = sys.modules.get("tilelang")
-    EmulatedGemm(workload, schedule, calls=CALLS)(problem, output.y)
+    emulated(CASES[0])(problem, output.y)
     assert sys.modules.get("tilelang") is before

@@ -272,37 +272,81 @@ def test_driver_errors_are_reported(kernel: Kernel, driver: Path, tmp_path: Path
     assert words in recording.outcomes[0][1]
 
 
-def plain_plan(cluster: tuple[str, str, str] | None = None, dependent: bool = False) -> HostPlan:
-    """y[m, 8] from x[m, 8] without a tensor map; the workspace's length is symbolic and free."""
-    params = (Param("x", "float16", ("m", 8)), Param("partials", "float32", ("floats",)), Param("y", "float16", ("m", 8)))
-    args = (KernelArg("pointer", 0), KernelArg("pointer", 2), KernelArg("int32", "dim_m"))
-    launch = Launch("k", args, ("tb_floordiv((dim_m + 3), 4)", "2", "1"), ("64", "1", "1"), cluster, "0", dependent)
-    return HostPlan(params, (("m", 0, 0), ("floats", 1, 0)), (), (launch,))
+def plain_plan(cluster: tuple[str, str, str] | None = None, dependent: tuple[bool, ...] = (False,)) -> HostPlan:
+    """y[m, 8] from x[m, 8] without a tensor map, in one launch per flag of ``dependent``; the workspace's length is symbolic and free."""
+    params = (Param("x", "float16", ("m", 8)), Param("workspace", "int32", ("words",)), Param("y", "float16", ("m", 8)))
+    args = (*(KernelArg("pointer", i) for i in range(3)), KernelArg("int32", "dim_m"))
+    grid = ("tb_floordiv((dim_m + 3), 4)", "2", "1")
+    launches = tuple(Launch(f"k{i}", args, grid, ("64", "1", "1"), cluster, "0", flag) for i, flag in enumerate(dependent))
+    return HostPlan(params, (("m", 0, 0), ("words", 1, 0)), (), launches)
+
+
+def plain_args(workspace: Any = None, **fields: Any) -> list[Any]:
+    """Arguments of ``plain_plan`` for nine rows; the workspace is a tensor unless given."""
+    x, y = ({"address": address, "shape": [9, 8], "dtype": HALF, **fields} for address in (1 << 12, 1 << 14))
+    return [x, {"address": 1 << 13, "shape": [100], "dtype": [0, 32], **fields} if workspace is None else workspace, y]
 
 
 @pytest.mark.parametrize(
-    ("cluster", "dependent", "attributes"),
+    ("cluster", "dependent", "plain", "early"),
     [
-        (None, False, None),
-        (("2", "1", "1"), False, [[4, 2, 1, 1]]),
-        (None, True, [[6, 1, 0, 0]]),
-        (("1", "2", "1"), True, [[4, 1, 2, 1], [6, 1, 0, 0]]),
+        (None, (False,), [None], None),
+        (("2", "1", "1"), (False,), [[[4, 2, 1, 1]]], None),
+        (None, (True,), [None], [[[6, 1, 0, 0]]]),
+        (("1", "2", "1"), (True,), [[[4, 1, 2, 1]]], [[[4, 1, 2, 1], [6, 1, 0, 0]]]),
+        (None, (False, True), [None, None], [None, [[6, 1, 0, 0]]]),
     ],
 )
-def test_clusters_and_dependent_launch(driver: Path, tmp_path: Path, cluster: Any, dependent: bool, attributes: Any) -> None:
+def test_only_run_dependent_launches_early(
+    driver: Path, tmp_path: Path, cluster: Any, dependent: tuple[bool, ...], plain: list[Any], early: list[Any] | None
+) -> None:
+    """``run`` never asks for dependent launch; ``run_dependent`` does, for kernels that wait themselves, and is there only if one does."""
     library = compile_stub(generate_stub(plain_plan(cluster, dependent), "plain", "sm_90a"), b"\x7fELF", tmp_path)
-    args = [{"address": 4096 << i, "shape": s, "dtype": d} for i, (s, d) in enumerate((([9, 8], HALF), ([100], [2, 32]), ([9, 8], HALF)))]
-    recording = play(library, [{"args": args}], driver, tmp_path, "ppi")
-    assert recording.outcomes == [None]
-    (launch,) = recording.calls("launch")
-    assert launch["grid"] == [3, 2, 1] and launch["params"] == [4096, 16384, 9]
-    assert launch.get("attributes") == attributes
+    calls = [{"args": plain_args()}, {"args": plain_args(), "function": "run_dependent"}, {"args": plain_args()}]
+    recording = play(library, calls, driver, tmp_path, "pppi")
+    assert [recording.outcomes[0], recording.outcomes[2]] == [None, None]
+    launches = recording.calls("launch")
+    assert all(launch["grid"] == [3, 2, 1] and launch["params"] == [1 << 12, 1 << 13, 1 << 14, 9] for launch in launches)
+    attributes = [launch.get("attributes") for launch in launches]
+    if early is None:
+        assert recording.outcomes[1][0] == "AttributeError" and "run_dependent" in recording.outcomes[1][1]
+        assert attributes == [*plain, *plain]
+    else:
+        assert recording.outcomes[1] is None and attributes == [*plain, *early, *plain]
+
+
+def test_a_workspace_may_be_an_address(driver: Path, tmp_path: Path) -> None:
+    """As a number it costs no conversion; nothing else may be one, and as a tensor it is checked as ever."""
+    library = compile_stub(generate_stub(plain_plan(), "plain", "sm_90a"), b"\x7fELF", tmp_path)
+    x, tensor, y = plain_args()
+    refused = [
+        ([x, 0, y], "ValueError", "'workspace' is the address 0; accepted: a 16-byte aligned address above 0"),
+        ([x, -4096, y], "ValueError", "'workspace' is the address -4096; accepted"),
+        ([x, 4104, y], "ValueError", "'workspace' is the address 4104; accepted"),
+        ([x, True, y], "TypeError", "'workspace' is no tensor (type index 2); accepted: a CUDA tensor or its address"),
+        ([x, 4096.0, y], "TypeError", "'workspace' is no tensor"),
+        ([x, None, y], "TypeError", "'workspace' is no tensor"),
+        ([x, tensor, 4096], "TypeError", "'y' is no tensor (type index 1); accepted: a CUDA tensor"),
+        ([4096, tensor, y], "TypeError", "'x' is no tensor"),
+        ([x, {**tensor, "dtype": [2, 32]}, y], "TypeError", "'workspace' has dtype float32; accepted: int32"),
+        ([x, {**tensor, "address": 4104}, y], "ValueError", "'workspace' starts at an address that is 8 bytes past"),
+        ([x, {**tensor, "device": 1}, y], "ValueError", "'workspace' is on cuda:1"),
+    ]
+    bad = play(library, [{"args": args} for args, _, _ in refused], driver, tmp_path, "pppi")
+    for (args, kind, words), outcome in zip(refused, bad.outcomes, strict=True):
+        assert outcome is not None and outcome[0] == kind and words in outcome[1], (args, outcome)
+    assert not bad.calls("launch")
+    highest = (1 << 57) - 16
+    calls = [{"args": plain_args(1 << 20)}, {"args": plain_args(highest)}, {"args": plain_args(48, device=1)}, {"args": plain_args()}]
+    good = play(library, calls, driver, tmp_path, "pppi")
+    assert good.outcomes == [None] * 4
+    assert [launch["params"][1] for launch in good.calls("launch")] == [1 << 20, highest, 48, 1 << 13]
+    assert [launch["context"] for launch in good.calls("launch")] == [0x1000, 0x1000, 0x1001, 0x1000]
 
 
 def test_library_loads_without_a_driver_and_says_so(tmp_path: Path) -> None:
     library = compile_stub(generate_stub(plain_plan(), "plain", "sm_80"), b"\x7fELF", tmp_path)
-    args = [{"address": 4096, "shape": s, "dtype": d} for s, d in (([9, 8], HALF), ([100], [2, 32]), ([9, 8], HALF))]
-    outcome = play(library, [{"args": args}], None, tmp_path).outcomes[0]
+    outcome = play(library, [{"args": plain_args()}], None, tmp_path).outcomes[0]
     if outcome is not None:  # on a machine with a real driver the fake cubin is refused instead
         assert outcome[0] == "RuntimeError"
         assert "libcuda.so.1 cannot be opened" in outcome[1] or "plain: " in outcome[1]

@@ -163,10 +163,4 @@ __device__ __forceinline__ void dequantize(void* a, const void* stage, const voi
   }
 }
 
-// Keeps a stage's buffers until this point of the program. The compiler of the pipeline hands a buffer back to the producer after the last
-// statement that names it. Right after `dequantize` that is too early: nothing in the machine code makes the arrival wait for the shared loads,
-// and in 45 of 150 launches of 7,168 blocks (64 x 128 x 128, two blocks an SM, H200) a warp got another stage's weights; held until after
-// the product, in none.
-__device__ __forceinline__ void in_use(const void*, const void*, const void*) {}
-
 }  // namespace tilebit

@@ -1,7 +1,7 @@
 /* Host side of one compiled CUDA kernel: argument checks, module loading, tensor maps, launches.
  *
- * Included by a generated host.c, which first defines TB_PROGRAM, TB_ARCH, TB_PARAMS, TB_SYMBOLS and TB_KERNELS (counts). It is plain C11 over
- * tvm_ffi's C API, so that it compiles in a fraction of a second, and it declares the few driver types it needs: building and loading
+ * Included by a generated host.c, which first defines TB_PROGRAM, TB_ARCH, TB_PARAM_NAMES, and the counts TB_PARAMS, TB_SYMBOLS and
+ * TB_KERNELS. It is plain C11 over tvm_ffi's C API, so that it compiles in a fraction of a second, and it declares the few driver types it needs: building and loading
  * the library takes neither a CUDA toolkit nor a GPU; libcuda.so.1 is opened at the first launch. */
 #ifndef TILEBIT_HOST_RUNTIME_H_
 #define TILEBIT_HOST_RUNTIME_H_
@@ -98,6 +98,7 @@ typedef struct {
   int ndim;
   int64_t dims[6]; /* -1: symbolic */
   int fixed;       /* no symbolic dimension: views that keep dimension 0 and the number of elements are accepted */
+  int address;     /* may be given by its address alone */
 } tb_param;
 
 static const char* tb_dtype_name(DLDataType t, char* buffer, size_t size) {
@@ -128,7 +129,7 @@ static int tb_check(const tb_param* p, const TVMFFIAny* any, int device_id, cons
   const DLTensor* t;
   if (any->type_index == kTVMFFITensor) t = (const DLTensor*)((const char*)any->v_obj + sizeof(TVMFFIObject));
   else if (any->type_index == kTVMFFIDLTensorPtr) t = (const DLTensor*)any->v_ptr;
-  else return tb_fail("TypeError", "argument '%s' is no tensor (type index %d); accepted: a CUDA tensor", p->name, any->type_index);
+  else return tb_fail("TypeError", "argument '%s' is no tensor (type index %d); accepted: a CUDA tensor%s", p->name, any->type_index, p->address ? " or its address" : "");
   *out = t;
   if (t->device.device_type != kDLCUDA)
     return tb_fail("ValueError", "argument '%s' is on device type %d; accepted: a CUDA tensor (type %d). Move it with .cuda()", p->name, (int)t->device.device_type, (int)kDLCUDA);
@@ -157,6 +158,16 @@ static int tb_check(const tb_param* p, const TVMFFIAny* any, int device_id, cons
       stride *= t->shape[j];
     }
   }
+  return 0;
+}
+
+/* A tensor of the address alone: converting a tensor object costs the caller more than the rest of an argument. How long the memory is, is
+ * the caller's promise; its dimension reads as 0. */
+static int tb_check_address(const tb_param* p, int64_t address, int device_id, DLTensor* out) {
+  static int64_t shape[1] = {0};
+  if (address <= 0 || address & 15)
+    return tb_fail("ValueError", "argument '%s' is the address %lld; accepted: a 16-byte aligned address above 0 of memory that is long enough, or a CUDA tensor", p->name, (long long)address);
+  *out = (DLTensor){.data = (void*)(uintptr_t)address, .device = {kDLCUDA, device_id}, .ndim = 1, .dtype = {p->code, p->bits, 1}, .shape = shape};
   return 0;
 }
 
@@ -314,16 +325,38 @@ static int tb_launch(int device, int kernel, const int64_t grid[3], const int64_
 }
 
 /* The generated body: runs with the device's primary context current. */
-static int tb_body(const DLTensor* const* t, int device, CUstream stream);
+static int tb_body(const DLTensor* const* t, int device, CUstream stream, int dependent);
 
-static int tb_enter(const DLTensor* const* t, int device, CUstream stream) {
+static int tb_enter(const DLTensor* const* t, int device, CUstream stream, int dependent) {
   CUcontext current, popped;
   TB_CALL(cuCtxGetCurrent, device, &current);
-  if (current == tb_devices[device].context) return tb_body(t, device, stream);
+  if (current == tb_devices[device].context) return tb_body(t, device, stream, dependent);
   TB_CALL(cuCtxPushCurrent_v2, device, tb_devices[device].context);
-  int failed = tb_body(t, device, stream);
+  int failed = tb_body(t, device, stream, dependent);
   tb_cuCtxPopCurrent_v2(&popped);
   return failed;
+}
+
+/* ---- a call: check the arguments, load the module if it is new to the device, launch ---- */
+static const tb_param tb_params[TB_PARAMS];
+
+/* dependent: kernels that wait for their predecessor themselves may start before it has ended. */
+static int tb_run(const TVMFFIAny* args, int32_t num_args, int dependent) {
+  if (num_args != TB_PARAMS) return tb_fail("TypeError", "got %d arguments; accepted: %d (%s)", num_args, TB_PARAMS, TB_PARAM_NAMES);
+  const DLTensor* t[TB_PARAMS];
+  DLTensor named; /* at most one parameter may be an address */
+  if (tb_check(&tb_params[0], &args[0], -1, &t[0]) != 0) return -1;
+  const int device = t[0]->device.device_id;
+  for (int i = 1; i < TB_PARAMS; ++i) {
+    if (tb_params[i].address && args[i].type_index == kTVMFFIInt) {
+      if (tb_check_address(&tb_params[i], args[i].v_int64, device, &named) != 0) return -1;
+      t[i] = &named;
+    } else if (tb_check(&tb_params[i], &args[i], device, &t[i]) != 0) {
+      return -1;
+    }
+  }
+  if (tb_prepare(device) != 0) return -1;
+  return tb_enter(t, device, TVMFFIEnvGetStream(kDLCUDA, device), dependent);
 }
 
 #endif /* TILEBIT_HOST_RUNTIME_H_ */

@@ -1,12 +1,14 @@
 // Deterministic split-k: every block stores its fp32 partial tile, the last to arrive sums all of them in split order.
 //
-// partials: [tile][split][register / 4][thread] float4: any order serves, because writer and reader are the same thread of their block;
-// this one makes each store a contiguous 512-byte line per warp. tickets: one zero per tile, left zero again (atomicInc wraps), so a launch
-// needs no memset and a captured graph can be replayed.
+// A workspace is TICKETS words, one per output tile, zero between launches (atomicInc wraps, so a launch needs no memset and a captured graph
+// can be replayed), then partial tiles [register / 4][thread] float4: any order serves, because writer and reader are the same thread of their
+// block; this one makes each store a contiguous 512-byte line per warp.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
+
+constexpr int TICKETS = 16384;  // rules/gemm.py has the same number
 
 // A named barrier of the computing threads alone: the producer warps of a specialized kernel take no part in it.
 template <int BARRIER, int THREADS>
@@ -18,25 +20,33 @@ __device__ __forceinline__ void sync_threads() {
 #endif
 }
 
+// Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
+// what all have stored.
+template <int THREADS, int BARRIER>
+__device__ __forceinline__ int take_ticket(unsigned int* ticket, int others, int thread) {
+  __shared__ int arrived;
+  __threadfence();
+  sync_threads<BARRIER, THREADS>();
+  if (thread == 0) arrived = atomicInc(ticket, others);
+  sync_threads<BARRIER, THREADS>();
+  const int before = arrived;
+  __threadfence();
+  return before;
+}
+
 // THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.
 // *last becomes 1 in the block that must store the tile, whose accumulators then hold the whole sum, and 0 in every other.
 template <int REGISTERS, int THREADS, int BARRIER>
-__device__ __forceinline__ void reduce_split_k(float* accumulators, float* partials, int* tickets, int tile, int split, int splits, int thread,
-                                               int* last) {
+__device__ __forceinline__ void reduce_split_k(float* accumulators, void* workspace, int tile, int split, int splits, int thread, int* last) {
   static_assert(REGISTERS % 4 == 0, "accumulators move as float4");
   constexpr int CHUNK = REGISTERS * THREADS;
+  float* partials = static_cast<float*>(workspace) + TICKETS;
   float4* mine = reinterpret_cast<float4*>(partials + (int64_t(tile) * splits + split) * CHUNK);
 #pragma unroll
   for (int i = 0; i < REGISTERS / 4; ++i)
     __stcg(mine + i * THREADS + thread, make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3]));
-  __threadfence();
-  __shared__ int arrived;
-  sync_threads<BARRIER, THREADS>();
-  if (thread == 0) arrived = atomicInc(reinterpret_cast<unsigned int*>(tickets) + tile, splits - 1);
-  sync_threads<BARRIER, THREADS>();
-  *last = arrived == splits - 1;
+  *last = take_ticket<THREADS, BARRIER>(static_cast<unsigned int*>(workspace) + tile, splits - 1, thread) == splits - 1;
   if (!*last) return;
-  __threadfence();
 #pragma unroll
   for (int i = 0; i < REGISTERS; ++i) accumulators[i] = 0.0f;
   for (int s = 0; s < splits; ++s) {

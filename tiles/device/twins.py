@@ -14,6 +14,14 @@ GROUP_THREADS = 128  # threads that share a slab: a warpgroup, or four warps
 _KINDS = {"float16": (10, -14, 0x7C00), "bfloat16": (7, -126, 0x7F80)}
 # The bit tricks: (dtype, bits) -> what the exponent bits that are or-ed over a code stand for.
 _MAGIC = {("float16", 4): 1024.0, ("float16", 8): 1024.0, ("bfloat16", 4): 128.0, ("bfloat16", 8): 8388608.0}
+# Raw codes: (dtype, bits) -> (what is added to a code, factors of rows r and r + 8).
+_RAW = {
+    ("float16", 4): (0.0, 2.0**-24, 2.0**-20),
+    ("float16", 8): (0.0, 2.0**-24, 2.0**-24),
+    ("bfloat16", 4): (128.0, 1.0, 1.0),
+    ("bfloat16", 8): (0.0, 1.0, 1.0),
+}
+_HIGH_ROWS = np.arange(8) >> 1 & 1  # of the eight A elements of a k16 step: 0 in row r, 1 in row r + 8
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -38,6 +46,15 @@ def widen(bits: np.ndarray, dtype: str) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
+def _codes(words: np.ndarray, bits: int) -> np.ndarray:
+    """The eight A elements of a k16 step, as codes [..., 8], from its packed words [..., bits / 4]."""
+    words = np.asarray(words).astype(np.uint32)
+    if bits == 4:  # register pair i is slots i and i + 4
+        shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(8)], dtype=np.uint32)
+        return words >> shifts & np.uint32(15)
+    return (words[..., None] >> np.arange(0, 32, 8, dtype=np.uint32) & np.uint32(255)).reshape(*words.shape[:-1], 8)
+
+
 def dequantize(
     words: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, dtype: str, bits: int, slabs: int, group_steps: int, scaled: bool
 ) -> np.ndarray:
@@ -49,17 +66,12 @@ def dequantize(
     """
     per_step = bits // 4  # words of a k16 step
     steps = 4 // per_step * words.shape[1]
-    words = words.reshape(words.shape[0], words.shape[1], GROUP_THREADS, 4 // per_step, per_step).astype(np.uint32)
-    if bits == 4:  # register pair i is slots i and i + 4
-        shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(8)], dtype=np.uint32)
-        codes = words[..., :1] >> shifts & np.uint32(15)
-    else:
-        codes = (words[..., None] >> np.arange(0, 32, 8, dtype=np.uint32) & np.uint32(255)).reshape(*words.shape[:-1], 8)
+    codes = _codes(words.reshape(words.shape[0], words.shape[1], GROUP_THREADS, 4 // per_step, per_step), bits)
     codes = codes.transpose(0, 2, 1, 3, 4).reshape(words.shape[0], GROUP_THREADS, steps, 8)  # [slab, thread, k16 step, element]
 
     thread = np.arange(GROUP_THREADS)
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
-    row = np.arange(words.shape[0])[:, None, None, None] * SLAB_ROWS + row[:, None, None] + 8 * (np.arange(8) >> 1 & 1)
+    row = np.arange(words.shape[0])[:, None, None, None] * SLAB_ROWS + row[:, None, None] + 8 * _HIGH_ROWS
     group = (np.arange(steps) // group_steps)[:, None]
     zero = np.float64(1 << (bits - 1)) if zeros is None else widen(zeros, dtype)[group, row]
     value = _subtract(codes, np.broadcast_to(zero, codes.shape), dtype, bits)
@@ -82,11 +94,19 @@ def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.
         return plain
     high = widen(round_to(64.0 + zero, dtype), dtype)  # the upper nibble: (1024 + 16 q) / 16 - (64 + z), one rounding
     folded = round_to((1024.0 + 16.0 * codes) / 16.0 - high, dtype)
-    return np.where(np.arange(8) >> 1 & 1, folded, plain)
+    return np.where(_HIGH_ROWS, folded, plain)
+
+
+def raw_codes(words: np.ndarray, *, dtype: str, bits: int) -> np.ndarray:
+    """``tilebit::Raw<T, BITS>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step -> uint16 bits [..., 8], A elements in
+    register order, each factor * (code + offset)."""
+    offset, low, high = _RAW[dtype, bits]
+    return round_to((_codes(words, bits) + offset) * np.where(_HIGH_ROWS, high, low), dtype)
 
 
 def partial_index(tile: int, split: int, splits: int, registers: int, threads: int) -> np.ndarray:
-    """Where ``tilebit::reduce_split_k`` (split_k.cuh) keeps each accumulator: int64 [threads, registers], indices into ``partials``."""
+    """Where ``tilebit::reduce_split_k`` (split_k.cuh) keeps each accumulator: int64 [threads, registers], indices into the fp32 sums that
+    follow the workspace's tickets."""
     register, thread = np.arange(registers), np.arange(threads)[:, None]
     return (tile * splits + split) * registers * threads + (register // 4 * threads + thread) * 4 + register % 4
 

@@ -1,9 +1,13 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
-cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into mma.m16n8k16's A registers and
-multiplies with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a
-warpgroup does, so a checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 * num_warps): with two,
-mma.sync would give a warp 32 neighbouring rows where the record has rows of two slabs.
+    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+
+computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x its B operand: the small side, tokens,
+is the instruction's n, from 8 up. Accumulation is fp32; per-group scales are applied to the weights, per-channel ones to the accumulators
+(TurboMind sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into
+mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync
+own a slab exactly as a warpgroup does, so a checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
+num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of two slabs.
 """
 
 from typing import Any
@@ -13,14 +17,106 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ...schedules.workload import Workload
 from ..program import TileProgram
-from . import packed
-from .operands import HEADERS, gemm_params
+from .operands import BARRIER, Operands, device_source, gemm_params
 from .reference import gemm_reference
+
+HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh")
+
+# From here on the tile goes to y through shared memory: below, a thread holds few columns and storing them directly costs less.
+STAGED_BLOCK_M = 32
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
-    """See ``packed.build``; on these targets TileLang makes it mma.sync + cp.async."""
-    return packed.build(workload, schedule)
+    """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
+
+    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
+    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets, then fp32
+    sums; ``device/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_linear_layout
+
+    p = Operands(workload, schedule)
+    bn, bm, bk, splits, dtype = schedule.block_n, schedule.block_m, schedule.block_k, schedule.split_k, workload.dtype
+    threads = schedule.num_warps * 32
+    n_blocks, steps = p.n_pad // bn, -(-p.steps // splits)
+    split, staged = splits > 1, bm >= STAGED_BLOCK_M
+    reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}>"
+    dequantize, stage = p.dequantize_call(), p.stage_call()
+
+    m, words = T.dynamic("m"), T.dynamic("words")
+    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None  # an argument annotated None is left out of the kernel
+    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Workspace = T.Tensor((words,), "int32") if split else None
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((m, p.kx), dtype),
+        weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
+        scales: T.Tensor((p.groups, p.n_pad), dtype),
+        zeros: Zeros,
+        bias: Bias,
+        workspace: Workspace,
+        y: T.Tensor((m, p.n), dtype),
+    ):
+        with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
+            thread = T.get_thread_binding()
+            Xs = T.alloc_shared((bm, bk), dtype)
+            halves = T.reshape(weight, (p.n_tiles, p.k_tiles * 2, 256))
+            Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
+            Ss = T.alloc_shared((p.step_groups, bn), dtype)
+            Zs = T.alloc_shared((p.step_groups, bn), dtype) if p.asymmetric else Ss
+            W = T.alloc_fragment((bn, bk), dtype)
+            Y = T.alloc_fragment((bn, bm), "float32")
+            if split:
+                last = T.alloc_local((1,), "int32")
+            if staged:
+                Ys = T.alloc_shared((bm, bn + 8), dtype)
+                T.annotate_layout({Ys: make_linear_layout(Ys)})
+            T.import_source(device_source(HEADERS))
+            T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            if schedule.raster > 0:
+                T.use_swizzle(schedule.raster)
+
+            T.clear(Y)
+            for i in T.Pipelined(T.min(steps, p.steps - bz * steps), num_stages=schedule.num_stages):
+                step = bz * steps + i
+                T.copy(halves[bx * (bn // 64), step * p.records * 2, 0], Ws)
+                T.copy(scales[p.group_of(step), bx * bn], Ss)
+                if p.asymmetric:
+                    T.copy(zeros[p.group_of(step), bx * bn], Zs)
+                T.copy(x[by * bm, step * bk], Xs)
+                T.call_extern(
+                    "handle",
+                    dequantize,
+                    W.access_ptr("w"),
+                    T.address_of(Ws[0, 0, 0]),
+                    T.address_of(Ss[0, 0]),
+                    T.address_of(Zs[0, 0]),
+                    thread,
+                )
+                T.gemm(W, Xs, Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+            if split:
+                T.call_extern(
+                    "handle", reduce, Y.access_ptr("rw"), T.address_of(workspace[0]),
+                    by * n_blocks + bx, bz, splits, thread, T.address_of(last[0]),
+                )  # fmt: skip
+            if not split or last[0] == 1:
+                if staged:
+                    if p.adjusted:
+                        for r, c in T.Parallel(bn, bm):
+                            Y[r, c] = p.finish(Y[r, c], scales, bias, T.min(bx * bn + r, p.n - 1))
+                    T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
+                    for c, r in T.Parallel(bm, bn):
+                        if by * bm + c < m and bx * bn + r < p.n:
+                            y[by * bm + c, bx * bn + r] = Ys[c, r]
+                else:
+                    for r, c in T.Parallel(bn, bm):
+                        if by * bm + c < m and bx * bn + r < p.n:
+                            y[by * bm + c, bx * bn + r] = p.finish(Y[r, c], scales, bias, bx * bn + r)
+
+    return main
 
 
 PROGRAM = TileProgram(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
+from ...schedules.rules.gemm import STAGED_COLUMNS, clustered_split
 from ...schedules.schedule import Schedule
 from ...schedules.workload import Workload
 from ..program import DEVICE_DIR
 
 BARRIER = 7  # named barrier of the epilogue; the generated code uses 0 to 2
-HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh")
 TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -93,10 +93,6 @@ class Operands:
         value = accumulator if self.grouped else accumulator * scales[0, row].astype("float32")
         return value + bias[row].astype("float32") if self.workload.bias else value
 
-    def device_source(self) -> str:
-        """The CUDA functions that the kernel calls."""
-        return "\n".join((DEVICE_DIR / name).read_text() for name in HEADERS)
-
     @property
     def slabs(self) -> int:
         """64-row slabs that one group of four warps holds."""
@@ -118,6 +114,27 @@ class Operands:
         arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, s.block_n + 8, s.num_warps * 32, BARRIER)
         return f"tilebit::stage_transposed<{', '.join(map(str, arguments))}>"
 
+    @property
+    def staged_columns(self) -> int:
+        """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores it; of a tile whose parts a cluster adds
+        up, few enough for every block of it to have some."""
+        blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
+        return STAGED_COLUMNS if self.schedule.block_m // blocks >= STAGED_COLUMNS else 16
+
+    def store_type(self) -> str:
+        """``tilebit::Store`` with its template arguments (``device/finish.cuh``)."""
+        s, w = self.schedule, self.workload
+        arguments = (
+            TYPES[w.dtype], self.n, self.slabs, s.block_n, s.block_m, self.staged_columns, s.num_warps * 32, BARRIER,
+            _cpp(not self.grouped), _cpp(w.bias),
+        )  # fmt: skip
+        return f"tilebit::Store<{', '.join(map(str, arguments))}>"
+
+
+def device_source(headers: tuple[str, ...]) -> str:
+    """The CUDA functions of ``headers`` (names of files under ``tiles/device``), which a kernel includes as text."""
+    return "\n".join((DEVICE_DIR / name).read_text() for name in headers)
+
 
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
@@ -130,6 +147,6 @@ def gemm_params(workload: Workload, schedule: Schedule) -> tuple[str, ...]:
         names.append("zeros")
     if workload.bias:
         names.append("bias")
-    if schedule.split_k > 1:
-        names += ["partials", "tickets"]
+    if schedule.stream_k or (schedule.split_k > 1 and not clustered_split(schedule)):
+        names.append("workspace")
     return (*names, "y")

@@ -1,17 +1,26 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
-One producer warpgroup loads x, packed weights, scales and zero points by TMA into ``num_stages`` buffers; ``num_warps / 4`` consumer
-warpgroups dequantize whole 64-row slabs into wgmma's register operand (one conflict-free 128-bit shared load per thread and 2 KiB record)
-and multiply. While one consumer dequantizes, the other keeps the tensor cores busy (LiquidGEMM section 5), so at block_m 256 the
-arithmetic of dequantization, about 110 instructions a stage and thread against 1,024 cycles of wgmma, is hidden. TileLang specializes the
-warps; ``tiles/lint.py`` checks that it did.
+    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
-Where large m stands (H200, m = 4096, which runs into the card's power cap: 1,380 MHz at 688 W): 14336 x 4096 takes 718 us alone and 750
-interleaved with cuBLAS's 710. At 128 x 256 a block has the SM to itself, so its start and its epilogue (by count, not measured, 4,000 of
-70,000 cycles at k = 4096) overlap with nobody's product: that is the open lever.
+computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared memory, the other: tokens are the
+instruction's n, from 16 up (TurboMind sections 4.1-4.3). Accumulation is fp32; per-group scales are applied to the weights, per-channel
+ones to the accumulators. Two warps load by TMA into ``num_stages`` stages, one what no earlier kernel writes (weights, scales, zero points:
+in a dependent launch it need not wait), one x. ``num_warps / 4`` warpgroups dequantize whole 64-row slabs (one conflict-free 128-bit load
+per thread and 2 KiB record) and multiply; while one dequantizes, another keeps the tensor cores busy (LiquidGEMM section 5).
+
+One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
+``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
+blocks as the device holds at once: whole waves of tiles are dealt out one tile a block; what remains, between one and two waves, is cut
+into equal shares of steps, which cross tile borders, so that no SM idles in a last wave (Osama et al. 2023), and the next tile is loaded
+while one is stored. A tile that several blocks share is summed in the order of k.
+
+``cluster`` blocks work on neighbouring tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
+step's weights are 8 KB and its x 64 KB.
+
+The pipeline is written out (TileLang's automatic specialization gives each operand a pair of barriers, releases buffers that an extern
+still reads and keeps idle producer warps that can wait for ever: two rare races, both seen on an H200).
 """
 
-import re
 from typing import Any
 
 from ...schedules.rules import gemm as rules
@@ -19,33 +28,148 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ...schedules.workload import Workload
 from ..program import TileProgram
-from . import packed
-from .operands import HEADERS, gemm_params
+from .operands import BARRIER, Operands, device_source, gemm_params
 from .reference import gemm_reference
 
-# The producer's branch, and its release of registers, which the whole warpgroup must execute.
-PRODUCER = re.compile(r"(if \(\(\(int\)threadIdx\.x\) < 128\) \{\n)(\s*tl::warpgroup_reg_dealloc<\d+>\(\);\n)?")
+HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "finish.cuh")
+PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
-    """See ``packed.build``; on this target TileLang makes it wgmma + TMA."""
-    return packed.build(workload, schedule)
+    """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-
-def one_producer_warp(source: str) -> str:
-    """Generated CUDA in which three of the producer warpgroup's four warps leave at once.
-
-    Only one thread of it issues copies, but all four warps wait on every "empty" barrier, and nobody waits for the idle three: one that
-    falls two phases behind sees a barrier's parity as not yet reached and, after the last phase, waits for ever (H200, 64 x 8 x 128, four
-    blocks an SM: a run of 20,000 launches hung; with one warp two such runs did not). Raises ``ValueError`` when the source is not
-    specialized as expected.
+    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
+    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets,
+    then fp32 sums; ``device/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
-    rewritten, found = PRODUCER.subn(r"\1\2    if (threadIdx.x >= 32) return;  // see one_producer_warp in tiles/gemm/wgmma.py\n", source)
-    if found != 1:
-        raise ValueError(
-            f"found {found} producer branches in the generated source; expected one: warp specialization did not fire as expected"
-        )
-    return rewritten
+    import tilelang.language as T
+
+    p = Operands(workload, schedule)
+    bn, bm, bk, dtype = schedule.block_n, schedule.block_m, schedule.block_k, workload.dtype
+    stages, cluster = schedule.num_stages, schedule.cluster
+    consumers, splits = schedule.num_warps * 32, schedule.split_k
+    clustered = rules.clustered_split(schedule)
+    shared = schedule.stream_k or (splits > 1 and not clustered)  # through a workspace
+    order = f"tilebit::Order<{p.n_pad // bn}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}>"
+    producer_registers, consumer_registers = rules.wgmma_registers(schedule)
+    dequantize, columns = p.dequantize_call(), p.staged_columns
+    finish = f"tilebit::finish_tile<{order}, {p.store_type()}, {consumers}, {BARRIER}, {str(shared).lower()}>"
+    park = f"tilebit::park_tile<{bn * bm // consumers}, {consumers}, {BARRIER}>"
+    finish_split = f"tilebit::finish_split<{order}, {p.store_type()}, {consumers}, {splits}>"
+
+    def of(what: str, *where: Any) -> Any:
+        """A member of ``tilebit::Order``, which the device computes: as TIR the divisions would be written out at every use."""
+        return T.call_pure_extern("int32", f"{order}::{what}", *where)
+
+    m, words = T.dynamic("m"), T.dynamic("words")
+    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
+    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Workspace = T.Tensor((words,), "int32") if shared else None
+    tiles = p.n_pad // bn * T.ceildiv(m, bm)
+    blocks = rules.grid_blocks(schedule, target) if schedule.stream_k else tiles * splits
+
+    @T.macro
+    def load_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i):
+        rows, lines, group = bx * (bn // 64), step * p.records * 2, p.group_of(step)
+        T.tma_copy(halves[rows : rows + bn // 64, lines : lines + p.records * 2, 0:256], Ws[i % stages, :, :, :], barrier=full[i % stages])
+        T.tma_copy(scales[group : group + p.step_groups, bx * bn : bx * bn + bn], Ss[i % stages, :, :], barrier=full[i % stages])
+        if p.asymmetric:
+            T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[i % stages, :, :], barrier=full[i % stages])
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((m, p.kx), dtype),
+        weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
+        scales: T.Tensor((p.groups, p.n_pad), dtype),
+        zeros: Zeros,
+        bias: Bias,
+        workspace: Workspace,
+        y: T.Tensor((m, p.n), dtype),
+    ):
+        with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=splits if clustered else cluster) as block:
+            thread = T.get_thread_binding()
+            halves = T.reshape(weight, (p.n_tiles, p.k_tiles * 2, 256))  # a shared extent over 256 would be boxed by the TMA copy
+            Xs = T.alloc_shared((stages, bm, bk), dtype)
+            Ws = T.alloc_shared((stages, bn // 64, p.records * 2, 256), "int32")
+            Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)
+            Zs = T.alloc_shared((stages, p.step_groups, bn), dtype) if p.asymmetric else Ss
+            staging = T.alloc_shared((columns * (bn + 8),), dtype)
+            full = T.alloc_barrier([64] * stages)  # the lanes of the two loading warps
+            empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * stages)
+            W = T.alloc_fragment((bn, bk), dtype)
+            Y = T.alloc_fragment((bn, bm), "float32")
+            T.import_source(device_source(HEADERS))
+            T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            T.disable_warp_group_reg_alloc()
+
+            T.call_extern("handle", "tilebit::launch_dependents")
+            if thread < PRODUCERS:
+                T.set_max_nreg(producer_registers, 0)
+                step, bx, by = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                if thread < 32:  # loads what no earlier kernel writes: need not wait for one
+                    for i in T.serial(of("iterations", m, block)):
+                        step, bx = of("step", m, block, i), of("n_block", m, block, i)
+                        T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
+                        load_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i)
+                        T.barrier_arrive(full[i % stages])
+                elif thread < 64:
+                    T.call_extern("handle", "tilebit::wait_for_predecessor")
+                    for i in T.serial(of("iterations", m, block)):
+                        step, by = of("step", m, block, i), of("m_block", m, block, i)
+                        T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
+                        T.tma_copy(
+                            x[by * bm : by * bm + bm, step * bk : step * bk + bk], Xs[i % stages, :, :], barrier=full[i % stages],
+                            cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
+                        )  # fmt: skip
+                        T.barrier_arrive(full[i % stages])
+                if clustered:
+                    T.cluster_sync()
+                    T.cluster_sync()
+            else:
+                T.set_max_nreg(consumer_registers, 1)
+                T.call_extern("handle", "tilebit::wait_for_predecessor")
+                for i in T.serial(of("iterations", m, block)):
+                    T.mbarrier_wait_parity(full[i % stages], i // stages & 1)
+                    T.call_extern(
+                        "handle",
+                        dequantize,
+                        W.access_ptr("w"),
+                        T.address_of(Ws[i % stages, 0, 0, 0]),
+                        T.address_of(Ss[i % stages, 0, 0]),
+                        T.address_of(Zs[i % stages, 0, 0]),
+                        thread - PRODUCERS,
+                    )
+                    T.gemm(
+                        W,
+                        Xs[i % stages, :, :],
+                        Y,
+                        transpose_B=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                        clear_accum=of("starts", m, block, i) != 0,
+                    )
+                    T.call_extern("handle", f"tilebit::release<{cluster}>", T.address_of(empty[i % stages]), thread)
+                    if of("ends", m, block, i) != 0:
+                        if clustered:
+                            T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0]), thread - PRODUCERS)
+                        else:
+                            T.call_extern(
+                                "handle", finish, Y.access_ptr("r"), T.address_of(staging[0]),
+                                T.address_of(workspace[0]) if shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
+                                T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
+                                m, i, block, thread - PRODUCERS,
+                            )  # fmt: skip
+                if clustered:  # in this branch: after it, a thread has only the producers' registers
+                    T.cluster_sync()
+                    T.call_extern(
+                        "handle", finish_split, T.address_of(Xs[0, 0, 0]), T.address_of(staging[0]), T.address_of(y[0, 0]),
+                        T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
+                        m, block, thread - PRODUCERS,
+                    )  # fmt: skip
+                    T.cluster_sync()  # nobody leaves while others read its sums
+            if cluster > 1:
+                T.cluster_sync()  # a block that left could no longer be told of released stages
+
+    return main
 
 
 PROGRAM = TileProgram(
@@ -57,5 +181,4 @@ PROGRAM = TileProgram(
     params=gemm_params,
     headers=HEADERS,
     reference=gemm_reference,
-    rewrite=one_producer_warp,
 )

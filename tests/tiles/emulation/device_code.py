@@ -1,4 +1,4 @@
-"""The CUDA device headers, compiled by the host compiler and called for every thread of a block."""
+"""The CUDA device headers, compiled by the host compiler and called for every thread of a block, or of a cluster of blocks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,58 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tilebit.tiles.gemm.operands import HEADERS
-from tilebit.tiles.program import DEVICE_DIR
+from .ptx import host_source
 
 SHIM = Path(__file__).with_name("cuda_shim.h")
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
-CUDA_ARCH = {"gemm_wgmma": 900, "gemm_mma": 800}  # of the paths that each program's kernels take
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC")
+# __CUDA_ARCH__ of the paths that each program's kernels take
+CUDA_ARCH = {"gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900}
+MAX_BLOCKS = 8  # of a cluster; cuda_threads.h has the same numbers
+
+MAX_TENSORS = 8
+
+
+class KernelFault(Exception):
+    """A kernel did what no kernel may do: threads that wait for ever, an access outside of its memory."""
+
 
 Argument = tuple[int, int]  # what thread 0 passes and how much more each next thread does: (address, bytes a thread), (value, 0) ...
+
+
+class Place(ctypes.Structure):
+    """Where a launch stands, for ``gridDim``, ``blockIdx`` and addresses of shared memory: the blocks of the cluster that runs now, and the
+    tensors that copies may read."""
+
+    _fields_ = (
+        ("grid", ctypes.c_int32 * 3),
+        ("blocks", ctypes.c_int32),
+        ("index", ctypes.c_int32 * 3 * MAX_BLOCKS),
+        ("shared", ctypes.c_ssize_t * MAX_BLOCKS),
+        ("tensors", ctypes.c_ssize_t * 2 * MAX_TENSORS),
+    )
+
+    @classmethod
+    def of(
+        cls, grid: Sequence[int], blocks: Sequence[Sequence[int]], shared: Sequence[int], tensors: Sequence[tuple[int, int]] = ()
+    ) -> Place:
+        """``blocks``: their indices, by rank; ``shared``: where their memory starts; ``tensors``: where each begins and ends."""
+        place = cls(blocks=len(blocks))
+        place.grid[:] = (*grid, 1, 1)[:3]
+        for rank, (block, address) in enumerate(zip(blocks, shared, strict=True)):
+            place.index[rank][:] = (*block, 0, 0)[:3]
+            place.shared[rank] = address
+        for i, bounds in enumerate(tensors):
+            place.tensors[i][:] = bounds
+        return place
+
+
+ALONE = Place.of((1,), [(0,)], [0])  # one block that has no shared memory
 
 
 def host_compiler() -> str | None:
@@ -30,10 +68,6 @@ def host_compiler() -> str | None:
 needs_host_compiler = pytest.mark.skipif(
     host_compiler() is None, reason="needs a C++17 compiler (g++, c++ or clang++ on PATH) to run device code on the host"
 )
-
-
-def device_source() -> str:
-    return "\n".join((DEVICE_DIR / name).read_text() for name in HEADERS)
 
 
 @cache
@@ -46,7 +80,7 @@ def build(source: str) -> ctypes.CDLL:
     path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
     library = path.with_suffix(".so")
     if not library.exists():
-        path.with_suffix(".cc").write_text(f'#include "{SHIM}"\n' + source.replace("#pragma once", ""))
+        path.with_suffix(".cc").write_text(f'#include "{SHIM}"\n' + host_source(source.replace("#pragma once", "")))
         command = [host_compiler() or "c++", *FLAGS, str(path.with_suffix(".cc")), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
@@ -63,21 +97,39 @@ class DeviceCode:
     def __init__(self, source: str, cuda_arch: int, calls: Iterable[str] = ()) -> None:
         self.source = f"#define __CUDA_ARCH__ {cuda_arch}\n{source}"
         self.expected = tuple(dict.fromkeys(calls))
-        self.functions: dict[str, Callable[..., int]] = {}
+        self.functions: dict[str, tuple[ctypes.CDLL, int]] = {}
 
-    def call(self, name: str, arguments: Sequence[Argument], threads: int) -> None:
-        """``name(arguments)`` on every thread of a block. Raises ``RuntimeError`` when threads do not meet at a barrier."""
+    def call(self, name: str, arguments: Sequence[Argument], threads: int, place: Place = ALONE, rank: int = 0) -> None:
+        """``name(arguments)`` on ``threads`` threads of block ``rank``. Raises ``KernelFault``."""
+        self.call_blocks(name, [arguments], threads, place, rank)
+
+    def call_blocks(self, name: str, arguments: Sequence[Sequence[Argument]], threads: int, place: Place, first: int = 0) -> None:
+        """``name`` on several blocks of a cluster at once, from rank ``first`` on, each with its own arguments."""
+        base = (ctypes.c_ssize_t * (len(arguments) * len(arguments[0])))(*(start for row in arguments for start, _ in row))
+        stride = (ctypes.c_ssize_t * len(arguments[0]))(*(step for _, step in arguments[0]))
+        library, index = self._find(name)
+        call = getattr(library, f"call_{index}")
+        call.restype = ctypes.c_char_p
+        if wrong := call(ctypes.byref(place), first, len(arguments), base, stride, threads):
+            raise KernelFault(f"{name}: {wrong.decode()}")
+
+    def value(self, name: str, arguments: Sequence[int], place: Place) -> int:
+        """What the pure function ``name`` returns, an int."""
+        library, index = self._find(name)
+        return getattr(library, f"value_{index}")(ctypes.byref(place), (ctypes.c_ssize_t * len(arguments))(*arguments))
+
+    def _find(self, name: str) -> tuple[ctypes.CDLL, int]:
         if name not in self.functions:
-            self._compile(self.expected if name in self.expected else (name,))
-        base, stride = ((ctypes.c_ssize_t * len(arguments))(*values) for values in zip(*arguments, strict=True))
-        if self.functions[name](base, stride, threads):
-            raise RuntimeError(f"{name}: some threads ended while others waited at a barrier")
+            names = self.expected if name in self.expected else (name,)
+            library = build("\n".join([self.source, *(_wrapper(i, name) for i, name in enumerate(names))]))
+            self.functions.update({name: (library, i) for i, name in enumerate(names)})
+        return self.functions[name]
 
-    def _compile(self, names: Sequence[str]) -> None:
-        wrappers = [
-            f'extern "C" int call_{i}(const intptr_t* base, const intptr_t* stride, int threads) {{ static bool alone; '
-            f"return tilebit_host::call(&{name}, base, stride, threads, alone); }}"
-            for i, name in enumerate(names)
-        ]
-        library = build("\n".join([self.source, *wrappers]))
-        self.functions.update({name: getattr(library, f"call_{i}") for i, name in enumerate(names)})
+
+def _wrapper(index: int, name: str) -> str:
+    return (
+        f'extern "C" const char* call_{index}(const tilebit_host::Place* place, int first, int blocks, const intptr_t* base, '
+        f"const intptr_t* stride, int threads) {{ return tilebit_host::call(&{name}, place, first, blocks, base, stride, threads); }}\n"
+        f'extern "C" int value_{index}(const tilebit_host::Place* place, const intptr_t* base) '
+        f"{{ return tilebit_host::value(&{name}, place, base); }}"
+    )

@@ -1,8 +1,11 @@
-"""Bugs to plant in the CUDA GEMM programs: edits of their own text; a bug whose place has changed is an error."""
+"""Bugs to plant in the CUDA GEMM programs: edits of their own text; a bug whose place has changed is an error.
+
+``planted_loops.py`` has those of the programs' loops, this file those of what they share: packed layout, dequantization, stores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,12 +34,12 @@ def swap(*pairs: tuple[str, str]) -> Edit:
 
 W4, W4Z, W8, W8Z = (QuantFormat(bits, 64, symmetric) for bits in (4, 8) for symmetric in (True, False))
 CHANNEL = QuantFormat(4, PER_CHANNEL, True)
-SMALL = Schedule("gemm_wgmma", 64, 8, 64, 4, 4)
-TWO_SLABS = Schedule("gemm_wgmma", 128, 8, 64, 4, 8)
-TALL = Schedule("gemm_wgmma", 128, 8, 64, 4, 4)
-STAGED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4)
+SMALL = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
+TWO_SLABS = Schedule("gemm_wgmma", 128, 16, 64, 2, 8)
+TALL = Schedule("gemm_wgmma", 128, 16, 64, 2, 4)
 MMA = Schedule("gemm_mma", 64, 32, 64, 2, 4)
-SPLIT = Schedule("gemm_wgmma", 64, 16, 64, 3, 4, split_k=3)
+DIRECT = Schedule("gemm_mma", 64, 8, 64, 2, 4)
+SPLIT = Schedule("gemm_mma", 64, 16, 64, 3, 4, split_k=3)
 
 
 def work(format: QuantFormat, dtype: str = "float16", bias: bool = False, m: int = 13, n: int = 128, k: int = 448) -> Workload:
@@ -45,12 +48,13 @@ def work(format: QuantFormat, dtype: str = "float16", bias: bool = False, m: int
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """``edits`` of a kernel's source files, or ``order``, another order of the packed words; ``sign`` is a word of the verdict."""
+    """``edits`` of a kernel's source files, or ``order``, another order of the packed words; ``sign`` is a word of the verdict, or of the
+    fault that the emulation reports."""
 
     name: str
     workload: Workload
     schedule: Schedule
-    edits: dict[str, Edit] = field(default_factory=dict)
+    edits: Mapping[str, Edit] = field(default_factory=dict)
     order: Callable[[PackedLayout], np.ndarray] | None = None
     sign: str = "wrong"
 
@@ -70,9 +74,14 @@ def _transposed(layout: PackedLayout) -> np.ndarray:
     return layout.order % layout.tile_k * layout.tile_n + layout.order // layout.tile_k
 
 
+def device(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in the device headers: each ``old`` becomes its ``new``."""
+    return Bug(name, workload, schedule, {"device": swap(*pairs)}, sign=sign)
+
+
 FP16_UNPACK = "scaled<SCALED>(__hsub2({0}, r0.low), r0.scale)"
 UNSCALED_ZERO = "__hsub2(scaled<SCALED>(__hsub2({0}, as_pair<half2>(0x64006400u)), r0.scale), __hsub2(r0.low, as_pair<half2>(0x64006400u)))"
-TRIPS = "T.min(steps, p.steps - bz * steps)"
+UPPER = "__hneg(__hadd(__ushort_as_half(0x5400), z))"
 SUMS = "make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3])"
 HALF_SUMS = "make_float4(" + ", ".join(f"__half2float(__float2half_rn(accumulators[4 * i + {j}]))" for j in range(4)) + ")"
 SOURCE = "((group * SLABS + slab) * RECORDS)"
@@ -84,109 +93,57 @@ BUGS = (
     Bug("tile transposed", work(W4), SMALL, order=_transposed),
     Bug("words of two threads swapped", work(W8), SMALL, order=lambda layout: layout.order.reshape(-1, 2, 4, 4)[:, ::-1].reshape(-1, 4)),
     # the dequantization header
-    Bug("upper nibbles shifted by 4 instead of 8", work(W4), SMALL, {"device": swap(("v = w >> 8", "v = w >> 4"))}),
-    Bug(
-        "sign error in the upper nibble",
-        work(W4Z),
-        SMALL,
-        {
-            "device": swap(
-                (
-                    "high(__half2half2(__hneg(__hadd(__ushort_as_half(0x5400), z))))",
-                    "high(__half2half2(__hadd(__ushort_as_half(0x5400), z)))",
-                )
-            )
-        },
-    ),
-    Bug("upper nibble's magic off", work(W4), SMALL, {"device": swap(("0x5400", "0x5401"))}),
-    Bug("zero point missed", work(W4Z), SMALL, {"device": swap(("SYMMETRIC ? implied : zeros[g]", "implied"))}),
-    Bug("zero point of the wrong row", work(W4Z), SMALL, {"device": swap(("zeros[g + 8]", "zeros[g]"))}),
-    Bug("zero point not scaled", work(W4Z), SMALL, {"device": swap(*((FP16_UNPACK.format(v), UNSCALED_ZERO.format(v)) for v in "ac"))}),
-    Bug("scale of the wrong row", work(W4), SMALL, {"device": swap(("scales[g + 8]", "scales[g]"))}),
-    Bug(
-        "scale groups of a stage merged",
-        work(QuantFormat(4, 32, True)),
-        SMALL,
-        {"device": swap(("/ GROUP_STEPS *", "/ GROUP_STEPS / 2 *"))},
-    ),
-    Bug("bytes swapped at 8 bits", work(W8), SMALL, {"device": swap(("0x4140", "0x4041"))}),
-    Bug("bytes swapped at 8 bits, bf16", work(W8Z, "bfloat16"), SMALL, {"device": swap(("0x7542", "0x7543"))}),
-    Bug("bf16 magic off", work(W4, "bfloat16"), SMALL, {"device": swap(("0x43004300u", "0x43804380u"))}),
-    Bug("records of a stage reversed", work(W8), SMALL, {"device": swap(("record * 512", "(RECORDS - 1 - record) * 512"))}),
-    Bug("slabs of the warpgroups swapped", work(W4), TWO_SLABS, {"device": swap((SOURCE, "(((1 - group) * SLABS + slab) * RECORDS)"))}),
-    Bug("slabs of a warpgroup swapped", work(W4), TALL, {"device": swap((SOURCE, "((group * SLABS + (SLABS - 1 - slab)) * RECORDS)"))}),
+    device("upper nibbles shifted by 4 instead of 8", work(W4), SMALL, ("v = w >> 8", "v = w >> 4")),
+    device("sign error in the upper nibble", work(W4Z), SMALL, (UPPER, UPPER.removeprefix("__hneg"))),
+    device("upper nibble's magic off", work(W4), SMALL, ("0x5400", "0x5401")),
+    device("zero point missed", work(W4Z), SMALL, ("SYMMETRIC ? implied : zeros[g]", "implied")),
+    device("zero point of the wrong row", work(W4Z), SMALL, ("zeros[g + 8]", "zeros[g]")),
+    device("zero point not scaled", work(W4Z), SMALL, *((FP16_UNPACK.format(v), UNSCALED_ZERO.format(v)) for v in "ac")),
+    device("scale of the wrong row", work(W4), SMALL, ("scales[g + 8]", "scales[g]")),
+    device("scale groups of a stage merged", work(QuantFormat(4, 32, True)), SMALL, ("/ GROUP_STEPS *", "/ GROUP_STEPS / 2 *")),
+    device("bytes swapped at 8 bits", work(W8), SMALL, ("0x4140", "0x4041")),
+    device("bytes swapped at 8 bits, bf16", work(W8Z, "bfloat16"), SMALL, ("0x7542", "0x7543")),
+    device("bf16 magic off", work(W4, "bfloat16"), SMALL, ("0x43004300u", "0x43804380u")),
+    device("records of a stage reversed", work(W8), SMALL, ("record * 512", "(RECORDS - 1 - record) * 512")),
+    device("slabs of the warpgroups swapped", work(W4), TWO_SLABS, (SOURCE, "(((1 - group) * SLABS + slab) * RECORDS)")),
+    device("slabs of a warpgroup swapped", work(W4), TALL, (SOURCE, "((group * SLABS + (SLABS - 1 - slab)) * RECORDS)")),
     # the operands' indices
     Bug(
-        "scale group off by one",
-        work(W4),
-        SMALL,
+        "scale group off by one", work(W4), SMALL,
         {"operands.py": swap(("return step * self.schedule.block_k //", "return (step + 1) * self.schedule.block_k //"))},
     ),
     Bug(
-        "bias added twice",
-        work(W4, bias=True),
-        SMALL,
+        "bias added twice, mma.sync", work(W4, bias=True), DIRECT,
         {"operands.py": swap(("return value + bias[row]", "return value + bias[row].astype('float32') + bias[row]"))},
     ),
-    Bug("bias lost", work(W4, bias=True), STAGED, {"operands.py": swap(("not self.grouped or self.workload.bias", "not self.grouped"))}),
     Bug(
-        "per-channel scale applied twice",
-        work(CHANNEL),
-        SMALL,
+        "bias lost, mma.sync", work(W4, bias=True), MMA,
+        {"operands.py": swap(("not self.grouped or self.workload.bias", "not self.grouped"))},
+    ),
+    Bug(
+        "per-channel scale applied twice, mma.sync", work(CHANNEL), DIRECT,
         {"operands.py": swap(("accumulator * scales[0, row]", "accumulator * scales[0, row].astype('float32') * scales[0, row]"))},
     ),
-    # the tile program
-    Bug("k stage lost", work(W4), SMALL, {"packed.py": swap((TRIPS, TRIPS + " - 1"))}),
-    Bug("k stage repeated", work(W4), SMALL, {"packed.py": swap(("bz * steps + i", "bz * steps + i - (i == 1)"))}),
-    Bug("accumulators not cleared", work(W4), SMALL, {"packed.py": swap(("T.clear(Y)", "pass"))}),
-    Bug(
-        "fp16 accumulators",
-        work(W4),
-        SMALL,
-        {"packed.py": swap(('T.alloc_fragment((bn, bm), "float32")', 'T.alloc_fragment((bn, bm), "float16")'))},
+    # stores
+    device("bias lost", work(W4, bias=True), SMALL, ("v = v * scale + offset", "v = v * scale")),
+    device("per-channel scale lost", work(CHANNEL), SMALL, ("v = v * scale + offset", "v = v + offset")),
+    device(
+        "n tail not masked", work(W4, n=100), SMALL,
+        ("column >= m || row >= N", "column >= m"), ("min(8, N - row)", "8"), sign="after the output",
     ),
-    Bug("tile lost", work(W4), SMALL, {"packed.py": swap(("T.ceildiv(m, bm), splits", "T.ceildiv(m, bm) - (m > bm), splits"))}, sign="NaN"),
-    Bug("weights of the wrong slab", work(W4, n=256), TWO_SLABS, {"packed.py": swap(("bx * (bn // 64)", "bx"))}),
-    Bug(
-        "scales of the wrong tile",
-        work(W4),
-        SMALL,
-        {"packed.py": swap(("scales[p.group_of(step), bx * bn]", "scales[p.group_of(step), by * bn]"))},
+    device("m tail not masked", work(W4), SMALL, ("column >= m || row >= N", "row >= N"), sign="after the output"),
+    device(
+        "matrices of the output swapped", work(W4), SMALL,
+        ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("row + ((lane >> 3) & 1) * 8", "row + (lane >> 4) * 8"),
     ),
-    Bug("split's own k forgotten", work(W4), SPLIT, {"packed.py": swap(("x[by * bm, step * bk]", "x[by * bm, i * bk]"))}),
-    Bug(
-        "n tail not masked",
-        work(W4, n=100),
-        SMALL,
-        {"packed.py": swap(("bx * bn + r < p.n", "bx * bn + r < p.n_pad"))},
-        sign="after the output",
+    device(
+        "columns of the output swapped, mma.sync", work(W4), MMA,
+        ("p[0] = static_cast<uint16_t>(values[i])", "p[0] = static_cast<uint16_t>(values[i] >> 16)"),
+        ("p[STRIDE] = static_cast<uint16_t>(values[i] >> 16)", "p[STRIDE] = static_cast<uint16_t>(values[i])"),
     ),
-    Bug("m tail not masked", work(W4), SMALL, {"packed.py": swap(("by * bm + c < m", "by * bm + c < m + bm"))}, sign="after the output"),
-    # the reduction and the epilogue
-    Bug("split lost", work(W4), SPLIT, {"device": swap(("for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)"))}),
-    Bug("last split counted twice", work(W4), SPLIT, {"device": swap(("accumulators[i] = 0.0f;", ";"))}),
-    Bug("fp16 partial sums", work(W4), SPLIT, {"device": swap((SUMS, HALF_SUMS))}),
-    Bug("ticket left behind", work(W4), SPLIT, {"device": swap(("+ tile, splits - 1)", "+ tile, splits)"))}, sign=""),
-    Bug(
-        "matrices of the output swapped",
-        work(W4),
-        STAGED,
-        {
-            "device": swap(
-                ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"),
-                ("row + ((lane >> 3) & 1) * 8", "row + (lane >> 4) * 8"),
-            )
-        },
-    ),
-    Bug(
-        "columns of the output swapped, mma.sync",
-        work(W4),
-        MMA,
-        {
-            "device": swap(
-                ("p[0] = static_cast<uint16_t>(values[i])", "p[0] = static_cast<uint16_t>(values[i] >> 16)"),
-                ("p[STRIDE] = static_cast<uint16_t>(values[i] >> 16)", "p[STRIDE] = static_cast<uint16_t>(values[i])"),
-            )
-        },
-    ),
-)
+    # the sum of a tile's shares, mma.sync
+    device("split lost", work(W4, k=576), SPLIT, ("for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)")),
+    device("last split counted twice", work(W4, k=576), SPLIT, ("accumulators[i] = 0.0f;", ";")),
+    device("fp16 partial sums", work(W4, k=576), SPLIT, (SUMS, HALF_SUMS)),
+    device("ticket left behind", work(W4, k=576), SPLIT, ("+ tile, splits - 1, thread)", "+ tile, splits, thread)"), sign=""),
+)  # fmt: skip

@@ -1,14 +1,17 @@
-"""A stand-in for ``tilelang.language`` that computes: the part of it that the GEMM programs use, on numpy, one thread block at a time.
+"""A stand-in for ``tilelang.language`` that computes: the part of it that the GEMM programs use, on numpy, one cluster of blocks at a time.
 
-It exists so that the very text of a tile program can be run, and run with a planted bug, where there is no GPU. Copies past the end of a
-tensor read zeros, as TMA and guarded cp.async do. Scalars are evaluated element by element; products go through each thread's registers.
+It exists so that the very text of a tile program can be run, and run with a planted bug, where there is no GPU. Each group of threads that
+takes a path of its own (a loading warp, the computing warps) runs the program by itself, in turns with the others (``crew.py``). Copies
+past the end of a tensor read zeros, as TMA and guarded cp.async do. Scalars are evaluated element by element; products go through each
+thread's registers. Inside a group, warps go in step: a race between two of them is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -17,37 +20,55 @@ import numpy as np
 
 from tilebit.layouts.fragments import wgmma_a, wgmma_c
 
-from .device_code import DeviceCode
-from .tile_memory import Buffer, Element, RegisterTile, ThreadLocal
+from .crew import Crew
+from .device_code import DeviceCode, Place
+from .launch import Block, Cluster, Group, Plan, TensorType, ThreadIndex
+from .shared_memory import BARRIER, Barrier, issue
+from .tile_memory import Buffer, Element, IllegalAccess, RegisterTile, ThreadLocal
 
-THREAD = object()  # what T.get_thread_binding() returns
-
-
-class GridKnown(Exception):
-    """Raised on entry to the kernel when it was run only to learn its grid."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    shape: tuple[int, ...]
-    dtype: str
+WAIT = "tilebit::wait_for_predecessor"
+CLUSTER_WIDE = "tilebit::stream_gemm<"  # device functions in which the blocks of a cluster meet
 
 
 class TileLanguage:
-    """Stands in for the module ``tilelang.language`` while one kernel runs.
-
-    ``symbols`` are its dynamic extents, ``block`` is the one to run (None: learn the ``grid``), ``make_device`` makes an imported source
-    callable."""
+    """Stands in for the module ``tilelang.language`` while one kernel runs. ``symbols`` are its dynamic extents."""
 
     GemmWarpPolicy = SimpleNamespace(FullRow="FullRow")
 
-    def __init__(self, symbols: dict[str, int], make_device: Callable[[str], DeviceCode]) -> None:
-        self.symbols, self.make_device = symbols, make_device
-        self.block: tuple[int, ...] | None = None
-        self.grid: tuple[int, ...] = ()
-        self.threads = 0
-        self.device: DeviceCode | None = None
+    def __init__(self, symbols: dict[str, int], plan: Plan, device: DeviceCode | None, order: random.Random) -> None:
+        self.symbols, self.plan, self.device, self.order = symbols, plan, device, order
+        self.tensors: list[tuple[int, int]] = []  # where each begins and ends, for the checks of copies
+        self.crew = Crew(order)
+        self.local = threading.local()
+        self.cluster: Cluster | None = None
 
+    @property
+    def group(self) -> Group:
+        """Whose turn it is."""
+        return self.local.group
+
+    def run_cluster(self, indices: Sequence[tuple[int, ...]], main: Callable[[], None]) -> None:
+        """``main`` for every group of threads of the blocks ``indices``, which form a cluster."""
+        blocks = [Block(index, rank) for rank, index in enumerate(indices)]
+        for block, (dtype, shape) in product(blocks, self.plan.allocations):
+            block.shared.add(dtype, shape)
+        place = Place.of(self.plan.grid, indices, [block.shared.address for block in blocks], self.tensors)
+        self.cluster = Cluster(blocks, place, len(blocks) * len(self.plan.groups))
+        self.crew = Crew(self.order)
+
+        def body(group: Group) -> Callable[[], None]:
+            def run() -> None:
+                self.local.group = group
+                main()
+
+            return run
+
+        groups = [Group(block, *bounds) for block in blocks for bounds in self.plan.groups]
+        self.crew.run([(f"block {g.block.index}, threads {g.low} to {g.high - 1}", body(g)) for g in groups])
+        for block in blocks:
+            block.shared.check()
+
+    # ---- declarations ----
     def dynamic(self, name: str) -> int:
         return self.symbols[name]
 
@@ -57,47 +78,68 @@ class TileLanguage:
     def prim_func(self, function: Callable[..., None]) -> Callable[..., None]:
         return function
 
+    macro = prim_func
+
     @contextmanager
-    def Kernel(self, *grid: int, threads: int) -> Iterator[tuple[int, ...]]:
-        self.grid, self.threads = grid, threads
-        if self.block is None:
-            raise GridKnown
-        yield self.block
+    def Kernel(self, *grid: int, threads: int, cluster_dims: Any = None) -> Iterator[Any]:
+        index = self.group.block.index[: len(grid)]
+        yield index[0] if len(grid) == 1 else index
 
-    def ceildiv(self, a: int, b: int) -> int:
-        return -(-a // b)
+    def get_thread_binding(self) -> ThreadIndex:
+        return ThreadIndex(self.group.low, self.group.high)
 
-    def min(self, a: int, b: int) -> int:
-        return min(a, b)
+    def import_source(self, source: str) -> None:
+        assert source == self.plan.source
 
-    def get_thread_binding(self) -> object:
-        return THREAD
+    def ignored(self, *_: Any) -> None:
+        """What decides speed and addresses, not values."""
 
-    def alloc_shared(self, shape: tuple[int, ...], dtype: str) -> Buffer:
-        return Buffer(shape, dtype)
+    annotate_layout = annotate_min_blocks_per_sm = disable_warp_group_reg_alloc = use_swizzle = set_max_nreg = ignored
+
+    # ---- memory ----
+    def alloc_shared(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """What the group's block has there: all of its groups allocate the same."""
+        self.group.allocated += 1
+        return self.group.block.shared.taken[self.group.allocated - 1]
+
+    def alloc_barrier(self, arrivals: list[int]) -> Any:
+        return self.alloc_shared(tuple(arrivals), BARRIER)
+
+    alloc_cluster_barrier = alloc_barrier
 
     def alloc_fragment(self, shape: tuple[int, int], dtype: str) -> RegisterTile:
-        return RegisterTile(shape, dtype, self.threads)
+        return RegisterTile(shape, dtype, self.group.size)
 
     def alloc_local(self, shape: tuple[int, ...], dtype: str) -> ThreadLocal:
-        return ThreadLocal(shape, dtype, self.threads)
+        return ThreadLocal(shape, dtype, self.group.size)
+
+    def alloc_var(self, dtype: str) -> None:
+        """A variable: the program's assignments bind the Python name."""
 
     def reshape(self, buffer: Buffer, shape: tuple[int, ...]) -> Buffer:
         view = Buffer(shape, buffer.dtype, buffer.data, buffer.start)
         assert view.size == buffer.size
         return view
 
-    def import_source(self, source: str) -> None:
-        self.device = self.make_device(source)
+    def address_of(self, element: Element | Barrier) -> tuple[int, int]:
+        if isinstance(element, Barrier):
+            return element.address, 0
+        self._may_touch(element.buffer)
+        return element.buffer.address(element.indices)
 
-    def ignored(self, *_: Any) -> None:
-        """Annotations that decide speed and addresses, not values."""
+    def _may_touch(self, buffer: Buffer) -> None:
+        if buffer.late and WAIT in self.plan.calls and not self.group.waited:
+            raise IllegalAccess("a tensor that an earlier kernel may still be writing is touched before wait_for_predecessor")
 
-    annotate_layout = annotate_min_blocks_per_sm = disable_warp_group_reg_alloc = use_swizzle = ignored
-    annotate_producer_reg_dealloc = annotate_consumer_reg_alloc = ignored
+    # ---- loops and values ----
+    def ceildiv(self, a: int, b: int) -> int:
+        return -(-a // b)
 
-    def clear(self, tile: RegisterTile) -> None:
-        tile.registers[:] = 0
+    def min(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def serial(self, count: int) -> range:
+        return range(count)
 
     def Pipelined(self, count: int, num_stages: int) -> range:
         return range(count)
@@ -105,22 +147,71 @@ class TileLanguage:
     def Parallel(self, *extents: int) -> Iterator[tuple[int, ...]]:
         return product(*map(range, extents))
 
+    def call_pure_extern(self, dtype: str, name: str, *arguments: int) -> int:
+        assert dtype == "int32" and self.device is not None and self.cluster is not None
+        return self.device.value(name, arguments, self.cluster.place)
+
+    # ---- what threads do ----
+    def call_extern(self, _: str, name: str, *arguments: Any) -> None:
+        assert self.device is not None and self.cluster is not None
+        group, cluster = self.group, self.cluster
+        group.waited |= name == WAIT
+        passed = [(a.low - a.offset, 1) if isinstance(a, ThreadIndex) else a if isinstance(a, tuple) else (int(a), 0) for a in arguments]
+        if not name.startswith(CLUSTER_WIDE):
+            self.device.call(name, passed, group.size, cluster.place, group.block.rank)
+        else:
+            cluster.joined[group.block.rank] = passed
+            if len(cluster.joined) == len(cluster.blocks):
+                self.device.call_blocks(name, [cluster.joined[block.rank] for block in cluster.blocks], group.size, cluster.place)
+        self.crew.pause()
+
+    def clear(self, tile: RegisterTile) -> None:
+        tile.registers[:] = 0
+
     def copy(self, source: Element, target: Buffer) -> None:
         assert source.buffer.dtype == target.dtype
-        target.data[:] = source.buffer.window(source.indices, target.shape).ravel()
+        target.data[:] = source.buffer.window(source.start, target.shape).ravel()
 
-    def address_of(self, element: Element) -> tuple[int, int]:
-        return element.buffer.address(element.indices)
+    def tma_copy(self, source: Element, target: Element, barrier: Barrier, cluster_mask: int | None = None) -> None:
+        """One thread's: expects the bytes in its own block; with a mask, rank 0 loads for the blocks of the mask, others for themselves."""
+        assert self.cluster is not None
+        self._may_touch(source.buffer)
+        if np.prod(source.extents) != np.prod(target.extents):
+            raise IllegalAccess(f"a region of {source.extents} is copied to one of {target.extents}")
+        barrier.change(0, int(np.prod(target.extents)) * target.buffer.data.itemsize)
+        rank, mask = self.group.block.rank, cluster_mask or 0
+        blocks = [block for block in self.cluster.blocks if mask >> block.rank & 1] if rank == 0 and mask else [self.group.block]
+        if rank == 0 or not mask >> rank & 1:
+            self.crew.events += issue(source, [(self._of(block, target), self._of(block, barrier)) for block in blocks])
+        self.crew.pause()
 
-    def call_extern(self, _: str, name: str, *arguments: Any) -> None:
-        assert self.device is not None, "no source was imported before the first call"
-        passed = [(0, 1) if a is THREAD else a if isinstance(a, tuple) else (int(a), 0) for a in arguments]
-        self.device.call(name, passed, self.threads)
+    def _of(self, block: Block, thing: Any) -> Any:
+        """The element or barrier that has the place of ``thing`` in another block's shared memory."""
+        holder = thing.array if isinstance(thing, Barrier) else thing.buffer
+        other = block.shared.taken[next(i for i, taken in enumerate(self.group.block.shared.taken) if taken is holder)]
+        return other[thing.index if isinstance(thing, Barrier) else thing.indices]
 
-    def gemm(self, a: RegisterTile, b: Buffer, c: RegisterTile, transpose_B: bool, policy: str) -> None:
+    def barrier_arrive(self, barrier: Barrier) -> None:
+        barrier.change(self.group.size, 0)
+        self.crew.pause()
+
+    def mbarrier_wait_parity(self, barrier: Barrier, parity: int) -> None:
+        self.crew.pause(barrier.passed(parity), f"{barrier}, parity {parity}")
+
+    def cluster_sync(self) -> None:
+        cluster = self.cluster
+        assert cluster is not None
+        mine = cluster.synced // cluster.groups
+        cluster.synced += 1
+        self.crew.pause(lambda: cluster.synced >= (mine + 1) * cluster.groups, "the cluster")
+
+    def gemm(
+        self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, transpose_B: bool, policy: str, clear_accum: bool = False
+    ) -> None:
         """c += a @ b^T in fp32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
         assert transpose_B and policy == "FullRow"
         a.plays(wgmma_a, 16)
         c.plays(wgmma_c, c.shape[1])
         with np.errstate(invalid="ignore", over="ignore"):
-            c.fill(c.matrix() + a.matrix() @ b.numbers().T)
+            product = a.matrix() @ b.numbers().T
+            c.fill(product if clear_accum else c.matrix() + product)

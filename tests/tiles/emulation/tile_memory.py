@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,44 @@ import numpy as np
 from tilebit.layouts.fragments import Fragment
 from tilebit.tiles.device.twins import round_to, widen
 
+from .device_code import KernelFault
+
 STORED = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32}
 POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": -1515870811}
 SLAB = 64  # rows that four warps hold
 
 
-class IllegalAccess(Exception):
-    """A kernel wrote outside of an allocation."""
+class IllegalAccess(KernelFault):
+    """A kernel wrote outside of an allocation, or touched what it may not touch yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """``buffer[indices]``: a value in expressions, a start in copies, an address for device functions."""
+    """``buffer[indices]``: a value in expressions, a start in copies, an address for device functions; with slices, a region."""
 
     buffer: Buffer
-    indices: tuple[int, ...]
+    indices: tuple[Any, ...]
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        return tuple((i.start or 0) if isinstance(i, slice) else i for i in self.indices)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        ends = [n if isinstance(i, slice) and i.stop is None else i.stop if isinstance(i, slice) else i + 1
+                for i, n in zip(self.indices, self.buffer.shape, strict=True)]  # fmt: skip
+        return tuple(end - start for start, end in zip(self.start, ends, strict=True))
+
+    def numbers(self) -> np.ndarray:
+        """A region as float32, without the axes of which it has one index."""
+        bits = self.buffer.window(self.start, self.extents)
+        rank = [n for n, i in zip(self.extents, self.indices, strict=True) if isinstance(i, slice)]
+        return as_float32(bits, self.buffer.dtype).reshape(rank)
+
+    def fill(self, values: np.ndarray | int) -> None:
+        """Write a whole region, ``values`` in the same order."""
+        where = tuple(slice(s, s + e) for s, e in zip(self.start, self.extents, strict=True))
+        self.buffer.whole()[where] = np.reshape(values, self.extents) if isinstance(values, np.ndarray) else values
 
     def value(self) -> Any:
         return self.buffer.read(self.indices)
@@ -50,15 +73,20 @@ class Element:
     __hash__ = None  # type: ignore[assignment]
 
 
+def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:
+    return stored if dtype == "float32" else widen(stored, dtype).astype(np.float32)
+
+
 def _value(operand: Any) -> Any:
     return operand.value() if isinstance(operand, Element) else operand
 
 
 class Buffer:
-    """Row-major memory of one scope: ``data`` is flat and may be longer than the tensor, which starts at ``start``."""
+    """Row-major memory of one scope: ``data`` is flat and may be longer than the tensor, which starts at ``start``. ``late`` says that an
+    earlier kernel may still be writing it when this one starts."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, data: np.ndarray | None = None, start: int = 0) -> None:
-        self.shape, self.dtype, self.start = tuple(map(int, shape)), dtype, start
+    def __init__(self, shape: tuple[int, ...], dtype: str, data: np.ndarray | None = None, start: int = 0, late: bool = False) -> None:
+        self.shape, self.dtype, self.start, self.late = tuple(map(int, shape)), dtype, start, late
         self.size = int(np.prod(self.shape))
         self.data = np.full(self.size, POISON[dtype], dtype=STORED[dtype]) if data is None else data
         self.strides = tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
@@ -98,20 +126,29 @@ class Buffer:
     def address(self, indices: tuple[int, ...]) -> tuple[int, int]:
         return self.data.ctypes.data + self.offset(indices) * self.data.itemsize, 0
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where the tensor begins and ends."""
+        begin = self.data.ctypes.data + self.start * self.data.itemsize
+        return begin, begin + self.size * self.data.itemsize
+
+    def whole(self) -> np.ndarray:
+        return self.data[self.start : self.start + self.size].reshape(self.shape)
+
     def window(self, start: tuple[int, ...], extents: tuple[int, ...]) -> np.ndarray:
         """``extents`` elements from ``start`` on, zeros past the tensor's ends."""
-        whole = self.data[self.start : self.start + self.size].reshape(self.shape)
-        found = whole[tuple(slice(s, s + e) for s, e in zip(start, extents, strict=True))]
+        found = self.whole()[tuple(slice(s, s + e) for s, e in zip(start, extents, strict=True))]
         return np.pad(found, [(0, e - f) for e, f in zip(extents, found.shape, strict=True)])
 
     def numbers(self) -> np.ndarray:
         """All of it as float32."""
-        data = self.data if self.data.dtype == np.float32 else widen(self.data, self.dtype)
-        return data.astype(np.float32).reshape(self.shape)
+        return as_float32(self.whole(), self.dtype)
 
 
 class ThreadLocal:
     """A few elements that every thread has for itself."""
+
+    late = False  # no kernel before this one can touch it
 
     def __init__(self, shape: tuple[int, ...], dtype: str, threads: int) -> None:
         self.dtype = dtype
@@ -135,8 +172,11 @@ class RegisterTile:
 
     def __init__(self, shape: tuple[int, int], dtype: str, threads: int) -> None:
         self.shape, self.dtype, self.threads = shape, dtype, threads
-        self.registers = np.full((threads, shape[0] * shape[1] // threads), POISON[dtype], dtype=STORED[dtype])
         self.place: tuple[np.ndarray, np.ndarray] | None = None
+
+    @cached_property
+    def registers(self) -> np.ndarray:
+        return np.full((self.threads, self.shape[0] * self.shape[1] // self.threads), POISON[self.dtype], dtype=STORED[self.dtype])
 
     def access_ptr(self, _: str) -> tuple[int, int]:
         return self.registers.ctypes.data, self.registers.strides[0]
@@ -146,8 +186,7 @@ class RegisterTile:
 
     def matrix(self) -> np.ndarray:
         assert self.place is not None
-        data = self.registers[self.place]
-        return data if self.dtype == "float32" else widen(data, self.dtype).astype(np.float32)
+        return as_float32(self.registers[self.place], self.dtype)
 
     def fill(self, matrix: np.ndarray) -> None:
         assert self.place is not None

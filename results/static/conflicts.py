@@ -1,0 +1,110 @@
+"""Bank conflicts of a kernel's shared-memory accesses, simulated from their addresses (``layouts/banks.py``).
+
+The addresses of lines, scales and the output tile follow from the schedule, as ``tiles/device/*.cuh`` computes them (the source must hold
+the expressions that are simulated); those of x are taken from the generated source where TileLang chose them: its ldmatrix index
+expressions are evaluated for every lane, its wgmma descriptors name the hardware's swizzle. Each access is a count of wavefronts beyond the
+unavoidable, summed over the instructions simulated; it must be 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from tilebit.layouts.banks import shared_access
+from tilebit.layouts.swizzle import Swizzle
+from tilebit.schedules.rules import gemm_stream
+from tilebit.schedules.schedule import Schedule
+
+LANE = np.arange(32)
+LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((?:half_t|bfloat16_t)\*\)\w+\)\[([^\]]*)\]")
+DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
+STAGING = ("tilebit::stage_transposed<", "tilebit::finish_tile<")  # calls after which the output tile goes through shared memory
+# What the functions below compute, as the headers write it.
+STREAM_X = ("PITCH = STEP_K * 2 + 16", "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16")
+STMATRIX = ("(c * 16 + (lane >> 4) * 8 + (lane & 7)) * STRIDE + row + ((lane >> 3) & 1) * 8",)
+SCATTERED = ("(c * 16 + (i >> 1) * 8 + (lane & 3) * 2) * STRIDE + row + (i & 1) * 8 + (lane >> 2)",)
+SWIZZLE_BITS = {"0": 0, "1": 3, "2": 2, "3": 1}  # of a descriptor's layout type: none, 128, 64 and 32 bytes
+LOOP_TRIPS = 8  # values of a loop variable that are tried
+
+
+def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
+    """Extra wavefronts of each kind of access of the kernel whose generated CUDA is ``source``. Raises ``ValueError`` when the source has
+    none of the accesses that its program makes."""
+    s = schedule
+    found = {"packed line": shared_access(16 * LANE, 16).conflicts, "scale": shared_access(2 * (LANE >> 2), 2).conflicts}
+    if s.program in gemm_stream.ARCHES:
+        _check(source, STREAM_X)
+        found["x"] = _ldmatrix(2 * _stream_x(s), 4)
+        return found
+    found["x"] = _descriptors(source, s) if s.program == "gemm_wgmma" else _generated(source)
+    if any(call in source for call in STAGING):
+        _check(source, STMATRIX + SCATTERED)
+        found["output tile"] = _stmatrix(s) if s.program == "gemm_wgmma" else _scattered(s)
+    return found
+
+
+def _check(source: str, expressions: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` unless the source computes the addresses that are simulated here."""
+    missing = [e for e in expressions if e not in source]
+    if missing:
+        raise ValueError(
+            f"the source does not compute {missing[0]!r}; accepted: the headers that results/static/conflicts.py was written for"
+        )
+
+
+def _stream_x(s: Schedule) -> np.ndarray:
+    """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and 16 bytes of padding."""
+    return (LANE & 7) % s.block_m * (s.block_k + 8) + (LANE >> 3) * 8
+
+
+def _ldmatrix(addresses: np.ndarray, matrices: int) -> int:
+    """One ldmatrix: 8 lanes supply the rows of each 8 x 8 matrix."""
+    return shared_access(addresses[: 8 * matrices], 16).conflicts
+
+
+def _generated(source: str) -> int:
+    """Every ldmatrix of the generated source, for several values of its loop variables."""
+    found = LDMATRIX.findall(source)
+    if not found:
+        raise ValueError("the source has no ldmatrix of a 16-bit buffer; accepted: CUDA that TileLang generated for mma.sync")
+    return sum(_ldmatrix(2 * offsets, int(matrices)) for matrices, expression in found for offsets in _evaluated(expression))
+
+
+def _evaluated(expression: str) -> Iterator[np.ndarray]:
+    """Element offsets of all lanes of the first warp, for each value of the expression's loop variables (all taking the same)."""
+    text = re.sub(r"\(\(int\)threadIdx\.x\)", "LANE", expression).replace("/", "//")
+    free = sorted(set(re.findall(r"[A-Za-z_]\w*", text)) - {"LANE"})
+    if re.search(r"[^\w\s()+*/%<>&|^-]", text):
+        raise ValueError(f"cannot evaluate the index {expression!r}; accepted: integer arithmetic on threadIdx.x and loop variables")
+    for trip in range(LOOP_TRIPS if free else 1):
+        values = eval(text, {"__builtins__": {}, "LANE": LANE, **dict.fromkeys(free, trip)})
+        yield np.broadcast_to(np.asarray(values), LANE.shape)
+
+
+def _descriptors(source: str, s: Schedule) -> int:
+    """How the tensor core reads x through a descriptor: 8 rows of 16 bytes, side by side under the hardware's swizzle."""
+    kinds = set(DESCRIPTOR.findall(source))
+    if not kinds:
+        raise ValueError("the source has no wgmma descriptor; accepted: CUDA that TileLang generated for wgmma")
+    total = 0
+    for kind in kinds:
+        row_bytes = min(16 << SWIZZLE_BITS[kind], s.block_k * 2)
+        swizzle = Swizzle(SWIZZLE_BITS[kind], 4, 3)
+        for chunk in range(row_bytes // 16):
+            total += _ldmatrix(swizzle((LANE & 7) * row_bytes + 16 * chunk), 1)
+    return total
+
+
+def _stmatrix(s: Schedule) -> int:
+    """The epilogue's transposed stores of four 8 x 8 matrices (``epilogue.cuh``)."""
+    offsets = ((LANE >> 4) * 8 + (LANE & 7)) * (s.block_n + 8) + ((LANE >> 3) & 1) * 8
+    return _ldmatrix(2 * offsets, 4)
+
+
+def _scattered(s: Schedule) -> int:
+    """The epilogue's two-byte stores where there is no stmatrix: lane l holds columns 2 (l % 4), + 1 of row l / 4."""
+    stride = s.block_n + 8
+    return sum(shared_access(2 * (((LANE & 3) * 2 + column) * stride + (LANE >> 2)), 2).conflicts for column in (0, 1))

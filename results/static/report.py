@@ -1,0 +1,172 @@
+"""Static evidence for speed: ``python -m results.static.report [--arch sm_80 ...]`` compiles the schedules that would be chosen, without a
+GPU, and writes what their code says to ``results/static/<arch>.md`` and, one JSON row a kernel, ``<arch>.jsonl``.
+
+A text depends on the sources, the shipped records and the compilers, which it names, and on nothing else: running it again with the same
+compilers must change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.cost import estimate
+from tilebit.schedules.records import TuningRecord, shipped_records
+from tilebit.schedules.rules.gemm import candidates
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import choose
+from tilebit.schedules.target import ARCHES, Target, target_from_name
+from tilebit.schedules.workload import Workload
+from tilebit.tiles.compile import CompileFailure, CompileRequest
+from tilebit.tiles.cuda import CUBIN_NAME, SOURCE_NAME, find_nvcc, run_nvcc
+from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.lint import disassemble
+from tilebit.tiles.pool import CompilePool
+
+from . import limits
+from .conflicts import conflicts
+from .listing import KIB, Spent, spent
+from .page import page
+
+HERE = Path(__file__).parent
+GPU_ARCHES = tuple(arch for arch in ARCHES if arch != "cpu")
+SHAPES = ((14336, 4096), (4096, 14336))
+MS = (1, 16, 64, 256, 4096)
+FORMAT = QuantFormat(4, 128, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel to look at: ``source`` says who chose its schedule ("tuned", "nearest", "model", as ``schedules.select``)."""
+
+    workload: Workload
+    schedule: Schedule
+    source: str
+
+
+def cases(target: Target, records: Sequence[TuningRecord]) -> list[Case]:
+    """For every workload the schedule that ``select`` gives and, of each other program with candidates, the cost model's best."""
+    found = []
+    for workload in (Workload(m, n, k, FORMAT) for n, k in SHAPES for m in MS):
+        choice = choose(workload, target, records)
+        found.append(Case(workload, choice.schedule, choice.source))
+        others = [s for s in candidates(workload, target) or [] if s.program != choice.schedule.program]
+        for program in sorted({s.program for s in others}):
+            mine = [s for s in others if s.program == program]
+            found.append(Case(workload, min(mine, key=lambda s: estimate(workload, s, target).us), "model"))
+    return found
+
+
+def code_of(kernel: Kernel, arch: str) -> tuple[str, str]:
+    """(listing, "sass") of a kernel, or (PTX, "ptx") where neither nvdisasm nor cuobjdump is found."""
+    toolkit = Path(find_nvcc()).resolve().parent
+    sass = disassemble(kernel.path / CUBIN_NAME, toolkit)
+    if sass:
+        return sass, "sass"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / SOURCE_NAME).write_bytes((kernel.path / SOURCE_NAME).read_bytes())
+        return run_nvcc(Path(folder), arch)[1], "ptx"
+
+
+def row(case: Case, kernel: Kernel, target: Target) -> dict[str, Any]:
+    """What the code of one kernel says."""
+    w, s, used = case.workload, case.schedule, kernel.resources
+    text, level = code_of(kernel, target.arch)
+    fit = limits.blocks_per_sm(used["registers"], used["smem"], used["threads"], target)
+    resident = min(float(fit), limits.grid_blocks(w, s, fit * target.units) / target.units)
+    return {
+        "op": "static",
+        "arch": target.arch,
+        "target": target.name,
+        "m": w.m,
+        "n": w.n,
+        "k": w.k,
+        "format": w.format.name,
+        "dtype": w.dtype,
+        "schedule": s.to_json(),
+        "source": case.source,
+        "level": level,
+        **{name: used[name] for name in ("registers", "spills", "stack", "smem", "threads")},
+        "blocks_per_sm": fit,
+        "resident_blocks": round(resident, 2),
+        "bytes_in_flight": round(resident * limits.bytes_in_flight(w, s)),
+        "bytes_needed": round(limits.bytes_needed(target)),
+        **loop_fields(spent(text, level), w, s, target),
+        "conflicts": conflicts(s, (kernel.path / SOURCE_NAME).read_text()),
+        "versions": {name: kernel.manifest["versions"][name] for name in ("tilelang", "nvcc")},
+    }
+
+
+def loop_fields(loop: Spent, workload: Workload, schedule: Schedule, target: Target) -> dict[str, Any]:
+    """Instructions per KiB of packed weights, and the times that issuing them and multiplying take, beside the floor.
+
+    Every row of output tiles decodes the weight again, and a block multiplies its whole tile, also rows past the end of x."""
+    w, s = workload, schedule
+    rows_of_tiles = -(-max(w.m, 1) // s.block_m)
+    kib = w.n * w.k * w.format.bits / 8 / KIB * rows_of_tiles
+    classes = {name: round(loop.per_kib(name), 1) for name in loop.by_class}
+    return {
+        "looped": loop.looped,
+        "per_kib": {"all": round(loop.per_kib(), 1), **classes},
+        "issue_us": round(limits.issue_us(loop.per_kib() * kib, target), 2),
+        "bits_us": round(limits.issue_us(loop.per_kib("bits") * kib, target, limits.BIT_SLOTS), 2),
+        "tensor_us": round(loop.flops / (loop.weight_bytes / KIB) * kib / (target.mma_tflops * 1e6), 2),
+        "floor_us": round(limits.floor_us(w, target), 2),
+    }
+
+
+def measure(target: Target, pool: CompilePool, records: Sequence[TuningRecord]) -> tuple[list[dict[str, Any]], list[str]]:
+    """(rows of one target in order, sentences about kernels that did not compile or whose code could not be read)."""
+    chosen = cases(target, records)
+    requests = [CompileRequest(c.schedule.program, c.workload, c.schedule, target) for c in chosen]
+    rows, bad = [], []
+    for case, request, result in zip(chosen, requests, pool.compile(requests), strict=True):
+        if isinstance(result, CompileFailure):
+            bad.append(str(result))
+            continue
+        try:
+            rows.append(row(case, result, target))
+        except ValueError as error:
+            bad.append(f"{request}: {error}")
+    rows.sort(key=lambda r: (r["n"], r["k"], r["m"], r["schedule"]["program"]))
+    return rows, bad
+
+
+def write(folder: Path, arch: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace the texts of one architecture."""
+    rows = list(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{arch}.jsonl").write_text("".join(json.dumps(r, sort_keys=True) + "\n" for r in rows))
+    (folder / f"{arch}.md").write_text(page(rows))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: written; 1: written, but a schedule does not compile, its code cannot be read, or its accesses meet in a bank."""
+    parser = argparse.ArgumentParser(prog="python -m results.static.report", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--arch", nargs="+", choices=GPU_ARCHES, default=list(GPU_ARCHES), help="default: all")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write <arch>.md and <arch>.jsonl in (default: this one)")
+    parser.add_argument("--jobs", type=int, default=None, help="compiles at once (default: one per core)")
+    options = parser.parse_args(arguments)
+    bad: list[str] = []
+    with CompilePool(jobs=options.jobs) as pool:
+        records = shipped_records()
+        for arch in options.arch:
+            rows, failures = measure(target_from_name(arch), pool, records)
+            write(options.out, arch, rows)
+            bad += failures
+            bad += [f"{arch}: bank conflicts {r['conflicts']} in {r['schedule']}" for r in rows if any(r["conflicts"].values())]
+            print(f"static: wrote {arch}.md, {len(rows)} kernels", flush=True)
+    for line in bad:
+        print(f"static: {line}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

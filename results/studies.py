@@ -1,0 +1,92 @@
+"""Sections on what each idea adds to speed and on how well schedules are chosen: rows of results/ablation and results/ranker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .markdown import details, number, slug, table
+from .rows import json_rows
+
+ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
+RANKER_FIELDS = ("shape", "m", "source", "us", "best_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """What each idea adds on one device: ``ideas`` by step, and for each (n, k, m) the µs of each step that was measured."""
+
+    gpu: str
+    ideas: dict[int, str]
+    times: dict[tuple[int, int, int], dict[int, float]]
+
+
+def read_ablation(folder: Path) -> list[Ablation]:
+    """Each device's newest run of each product. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    devices: dict[str, dict[tuple[int, int, int], list[dict[str, Any]]]] = {}
+    for place, row in json_rows(folder, ABLATION_FIELDS):
+        if row.get("op", "ablation") == "ablation":
+            products = devices.setdefault(row.get("gpu") or place.split(".jsonl")[0], {})
+            products.setdefault((row["n"], row["k"], row["m"]), []).append(row)
+    found = []
+    for gpu, products in sorted(devices.items()):
+        ideas, times = {}, {}
+        for product, rows in sorted(products.items(), key=lambda item: (item[0][0] * item[0][1], item[0])):
+            newest = sorted((row for row in rows if row.get("run") == rows[-1].get("run")), key=lambda row: row["step"])
+            times[product] = {row["step"]: row["us"] for row in newest}
+            ideas |= {row["step"]: row["idea"] for row in newest}
+        found.append(Ablation(gpu, dict(sorted(ideas.items())), times))
+    return found
+
+
+def ablation_section(studies: list[Ablation]) -> str:
+    """µs after each step, and in brackets the factor since the first; "" without rows."""
+    parts = []
+    for study in studies:
+        header = ["step", "idea", *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
+        lines = [[str(step), idea, *(_step(times, step) for times in study.times.values())] for step, idea in study.ideas.items()]
+        parts += [f"### {study.gpu}", f"![what each idea adds](plots/{slug(study.gpu)}_ablation.svg)", table(header, lines, numbers=False)]
+    about = (
+        "Median µs of one product as the ideas are added one after another, each with the best of its schedules, in one process; in "
+        "brackets, times faster than the first step. A dash: the idea has no schedule for that product."
+    )
+    return "\n\n".join(["## What each idea adds", about, *parts]) if parts else ""
+
+
+def _step(times: dict[int, float], step: int) -> str:
+    if step not in times:
+        return "-"
+    first = times[min(times)]
+    return number(times[step]) + (f" ({first / times[step]:.2f}x)" if step != min(times) else "")
+
+
+def ranker_section(folder: Path) -> str:
+    """How much slower the schedules are that are chosen without a record of their workload; "" without rows."""
+    by_source: dict[str, list[dict[str, Any]]] = {}
+    for _, row in json_rows(folder, RANKER_FIELDS):
+        by_source.setdefault(row["source"], []).append(row)
+    if not by_source:
+        return ""
+    lines, points = [], []
+    for source, rows in sorted(by_source.items(), key=lambda item: median(map(_loss, item[1]))):
+        losses = list(map(_loss, rows))
+        lines.append([source, str(len(rows)), f"{median(losses):.1%}", f"{max(losses):.1%}"])
+        for row in rows:
+            times = number(row["us"]), number(row["best_us"]), f"{_loss(row):.1%}"
+            points.append([_shape(row["shape"]), str(row["m"]), source, *times])
+    about = (
+        "Each workload's records are left out in turn, and a schedule is chosen for it by each source: how much slower it is than the best "
+        "schedule that was measured for this workload."
+    )
+    folded = details("Every workload", table(["n x k", "m", "source", "µs", "best µs", "slower by"], points))
+    return "\n\n".join(["## Choosing without a record", about, table(["source", "workloads", "median", "worst"], lines), folded])
+
+
+def _loss(row: dict[str, Any]) -> float:
+    return row["us"] / row["best_us"] - 1
+
+
+def _shape(shape: Any) -> str:
+    return shape if isinstance(shape, str) else " x ".join(str(size) for size in shape)

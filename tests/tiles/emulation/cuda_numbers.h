@@ -1,0 +1,114 @@
+// CUDA's 16-bit floats for a host compiler: every operation rounds once (to nearest, ties to even).
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace tilebit_host {
+
+// Significand bits after the point, exponent of the smallest normal, bits of infinity.
+template <int MANTISSA, int MIN_EXPONENT, uint16_t INFINITY_BITS>
+struct Float16 {
+  uint16_t bits;
+  Float16() = default;
+  Float16(float value) : bits(round(value)) {}
+
+  static uint16_t round(double value) {
+    uint16_t sign = signbit(value) ? 0x8000 : 0;
+    if (value != value) return 0x7fff;
+    double size = fabs(value);
+    if (size == 0 || size > 1e300) return sign | (size == 0 ? 0 : INFINITY_BITS);
+    int exponent;
+    frexp(size, &exponent);
+    exponent -= 1;
+    bool normal = exponent >= MIN_EXPONENT;
+    double units = nearbyint(ldexp(size, MANTISSA - (normal ? exponent : MIN_EXPONENT)));  // a carry runs on into the exponent
+    uint32_t result = uint32_t(units) + (normal ? uint32_t(exponent - MIN_EXPONENT) << MANTISSA : 0);
+    return sign | uint16_t(result < INFINITY_BITS ? result : INFINITY_BITS);
+  }
+  static Float16 of(double value) {
+    Float16 result;
+    result.bits = round(value);
+    return result;
+  }
+  double value() const {
+    int exponent = (bits & 0x7fff) >> MANTISSA, mantissa = bits & ((1 << MANTISSA) - 1);
+    double size = exponent == INFINITY_BITS >> MANTISSA ? (mantissa ? NAN : INFINITY)
+                  : exponent ? ldexp(double(mantissa + (1 << MANTISSA)), exponent - 1 + MIN_EXPONENT - MANTISSA)
+                             : ldexp(double(mantissa), MIN_EXPONENT - MANTISSA);
+    return bits & 0x8000 ? -size : size;
+  }
+};
+
+// a * b is exact in a double; the sum is rounded to odd, so that rounding it again to 16 bits rounds the exact result once.
+inline double fused(double a, double b, double c) {
+  double product = a * b, sum = product + c, back = sum - product;
+  double lost = (product - (sum - back)) + (c - back);
+  if (lost != 0 && lost == lost) {
+    int64_t word;
+    memcpy(&word, &sum, 8);
+    if (!(word & 1)) word += (lost > 0) == (sum > 0) ? 1 : -1;
+    memcpy(&sum, &word, 8);
+  }
+  return sum;
+}
+
+template <typename T>
+struct Pair {
+  T x, y;
+};
+
+}  // namespace tilebit_host
+
+using half = tilebit_host::Float16<10, -14, 0x7c00>;
+using __nv_bfloat16 = tilebit_host::Float16<7, -126, 0x7f80>;
+using half2 = tilebit_host::Pair<half>;
+using __nv_bfloat162 = tilebit_host::Pair<__nv_bfloat16>;
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float4 {
+  float x, y, z, w;
+};
+
+// Sums and products of two 16-bit floats are exact in a double, or so nearly that its rounding cannot matter (53 >= 2 * 11 + 2 bits).
+template <typename T>
+T __hadd(T a, T b) { return T::of(a.value() + b.value()); }
+template <typename T>
+T __hsub(T a, T b) { return T::of(a.value() - b.value()); }
+template <typename T>
+T __hmul(T a, T b) { return T::of(a.value() * b.value()); }
+template <typename T>
+T __hfma(T a, T b, T c) { return T::of(tilebit_host::fused(a.value(), b.value(), c.value())); }
+template <typename T>
+T __hneg(T a) { a.bits ^= 0x8000; return a; }
+template <typename T>
+tilebit_host::Pair<T> __hadd2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
+template <typename T>
+tilebit_host::Pair<T> __hsub2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }
+template <typename T>
+tilebit_host::Pair<T> __hmul2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
+template <typename T>
+tilebit_host::Pair<T> __hfma2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b, tilebit_host::Pair<T> c) {
+  return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+
+inline half __ushort_as_half(uint16_t bits) { half h; h.bits = bits; return h; }
+inline __nv_bfloat16 __ushort_as_bfloat16(uint16_t bits) { __nv_bfloat16 h; h.bits = bits; return h; }
+inline half2 __half2half2(half a) { return {a, a}; }
+inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 a) { return {a, a}; }
+inline float __half2float(half a) { return float(a.value()); }
+inline half __float2half_rn(float a) { return half(a); }
+inline float __bfloat162float(__nv_bfloat16 a) { return float(a.value()); }
+inline __nv_bfloat16 __float2bfloat16_rn(float a) { return __nv_bfloat16(a); }
+inline half2 __floats2half2_rn(float a, float b) { return {half(a), half(b)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__nv_bfloat16(a), __nv_bfloat16(b)}; }
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  uint64_t bytes = uint64_t(y) << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return result;
+}
+inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

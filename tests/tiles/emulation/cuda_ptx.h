@@ -1,0 +1,226 @@
+// The PTX that the device headers use, on host memory. Names are the instructions' (dots and colons are underscores), arguments their operands in the
+// order of the text. Copies land as late as the program allows, and what they are about to overwrite is spoilt when they are issued.
+//
+// A shared address is an offset into the block's memory, in a cluster with the block's rank plus one in the bits from RANK_SHIFT on.
+#pragma once
+
+namespace tilebit_host {
+
+constexpr int RANK_SHIFT = 24, SPOILT = 0x7e;
+
+inline char* at(uint32_t address) {
+  const int owner = address >> RANK_SHIFT ? (address >> RANK_SHIFT) - 1 : rank();
+  if (owner >= place.blocks) {
+    fault = "an address lies in a block that the cluster does not have";
+    return place.shared[rank()];
+  }
+  return place.shared[owner] + (address & ((1u << RANK_SHIFT) - 1));
+}
+
+// 64 bits: arrivals of a phase and its parity; arrivals and bytes that the current phase still waits for.
+struct Mbarrier {
+  uint32_t state;  // parity | arrivals of a phase << 1
+  int32_t pending : 10, bytes : 22;
+
+  uint32_t parity() const { return state & 1; }
+  void init(int arrivals) { state = uint32_t(arrivals) << 1, pending = arrivals, bytes = 0; }
+  void change(int arrivals, int more_bytes) {
+    if (arrivals > pending) fault = "a barrier was told of more arrivals than its phase waits for";
+    pending -= arrivals, bytes += more_bytes;
+    if (pending == 0 && bytes == 0) state ^= 1, pending = int32_t(state >> 1);
+  }
+};
+inline Mbarrier& mbarrier(uint32_t address) { return *reinterpret_cast<Mbarrier*>(at(address)); }
+
+// Starts a copy; outside of the tensors is nothing to read.
+inline Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier) {
+  const char* from = static_cast<const char*>(source);
+  bool known = !valid;
+  for (const auto& [begin, end] : place.tensors) known |= begin <= from && from + bytes <= end;
+  if (!known) fault = "a copy reads past the ends of the tensors";
+  memset(at(to), SPOILT, bytes);
+  return {at(to), from, bytes, valid, barrier};
+}
+inline void land(const Copy& copy) {
+  if (copy.valid) memcpy(copy.to, copy.from, copy.bytes);
+  else memset(copy.to, 0, copy.bytes);
+  if (copy.barrier) static_cast<Mbarrier*>(copy.barrier)->change(0, -copy.bytes);
+}
+// The thread's oldest copies land, until `left` are in flight.
+inline void land_until(size_t left) {
+  auto& copies = me().copies;
+  const size_t landed = copies.size() - min(left, copies.size());
+  for (size_t i = 0; i < landed; ++i) land(copies[i]);
+  copies.erase(copies.begin(), copies.begin() + landed);
+}
+
+template <typename T>
+float number(uint32_t word, int half) {
+  static const std::vector<float> all = [] {
+    std::vector<float> table(1 << 16);
+    for (int bits = 0; bits < 1 << 16; ++bits) {
+      T v;
+      v.bits = uint16_t(bits);
+      table[bits] = float(v.value());
+    }
+    return table;
+  }();
+  return all[uint16_t(word >> (16 * half))];
+}
+
+// mma.m16n8k16 (PTX ISA): a[row + 8 (register & 1)][column + 8 (register >> 1)], row lane / 4, column 2 (lane % 4) + half; b[k][n]: k as A's
+// column, n lane / 4; d[row + 8 (i >> 1)][2 (lane % 4) + (i & 1)]. Sums are rounded once: the exact ones of a test have nothing to round.
+struct MmaOperands {
+  uint32_t a[4], b[2];
+  float d[4];
+};
+template <typename T>
+void mma_m16n8k16(void** lanes) {
+  double a[16][16], b[16][8];
+  for (int lane = 0; lane < WARP; ++lane) {
+    const auto* o = static_cast<const MmaOperands*>(lanes[lane]);
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4, column = lane % 4 * 2 + half;
+      for (int i = 0; i < 4; ++i) a[row + 8 * (i & 1)][column + 8 * (i >> 1)] = number<T>(o->a[i], half);
+      for (int i = 0; i < 2; ++i) b[column + 8 * i][row] = number<T>(o->b[i], half);
+    }
+  }
+  for (int lane = 0; lane < WARP; ++lane) {
+    auto* o = static_cast<MmaOperands*>(lanes[lane]);
+    for (int i = 0; i < 4; ++i) {
+      double sum = o->d[i];
+      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + 8 * (i >> 1)][k] * b[k][lane % 4 * 2 + (i & 1)];
+      o->d[i] = float(sum);
+    }
+  }
+}
+template <typename T>
+void mma(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  MmaOperands o = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d0, d1, d2, d3}};
+  collective("mma", &o, mma_m16n8k16<T>);
+  d0 = o.d[0], d1 = o.d[1], d2 = o.d[2], d3 = o.d[3];
+}
+
+}  // namespace tilebit_host
+
+// What Python does to a barrier.
+extern "C" void host_mbarrier_init(void* barrier, int arrivals) { static_cast<tilebit_host::Mbarrier*>(barrier)->init(arrivals); }
+extern "C" int host_mbarrier_change(void* barrier, int arrivals, int bytes) {
+  tilebit_host::fault = nullptr;
+  static_cast<tilebit_host::Mbarrier*>(barrier)->change(arrivals, bytes);
+  return tilebit_host::fault != nullptr;
+}
+
+inline uint32_t __cvta_generic_to_shared(const void* p) {
+  using namespace tilebit_host;
+  return uint32_t(static_cast<const char*>(p) - place.shared[rank()]);
+}
+
+// ---- matrices ----
+#define TILEBIT_MMA(name, T)                                                                                                             \
+  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, \
+                   float, float, float, float) {                                                                                         \
+    tilebit_host::mma<T>(d0, d1, d2, d3, {a0, a1, a2, a3}, {b0, b1});                                                                    \
+  }
+TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, half)
+TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
+
+// Lane l addresses row l % 8 of matrix l / 8 and receives elements (l / 4, 2 (l % 4) + half) of each.
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  struct Lane {
+    const char* row;
+    uint32_t r[4];
+  } mine = {tilebit_host::at(address)};
+  tilebit_host::collective("ldmatrix", &mine, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        memcpy(&static_cast<Lane*>(lanes[lane])->r[i], static_cast<Lane*>(lanes[8 * i + lane / 4])->row + lane % 4 * 4, 4);
+  });
+  r0 = mine.r[0], r1 = mine.r[1], r2 = mine.r[2], r3 = mine.r[3];
+}
+// stmatrix.m8n8.x4.trans.b16: after .trans, lane l holds elements (row 2 (l % 4) + e, column l / 4) of each matrix.
+inline void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  struct Lane {
+    char* row;
+    uint32_t r[4];
+  } mine = {static_cast<char*>(address), {r0, r1, r2, r3}};
+  tilebit_host::collective("stmatrix", &mine, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        for (int e = 0; e < 2; ++e) {
+          const uint16_t element = uint16_t(static_cast<Lane*>(lanes[lane])->r[i] >> (16 * e));
+          memcpy(static_cast<Lane*>(lanes[8 * i + 2 * (lane & 3) + e])->row + 2 * (lane >> 2), &element, 2);
+        }
+  });
+}
+inline void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  uint32_t v[4];
+  memcpy(v, tilebit_host::at(address), 16);
+  r0 = v[0], r1 = v[1], r2 = v[2], r3 = v[3];
+}
+
+// ---- barriers ----
+inline void ptx_bar_sync(int barrier, int threads) { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][barrier], threads); }
+inline void ptx_mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals) { tilebit_host::mbarrier(barrier).init(arrivals); }
+inline void ptx_fence_mbarrier_init_release_cluster() {}
+inline void ptx_mbarrier_arrive_shared__cta_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
+inline void ptx_mbarrier_arrive_shared__cluster_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
+inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, int bytes) {
+  tilebit_host::mbarrier(barrier).change(0, bytes);
+  tilebit_host::mbarrier(barrier).change(1, 0);
+}
+inline void ptx_mbarrier_try_wait_parity_shared__cta_b64(uint32_t barrier, int parity) {
+  using namespace tilebit_host;
+  Mbarrier& waited_for = mbarrier(barrier);
+  if (waited_for.parity() != uint32_t(parity)) return;
+  for (size_t i = 0; i < bulk_copies.size();)
+    if (bulk_copies[i].barrier == &waited_for) {
+      land(bulk_copies[i]);
+      bulk_copies.erase(bulk_copies.begin() + i);
+    } else {
+      ++i;
+    }
+  if (waited_for.parity() == uint32_t(parity)) wait_for_change(&waited_for.state, waited_for.state);
+}
+
+// ---- copies ----
+inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
+  using namespace tilebit_host;
+  me().copies.push_back(issue(to, from, bytes, valid_bytes == bytes, nullptr));
+}
+inline void ptx_cp_async_commit_group() { tilebit_host::me().groups.push_back(tilebit_host::me().copies.size()); }
+inline void ptx_cp_async_wait_group(int groups_left) {
+  using namespace tilebit_host;
+  auto& groups = me().groups;
+  if (groups.size() <= size_t(groups_left)) return;
+  const size_t landed = groups[groups.size() - 1 - groups_left];
+  land_until(me().copies.size() - landed);
+  groups.erase(groups.begin(), groups.end() - groups_left);
+  for (size_t& count : groups) count -= landed;
+}
+inline void ptx_cp_async_mbarrier_arrive_noinc_shared__cta_b64(uint32_t barrier) {
+  tilebit_host::land_until(0);
+  tilebit_host::mbarrier(barrier).change(1, 0);
+}
+inline void ptx_createpolicy_fractional_L2__evict_first_b64(uint64_t& policy, double) { policy = 1; }
+inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(uint32_t to, const void* from, int bytes,
+                                                                                                 uint32_t barrier, uint64_t) {
+  using namespace tilebit_host;
+  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fault = "a bulk copy is not aligned to 16 bytes";
+  bulk_copies.push_back(issue(to, from, bytes, true, &mbarrier(barrier)));
+}
+
+// ---- clusters ----
+inline void ptx_barrier_cluster_arrive_release_aligned() {}
+inline void ptx_barrier_cluster_wait_acquire_aligned() {
+  tilebit_host::meet(tilebit_host::cluster_meeting, tilebit_host::running_blocks* tilebit_host::block_threads);
+}
+inline void ptx_mapa_shared__cluster_u32(uint32_t& remote, uint32_t address, int rank) {
+  remote = uint32_t(rank + 1) << tilebit_host::RANK_SHIFT | address;
+}
+inline void ptx_ld_shared__cluster_f32(float& value, uint32_t address) { memcpy(&value, tilebit_host::at(address), 4); }
+inline float4 host_load_of_rank(const float4* address, int rank) {
+  float4 value;
+  memcpy(&value, tilebit_host::at(uint32_t(rank + 1) << tilebit_host::RANK_SHIFT | __cvta_generic_to_shared(address)), 16);
+  return value;
+}

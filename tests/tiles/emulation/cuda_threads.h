@@ -1,0 +1,210 @@
+// The threads of a block, or of a cluster of blocks, as fibers that run until they wait: barriers, identities, and memory operations.
+#pragma once
+#include <setjmp.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+using std::max;
+using std::min;
+
+namespace tilebit_host {
+
+constexpr int MAX_THREADS = 1024, MAX_BLOCKS = 8, MAX_TENSORS = 8, MAX_BARRIERS = 16, STACK = 1 << 16, WARP = 32;
+
+// A barrier of a known number of threads; the last to come goes on at once.
+struct Meeting {
+  uint32_t arrived, generation;
+};
+struct Index {
+  int x, y, z;
+};
+// Where a launch stands: its grid, and the blocks of the cluster that runs now; what copies may read. device_code.py has the same fields.
+struct Place {
+  int32_t grid[3], blocks;
+  int32_t index[MAX_BLOCKS][3];
+  char* shared[MAX_BLOCKS];
+  const char* tensors[MAX_TENSORS][2];  // begin and end of each
+};
+struct Copy {
+  char* to;
+  const char* from;
+  int bytes;
+  bool valid;     // false: zeros are written
+  void* barrier;  // a bulk copy's
+};
+struct Fiber {
+  ucontext_t start;
+  jmp_buf at;
+  bool started, ended;
+  const uint32_t* word;  // runs again when this is no longer `seen`
+  uint32_t seen;
+  int block, thread;
+  std::vector<Copy> copies;    // cp.async that have not landed
+  std::vector<size_t> groups;  // how many of them each committed group left outstanding in all
+};
+struct Warp {
+  Meeting meeting;
+  const char* operation;
+  void* lanes[WARP];
+};
+
+static Place place;
+static Fiber fibers[MAX_THREADS];
+static char stacks[MAX_THREADS][STACK] __attribute__((aligned(64)));
+static Warp warps[MAX_THREADS / WARP];
+static Meeting meetings[MAX_BLOCKS][MAX_BARRIERS], cluster_meeting;
+static std::vector<Copy> bulk_copies;  // in flight
+static jmp_buf scheduler;
+static int current, block_threads, first_block, running_blocks;
+static bool in_fiber;
+static const char* fault = nullptr;  // what a thread did that no thread may do
+
+inline Fiber& me() { return fibers[current]; }
+inline int rank() { return in_fiber ? me().block : first_block; }
+
+struct Body {
+  virtual void run(int block, int thread) = 0;
+};
+static Body* body;
+// A fiber's whole life: one body after another.
+static void enter() {
+  for (;;) {
+    body->run(me().block, me().thread);
+    me().ended = true;
+    if (!_setjmp(me().at)) _longjmp(scheduler, 1);
+  }
+}
+// Comes back when the word has changed.
+__attribute__((noinline)) static void wait_for_change(const uint32_t* word, uint32_t seen) {
+  me().word = word, me().seen = seen;
+  if (!_setjmp(me().at)) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void resume(int fiber) {
+  current = fiber;
+  if (_setjmp(scheduler)) return;
+  if (me().started) _longjmp(me().at, 1);
+  me().started = true;
+  setcontext(&me().start);
+}
+
+// Where `threads` threads of the block, the cluster or a part of them meet.
+inline void meet(Meeting& meeting, uint32_t threads) {
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0, ++meeting.generation;
+    return;
+  }
+  wait_for_change(&meeting.generation, meeting.generation);
+}
+
+// All lanes of the warp meet, each with what it brings; the last to come runs all(lanes) for them.
+template <typename F>
+void collective(const char* operation, void* brings, F all) {
+  Warp& warp = warps[current / WARP];
+  if (warp.meeting.arrived == 0) warp.operation = operation;
+  if (strcmp(warp.operation, operation)) fault = "the lanes of a warp are at different instructions";
+  warp.lanes[current % WARP] = brings;
+  if (warp.meeting.arrived + 1 == WARP) all(warp.lanes);
+  meet(warp.meeting, WARP);
+}
+
+// Runs all threads, in an order that is not theirs, each as far as it gets. Returns what is wrong: threads that wait for ever.
+inline const char* run_fibers(Body& work, int blocks) {
+  body = &work;
+  memset(warps, 0, sizeof warps), memset(meetings, 0, sizeof meetings), memset(&cluster_meeting, 0, sizeof cluster_meeting);
+  bulk_copies.clear();
+  running_blocks = blocks, fault = nullptr;
+  const int count = blocks * block_threads;
+  if (count > MAX_THREADS) return "more threads than the emulation has room for";
+  for (int t = 0; t < count; ++t) {
+    Fiber& f = fibers[t];
+    if (!f.ended) {  // new, or left in the middle of a body that failed
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = stacks[t], f.start.uc_stack.ss_size = STACK, f.start.uc_link = nullptr;
+      makecontext(&f.start, enter, 0);
+      f.started = false;
+    }
+    f.ended = false, f.word = nullptr, f.block = first_block + t / block_threads, f.thread = t % block_threads;
+    f.copies.clear(), f.groups.clear();
+  }
+  for (int left = count; left > 0;) {
+    bool moved = false;
+    for (int i = 0; i < count; ++i) {
+      const int t = int((int64_t(i) * 97 + 31) % count);  // 97 divides no count of threads: a permutation
+      Fiber& f = fibers[t];
+      if (f.ended || (f.word && *f.word == f.seen)) continue;
+      f.word = nullptr, moved = in_fiber = true;
+      resume(t);
+      in_fiber = false;
+      if (fault) return fault;
+      left -= fibers[t].ended;
+    }
+    if (!moved) return "some threads ended, or wait elsewhere, where others wait at a barrier";
+  }
+  return nullptr;
+}
+
+template <typename T>
+T argument(intptr_t value) {
+  if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(value);
+  else return static_cast<T>(value);
+}
+
+template <typename R, typename... A>
+struct Call : Body {
+  R (*function)(A...);
+  const intptr_t *base, *stride;
+  template <size_t... I>
+  R apply(int block, int thread, std::index_sequence<I...>) {
+    const intptr_t* own = base + (block - first_block) * sizeof...(A);
+    return function(argument<A>(own[I] + stride[I] * thread)...);
+  }
+  void run(int block, int thread) override { apply(block, thread, std::index_sequence_for<A...>{}); }
+};
+
+// Calls function(base[0] + stride[0] * thread, ...) on every thread of `blocks` blocks of the cluster, from `first` on, each with its row of
+// `base`. Returns what went wrong, or null.
+template <typename R, typename... A>
+const char* call(R (*function)(A...), const Place* where, int first, int blocks, const intptr_t* base, const intptr_t* stride, int threads) {
+  Call<R, A...> work;
+  work.function = function, work.base = base, work.stride = stride;
+  place = *where, first_block = first, block_threads = threads;
+  return run_fibers(work, blocks);
+}
+
+template <typename R, typename... A>
+int value(R (*function)(A...), const Place* where, const intptr_t* base) {
+  Call<R, A...> work;
+  const intptr_t stride[sizeof...(A)] = {};
+  work.function = function, work.base = base, work.stride = stride;
+  place = *where, first_block = 0;
+  if constexpr (std::is_void_v<R>) return 0;
+  else return int(work.apply(0, 0, std::index_sequence_for<A...>{}));
+}
+
+inline Index index_of(const int32_t* v) { return {v[0], v[1], v[2]}; }
+
+}  // namespace tilebit_host
+
+#define threadIdx (tilebit_host::Index{tilebit_host::me().thread, 0, 0})
+#define blockIdx (tilebit_host::index_of(tilebit_host::place.index[tilebit_host::rank()]))
+#define gridDim (tilebit_host::index_of(tilebit_host::place.grid))
+
+// Every thread of the block waits for all others.
+inline void __syncthreads() { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][0], tilebit_host::block_threads); }
+inline void host_sync() { __syncthreads(); }
+inline void __syncwarp() { tilebit_host::collective("syncwarp", nullptr, [](void**) {}); }
+inline void __threadfence() {}
+template <typename T>
+void __stcg(T* p, T v) { *p = v; }
+template <typename T>
+T __ldcg(const T* p) { return *p; }
+inline unsigned atomicInc(unsigned* p, unsigned limit) {
+  const unsigned old = *p;
+  *p = old >= limit ? 0 : old + 1;
+  return old;
+}

@@ -1,0 +1,154 @@
+"""Bugs to plant in the loops of the CUDA GEMM programs: what is loaded when, who waits for whom, whose share is whose."""
+
+from __future__ import annotations
+
+from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.workload import Workload
+
+from .planted import DIRECT, MMA, SPLIT, TWO_SLABS, W4, W4Z, Bug, device, swap, work
+
+RING = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
+PAIR = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, cluster=2)
+CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
+SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
+STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
+BUSY = work(W4, m=60, n=192, k=512)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
+
+FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
+STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
+WIDE = Schedule("gemm_stream", 128, 8, 64, 2, 4)
+BULK = Schedule("gemm_stream_bulk", 64, 8, 64, 3, 2)
+BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
+FINE = QuantFormat(4, 32, False)
+
+TRIPS = "T.min(steps, p.steps - bz * steps)"
+RELEASE = 'T.call_extern("handle", f"tilebit::release<{cluster}>", T.address_of(empty[i % stages]), thread)\n'
+PRODUCT = "T.gemm(\n"
+FREE = "T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)\n"
+LOAD = "load_weight(halves,"
+INDENT = " " * 20
+MEET = INDENT + "T.cluster_sync()\n"
+SUM = f'{INDENT}T.call_extern(\n{INDENT}    "handle", finish_split'
+PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
+
+
+def loop(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in the program's own file."""
+    return Bug(name, workload, schedule, {f"{schedule.program.removeprefix('gemm_')}.py": swap(*pairs)}, sign=sign)
+
+
+BUGS = (
+    # mma.sync
+    loop("k stage lost", work(W4), DIRECT, (TRIPS, TRIPS + " - 1")),
+    loop("k stage repeated", work(W4), DIRECT, ("bz * steps + i", "bz * steps + i - (i == 1)")),
+    loop("accumulators not cleared", work(W4), DIRECT, ("T.clear(Y)", "pass")),
+    loop("fp16 accumulators", work(W4), DIRECT, ('T.alloc_fragment((bn, bm), "float32")', 'T.alloc_fragment((bn, bm), "float16")')),
+    loop("tile lost", work(W4), DIRECT, ("T.ceildiv(m, bm), splits", "T.ceildiv(m, bm) - (m > bm), splits"), sign="NaN"),
+    loop("scales of the wrong tile", work(W4), DIRECT, ("scales[p.group_of(step), bx * bn]", "scales[p.group_of(step), by * bn]")),
+    loop("split's own k forgotten", work(W4, k=576), SPLIT, ("x[by * bm, step * bk]", "x[by * bm, i * bk]")),
+    loop("n tail not masked, mma.sync", work(W4, n=100), MMA, ("bx * bn + r < p.n", "bx * bn + r < p.n_pad"), sign="after the output"),
+    # wgmma: the pipeline
+    loop("sum never starts from zero", work(W4), RING, ('clear_accum=of("starts", m, block, i) != 0', "clear_accum=False")),
+    loop("sum starts anew at every step", work(W4), RING, ('clear_accum=of("starts", m, block, i) != 0', "clear_accum=True")),
+    loop(
+        "stage released before the product", work(W4), RING,
+        (INDENT + RELEASE, ""), (INDENT + PRODUCT, INDENT + RELEASE + INDENT + PRODUCT),
+    ),
+    loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
+    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[i % stages], i // stages & 1)", "pass"), sign=""),
+    loop(
+        "full stage's parity wrong", work(W4), RING,
+        ("full[i % stages], i // stages & 1)", "full[i % stages], (i // stages & 1) ^ 1)"), sign="",
+    ),
+    loop("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
+    loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
+    loop(
+        "last ring stage skipped", work(W4), Schedule("gemm_wgmma", 64, 16, 64, 3, 4),
+        ("Xs[i % stages, :, :],\n", "Xs[i % (stages - 1), :, :],\n"),
+    ),
+    loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
+    loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm : by * bm + bm,", "x[0:bm,")),
+    loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * stages)", "alloc_barrier([32] * stages)"), sign=""),
+    loop(
+        "x loaded before the kernel that writes it ends", work(W4), RING,
+        (PREDECESSOR + INDENT + "for", "pass\n" + INDENT + "for"), sign="earlier kernel",
+    ),
+    loop(
+        "y stored before the kernel that reads it ends", work(W4), RING,
+        (PREDECESSOR + " " * 16 + "for", "pass\n" + " " * 16 + "for"), sign="earlier",
+    ),
+    loop("shared x released by one block alone", work(W4), PAIR, ("schedule.num_warps * cluster", "schedule.num_warps"), sign=""),
+    device("stage released in one block of two", work(W4), PAIR, ("lane < CLUSTER", "lane < 1"), sign="nobody can go on"),
+    # wgmma: shares of tiles
+    loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (MEET + MEET, MEET), (MEET + SUM, SUM)),
+    device(
+        "part of a cluster lost", work(W4, m=40), CLUSTERED,
+        ("for (int rank = 0; rank < SPLITS; ++rank)", "for (int rank = 1; rank < SPLITS; ++rank)"),
+    ),
+    device(
+        "columns of a cluster's tile lost", work(W4, m=40), CLUSTERED,
+        ("chunk = block % SPLITS;", "chunk = 0;"), ("chunk += SPLITS", "chunk += 2 * SPLITS"), sign="NaN",
+    ),
+    device(
+        "share summed twice", work(W4), SHARED,
+        ("part == Part::ALL ? 0.0f : accumulators", "part == Part::NOTHING ? 0.0f : accumulators"),
+    ),
+    device("share of the last block lost", work(W4), SHARED, ("last = first + O::SPLIT - 1", "last = first + O::SPLIT - 2"), sign=""),
+    device(
+        "split begins a step late", work(W4), SHARED,
+        ("return block % SPLITS * STEPS / SPLITS;", "return (block % SPLITS * STEPS + SPLITS - 1) / SPLITS;"),
+    ),
+    device("longer shares miscounted", BUSY, STREAM_K, ("team * quota + min(team, extra)", "team * quota"), sign=""),
+    device(
+        "order of the waves off by one", BUSY, STREAM_K,
+        ("places - (waves - late / STEPS) * teams", "places - (waves - late / STEPS - 1) * teams"), sign="",
+    ),
+    device(
+        "owner of a step off by one", BUSY, STREAM_K,
+        ("(step - longer) / max(quota, 1)", "(step - longer + 1) / max(quota, 1)"), sign="",
+    ),
+    device("part of a tile not stored at the end of a share", BUSY, STREAM_K, ("|| i == Order(m).share(block / CLUSTER) - 1", ""), sign=""),
+    device("first part added twice", BUSY, STREAM_K, ("part == Part::ALL ? first : first + O::TEAM", "first"), sign=""),
+    device("ticket not reset", BUSY, STREAM_K, ("if (complete) *ticket = 0;", ""), sign=""),
+    # small m
+    device("factor of the upper rows wrong", FEW_Z, STREAM, ("ONES_HIGH = 0x00100010u", "ONES_HIGH = 0x00010001u")),
+    device("power of two of the upper rows wrong", FEW, STREAM, ("INVERSE_HIGH = 1048576.0f", "INVERSE_HIGH = 16777216.0f")),
+    device("zero point not subtracted", FEW_Z, STREAM, (" - (i < 2 ? z0 : z1) * sum[c][i]", "")),
+    device("sum of x not cleared", FEW_Z, STREAM, ("sum[c][i] = 0.0f;", ";")),
+    device(
+        "scale of the wrong group", work(FINE, m=5), STREAM,
+        ("(GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS", "(GROUP_STEPS ? GROUP_STEPS : 1) - 1) % 1 * ROWS"),
+    ),
+    device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(s[row + 8])", "to_float(s[row])")),
+    device(
+        "last slot not filled", FEW, STREAM,
+        ("for (int stage = 0; stage < STAGES; ++stage)\n      if", "for (int stage = 0; stage < STAGES - 1; ++stage)\n      if"),
+    ),
+    device("one copy too few waited for", FEW, STREAM, ('"n"(STAGES - 1)', '"n"(STAGES)')),
+    device("slot refilled while a neighbour reads it", FEW, WIDE, ("sync_group<1, 32 * WARPS_N>(wk);  // all that", "// all that")),
+    device("own copies taken for the neighbour's", FEW, WIDE, ('"memory");\n        sync_group<1, 32 * WARPS_N>(wk);', '"memory");')),
+    device(
+        "k tail of x not zero", work(W4, m=5, k=500), STREAM,
+        ("kx + (inside ? column : 0), inside)", "kx + (inside ? column : 0), true)"),
+    ),
+    device(
+        "scales of a group past k read", work(FINE, m=5, k=480), STREAM,
+        ("first + g < groups", "true"), sign="past the ends",
+    ),
+    device("warps' sums not met", FEW, STREAM, ("sums[(s.wk * COLUMNS + column)", "sums[(0 * COLUMNS + column)")),
+    device("phase never turns", FEW, BULK, ("stage = 0, phase ^= 1", "stage = 0")),
+    device(
+        "bytes of a bulk copy miscounted", FEW, BULK,
+        ("mbarrier_expect(barrier(stage), WEIGHT_BYTES)", "mbarrier_expect(barrier(stage), WEIGHT_BYTES + 16)"), sign="threads",
+    ),
+    device("fewer arrivals than lanes", FEW, BULK, ("33 * WARPS_N", "32 * WARPS_N"), sign=""),
+    device(
+        "share of a cluster's block lost", FEW, BULK_SPLIT,
+        ("for (int rank = 0; rank < splits; ++rank)", "for (int rank = 1; rank < splits; ++rank)"),
+    ),
+    device(
+        "sums read before the cluster met", FEW, BULK_SPLIT,
+        ("mine[e] = block_sum(e);\n    cluster_sync();", "mine[e] = block_sum(e);"), sign="",
+    ),
+)  # fmt: skip

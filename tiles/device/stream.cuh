@@ -1,0 +1,360 @@
+// The small-m GEMM: every warp streams its own packed weights through a ring of its own and multiplies with mma.sync; no barrier of the
+// block is met before the last product. See tiles/gemm/stream.py for the division of work.
+//
+// A step is RECORDS packed records deep in k. Its slot of the ring holds x [COLUMNS][STEP_K + 8] (16 bytes of padding a row, so that
+// ldmatrix meets no bank twice) and, for each of the WARPS_N warps that share x, the 512-byte lines of TILES 16-row tiles, scales and zero
+// points. Comes after raw.cuh. BULK: the weights arrive by 1-D bulk copies behind an mbarrier (sm_90), else by cp.async.
+#pragma once
+#include <stdint.h>
+
+namespace tilebit {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_shared_128(uint32_t address, uint32_t* r) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// 16 bytes, or 16 zeros where `valid` is false.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void sync_group(int group) {
+  if constexpr (THREADS == 32)
+    __syncwarp();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(BARRIER + group), "n"(THREADS) : "memory");
+}
+
+// ---- mbarriers and bulk copies (sm_90) ----
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// This thread's arrival once all its cp.async so far have landed.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier), "l"(policy)
+               : "memory");
+}
+// Weights are read once: they leave the L2 cache before x and the scales do (5 % of the time at m = 1, three shapes, H200).
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// ---- clusters ----
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ float load_of_rank(uint32_t address, int rank) {
+  uint32_t remote;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float to_float(half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ half from_float(float v, half) { return __float2half_rn(v); }
+__device__ __forceinline__ __nv_bfloat16 from_float(float v, __nv_bfloat16) { return __float2bfloat16_rn(v); }
+
+// GROUP_STEPS: k16 steps of a scale group, 0: per channel. Threads: 32 * WARPS_N * WARPS_K; warp w is row group w % WARPS_N.
+template <typename T, int BITS, bool SYMMETRIC, int GROUP_STEPS, int TILES, int WARPS_N, int WARPS_K, int COLUMNS, int RECORDS, int STAGES, bool BULK>
+struct Stream {
+  static constexpr int RECORD_K = 256 / BITS, STEP_K = RECORDS * RECORD_K;
+  static constexpr int ROWS = 16 * TILES, BLOCK_ROWS = ROWS * WARPS_N;  // of a warp, of the block
+  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;              // 8-column tiles
+  static constexpr int ATOMS = RECORD_K / 16, WORDS = BITS / 4;         // k16 steps of a record, words of each
+  static constexpr int GROUPS = GROUP_STEPS == 0 ? 0 : (STEP_K / 16 > GROUP_STEPS ? STEP_K / 16 / GROUP_STEPS : 1);  // that a step touches
+  static constexpr int PITCH = STEP_K * 2 + 16;
+  static constexpr int X_BYTES = COLUMNS * PITCH;
+  static constexpr int WEIGHT_BYTES = TILES * 512 * RECORDS, SCALE_BYTES = GROUPS * ROWS * 2;
+  static constexpr int WARP_BYTES = WEIGHT_BYTES + SCALE_BYTES * (SYMMETRIC ? 1 : 2);
+  static constexpr int SLOT_BYTES = X_BYTES + WARPS_N * WARP_BYTES;
+  static constexpr int RING_BYTES = WARPS_K * STAGES * SLOT_BYTES;
+  static constexpr int SUM_PITCH = BLOCK_ROWS + 4;  // floats of a column of partial sums: a warp's stores meet no bank twice
+  static constexpr int SUM_BYTES = (WARPS_K + 1) * COLUMNS * SUM_PITCH * 4;
+  static constexpr int THREADS = 32 * WARPS_N * WARPS_K;
+  static constexpr int ROW_TILES = TILES, COLUMN_TILES = NT, WARPS_IN_ROW = WARPS_N, WARPS_IN_K = WARPS_K, X_COLUMNS = COLUMNS;
+  static constexpr bool BULKY = BULK;
+  static_assert(GROUP_STEPS == 0 || STEP_K / 16 % (GROUP_STEPS ? GROUP_STEPS : 1) == 0 || GROUP_STEPS % (STEP_K / 16) == 0, "a step and a group must nest");
+  using R = Raw<T, BITS>;
+
+  const T *x, *scales, *zeros;
+  const char* weight;
+  int m, kx, k_tiles, n_pad, groups, row0, column0;
+  uint32_t slots, barriers;
+  uint64_t policy;
+  int lane, wn, wk;
+
+  __device__ __forceinline__ uint32_t slot(int stage) const { return slots + (wk * STAGES + stage) * SLOT_BYTES; }
+  __device__ __forceinline__ uint32_t mine(int stage) const { return slot(stage) + X_BYTES + wn * WARP_BYTES; }
+  __device__ __forceinline__ uint32_t barrier(int stage) const { return barriers + (wk * STAGES + stage) * 8; }
+
+  // Request this warp's weights, scales and zero points of a step.
+  __device__ __forceinline__ void request_weight(int step, int stage) {
+    const int row = row0 + wn * ROWS;
+    const char* from = weight + (int64_t(row / 64) * k_tiles + step * RECORDS) * 2048 + row % 64 * 32;
+    const uint32_t to = mine(stage);
+    const int first = GROUP_STEPS == 0 ? 0 : step * (STEP_K / 16) / (GROUP_STEPS ? GROUP_STEPS : 1);
+    if constexpr (BULK) {
+      if (lane == 0) {
+        mbarrier_expect(barrier(stage), WEIGHT_BYTES);
+        constexpr int COPIES = TILES == 4 ? 1 : RECORDS;  // four tiles are all of a record: records follow each other
+#pragma unroll
+        for (int r = 0; r < COPIES; ++r)
+          bulk_copy(to + r * TILES * 512, from + r * 2048, WEIGHT_BYTES / COPIES, barrier(stage), policy);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < RECORDS; ++r)
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) cp_async_16(to + (r * TILES + t) * 512 + lane * 16, from + r * 2048 + t * 512 + lane * 16, true);
+    }
+    // Not bulk copies: so small ones cost the weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, so 63.9, H200).
+    constexpr int CHUNKS = ROWS * 2 / 16;
+#pragma unroll
+    for (int i = 0; i < (GROUPS * CHUNKS + 31) / 32; ++i) {
+      const int c = i * 32 + lane, g = c / CHUNKS, part = c % CHUNKS;
+      if (c < GROUPS * CHUNKS) {
+        const bool inside = first + g < groups;  // the last step may reach past k: no scale there, or it could be NaN
+        const int64_t from_group = int64_t(inside ? first + g : 0) * n_pad + row + part * 8;
+        cp_async_16(to + WEIGHT_BYTES + g * ROWS * 2 + part * 16, scales + from_group, inside);
+        if constexpr (!SYMMETRIC) cp_async_16(to + WEIGHT_BYTES + SCALE_BYTES + g * ROWS * 2 + part * 16, zeros + from_group, inside);
+      }
+    }
+  }
+
+  // Request this warp's share of the step's x; rows past m are left as they are (their columns of y are not stored), k past kx is zero.
+  __device__ __forceinline__ void request_x(int step, int stage) {
+    constexpr int CHUNKS = STEP_K / 8, SHARE = WARPS_N * 32;
+#pragma unroll
+    for (int i = 0; i < (COLUMNS * CHUNKS + SHARE - 1) / SHARE; ++i) {
+      const int c = i * SHARE + wn * 32 + lane, row = c / CHUNKS, part = c % CHUNKS, column = step * STEP_K + part * 8;
+      if (row < COLUMNS && column0 + row < m) {
+        const bool inside = column < kx;
+        cp_async_16(slot(stage) + row * PITCH + part * 16, x + int64_t(column0 + row) * kx + (inside ? column : 0), inside);
+      }
+    }
+    if constexpr (BULK)
+      mbarrier_arrive_after_copies(barrier(stage));
+    else
+      asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // acc[tile][column tile][4] += scale * (product - zero * sum of x), and clears the product and the sum.
+  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const T* s, const T* z) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const int row = t * 16 + (lane >> 2);
+      const float s0 = to_float(s[row]), s1 = to_float(s[row + 8]);
+      const float implied = R::OFFSET + float(1 << (BITS - 1));
+      const float z0 = SYMMETRIC ? implied : R::OFFSET + to_float(z[row]), z1 = SYMMETRIC ? implied : R::OFFSET + to_float(z[row + 8]);
+#pragma unroll
+      for (int c = 0; c < NT; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          acc[t][c][i] += (i < 2 ? s0 : s1) * (d[t][c][i] - (i < 2 ? z0 : z1) * sum[c][i]);
+          d[t][c][i] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < NT; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[c][i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const char* ring) {
+    const uint32_t ones[4] = {R::ONES_LOW, R::ONES_HIGH, R::ONES_LOW, R::ONES_HIGH};
+    // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are not there repeat others
+    const uint32_t matrix = slot(stage) + (lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16;
+    const uint32_t lines = mine(stage) + lane * 16;
+    const T* s = reinterpret_cast<const T*>(ring + (mine(stage) - slots) + WEIGHT_BYTES);
+#pragma unroll
+    for (int r = 0; r < RECORDS; ++r) {
+      uint32_t b[NT][ATOMS][2], words[TILES][4];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) load_shared_128(lines + (r * TILES + t) * 512, words[t]);
+#pragma unroll
+      for (int c = 0; c < NT; ++c)
+#pragma unroll
+        for (int p = 0; p < ATOMS / 2; ++p) ldmatrix_x4(matrix + c * 8 * PITCH + r * RECORD_K * 2 + p * 64, &b[c][2 * p][0]);
+#pragma unroll
+      for (int atom = 0; atom < ATOMS; ++atom) {
+#pragma unroll
+        for (int c = 0; c < NT; ++c) mma_m16n8k16(sum[c], ones, b[c][atom], T());
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          uint32_t a[4];
+          R::unpack(words[t] + atom * WORDS, a);
+#pragma unroll
+          for (int c = 0; c < NT; ++c) mma_m16n8k16(d[t][c], a, b[c][atom], T());
+        }
+        if constexpr (GROUPS > 1) {
+          const int done = r * ATOMS + atom + 1;
+          if (done % (GROUP_STEPS ? GROUP_STEPS : 1) == 0) {
+            const T* group = s + (done / (GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS;
+            apply_group(acc, d, sum, group, group + SCALE_BYTES / 2);
+          }
+        }
+      }
+    }
+    if constexpr (GROUPS == 1) apply_group(acc, d, sum, s, s + SCALE_BYTES / 2);  // a part of a group may be scaled like the whole
+  }
+
+  // The last partial sums: per-channel scales, which were left for here, and the powers of two that raw codes carry.
+  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4]) {
+    if constexpr (GROUP_STEPS == 0) apply_group(acc, d, sum, scales + row0 + wn * ROWS, zeros + row0 + wn * ROWS);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int c = 0; c < NT; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[t][c][i] *= i < 2 ? R::INVERSE_LOW : R::INVERSE_HIGH;
+  }
+
+  // This warp's sums over its share of the steps begin + wk, begin + wk + WARPS_K, ... below end.
+  __device__ __forceinline__ void accumulate(int begin, int end, const char* ring, float (&acc)[TILES][NT][4]) {
+    float d[TILES][NT][4] = {}, sum[NT][4] = {};
+    if constexpr (BULK) {
+      if (wn == 0 && lane < STAGES) mbarrier_init(barrier(lane), 33 * WARPS_N);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      sync_group<1, 32 * WARPS_N>(wk);
+      launch_dependents();
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage)
+      if (begin + wk + stage * WARPS_K < end) request_weight(begin + wk + stage * WARPS_K, stage);
+    if constexpr (BULK) wait_for_predecessor();
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) request_x_or_nothing(begin + wk + stage * WARPS_K, end, stage);
+    int stage = 0, phase = 0;
+    for (int step = begin + wk; step < end; step += WARPS_K) {
+      if constexpr (BULK) {
+        mbarrier_wait(barrier(stage), phase);
+      } else {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        sync_group<1, 32 * WARPS_N>(wk);
+      }
+      multiply(stage, acc, d, sum, ring);
+      sync_group<1, 32 * WARPS_N>(wk);  // all that share the slot have read it
+      const int next = step + STAGES * WARPS_K;
+      if (next < end) request_weight(next, stage);
+      request_x_or_nothing(next, end, stage);
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    finish(acc, d, sum);
+  }
+  __device__ __forceinline__ void request_x_or_nothing(int step, int end, int stage) {
+    if (step < end)
+      request_x(step, stage);
+    else if constexpr (!BULK)
+      asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+};
+
+// y[column0 + c][row0 + r] of one block. blockIdx.z is one of `splits` shares of k, summed in order by the cluster that holds them (BULK) or
+// through `workspace` (tickets, then fp32 sums) by the block that arrives last.
+template <typename S, typename T, bool BIAS>
+__device__ __forceinline__ void stream_gemm(void* ring, const void* x, const void* weight, const void* scales, const void* zeros, const void* bias,
+                                            void* workspace, void* y, int m, int n, int kx, int k_tiles, int n_pad, int groups, int steps,
+                                            int splits) {
+  constexpr int COLUMNS = S::X_COLUMNS, ROWS = S::BLOCK_ROWS, ELEMENTS = ROWS * COLUMNS;
+  const int thread = threadIdx.x, share = blockIdx.z;
+  S s;
+  s.x = static_cast<const T*>(x), s.scales = static_cast<const T*>(scales), s.zeros = static_cast<const T*>(zeros);
+  s.weight = static_cast<const char*>(weight);
+  s.m = m, s.kx = kx, s.k_tiles = k_tiles, s.n_pad = n_pad, s.groups = groups, s.row0 = blockIdx.x * ROWS, s.column0 = blockIdx.y * COLUMNS;
+  s.slots = shared_address(ring), s.barriers = s.slots + S::RING_BYTES;
+  s.lane = thread & 31, s.wn = (thread >> 5) % S::WARPS_IN_ROW, s.wk = (thread >> 5) / S::WARPS_IN_ROW;
+  if constexpr (S::BULKY) s.policy = evict_first();
+  float acc[S::ROW_TILES][S::COLUMN_TILES][4] = {};
+  s.accumulate(share * steps / splits, (share + 1) * steps / splits, static_cast<const char*>(ring), acc);
+
+  __syncthreads();  // the ring becomes sums [k share of the block][column][SUM_PITCH]
+  float* sums = static_cast<float*>(ring);
+#pragma unroll
+  for (int t = 0; t < S::ROW_TILES; ++t)
+#pragma unroll
+    for (int c = 0; c < S::COLUMN_TILES; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = c * 8 + (s.lane & 3) * 2 + (i & 1), row = (s.wn * S::ROW_TILES + t) * 16 + (s.lane >> 2) + (i >> 1) * 8;
+        if (column < COLUMNS) sums[(s.wk * COLUMNS + column) * S::SUM_PITCH + row] = acc[t][c][i];
+      }
+  __syncthreads();
+  const auto store = [&](int e, float v) {
+    const int row = s.row0 + e % ROWS, column = s.column0 + e / ROWS;
+    if (row >= n || column >= m) return;
+    if constexpr (BIAS) v += to_float(static_cast<const T*>(bias)[row]);
+    static_cast<T*>(y)[int64_t(column) * n + row] = from_float(v, T());
+  };
+  const auto block_sum = [&](int e) {
+    float v = 0.0f;
+#pragma unroll
+    for (int w = 0; w < S::WARPS_IN_K; ++w) v += sums[(w * COLUMNS + e / ROWS) * S::SUM_PITCH + e % ROWS];
+    return v;
+  };
+  if (splits == 1) {
+    for (int e = thread; e < ELEMENTS; e += S::THREADS) store(e, block_sum(e));
+  } else if constexpr (S::BULKY) {
+    float* mine = sums + S::WARPS_IN_K * COLUMNS * S::SUM_PITCH;
+    for (int e = thread; e < ELEMENTS; e += S::THREADS) mine[e] = block_sum(e);
+    cluster_sync();
+    for (int e = share * S::THREADS + thread; e < ELEMENTS; e += splits * S::THREADS) {
+      float v = 0.0f;
+      for (int rank = 0; rank < splits; ++rank) v += load_of_rank(shared_address(mine + e), rank);
+      store(e, v);
+    }
+    cluster_sync();  // nobody leaves while others read its sums
+  } else {
+    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+    float* partials = static_cast<float*>(workspace) + TICKETS + int64_t(tile) * splits * ELEMENTS;
+    for (int e = thread; e < ELEMENTS; e += S::THREADS) __stcg(partials + share * ELEMENTS + e, block_sum(e));
+    __threadfence();
+    __shared__ int arrived;
+    __syncthreads();
+    if (thread == 0) arrived = atomicInc(static_cast<unsigned int*>(workspace) + tile, splits - 1);
+    __syncthreads();
+    if (arrived != splits - 1) return;
+    __threadfence();
+    for (int e = thread; e < ELEMENTS; e += S::THREADS) {
+      float v = 0.0f;
+      for (int other = 0; other < splits; ++other) v += __ldcg(partials + other * ELEMENTS + e);
+      store(e, v);
+    }
+  }
+}
+
+}  // namespace tilebit

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tilebit import workspace as workspaces
-from tilebit.workspace import TICKETS, workspace
+from tilebit.schedules.rules.gemm import TICKETS
+from tilebit.workspace import workspace
 
 DEVICE = torch.device("cuda", 0)
 

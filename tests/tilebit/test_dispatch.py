@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tilebit import dispatch
 from tilebit.kernels import KernelUnavailable
+from tilebit.schedules.rules.gemm import TICKETS
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.schedules.workload import Workload
-from tilebit.workspace import TICKETS
 
 ADDRESS = 4096
 N, K = 256, 64

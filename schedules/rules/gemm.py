@@ -28,7 +28,7 @@ MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
-STAGED_COLUMNS = 32  # of a tile that a persistent block stages at a time
+STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 MAX_CANDIDATES = 120
 
 # A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).

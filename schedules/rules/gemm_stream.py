@@ -30,8 +30,7 @@ BLOCK_K = (32, 64, 128)
 MAX_WARPS = 16
 MAX_RINGS = 15  # rings that several warps share have a named barrier each
 STAGES = (2, 8)
-MAX_CLUSTER = 8  # portable size of a thread-block cluster
-MAX_SPLIT_K = 8
+MAX_SPLIT_K = 8  # the portable size of a thread-block cluster
 MAX_MIN_BLOCKS = 8
 PACKED_K = {4: 64, 8: 32}
 # Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of four, an SM a block, took two waves: 4096 x

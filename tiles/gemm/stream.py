@@ -27,7 +27,7 @@ from ..program import TileProgram
 from .operands import TYPES, Operands, device_source, gemm_params
 from .reference import gemm_reference
 
-HEADERS = ("dequant.cuh", "split_k.cuh", "raw.cuh", "dependent.cuh", "stream.cuh")
+HEADERS = ("dequant.cuh", "split_k.cuh", "raw.cuh", "ptx.cuh", "dependent.cuh", "stream.cuh")
 
 
 def stream_type(workload: Workload, schedule: Schedule) -> str:

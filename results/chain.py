@@ -3,9 +3,9 @@
 A chain is what one product's time cannot show: what launches cost between kernels that feed one another, and what dependent launch saves
 of it. One call runs several layers of an 8B model, with weights of their own that together exceed twice the last cache, as one CUDA
 graph: tilebit without and with dependent launch, and cuBLAS on the same weights dequantized, interleaved in one process. Each linear
-takes the first k columns of the one before it (above m = 1 a copy, the same in every chain, in the place of attention and of the
-activation function; norms are left out). Nothing is timed before it is checked: dependent launch must not change a bit, and each chain
-must agree with fp32.
+takes the first m x k numbers of what the one before it stored, as they lie: the sum of the peers' times holds no copy, so no chain does.
+Attention, the activation function and norms are left out. Nothing is timed before it is checked: dependent launch must not change a bit,
+and each chain must agree with fp32.
 """
 
 from __future__ import annotations
@@ -73,17 +73,23 @@ def make_weights(layer: LayerShape, layers: int, format: QuantFormat, device: st
     return Weights(packed, dense)
 
 
+def as_input(y: Tensor, k: int) -> Tensor:
+    """The first numbers of ``y`` as a contiguous [m, k]; k is at most the width of ``y``."""
+    m = y.shape[0]
+    return y.view(-1)[: m * k].view(m, k)
+
+
 def tilebit_chain(x: Tensor, weights: Weights, dependent: bool) -> Tensor:
     """y of the last linear, [m, n] fp16."""
     for packed in weights.packed:
-        x = tilebit.gemm(x[:, : packed.k].contiguous(), packed, dependent=dependent)
+        x = tilebit.gemm(as_input(x, packed.k), packed, dependent=dependent)
     return x
 
 
 def dense_chain(x: Tensor, weights: Weights) -> Tensor:
     """The same in torch, on dequantized weights and in the dtype of ``x``: fp16 for cuBLAS, fp32 as the reference."""
     for weight in weights.dense:
-        x = torch.nn.functional.linear(x[:, : weight.shape[1]].contiguous(), weight.to(x.dtype))
+        x = torch.nn.functional.linear(as_input(x, weight.shape[1]), weight.to(x.dtype))
     return x
 
 

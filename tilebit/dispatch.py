@@ -37,21 +37,21 @@ class Plan:
 
     ``weight_shape`` and ``columns`` are the shapes the packed tensors must have ([tiles_n, tiles_k, words] and [groups, n_pad]); ``kx``
     is the width of x as the kernel reads it (k, on CUDA rounded up to 8); ``dependent`` asks for dependent launch, where the kernel has
-    it; ``guarded`` says that a launch must first make ``device`` the current one, because there are several; ``checked`` holds the ids of
-    weights that fit.
+    it; ``guarded`` says that a launch must first make ``device`` the current one, because there are several; ``launchers`` holds those
+    found so far, by m.
     """
 
     __slots__ = (
         "_launchers",
         "_lock",
         "bias",
-        "checked",
         "columns",
         "dependent",
         "device",
         "dtype",
         "guarded",
         "kx",
+        "launchers",
         "target",
         "weight_shape",
         "workload",
@@ -73,13 +73,15 @@ class Plan:
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
         self._launchers: list[Launcher | None] = [None] * (len(M_BUCKETS) + 1)  # the last one: m above every bucket
         self._lock = threading.Lock()
-        self.checked: set[int] = set()
+        self.launchers: dict[int, Launcher] = {}
 
     def launcher(self, m: int) -> Launcher:
         """The kernel for ``m`` >= 1 rows, ready to call; resolved once per m-bucket. Raises ``KernelUnavailable``."""
         index = bisect_left(M_BUCKETS, m)
-        found = self._launchers[index]
-        return found if found is not None else self._resolve(index, m)
+        found = self._launchers[index] or self._resolve(index, m)
+        if index < len(M_BUCKETS):
+            self.launchers[m] = found
+        return found
 
     def prepare(self, ms: Sequence[int]) -> None:
         """Have the kernels for every number of rows in ``ms`` ready; those that must be compiled are compiled together."""
@@ -118,6 +120,7 @@ def device_target(device: torch.device) -> Target:
 
 
 plans: dict[tuple[Any, ...], Plan] = {}  # by the key of ``plan_for``
+checked: dict[tuple[Any, ...], Plan] = {}  # by the id of a weight that fits, and what else a call says
 
 
 def plan_for(
@@ -143,6 +146,7 @@ def plan_for(
 def forget() -> None:
     """Drop every plan, so that the next calls look their kernels up again (after tuning, or after loading a pack)."""
     plans.clear()
+    checked.clear()
 
 
 def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:

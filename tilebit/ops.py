@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
 from .layouts.formats import QuantFormat
 from .packed import PackedWeight
 
-MAX_CHECKED = 65536  # weights of one plan whose check is remembered
+MAX_CHECKED = 65536  # weights whose check is remembered
 
-_plans = dispatch.plans
+_checked = dispatch.checked
 _library = torch.library.Library("tilebit", "DEF")
 _library.define(
     "gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size, bool dependent=False) -> "
@@ -87,45 +87,60 @@ def _gemm(
     group_size: int,
     dependent: bool = False,
 ) -> Tensor:
-    shape, dtype, device = x.shape, x.dtype, x.device
+    shape = x.shape
     k = shape[-1] if shape else 0
-    plan = _plans.get((n, k, bits, group_size, zeros is not None, bias is not None, dtype, device, dependent))
-    if plan is None:
-        if not k or dtype not in DTYPE_NAMES:
-            _reject_x(x, None, weight.device)
-        plan = dispatch.plan_for(device, n, k, bits, group_size, dtype, zeros is not None, bias is not None, dependent)
-    if id(weight) not in plan.checked:
-        _check(plan, weight, scales, zeros, bias)
-        if len(plan.checked) >= MAX_CHECKED:
-            plan.checked.clear()
-        plan.checked.add(id(weight))
-    if len(shape) == 2:
-        m, rows = shape[0], x
-        y = out = x.new_empty(m, n)  # not a tuple: that costs half a microsecond more
+    flat = len(shape) == 2
+    m = shape[0] if flat else x.numel() // (k or 1)
+    key = (id(weight), k, n, bits, group_size, zeros is None, bias is None, dependent)
+    plan = _checked.get(key)
+    launch = None if plan is None else plan.launchers.get(m)
+    if plan is None or launch is None:
+        plan = _checked_plan(key, x, weight, scales, zeros, bias)
+        launch = plan.launcher(m) if m else None
+    if flat:
+        rows = x
+        y = out = x.new(m, n)  # new_empty costs 0.15 us more, and lengths in a tuple half a microsecond
     else:
-        m = x.numel() // k
-        y = x.new_empty((*shape[:-1], n))
+        y = x.new(*shape[:-1], n)
         rows, out = x.reshape(m, k), y.view(m, n)
-    if m == 0:
+    if launch is None:  # no rows
         return y
     if plan.kx != k:
         rows = torch.nn.functional.pad(rows, (0, plan.kx - k))
     elif not rows.is_contiguous():
         rows = rows.contiguous()
-    launch = plan.launcher(m)
     try:
         if plan.guarded:
-            with torch.cuda.device(device):
+            with torch.cuda.device(plan.device):
                 launch(rows, weight, scales, zeros, bias, out)
         else:
             launch(rows, weight, scales, zeros, bias, out)
     except Exception:
-        _check(plan, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
+        again = _checked_plan(key, x, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
+        if again is not plan:  # found by a weight whose company has since been cast or moved
+            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
         if rows.data_ptr() % ALIGNMENT == 0:
             raise
-        with torch.cuda.device(device) if plan.guarded else nullcontext():
+        with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
             launch(rows.clone(), weight, scales, zeros, bias, out)  # a kernel refuses rows off a 16-byte boundary: rare, so tried first
     return y
+
+
+def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Plan:
+    """The plan of a call, which later calls with this weight find under ``key``. Raises ``ValueError`` for what does not fit.
+
+    Kernels check their operands in C before they launch, at no cost that shows: so this runs once per weight and number of rows, and again
+    when a kernel refuses. For the same reason ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
+    """
+    _, k, n, bits, group_size, symmetric, plain, dependent = key
+    if not k or x.dtype not in DTYPE_NAMES:
+        _reject_x(x, None, weight.device)
+    plan = dispatch.plan_for(x.device, n, k, bits, group_size, x.dtype, not symmetric, not plain, dependent)
+    _check(plan, weight, scales, zeros, bias)
+    if len(_checked) >= MAX_CHECKED:
+        _checked.clear()
+    _checked[key] = plan
+    return plan
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
@@ -140,15 +155,7 @@ def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 def _gemm_fake(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    bits: int,
-    group_size: int,
-    dependent: bool = False,
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int, *_: bool
 ) -> Tensor:
     if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
@@ -173,10 +180,7 @@ def _reject_x(x: Tensor, k: int | None, device: torch.device) -> NoReturn:
 
 
 def _check(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> None:
-    """Raise ``ValueError`` for the first operand that does not fit the plan.
-
-    Kernels check the same in C before they launch, at no cost that shows: so this runs once per weight, and again when a kernel refuses.
-    """
+    """Raise ``ValueError`` for the first operand that does not fit the plan."""
     w = plan.workload
     expected = [("weight", weight, torch.int32, plan.weight_shape), ("scales", scales, plan.dtype, plan.columns)]
     expected += [] if zeros is None else [("zeros", zeros, plan.dtype, plan.columns)]

@@ -73,15 +73,6 @@ PROGRAMS = (*_CUDA, *gemm_stream.ARCHES, "gemm_cpu")
 _PREFERRED = {"sm_80": "gemm_mma", "sm_86": "gemm_mma", "sm_89": "gemm_mma", "sm_90a": "gemm_wgmma", "cpu": "gemm_cpu"}
 
 
-def programs_for(arch: str) -> tuple[str, ...]:
-    """The GEMM programs that run on ``arch``, the preferred one first; empty when there is none."""
-    if arch == "cpu":
-        return ("gemm_cpu",)
-    preferred = _PREFERRED.get(arch)
-    arches = {**{p: rule.arches for p, rule in _CUDA.items()}, **gemm_stream.ARCHES}
-    return tuple(sorted((p for p, runs_on in arches.items() if arch in runs_on), key=lambda p: p != preferred))
-
-
 def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
     if schedule.program not in PROGRAMS:

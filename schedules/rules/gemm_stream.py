@@ -45,16 +45,19 @@ RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
 BLOCK_SMEM_OVERHEAD = 1024
+LINE = {ASYNC: 16, BULK: 128}  # bytes: where x and each warp's weights begin in a slot
 STATIC_SMEM = 16  # the ticket of gemm_stream
 THREADS_PER_SM = 2048
 
 
 def slot_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points (``Stream`` in
-    ``tiles/device/stream.cuh``)."""
-    f, s = workload.format, schedule
+    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points, for bulk copies each
+    on a line of its own (``Stream`` in ``tiles/device/stream.cuh``)."""
+    f, s, line = workload.format, schedule, LINE[schedule.program]
     groups = 0 if f.group_size == PER_CHANNEL else max(1, s.block_k // f.group_size)
-    return s.block_m * (s.block_k * 2 + 16) + weight_bytes(f, s) + s.block_n * 2 * groups * (1 if f.symmetric else 2)
+    scales = s.block_n * 2 * groups * (1 if f.symmetric else 2)
+    x, of_warp = s.block_m * (s.block_k * 2 + 16), (weight_bytes(f, s) + scales) // warps_n(s)
+    return -(-x // line) * line + warps_n(s) * -(-of_warp // line) * line
 
 
 def weight_bytes(format: QuantFormat, schedule: Schedule) -> int:

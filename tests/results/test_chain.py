@@ -9,7 +9,7 @@ from results import chain
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.target import cpu_target
 
-LAYER = (("up", 128, 64), ("down", 64, 96))  # the second takes 96 of the first one's 128 columns
+LAYER = (("up", 128, 64), ("down", 64, 96))  # the second takes m x 96 of the first one's m x 128 numbers
 SYMMETRIC = QuantFormat(4, 128, True)
 
 
@@ -21,6 +21,22 @@ def test_weights_keep_the_size_of_their_input(format: QuantFormat):
     assert 0.5 < float(chain.dense_chain(x, weights).std()) < 2  # six linears later
     for packed, dense in zip(weights.packed, weights.dense, strict=True):
         assert torch.equal(packed.unpack().dequantize(torch.float16), dense)
+
+
+def test_an_input_is_the_output_s_own_memory():
+    y = torch.arange(3 * 128).view(3, 128)
+    x = chain.as_input(y, 96)
+    assert x.shape == (3, 96) and x.is_contiguous() and x.data_ptr() == y.data_ptr()
+    assert torch.equal(x.flatten(), torch.arange(3 * 96))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_both_chains_are_the_same_product(m: int):
+    """Several layers, in which every linear takes a part of the one before it."""
+    weights = chain.make_weights(LAYER, 2, SYMMETRIC, "cpu")
+    x = torch.randn(m, 64).half()
+    reference = chain.dense_chain(x.float(), weights)
+    torch.testing.assert_close(chain.tilebit_chain(x, weights, False).float(), reference, rtol=0, atol=0.01 * float(reference.abs().max()))
 
 
 def test_rows_of_a_small_chain(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,6 @@ from tilebit.schedules.rules.gemm import (
     candidates,
     grid_blocks,
     legal,
-    programs_for,
     shared_memory,
     wgmma_registers,
     workspace_words,
@@ -53,7 +52,6 @@ def test_candidates_are_legal_few_distinct_and_deterministic(workload, target):
     assert found == candidates(workload, target)
     for schedule in found:
         assert legal(workload, schedule, target) == []
-        assert schedule.program in programs_for(target.arch)
 
 
 def test_candidates_hold_the_measured_winners():
@@ -77,14 +75,6 @@ def test_both_families_are_tried_where_m_is_small(m):
 def test_no_candidates_where_no_program_runs():
     assert candidates(W4, replace(H200, arch="sm_70")) is None
     assert candidates(W4, replace(CPU, features=())) is None
-    assert programs_for("sm_70") == ()
-
-
-def test_programs_for_every_arch():
-    assert programs_for("sm_90a")[0] == "gemm_wgmma"
-    assert set(programs_for("sm_90a")) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk"}
-    assert programs_for("sm_80") == programs_for("sm_86") == programs_for("sm_89") == ("gemm_mma", "gemm_stream")
-    assert programs_for("cpu") == ("gemm_cpu",)
 
 
 @pytest.mark.parametrize("bits", BITS)

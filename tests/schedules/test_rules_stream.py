@@ -116,7 +116,9 @@ def test_shared_memory_by_hand():
     slot = 8 * (256 + 16) + 64 * 128 // 2 + 64 * 2
     assert slot_bytes(W4, ASYNC) == slot and weight_bytes(W4.format, ASYNC) == 4096
     assert shared_words(W4, ASYNC, A100) * 4 == 8 * 3 * slot
-    assert shared_words(W4, BULK, H200) * 4 == 8 * 3 * (slot + 8), "an mbarrier a slot"
+    assert shared_words(W4, BULK, H200) * 4 == 8 * 3 * (slot + 8), "an mbarrier a slot; x and weights fill whole lines of 128 bytes"
+    narrow = replace(BULK, block_m=1)
+    assert slot_bytes(W4, narrow) == 384 + 64 * 128 // 2 + 64 * 2, "one row of x, 272 bytes, takes three lines"
 
 
 # What of tilebit::Stream is arithmetic on its template arguments; the rest is instructions that a host has not.

@@ -116,6 +116,28 @@ def test_a_weight_that_was_checked_is_checked_by_the_kernel(cpu_kernels):
     assert torch.equal(tilebit.gemm(x, packed, bias), expected)
 
 
+def test_a_checked_weight_whose_company_changed_is_checked_again(cpu_kernels, monkeypatch):
+    """Later calls look at the weight's identity, not at x's dtype or at other operands: casting a layer leaves its weight where it is."""
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    assert packed.zeros is not None and bias is not None
+
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        others = (t.to(dtype) for t in (packed.scales, packed.zeros, bias))
+        y = torch.ops.tilebit.gemm.default(x.to(dtype), packed.weight, *others, N, 4, 32)
+        assert y.dtype is dtype
+        torch.testing.assert_close(y.bfloat16(), expected, rtol=2**-7, atol=0)  # one rounding of one more or one less
+    for rows in (x, x[:0]):
+        with pytest.raises(ValueError, match=r"^scales is bfloat16 .* x of float16 .* need float16"):
+            torch.ops.tilebit.gemm.default(rows.half(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)
+        with pytest.raises(ValueError, match=r"^x is float32 .*accepted: float16 or bfloat16"):
+            torch.ops.tilebit.gemm.default(rows.float(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)
+    asked = []
+    monkeypatch.setattr(dispatch, "find_kernel", lambda w, target: asked.append((w.m, w.dtype)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.ops.tilebit.gemm.default(x.half()[:2], packed.weight, *(t.half() for t in (packed.scales, packed.zeros, bias)), N, 4, 32)
+    assert asked == [(2, "float16")], "no kernel of the other dtype is looked for, which might be compiled"
+
+
 def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path))
     monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")

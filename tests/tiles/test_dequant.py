@@ -15,7 +15,8 @@ import pytest
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.rules.gemm import TICKETS
 from tilebit.tiles.device import twins
-from tilebit.tiles.gemm.operands import BARRIER, TYPES, device_source
+from tilebit.tiles.gemm.operands import BARRIER
+from tilebit.tiles.headers import TYPES, device_source
 
 sys.path.append(str(Path(__file__).parent))
 from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compiler

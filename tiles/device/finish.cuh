@@ -1,13 +1,10 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it, scale it, store it.
 //
-// Comes after split_k.cuh, epilogue.cuh and order.cuh.
+// Comes after split_k.cuh, epilogue.cuh, order.cuh and ptx.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
-
-__device__ __forceinline__ float widen(half v) { return __half2float(v); }
-__device__ __forceinline__ float widen(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 // The same number, which the compiler cannot know: what is computed from it stays where it is written instead of being kept in registers
 // throughout the main loop, which has none to spare (128 x 256: 1,024 bytes of spills without).
@@ -87,8 +84,8 @@ struct Store {
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
           const int row = min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
-          const float scale = SCALED ? widen(static_cast<const T*>(scales)[row]) : 1.0f;
-          const float offset = BIAS ? widen(static_cast<const T*>(bias)[row]) : 0.0f;
+          const float scale = SCALED ? to_float(static_cast<const T*>(scales)[row]) : 1.0f;
+          const float offset = BIAS ? to_float(static_cast<const T*>(bias)[row]) : 0.0f;
 #pragma unroll
           for (int c = 0; c < COUNT / 4; ++c)
 #pragma unroll

@@ -18,9 +18,11 @@ struct Stream {
   static constexpr int ATOMS = RECORD_K / 16, WORDS = BITS / 4;         // k16 steps of a record, words of each
   static constexpr int GROUPS = GROUP_STEPS == 0 ? 0 : (STEP_K / 16 > GROUP_STEPS ? STEP_K / 16 / GROUP_STEPS : 1);  // that a step touches
   static constexpr int PITCH = STEP_K * 2 + 16;
-  static constexpr int X_BYTES = COLUMNS * PITCH;
+  // Bulk copies to places off a line of 128 bytes are slow (57344 x 8192 at m = 1: 64.7 us with weights 272 bytes into a slot, so 58.5; H200).
+  static constexpr int LINE = BULK ? 128 : 16;
+  static constexpr int X_BYTES = (COLUMNS * PITCH + LINE - 1) / LINE * LINE;
   static constexpr int WEIGHT_BYTES = TILES * 512 * RECORDS, SCALE_BYTES = GROUPS * ROWS * 2;
-  static constexpr int WARP_BYTES = WEIGHT_BYTES + SCALE_BYTES * (SYMMETRIC ? 1 : 2);
+  static constexpr int WARP_BYTES = (WEIGHT_BYTES + SCALE_BYTES * (SYMMETRIC ? 1 : 2) + LINE - 1) / LINE * LINE;
   static constexpr int SLOT_BYTES = X_BYTES + WARPS_N * WARP_BYTES;
   static constexpr int RING_BYTES = WARPS_K * STAGES * SLOT_BYTES;
   static constexpr int SUM_PITCH = BLOCK_ROWS + 4;  // floats of a column of partial sums: a warp's stores meet no bank twice

@@ -16,8 +16,9 @@ from ...schedules.rules import gemm as rules
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ...schedules.workload import Workload
+from ..headers import device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, device_source, gemm_params
+from .operands import BARRIER, Operands, gemm_params
 from .reference import gemm_reference
 
 HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh")

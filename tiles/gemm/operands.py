@@ -9,10 +9,9 @@ from ...layouts.formats import PER_CHANNEL
 from ...schedules.rules.gemm import STAGED_COLUMNS, clustered_split
 from ...schedules.schedule import Schedule
 from ...schedules.workload import Workload
-from ..program import DEVICE_DIR
+from ..headers import TYPES
 
 BARRIER = 7  # named barrier of the epilogue; the generated code uses 0 to 2
-TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +128,6 @@ class Operands:
             _cpp(not self.grouped), _cpp(w.bias),
         )  # fmt: skip
         return f"tilebit::Store<{', '.join(map(str, arguments))}>"
-
-
-def device_source(headers: tuple[str, ...]) -> str:
-    """The CUDA functions of ``headers`` (names of files under ``tiles/device``), which a kernel includes as text."""
-    return "\n".join((DEVICE_DIR / name).read_text() for name in headers)
 
 
 def _cpp(flag: bool) -> str:

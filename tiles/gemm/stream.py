@@ -23,8 +23,9 @@ from ...schedules.rules import gemm_stream as rules
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ...schedules.workload import Workload
+from ..headers import TYPES, device_source
 from ..program import TileProgram
-from .operands import TYPES, Operands, device_source, gemm_params
+from .operands import Operands, gemm_params
 from .reference import gemm_reference
 
 HEADERS = ("dequant.cuh", "split_k.cuh", "raw.cuh", "ptx.cuh", "dependent.cuh", "stream.cuh")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from colorsys import hls_to_rgb
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -76,7 +76,7 @@ def draw_layout(layout: Layout | SwizzledLayout) -> Picture:
     top = max(1, layout.cosize - 1)
     axes = ("mode 0", "modes 1..") if rows > 1 else ("", "index")
     shades = [(f"offset {round(top * i / 4)}", _colour(0.8 * i / 4, 0.8)) for i in range(5)]
-    return _grid(
+    return draw_grid(
         f"layout {layout}", offsets.shape, axes, shades,
         text=lambda i, j: (str(offsets[i, j]),), fill=lambda i, j: _colour(0.8 * offsets[i, j] / top, 0.8),
         row_name=str if rows > 1 else lambda i: "",
@@ -87,14 +87,14 @@ def draw_fragment(fragment: Fragment) -> Picture:
     """The operand's matrix: in each cell the thread (T) and its element in register order (v) that hold it; one colour per lane."""
     thread, value = fragment.owners()
     per_register = fragment.register_bits // fragment.element_bits
-    legend = [(f"T{t}", _lane_colour(t)) for t in range(min(fragment.threads, LANES))]
+    legend = [(f"T{t}", lane_colour(t)) for t in range(min(fragment.threads, LANES))]
     note = f"v: element in register order, {per_register} to a {fragment.register_bits}-bit register"
     if fragment.threads > LANES:
         note += f"; colours repeat every {LANES} threads"
-    return _grid(
+    return draw_grid(
         f"{fragment.name}: {fragment.threads} threads x {fragment.values} elements of {fragment.element_bits} bits",
         (fragment.rows, fragment.cols), fragment.dims, legend, note,
-        text=lambda i, j: (f"T{thread[i, j]}", f"v{value[i, j]}"), fill=lambda i, j: _lane_colour(thread[i, j]),
+        text=lambda i, j: (f"T{thread[i, j]}", f"v{value[i, j]}"), fill=lambda i, j: lane_colour(thread[i, j]),
     )  # fmt: skip
 
 
@@ -122,17 +122,17 @@ def draw_packed(layout: PackedLayout, by: Literal["word", "element"] = "word", r
         word, bit = inverse // layout.slots, inverse % layout.slots * layout.bits
         shown = min(rows, layout.tile_n)
         seen = np.unique(word[:shown] // across)[:LANES].tolist()
-        return _grid(
+        return draw_grid(
             title + (f"; first {shown} rows" if shown < layout.tile_n else ""), (shown, layout.tile_k), ("n", "k"),
-            [(line_name(line), _lane_colour(line)) for line in seen], "w: word of the tile, b: its lowest bit that holds the element",
-            text=lambda i, j: (f"w{word[i, j]}", f"b{bit[i, j]}"), fill=lambda i, j: _lane_colour(word[i, j] // across),
+            [(line_name(line), lane_colour(line)) for line in seen], "w: word of the tile, b: its lowest bit that holds the element",
+            text=lambda i, j: (f"w{word[i, j]}", f"b{bit[i, j]}"), fill=lambda i, j: lane_colour(word[i, j] // across),
         )  # fmt: skip
     order = layout.order.reshape(lines, -1)
     shown = min(rows, lines)
-    return _grid(
+    return draw_grid(
         title + (f"; first {shown} of {lines} lines" if shown < lines else ""), (shown, order.shape[1]), ("words", "bits"),
-        [(line_name(line), _lane_colour(line)) for line in range(min(shown, LANES))], "cell: n,k of the element in those bits of that word",
-        text=lambda i, j: (f"{order[i, j] // layout.tile_k},{order[i, j] % layout.tile_k}",), fill=lambda i, j: _lane_colour(i),
+        [(line_name(line), lane_colour(line)) for line in range(min(shown, LANES))], "cell: n,k of the element in those bits of that word",
+        text=lambda i, j: (f"{order[i, j] // layout.tile_k},{order[i, j] % layout.tile_k}",), fill=lambda i, j: lane_colour(i),
         row_name=line_name, col_name=lambda j: f"{j % layout.slots * layout.bits}-{(j % layout.slots + 1) * layout.bits - 1}",
         group=layout.slots, group_name=lambda g: f"word +{g}" if across > 1 else "",
     )  # fmt: skip
@@ -153,7 +153,7 @@ def save(picture: Picture, path: str | Path) -> Path:
     return path
 
 
-def _grid(
+def draw_grid(
     title: str, shape: tuple[int, int], axes: tuple[str, str], legend: Sequence[tuple[str, str]], note: str = "", *,
     text: Callable[[int, int], tuple[str, ...]], fill: Callable[[int, int], str],
     row_name: Callable[[int], str] = str, col_name: Callable[[int], str] = str, group: int = 0, group_name: Callable[[int], str] = str,
@@ -190,11 +190,23 @@ def _grid(
     return Picture(width, height, tuple(boxes), tuple(label for label in labels if label.text))
 
 
+def stack(pictures: Sequence[Picture]) -> Picture:
+    """One picture of several, one below the other."""
+    boxes: list[Box] = []
+    labels: list[Label] = []
+    height = 0.0
+    for picture in pictures:
+        boxes += [replace(box, y=box.y + height) for box in picture.boxes]
+        labels += [replace(label, y=label.y + height) for label in picture.labels]
+        height += picture.height
+    return Picture(max(picture.width for picture in pictures), height, tuple(boxes), tuple(labels))
+
+
 def _colour(hue: float, lightness: float) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(hue, lightness, 0.65))
 
 
-def _lane_colour(thread: int) -> str:
+def lane_colour(thread: int) -> str:
     """A hue for each group of 4 neighbouring lanes (a row of a core), a lightness for each lane in it; black text reads on all."""
     lane = int(thread) % LANES
     return _colour(lane // 4 / 8, 0.66 + 0.08 * (lane % 4))

@@ -38,8 +38,8 @@ class PackedLayout:
     outer: str = "n_major"
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"{self.name}: bits is {self.bits!r}; accepted: 1, 2, 4, 8")
+        if self.bits not in (1, 2, 4, 8, 16):
+            raise ValueError(f"{self.name}: bits is {self.bits!r}; accepted: 1, 2, 4, 8, 16")
         if self.outer not in ("n_major", "k_major"):
             raise ValueError(f"{self.name}: outer is {self.outer!r}; accepted: 'n_major', 'k_major'")
         order = np.array(self.order, dtype=np.int32)
@@ -58,6 +58,11 @@ class PackedLayout:
     def slots(self) -> int:
         """Codes in a word."""
         return WORD_BITS // self.bits
+
+    @property
+    def code_dtype(self) -> np.dtype:
+        """What ``unpack`` returns: uint8, of 16 bits uint16."""
+        return np.dtype(np.uint16 if self.bits > 8 else np.uint8)
 
     @property
     def words(self) -> int:
@@ -81,7 +86,7 @@ class PackedLayout:
         return (tiles_n, tiles_k, self.words) if self.outer == "n_major" else (tiles_k, tiles_n, self.words)
 
     def pack(self, codes: np.ndarray, fill: int = 0) -> np.ndarray:
-        """uint8 [n, k] codes -> uint32 ``storage_shape(n, k)``; padding holds ``fill``. Raises ``ValueError`` for codes of more than
+        """Integer [n, k] codes -> uint32 ``storage_shape(n, k)``; padding holds ``fill``. Raises ``ValueError`` for codes of more than
         ``bits`` bits."""
         if codes.ndim != 2 or codes.dtype.kind not in "ui":
             raise ValueError(f"{self.name}: codes are {codes.dtype}{list(codes.shape)}; accepted: an integer [n, k] array")
@@ -101,7 +106,7 @@ class PackedLayout:
         return words
 
     def unpack(self, words: np.ndarray, n: int, k: int) -> np.ndarray:
-        """The inverse of ``pack``: uint32 (or int32) storage -> uint8 [n, k]."""
+        """The inverse of ``pack``: uint32 (or int32) storage -> ``code_dtype`` [n, k]."""
         shape = self.storage_shape(n, k)
         if words.size != np.prod(shape, dtype=np.int64) or words.dtype.itemsize != 4 or words.dtype.kind not in "ui":
             raise ValueError(
@@ -110,7 +115,7 @@ class PackedLayout:
             )
         words = np.ascontiguousarray(words).view(np.uint32).reshape(shape)
         mask = np.uint32((1 << self.bits) - 1)
-        by_tile = np.empty((*shape[:2], self.tile_n * self.tile_k), dtype=np.uint8)
+        by_tile = np.empty((*shape[:2], self.tile_n * self.tile_k), dtype=self.code_dtype)
         for slot in range(self.slots):
             by_tile[..., self.order[:, slot]] = words >> np.uint32(slot * self.bits) & mask
         full = by_tile.reshape(*shape[:2], self.tile_n, self.tile_k)
@@ -141,7 +146,8 @@ def register_order(bits: int, element_bits: int, register_bits: int = 32) -> np.
 
     Codes narrower than a byte are unpacked by ``(word >> bits * i) & mask`` with one code per ``element_bits``; step i must yield the
     i-th unpacked register, so slot ``i + p * element_bits / bits`` holds its p-th element: 0,2,4,6,1,3,5,7 for 4 bits under fp16 (lop3),
-    0,4,1,5,2,6,3,7 under int8 (nibble split). Bytes stay in order: PRMT picks any of them.
+    0,4,1,5,2,6,3,7 under int8 (nibble split), 0,2,..14,1,3,..15 for 2 bits under fp16. Bytes stay in order: PRMT picks any of them; so do
+    16-bit codes: they are the register.
     """
     slots = register_bits // bits
     if bits >= 8:
@@ -150,38 +156,42 @@ def register_order(bits: int, element_bits: int, register_bits: int = 32) -> np.
     return np.arange(slots).reshape(-1, per_register).T.ravel()
 
 
-def induce(fragment: Fragment, bits: int, name: str | None = None, load_bits: int = 128, k_steps: int | None = None) -> PackedLayout:
-    """The layout in which ``fragment``'s threads find their own elements: one tile of ``fragment.rows`` x (``k_steps * fragment.cols``).
+def induce(
+    fragment: Fragment, bits: int, name: str | None = None, load_bits: int = 128, k_steps: int | None = None, n_tiles: int = 1
+) -> PackedLayout:
+    """The layout in which ``fragment``'s threads find their own elements: one tile of ``n_tiles * fragment.rows`` x
+    ``k_steps * fragment.cols``.
 
-    1. extend: the operand is ``k_steps`` fragments side by side along k (default: as many as fill one ``load_bits``-wide load of each
-       thread, at least 1);
-    2. fragment: every thread's elements, in register order, step after step;
+    1. extend: the operand is ``n_tiles`` rows of ``k_steps`` fragments side by side along k (default: as many as fill one
+       ``load_bits``-wide load of each thread, at least 1);
+    2. fragment: every thread's elements, in register order, step after step, then tile after tile;
     3. compress: each thread's codes, ordered inside every register word by ``register_order``;
     4. store: thread-major: load after load, in each load thread after thread, ``load_bits`` for each.
 
-    Raises ``ValueError`` for an accumulator's fragment and if a thread's codes do not fill whole loads.
+    Raises ``ValueError`` for an accumulator's fragment, for codes wider than its elements and if a thread's codes do not fill whole loads.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits is {bits!r}; accepted: 4, 8")
+    if bits not in (2, 4, 8, 16):
+        raise ValueError(f"bits is {bits!r}; accepted: 2, 4, 8, 16")
     if fragment.element_bits > 16:
         raise ValueError(f"{fragment.name} holds accumulators of {fragment.element_bits} bits; accepted: fragments of an operand")
-    steps = k_steps if k_steps is not None else max(1, load_bits // (bits * fragment.values))
-    codes = steps * fragment.values
+    if bits > fragment.element_bits:
+        raise ValueError(f"{fragment.name} holds elements of {fragment.element_bits} bits; accepted: codes of at most as many, got {bits}")
+    steps = k_steps if k_steps is not None else max(1, load_bits // (bits * fragment.values * max(1, n_tiles)))
+    codes = n_tiles * steps * fragment.values
     per_load = load_bits // bits
-    if load_bits % fragment.register_bits or steps < 1 or codes % per_load:
+    if load_bits % fragment.register_bits or steps < 1 or n_tiles < 1 or codes % per_load:
         raise ValueError(
-            f"{fragment.name}: {codes} codes of {bits} bits a thread ({steps} k steps of {fragment.values}) do not fill whole loads of "
-            f"{load_bits} bits; choose k_steps so that they do"
+            f"{fragment.name}: {codes} codes of {bits} bits a thread ({n_tiles} tiles of {steps} k steps of {fragment.values}) do not fill "
+            f"whole loads of {load_bits} bits; choose k_steps or n_tiles so that they do"
         )
-    tile_k = steps * fragment.cols
-    row, col = fragment.coords()  # [threads, values]
-    element = row[:, None, :] * tile_k + col[:, None, :] + np.arange(steps)[:, None] * fragment.cols  # [threads, steps, values]
+    tile_n, tile_k = n_tiles * fragment.rows, steps * fragment.cols
+    row, col = (part[:, None, None, :] for part in fragment.coords())  # [threads, 1, 1, values]
+    tile, step = np.arange(n_tiles)[:, None, None], np.arange(steps)[:, None]
+    element = (row + tile * fragment.rows) * tile_k + col + step * fragment.cols  # [threads, tiles, steps, values]
     in_word = register_order(bits, fragment.element_bits, fragment.register_bits)
     element = element.reshape(fragment.threads, -1, in_word.size)[..., in_word]  # [threads, register words, slots]
     element = element.reshape(fragment.threads, -1, per_load).transpose(1, 0, 2)  # [loads, threads, codes in a load]
-    return PackedLayout(
-        name or f"{fragment.name}.b{bits}", bits, fragment.rows, tile_k, element.reshape(-1, WORD_BITS // bits).astype(np.int32)
-    )
+    return PackedLayout(name or f"{fragment.name}.b{bits}", bits, tile_n, tile_k, element.reshape(-1, WORD_BITS // bits).astype(np.int32))
 
 
 @cache

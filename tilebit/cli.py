@@ -104,7 +104,7 @@ def tune(
         report = run(workloads, chosen, budget_s=budget, progress=not as_json, jobs=jobs)
         rows = [
             {
-                "m": r.workload.m,
+                "m": r.workload.to_json()["m"],
                 "us": r.best.us if r.best else None,
                 "schedule": r.best.schedule.to_json() if r.best else None,
                 "measured": r.measured,
@@ -225,7 +225,8 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            help="A packed weight (sm_90a:4, cpu:8), a checkpoint layout (awq:4) or a fragment (wgmma_a:k16). 'list' prints all names."
+            help="A packed weight (sm_90a:4, cpu:8), a KV cache (format:head_dim[:page_size], as kv4_channel:128), a checkpoint layout "
+            "(awq:4) or a fragment (wgmma_a:k16). 'list' prints names."
         ),
     ],
     out: Annotated[
@@ -236,7 +237,8 @@ def show(
     ] = "word",
     as_json: Json = False,
 ) -> None:
-    """Draw which thread and register holds which element of a fragment, or which bit of a packed layout holds which weight."""
+    """Draw which thread and register holds which element of a fragment, which bit of a packed layout holds which weight, or which lane owns
+    which token and channel of a KV cache and where its scales lie."""
     from .pictures import names, picture, write
 
     if name == "list":

@@ -1,4 +1,4 @@
-"""The pictures that ``tilebit show`` knows by name: packed weights, checkpoint layouts and MMA fragments."""
+"""The pictures that ``tilebit show`` knows by name: packed weights, KV caches, checkpoint layouts and MMA fragments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from .layouts import fragments
 from .layouts.checkpoints import checkpoint_layout
 from .layouts.draw import Picture, draw_fragment, draw_packed, save
+from .layouts.draw_kv import draw_kv
 from .layouts.formats import BITS
 from .layouts.fragments import Fragment
+from .layouts.kv import HEAD_DIMS, KVLayout
+from .layouts.kv_formats import KVFormat
 from .layouts.packing import PackedLayout, gemm_layout
 from .schedules.target import ARCHES
 
@@ -35,10 +38,15 @@ _LAYOUTS: dict[str, Callable[[], PackedLayout]] = {
 }
 
 
+_KV_FORMATS = {form.name: form for form in KVFormat.all()}
+_KV = tuple(f"{form.name}:{head_dim}" for form in _KV_FORMATS.values() if form.key == form.value for head_dim in HEAD_DIMS)
+
+
 def names() -> tuple[str, ...]:
-    """Every name that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "awq:4" (a checkpoint's), "wgmma_a:k16" (a
-    fragment)."""
-    return (*_LAYOUTS, *_FRAGMENTS)
+    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "kv4_channel:128" (a KV cache's page, by head_dim),
+    "awq:4" (a checkpoint's weight), "wgmma_a:k16" (a fragment). KV caches of two precisions ("k8_channel_v4:128") and of other page sizes
+    than 128 tokens ("kv4_channel:128:16") have pictures too."""
+    return (*_LAYOUTS, *_KV, *_FRAGMENTS)
 
 
 def picture(name: str, by: str = "word") -> Picture:
@@ -50,6 +58,9 @@ def picture(name: str, by: str = "word") -> Picture:
         return draw_packed(_LAYOUTS[name](), "word" if by == "word" else "element")
     if name in _FRAGMENTS:
         return draw_fragment(_FRAGMENTS[name]())
+    form, *sizes = name.split(":")
+    if form in _KV_FORMATS and len(sizes) in (1, 2) and all(size.isdecimal() for size in sizes):
+        return draw_kv(KVLayout(_KV_FORMATS[form], *map(int, sizes)))
     raise ValueError(f"{name!r} has no picture; accepted: {', '.join(names())}")
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..schedules.operations import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target, target_from_name
-from ..schedules.workload import Workload
 from .host_plan import HostPlan, describe_params, read_host
 from .host_stub import CUBIN_NAME, compile_stub, generate_stub
 from .lint import Instructions, Resources, count_instructions, disassemble
@@ -159,7 +159,7 @@ def waits_for_predecessor(ptx: str, kernel: str) -> bool:
     return body is not None and DEPENDENT_WAIT in body.group(0)
 
 
-def compile_cuda(program: TileProgram, workload: Workload, schedule: Schedule, target: Target, build_dir: Path) -> CudaBuild:
+def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule, target: Target, build_dir: Path) -> CudaBuild:
     """Build the kernel of one request into ``build_dir``: kernel.cu, kernel.cubin, host.c, kernel.so. Runs where TileLang may be imported.
 
     Raises ``NvccError``, ``StubError`` or ``UnsupportedHost`` with sentences; TileLang's own exceptions pass through.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime import LoadedKernel, load_kernel
+from ..schedules.operations import AnyWorkload, workload_from_json
 from ..schedules.schedule import Schedule
-from ..schedules.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +31,9 @@ class Kernel:
         return self.manifest["resources"]
 
     @property
-    def workload(self) -> Workload:
-        """What the kernel was chosen for; it serves every m."""
-        return Workload.from_json(self.manifest["workload"])
+    def workload(self) -> AnyWorkload:
+        """What the kernel was chosen for; it serves every m, or every batch, length and q_len."""
+        return workload_from_json(self.manifest["workload"])
 
     @property
     def schedule(self) -> Schedule:

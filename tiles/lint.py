@@ -22,7 +22,7 @@ ERROR, WARNING = "error: ", "warning: "
 REGISTERS_PER_SM = 65536
 THREADS_PER_SM = 2048
 BLOCK_SMEM = 1024  # bytes of shared memory that the system takes per resident block
-PRODUCER_THREADS = 128  # the warpgroup of gemm_wgmma that loads
+PRODUCER_THREADS = 128  # the warpgroup that loads where one does
 # ptxas advisories that say wgmma instructions wait for one another
 SERIALIZED = re.compile(r"\(C75(0[5-9]|1\d)\)")
 
@@ -100,18 +100,25 @@ PROMISES = {
     "gemm_mma": ("mma", "cp_async", "wide_shared_loads"),
     "gemm_stream": ("mma", "ldmatrix", "cp_async", "wide_shared_loads"),
     "gemm_stream_bulk": ("mma", "ldmatrix", "bulk_copies", "dependent_waits", "wide_shared_loads"),
+    "attention_decode": ("mma", "cp_async", "wide_shared_loads"),
+    "attention_decode_bulk": ("mma", "bulk_copies", "dependent_waits", "wide_shared_loads"),
+    "attention_append": (),  # rows are moved once: no instruction decides
+    "attention_gather": (),
+    "attention_prefill": ("wgmma", "tma", "register_reallocations"),
+    "attention_prefill_mma": ("mma", "ldmatrix", "cp_async"),
 }
+WARP_SPECIALIZED = ("gemm_wgmma", "attention_prefill")  # a warpgroup loads, the others compute
 # What it means when an instruction is not there: (level of the finding, its name, the consequence).
 ABSENT = {
     "wgmma": (ERROR, "wgmma", "the product does not run on the tensor cores"),
     "mma": (ERROR, "mma.sync", "the product does not run on the tensor cores"),
-    "ldmatrix": (ERROR, "ldmatrix", "x does not reach the tensor cores in their order"),
+    "ldmatrix": (ERROR, "ldmatrix", "operands do not reach the tensor cores in their order"),
     "tma": (ERROR, "TMA load", "copies became plain loads"),
-    "bulk_copies": (ERROR, "bulk copy", "weights became plain loads"),
+    "bulk_copies": (ERROR, "bulk copy", "packed operands became plain loads"),
     "cp_async": (ERROR, "cp.async", "the pipeline was stripped"),
     "dependent_waits": (ERROR, "wait for the preceding kernel", "in a dependent launch it would read what that one still writes"),
     "register_reallocations": (WARNING, "setmaxnreg", "producer and consumers share registers evenly"),
-    "wide_shared_loads": (WARNING, "128-bit shared-memory load", "packed weights are read in pieces"),
+    "wide_shared_loads": (WARNING, "128-bit shared-memory load", "packed operands are read in pieces"),
 }
 
 
@@ -157,13 +164,15 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
 
 
 def _warpgroup_findings(resources: Resources, schedule: Schedule) -> list[str]:
-    """Whether the block has the warpgroups that ``gemm_wgmma`` tells apart, and the registers that they take."""
+    """Whether the block has the warpgroups that a program of WARP_SPECIALIZED tells apart, and the registers that they take."""
     found, computing = [], schedule.num_warps * 32
     if resources.threads != computing + PRODUCER_THREADS:
         found.append(
             f"{ERROR}{resources.threads} threads a block; accepted: {computing + PRODUCER_THREADS}, "
             f"{schedule.num_warps} computing warps and a loading warpgroup"
         )
+    if schedule.program != "gemm_wgmma":
+        return found
     producer, consumer = wgmma_registers(schedule)
     taken, given = producer * PRODUCER_THREADS + consumer * computing, -(-resources.registers // 8) * 8 * resources.threads
     if taken > given:
@@ -173,7 +182,7 @@ def _warpgroup_findings(resources: Resources, schedule: Schedule) -> list[str]:
 
 def _program_findings(code: Instructions, resources: Resources, schedule: Schedule) -> list[str]:
     """What the programs of this library promise about their code; programs from elsewhere promise nothing."""
-    found = _warpgroup_findings(resources, schedule) if schedule.program == "gemm_wgmma" else []
+    found = _warpgroup_findings(resources, schedule) if schedule.program in WARP_SPECIALIZED else []
     for instruction in PROMISES.get(schedule.program, ()):
         if not getattr(code, instruction):
             severity, name, consequence = ABSENT[instruction]

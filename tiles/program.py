@@ -12,7 +12,6 @@ from typing import Any
 
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from ..schedules.workload import Workload
 
 COMPILERS = ("tilelang", "tvm")
 LIBRARY = __name__.partition(".")[0]
@@ -25,6 +24,16 @@ PROGRAM_MODULES = {
     "gemm_stream": "tilebit.tiles.gemm.stream",
     "gemm_stream_bulk": "tilebit.tiles.gemm.stream_bulk",
     "gemm_cpu": "tilebit.tiles.cpu.gemm",
+    "attention_decode": "tilebit.tiles.attention.decode",
+    "attention_decode_bulk": "tilebit.tiles.attention.decode_bulk",
+    "attention_append": "tilebit.tiles.attention.append",
+    "attention_gather": "tilebit.tiles.attention.gather",
+    "attention_prefill": "tilebit.tiles.attention.prefill",
+    "attention_prefill_mma": "tilebit.tiles.attention.prefill_mma",
+    "attention_decode_cpu": "tilebit.tiles.cpu.attention_decode",
+    "attention_append_cpu": "tilebit.tiles.cpu.attention_append",
+    "attention_gather_cpu": "tilebit.tiles.cpu.attention_gather",
+    "attention_prefill_cpu": "tilebit.tiles.cpu.attention_prefill",
 }
 
 
@@ -32,6 +41,7 @@ PROGRAM_MODULES = {
 class TileProgram:
     """A computation written once, divided by a ``Schedule``.
 
+    Its workload is a ``Workload`` or an ``AttentionWorkload``, of the operation that it computes.
     ``compiler`` ("tilelang" or "tvm") says which compiler ``build`` needs; the two never share a process. ``arches`` are the
     architectures it runs on. ``legal(workload, schedule, target)`` returns sentences, empty when the combination can be built.
     ``build(workload, schedule, target)`` returns the compiler's ``PrimFunc`` and touches no device. ``params(workload, schedule)``
@@ -44,9 +54,9 @@ class TileProgram:
     name: str
     compiler: str
     arches: tuple[str, ...]
-    legal: Callable[[Workload, Schedule, Target], list[str]]
-    build: Callable[[Workload, Schedule, Target], Any]
-    params: Callable[[Workload, Schedule], tuple[str, ...]]
+    legal: Callable[[Any, Schedule, Target], list[str]]
+    build: Callable[[Any, Schedule, Target], Any]
+    params: Callable[[Any, Schedule], tuple[str, ...]]
     headers: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
     pass_configs: Mapping[str, Any] = field(default_factory=dict)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..runtime import SCHEMA
+from ..schedules.operations import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from ..schedules.workload import Workload
 from .program import program, program_sources
 
 # Files of this package that decide what an artifact contains, beside the program's own.
@@ -30,15 +30,16 @@ class CompileRequest:
     """Everything a compile needs, and nothing of a device: picklable, so that it travels to a worker or another machine."""
 
     program: str
-    workload: Workload
+    workload: AnyWorkload
     schedule: Schedule
     target: Target
 
     @property
     def key(self) -> str:
-        """sha256 over all that determines the artifact: program and sources, workload without m, schedule, arch, compiler versions."""
+        """sha256 over all that determines the artifact: program and sources, workload without its DYNAMIC sizes, schedule, arch, compiler
+        versions."""
         compiler = program(self.program).compiler
-        workload = {name: value for name, value in self.workload.to_json().items() if name != "m"}
+        workload = {name: value for name, value in self.workload.to_json().items() if name not in self.workload.DYNAMIC}
         parts = {
             "schema": SCHEMA,
             "program": self.program,
@@ -55,7 +56,7 @@ class CompileRequest:
     def __str__(self) -> str:
         w, s = self.workload, self.schedule
         tile = f"{s.block_n}x{s.block_m}x{s.block_k} stages={s.num_stages} warps={s.num_warps} split_k={s.split_k}"
-        return f"{self.program}[{w.n}x{w.k} {w.format.name} {w.dtype} {self.target.arch} {tile}]"
+        return f"{self.program}[{w.served} {self.target.arch} {tile}]"
 
 
 class CompileFailure(Exception):

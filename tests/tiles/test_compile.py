@@ -24,7 +24,7 @@ BASE = CompileRequest("gemm_wgmma", Workload(64, 256, 512), Schedule("gemm_wgmma
 
 
 def test_the_key_ignores_m_and_nothing_else() -> None:
-    assert replace(BASE, workload=BASE.workload.with_m(1)).key == BASE.key
+    assert replace(BASE, workload=replace(BASE.workload, m=1)).key == BASE.key
     others = [
         replace(BASE, workload=Workload(64, 320, 512)),
         replace(BASE, workload=Workload(64, 256, 640)),
@@ -86,7 +86,7 @@ def test_a_programs_headers_are_among_its_sources() -> None:
 
 def test_unknown_programs_are_named() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown tile program 'gemm_tpu'; accepted: gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma"
+        ValueError, match=r"unknown tile program 'gemm_tpu'; accepted: .*gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma"
     ):
         program.program("gemm_tpu")
 

@@ -81,6 +81,7 @@ def play(library: Path, calls: list[dict[str, Any]], driver: Path | None, folder
 def host_values(request: CompileRequest, folder: Path) -> dict[str, Any]:
     """{m: tensor maps, grid, block, shared memory, arguments} by TVM's own arithmetic on the lowered host function, in another process."""
     schedule, w = folder / "schedule.json", request.workload
+    assert isinstance(w, Workload), "a GEMM"
     schedule.write_text(json.dumps(request.schedule.to_json()))
     script = [sys.executable, str(SAMPLE / "host_values.py"), request.program, str(w.n), str(w.k), str(schedule), request.target.arch]
     env = {**os.environ, "PYTHONPATH": str(HERE)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilebit.tiles.device import twins
-from tilebit.tiles.gemm.operands import TYPES, device_source
+from tilebit.tiles.headers import TYPES, device_source
 
 sys.path.append(str(Path(__file__).parent))
 from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compiler

@@ -16,7 +16,7 @@ from typing import Any
 from ...schedules.rules.gemm_cpu import Isa, isa
 from ...schedules.target import Target
 from ..program import DEVICE_DIR
-from .outline import THREADS, outline
+from .outline import LOCAL_ARRAYS, THREADS, outline
 
 LAUNCHER = "cpu_launch.c"
 COMPILERS = ("cc", "gcc", "clang")
@@ -33,7 +33,8 @@ def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) 
     """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``. ``function`` is a PrimFunc that ``outline`` accepts.
 
     Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector accesses to the stack in the whole
-    kernel and in the hottest loop), ``instructions`` (the commonest, with counts), ``loop`` (the hottest loop's) and ``lint`` (sentences).
+    kernel and in the hottest loop, a function's ``LOCAL_ARRAYS`` among them), ``instructions`` (the commonest, with counts), ``loop`` (the
+    hottest loop's) and ``lint`` (sentences).
 
     Raises ``ValueError`` for a target without AVX2 or a function ``outline`` refuses, ``CpuCompileError`` without a C compiler.
     """
@@ -68,7 +69,8 @@ def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) 
     finally:
         for path in (object_file, header, exports):
             path.unlink(missing_ok=True)
-    return {"threads": threads, **read_assembly(assembly, vectors)}
+    local_arrays = function.attrs is not None and LOCAL_ARRAYS in function.attrs
+    return {"threads": threads, **read_assembly(assembly, vectors, local_arrays)}
 
 
 def _link(object_file: Path, header: Path, exports: Path, threads: int, library: Path) -> None:
@@ -90,8 +92,10 @@ def _link(object_file: Path, header: Path, exports: Path, threads: int, library:
         raise CpuCompileError(f"{compiler} failed on {LAUNCHER}: {result.stderr.strip()[-2000:]}")
 
 
-def read_assembly(assembly: str, vectors: Isa) -> dict[str, Any]:
-    """What the generated code is made of, see ``compile_cpu``. The hottest loop is taken to be the innermost one with the most products."""
+def read_assembly(assembly: str, vectors: Isa, local_arrays: bool = False) -> dict[str, Any]:
+    """What the generated code is made of, see ``compile_cpu``. The hottest loop is taken to be the innermost one with the most products.
+
+    ``local_arrays``: the code has arrays on the stack, from which spilled registers cannot be told."""
     wide = {16: "zmm", 8: "ymm"}[vectors.lanes]
     lines = [line.split("#")[0].strip() for line in assembly.splitlines()]
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.endswith(":")}
@@ -114,7 +118,7 @@ def read_assembly(assembly: str, vectors: Isa) -> dict[str, Any]:
     hot = max((lines[begin : end + 1] for begin, end in innermost), key=products, default=[])
     scalar = [name for name in mix(hot) if re.fullmatch(r"v(fm|mul|add|sub|cvt)\w*s[sd]", name)]
     lint = []
-    if spills(hot):
+    if spills(hot) and not local_arrays:
         lint.append(f"warning: {spills(hot)} vector spills in the innermost loop; choose a smaller block_m or split_k")
     if scalar:
         lint.append(f"warning: scalar arithmetic in the innermost loop ({', '.join(scalar)})")

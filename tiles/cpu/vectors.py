@@ -53,6 +53,14 @@ def sums(count: int, lanes: int) -> Any:
     return buffer
 
 
+def held(value: Any) -> Any:
+    """``value`` computed once: a register, like ``T.bind``, but one that TVM's simplifier does not look through. Chains of pure bindings
+    that use each other twice (a sum over lanes, a polynomial) take it time exponential in their length."""
+    register = local(1, str(value.dtype))
+    T.buffer_store(register, value, [0])
+    return T.bind(register[0])
+
+
 def splat(value: Any, dtype: str, lanes: int) -> Any:
     """One scalar, a number or an expression of ``dtype``, in all lanes."""
     return tirx.Broadcast(tirx.const(value, dtype) if isinstance(value, (int, float)) else value, lanes)
@@ -86,7 +94,9 @@ def from_float(value: Any, dtype: str, lanes: int) -> Any:
     bits = T.bind(T.reinterpret(f"uint32x{lanes}", value))
     odd = (bits >> splat(16, "uint32", lanes)) & splat(1, "uint32", lanes)
     rounded = (bits + splat(0x7FFF, "uint32", lanes) + odd) >> splat(16, "uint32", lanes)
-    return tirx.Select(value != value, splat(0x7FC0, "uint32", lanes), rounded).astype(f"uint16x{lanes}")
+    # TVM takes value != value for false, so NaN is told by its bits.
+    nan = (bits & splat(0x7FFFFFFF, "uint32", lanes)) > splat(0x7F800000, "uint32", lanes)
+    return tirx.Select(nan, splat(0x7FC0, "uint32", lanes), rounded).astype(f"uint16x{lanes}")
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:

@@ -18,7 +18,7 @@
 typedef struct {
   const char* name;
   int code, bits, ndim;
-  int64_t shape[4]; /* -1: m */
+  int64_t shape[4]; /* -1 - i: symbolic size i */
 } Expected;
 
 #include KERNEL_DECLARATIONS
@@ -50,8 +50,9 @@ static int available_threads(void) {
 
 typedef struct {
   atomic_int next;
-  int32_t total, chunk, m;
+  int32_t total, chunk;
   int loop;
+  int32_t symbols[NUM_SYMBOLS];
   void* pointers[NUM_TENSORS + NUM_WORKSPACES];
 } Work;
 
@@ -60,7 +61,7 @@ static void take_chunks(void* arg) {
   Work* work = arg;
   for (int32_t begin; (begin = atomic_fetch_add_explicit(&work->next, work->chunk, memory_order_relaxed)) < work->total;) {
     const int32_t end = work->total - begin < work->chunk ? work->total : begin + work->chunk;
-    run_loop(work->loop, begin, end, work->m, work->pointers);
+    run_loop(work->loop, begin, end, work->symbols, work->pointers);
   }
 }
 
@@ -84,40 +85,40 @@ static int fail(const char* kind, const char* message) {
   return -1;
 }
 
-/* The data of the tensor in `arg` if it is what is expected (`m` < 0: take it from here), else NULL with an error raised. */
-static void* checked_data(const TVMFFIAny* arg, const Expected* expected, int64_t* m) {
+/* Put the data of the tensor in `arg` into `data` if it is what is expected (`symbols` below 0 are taken from here), else raise an error. */
+static int checked_data(const TVMFFIAny* arg, const Expected* expected, int64_t* symbols, void** data) {
   const DLTensor* t = NULL;
   if (arg->type_index == kTVMFFIDLTensorPtr) t = arg->v_ptr;
   if (arg->type_index == kTVMFFITensor) t = (const DLTensor*)((const char*)arg->v_obj + sizeof(TVMFFIObject));
   char message[256];
   if (t == NULL) {
     snprintf(message, sizeof message, "%s is not a tensor; accepted: a CPU tensor", expected->name);
-    fail("TypeError", message);
-    return NULL;
+    return fail("TypeError", message);
   }
   if (t->device.device_type != kDLCPU || t->dtype.code != expected->code || t->dtype.bits != expected->bits || t->dtype.lanes != 1 || t->ndim != expected->ndim) {
     snprintf(message, sizeof message, "%s has device type %d, dtype code %d of %d bits, %d dimensions; accepted: device type %d (CPU), dtype code %d of %d bits, %d dimensions",
              expected->name, (int)t->device.device_type, t->dtype.code, t->dtype.bits, t->ndim, (int)kDLCPU, expected->code, expected->bits, expected->ndim);
-    fail("ValueError", message);
-    return NULL;
+    return fail("ValueError", message);
   }
   int64_t stride = 1;
   for (int i = t->ndim - 1; i >= 0; --i) {
     int64_t size = expected->shape[i];
-    if (size < 0) size = *m < 0 ? (*m = t->shape[i]) : *m;
+    if (size < 0) {
+      int64_t* symbol = &symbols[-1 - size];
+      size = *symbol < 0 ? (*symbol = t->shape[i]) : *symbol;
+    }
     if (t->shape[i] != size) {
       snprintf(message, sizeof message, "%s has size %lld in dimension %d; accepted: %lld", expected->name, (long long)t->shape[i], i, (long long)size);
-      fail("ValueError", message);
-      return NULL;
+      return fail("ValueError", message);
     }
     if (t->strides != NULL && size != 1 && t->strides[i] != stride) {
       snprintf(message, sizeof message, "%s is not contiguous; pass %s.contiguous()", expected->name, expected->name);
-      fail("ValueError", message);
-      return NULL;
+      return fail("ValueError", message);
     }
     stride *= size;
   }
-  return (char*)t->data + t->byte_offset;
+  *data = (char*)t->data + t->byte_offset;
+  return 0;
 }
 
 __attribute__((visibility("default"))) int __tvm_ffi_run(void* self, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
@@ -131,23 +132,29 @@ __attribute__((visibility("default"))) int __tvm_ffi_run(void* self, const TVMFF
     return fail("TypeError", message);
   }
   Work work;
-  int64_t m = -1;
+  int64_t symbols[NUM_SYMBOLS];
+  for (int i = 0; i < NUM_SYMBOLS; ++i) symbols[i] = -1;
   for (int i = 0; i < NUM_TENSORS; ++i) {
-    if ((work.pointers[i] = checked_data(&args[i], &TENSORS[i], &m)) == NULL && m != 0) return -1;
+    if (checked_data(&args[i], &TENSORS[i], symbols, &work.pointers[i]) != 0) return -1;
   }
-  if (m == 0) return 0;
-  if (m > INT32_MAX / 2) return fail("ValueError", "m does not fit 31 bits; split x by rows");
-  work.m = (int32_t)m;
+  for (int i = 0; i < NUM_SYMBOLS; ++i) {
+    if (symbols[i] > INT32_MAX / 2) {
+      char message[128];
+      snprintf(message, sizeof message, "%s is %lld; accepted: at most %d; split the call", SYMBOLS[i], (long long)symbols[i], INT32_MAX / 2);
+      return fail("ValueError", message);
+    }
+    work.symbols[i] = (int32_t)symbols[i];
+  }
 
   int64_t values[NUM_WORKSPACES + 2 * NUM_LOOPS], bytes = 0;
-  sizes(work.m, values);
+  sizes_of(work.symbols, values);
   for (int i = 0; i < NUM_WORKSPACES; ++i) {
     /* Loops index a workspace of 4-byte elements by 32 bits. */
-    if (values[i] / 4 > INT32_MAX) return fail("ValueError", "m is too large for one call; split x by rows");
+    if (values[i] / 4 > INT32_MAX) return fail("ValueError", "a workspace or a loop is too large for one call; split the call");
     bytes += (values[i] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
   char* scratch = bytes > 0 ? aligned_alloc(ALIGNMENT, (size_t)bytes) : NULL;
-  if (bytes > 0 && scratch == NULL) return fail("MemoryError", "no memory for the call's workspace; split x by rows");
+  if (bytes > 0 && scratch == NULL) return fail("MemoryError", "no memory for the call's workspace; split the call");
   char* free_space = scratch;
   for (int i = 0; i < NUM_WORKSPACES; ++i) {
     work.pointers[NUM_TENSORS + i] = free_space;
@@ -158,7 +165,7 @@ __attribute__((visibility("default"))) int __tvm_ffi_run(void* self, const TVMFF
   for (work.loop = 0; work.loop < NUM_LOOPS; ++work.loop) {
     const int64_t extent = values[NUM_WORKSPACES + 2 * work.loop], together = values[NUM_WORKSPACES + 2 * work.loop + 1];
     if (extent > INT32_MAX / 2) {
-      too_large = "m is too large for one call; split x by rows";
+      too_large = "a workspace or a loop is too large for one call; split the call";
       break;
     }
     run_parallel(&work, extent, together, threads);

@@ -64,8 +64,20 @@ using half = tilebit_host::Float16<10, -14, 0x7c00>;
 using __nv_bfloat16 = tilebit_host::Float16<7, -126, 0x7f80>;
 using half2 = tilebit_host::Pair<half>;
 using __nv_bfloat162 = tilebit_host::Pair<__nv_bfloat16>;
+struct uint2 {
+  uint32_t x, y;
+};
 struct uint4 {
   uint32_t x, y, z, w;
+};
+struct int2 {
+  int32_t x, y;
+};
+struct int4 {
+  int32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
 };
 struct float4 {
   float x, y, z, w;
@@ -93,8 +105,20 @@ tilebit_host::Pair<T> __hfma2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b, 
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
 
+// The larger, or the smaller; the other one where one is NaN.
+template <typename T>
+T __hmax(T a, T b) { return a.value() != a.value() || b.value() > a.value() ? b : a; }
+template <typename T>
+T __hmin(T a, T b) { return a.value() != a.value() || b.value() < a.value() ? b : a; }
+template <typename T>
+tilebit_host::Pair<T> __hmax2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }
+template <typename T>
+tilebit_host::Pair<T> __hmin2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }
+
 inline half __ushort_as_half(uint16_t bits) { half h; h.bits = bits; return h; }
 inline __nv_bfloat16 __ushort_as_bfloat16(uint16_t bits) { __nv_bfloat16 h; h.bits = bits; return h; }
+inline uint16_t __half_as_ushort(half a) { return a.bits; }
+inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 a) { return a.bits; }
 inline half2 __half2half2(half a) { return {a, a}; }
 inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 a) { return {a, a}; }
 inline float __half2float(half a) { return float(a.value()); }
@@ -103,6 +127,17 @@ inline float __bfloat162float(__nv_bfloat16 a) { return float(a.value()); }
 inline __nv_bfloat16 __float2bfloat16_rn(float a) { return __nv_bfloat16(a); }
 inline half2 __floats2half2_rn(float a, float b) { return {half(a), half(b)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__nv_bfloat16(a), __nv_bfloat16(b)}; }
+inline half2 __float2half2_rn(float a) { return {half(a), half(a)}; }
+inline __nv_bfloat162 __float2bfloat162_rn(float a) { return {__nv_bfloat16(a), __nv_bfloat16(a)}; }
+inline half2 __float22half2_rn(float2 a) { return {half(a.x), half(a.y)}; }
+inline __nv_bfloat162 __float22bfloat162_rn(float2 a) { return {__nv_bfloat16(a.x), __nv_bfloat16(a.y)}; }
+inline float2 __half22float2(half2 a) { return {__half2float(a.x), __half2float(a.y)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 a) { return {__bfloat162float(a.x), __bfloat162float(a.y)}; }
+inline half2 __halves2half2(half a, half b) { return {a, b}; }
+inline half __low2half(half2 a) { return a.x; }
+inline half __high2half(half2 a) { return a.y; }
+inline float __low2float(half2 a) { return __half2float(a.x); }
+inline float __high2float(half2 a) { return __half2float(a.y); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   uint64_t bytes = uint64_t(y) << 32 | x;
@@ -111,4 +146,27 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+inline float __int_as_float(int32_t bits) { return __uint_as_float(uint32_t(bits)); }
+inline uint32_t __float_as_uint(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+inline int32_t __float_as_int(float f) { return int32_t(__float_as_uint(f)); }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
+inline int4 make_int4(int32_t x, int32_t y, int32_t z, int32_t w) { return {x, y, z, w}; }
+
+// fp32, each rounded once: the host compiler contracts nothing (device_code.py). What CUDA only approximates is as good as fp32 can be.
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float a) { return float(exp(double(a))); }
+inline float __logf(float a) { return float(log(double(a))); }
+inline float __log2f(float a) { return float(log2(double(a))); }
+inline float rsqrtf(float a) { return float(1.0 / sqrt(double(a))); }
+inline int __float2int_rn(float a) { return int(nearbyintf(a)); }
+inline uint32_t __float2uint_rn(float a) { return uint32_t(nearbyintf(a)); }

@@ -6,7 +6,7 @@
 
 namespace tilebit_host {
 
-constexpr int RANK_SHIFT = 24, SPOILT = 0x7e;
+constexpr int RANK_SHIFT = 24, SPOILT = 0x7e, SHARED_BYTES = 228 << 10;
 
 inline char* at(uint32_t address) {
   const int owner = address >> RANK_SHIFT ? (address >> RANK_SHIFT) - 1 : rank();
@@ -14,7 +14,18 @@ inline char* at(uint32_t address) {
     fault = "an address lies in a block that the cluster does not have";
     return place.shared[rank()];
   }
-  return place.shared[owner] + (address & ((1u << RANK_SHIFT) - 1));
+  const uint32_t offset = address & ((1u << RANK_SHIFT) - 1);
+  if (place.shared[owner] && offset >= SHARED_BYTES) {
+    fault = "an address lies past the end of shared memory";
+    return place.shared[owner];
+  }
+  return place.shared[owner] + offset;
+}
+
+// As `at`, for an instruction that wants a multiple of `alignment`.
+inline char* at(uint32_t address, uint32_t alignment) {
+  if (address % alignment) fault = "a shared address is not aligned as its instruction wants it";
+  return at(address - address % alignment);
 }
 
 // 64 bits: arrivals of a phase and its parity; arrivals and bytes that the current phase still waits for.
@@ -130,7 +141,7 @@ inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t&
   struct Lane {
     const char* row;
     uint32_t r[4];
-  } mine = {tilebit_host::at(address)};
+  } mine = {tilebit_host::at(address, 16)};
   tilebit_host::collective("ldmatrix", &mine, [](void** lanes) {
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < 4; ++i)
@@ -153,16 +164,52 @@ inline void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint
         }
   });
 }
+// Lane l brings elements (l / 4, 2 (l % 4) + half) of a matrix and receives those of its transpose.
+inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t from) {
+  struct Lane {
+    uint32_t brings, receives;
+  } mine = {from, 0};
+  tilebit_host::collective("movmatrix", &mine, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane % 4 * 2 + half, column = lane / 4;
+        const uint32_t found = static_cast<Lane*>(lanes[4 * row + column / 2])->brings >> (16 * (column % 2)) & 0xffff;
+        static_cast<Lane*>(lanes[lane])->receives |= found << (16 * half);
+      }
+  });
+  to = mine.receives;
+}
 inline void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
   uint32_t v[4];
-  memcpy(v, tilebit_host::at(address), 16);
+  memcpy(v, tilebit_host::at(address, 16), 16);
   r0 = v[0], r1 = v[1], r2 = v[2], r3 = v[3];
+}
+inline void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address) {
+  uint32_t v[2];
+  memcpy(v, tilebit_host::at(address, 8), 8);
+  r0 = v[0], r1 = v[1];
+}
+inline void ptx_ld_shared_u32(uint32_t& r, uint32_t address) { memcpy(&r, tilebit_host::at(address, 4), 4); }
+inline void ptx_st_shared_u32(uint32_t address, uint32_t v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
+
+// ---- arithmetic ----
+// .ftz: subnormals are zeros, of the operand and of the result. Approximations are as good as fp32 can be.
+inline float host_flushed(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0.0f, v) : v; }
+inline void ptx_ex2_approx_ftz_f32(float& to, float from) { to = host_flushed(float(exp2(double(host_flushed(from))))); }
+inline void ptx_lg2_approx_ftz_f32(float& to, float from) { to = host_flushed(float(log2(double(host_flushed(from))))); }
+inline void ptx_rcp_approx_ftz_f32(float& to, float from) { to = host_flushed(1.0f / host_flushed(from)); }
+inline void ptx_tanh_approx_f32(float& to, float from) { to = float(tanh(double(from))); }
+// The second operand is the lower half.
+inline void ptx_cvt_rn_f16x2_f32(uint32_t& to, float high, float low) { to = uint32_t(half(high).bits) << 16 | half(low).bits; }
+inline void ptx_cvt_rn_bf16x2_f32(uint32_t& to, float high, float low) {
+  to = uint32_t(__nv_bfloat16(high).bits) << 16 | __nv_bfloat16(low).bits;
 }
 
 // ---- barriers ----
 inline void ptx_bar_sync(int barrier, int threads) { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][barrier], threads); }
 inline void ptx_mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals) { tilebit_host::mbarrier(barrier).init(arrivals); }
 inline void ptx_fence_mbarrier_init_release_cluster() {}
+inline void ptx_fence_proxy_async_shared__cta() {}
 inline void ptx_mbarrier_arrive_shared__cta_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
 inline void ptx_mbarrier_arrive_shared__cluster_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
 inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, int bytes) {
@@ -186,6 +233,7 @@ inline void ptx_mbarrier_try_wait_parity_shared__cta_b64(uint32_t barrier, int p
 // ---- copies ----
 inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
   using namespace tilebit_host;
+  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) fault = "a copy is not aligned to 16 bytes";
   me().copies.push_back(issue(to, from, bytes, valid_bytes == bytes, nullptr));
 }
 inline void ptx_cp_async_commit_group() { tilebit_host::me().groups.push_back(tilebit_host::me().copies.size()); }

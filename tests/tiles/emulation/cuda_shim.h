@@ -2,6 +2,7 @@
 #pragma once
 #define TILEBIT_HOST_EMULATION
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __shared__ static  // of one block: no two blocks whose code has such a variable run at once
 

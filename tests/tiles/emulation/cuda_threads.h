@@ -2,6 +2,7 @@
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 #include <algorithm>
@@ -14,7 +15,8 @@ using std::min;
 
 namespace tilebit_host {
 
-constexpr int MAX_THREADS = 1024, MAX_BLOCKS = 8, MAX_TENSORS = 8, MAX_BARRIERS = 16, STACK = 1 << 16, WARP = 32;
+constexpr int MAX_THREADS = 1024, MAX_BLOCKS = 8, MAX_TENSORS = 16, MAX_BARRIERS = 16, STACK = 1 << 16, WARP = 32;
+constexpr int64_t MAX_TURNS = 1 << 23;  // of fibers; a call that takes more never ends
 
 // A barrier of a known number of threads; the last to come goes on at once.
 struct Meeting {
@@ -41,21 +43,26 @@ struct Fiber {
   ucontext_t start;
   jmp_buf at;
   bool started, ended;
+  void* stack;  // kept for the next call
   const uint32_t* word;  // runs again when this is no longer `seen`
   uint32_t seen;
   int block, thread;
   std::vector<Copy> copies;    // cp.async that have not landed
   std::vector<size_t> groups;  // how many of them each committed group left outstanding in all
 };
-struct Warp {
+// Lanes of a warp that meet; lanes that meet apart from others do so under the first of their mask.
+struct Gathering {
   Meeting meeting;
   const char* operation;
+  uint32_t mask;
+};
+struct Warp {
+  Gathering gatherings[WARP];
   void* lanes[WARP];
 };
 
 static Place place;
 static Fiber fibers[MAX_THREADS];
-static char stacks[MAX_THREADS][STACK] __attribute__((aligned(64)));
 static Warp warps[MAX_THREADS / WARP];
 static Meeting meetings[MAX_BLOCKS][MAX_BARRIERS], cluster_meeting;
 static std::vector<Copy> bulk_copies;  // in flight
@@ -101,18 +108,81 @@ inline void meet(Meeting& meeting, uint32_t threads) {
   wait_for_change(&meeting.generation, meeting.generation);
 }
 
-// All lanes of the warp meet, each with what it brings; the last to come runs all(lanes) for them.
+// The lanes of `mask` meet, each with what it brings; the last to come runs all(lanes) for them.
 template <typename F>
-void collective(const char* operation, void* brings, F all) {
+void collective(const char* operation, void* brings, F all, uint32_t mask = ~0u) {
   Warp& warp = warps[current / WARP];
-  if (warp.meeting.arrived == 0) warp.operation = operation;
-  if (strcmp(warp.operation, operation)) fault = "the lanes of a warp are at different instructions";
+  if (!(mask >> current % WARP & 1)) fault = "a lane is not in the mask that it names";
+  Gathering& gathering = warp.gatherings[mask ? __builtin_ctz(mask) : 0];
+  if (gathering.meeting.arrived == 0) gathering.operation = operation, gathering.mask = mask;
+  if (strcmp(gathering.operation, operation) || gathering.mask != mask) fault = "the lanes of a warp are at different instructions";
   warp.lanes[current % WARP] = brings;
-  if (warp.meeting.arrived + 1 == WARP) all(warp.lanes);
-  meet(warp.meeting, WARP);
+  const uint32_t count = __builtin_popcount(mask);
+  if (gathering.meeting.arrived + 1 == count) all(warp.lanes);
+  meet(gathering.meeting, count);
 }
 
-// Runs all threads, in an order that is not theirs, each as far as it gets. Returns what is wrong: threads that wait for ever.
+// Every lane of `mask` brings a value and receives that of lane `source`.
+template <typename T>
+T shuffle(const char* operation, uint32_t mask, T value, int source) {
+  struct Lane {
+    T brings, receives;
+    int source;
+  } mine = {value, value, source};
+  if (!(mask >> source & 1)) fault = "a shuffle reads a lane outside of its mask";
+  const auto all = [mask](void** lanes) {
+    for (int lane = 0; lane < WARP; ++lane)
+      if (mask >> lane & 1) {
+        Lane& own = *static_cast<Lane*>(lanes[lane]);
+        if (mask >> own.source & 1) own.receives = static_cast<Lane*>(lanes[own.source])->brings;
+      }
+  };
+  collective(operation, &mine, all, mask);
+  return mine.receives;
+}
+
+// Bit l of the result: what lane l of `mask` brings.
+inline uint32_t ballot(const char* operation, uint32_t mask, bool vote) {
+  uint32_t mine = vote;
+  const auto all = [mask](void** lanes) {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < WARP; ++lane)
+      if (mask >> lane & 1) votes |= *static_cast<uint32_t*>(lanes[lane]) << lane;
+    for (int lane = 0; lane < WARP; ++lane)
+      if (mask >> lane & 1) *static_cast<uint32_t*>(lanes[lane]) = votes;
+  };
+  collective(operation, &mine, all, mask);
+  return mine;
+}
+
+// Memory that a tensor has, where tensors are known (a launch): an address that is in none of them is a fault, and reads as nothing.
+template <typename T>
+bool in_a_tensor(const T* p) {
+  if (place.tensors[0][0] == nullptr) return true;
+  const char* address = reinterpret_cast<const char*>(p);
+  for (const auto& [begin, end] : place.tensors)
+    if (begin <= address && address + sizeof(T) <= end) return true;
+  fault = "a load or store is past the ends of the tensors";
+  return false;
+}
+
+// Lets the threads from `first` on run whose turn it is, in an order that is not theirs, each as far as it gets. Returns how many ended.
+inline int run_some(int first, int count, bool& moved) {
+  int ended = 0;
+  for (int i = 0; i < count && !fault; ++i) {
+    const int t = first + int((int64_t(i) * 97 + 31) % count);  // 97 divides no count of threads: a permutation
+    Fiber& f = fibers[t];
+    if (f.ended || (f.word && *f.word == f.seen)) continue;
+    f.word = nullptr, moved = in_fiber = true;
+    resume(t);
+    in_fiber = false;
+    ended += fibers[t].ended;
+  }
+  return ended;
+}
+
+// Runs all threads. In every second call warp after warp, the last one first, goes as far as it gets by itself; else they all keep step: a
+// race between warps shows in one of the two. Returns what is wrong: threads that wait for ever.
 inline const char* run_fibers(Body& work, int blocks) {
   body = &work;
   memset(warps, 0, sizeof warps), memset(meetings, 0, sizeof meetings), memset(&cluster_meeting, 0, sizeof cluster_meeting);
@@ -124,25 +194,32 @@ inline const char* run_fibers(Body& work, int blocks) {
     Fiber& f = fibers[t];
     if (!f.ended) {  // new, or left in the middle of a body that failed
       getcontext(&f.start);
-      f.start.uc_stack.ss_sp = stacks[t], f.start.uc_stack.ss_size = STACK, f.start.uc_link = nullptr;
+      if (!f.stack) f.stack = aligned_alloc(64, STACK);
+      f.start.uc_stack.ss_sp = f.stack, f.start.uc_stack.ss_size = STACK, f.start.uc_link = nullptr;
       makecontext(&f.start, enter, 0);
       f.started = false;
     }
     f.ended = false, f.word = nullptr, f.block = first_block + t / block_threads, f.thread = t % block_threads;
     f.copies.clear(), f.groups.clear();
   }
+  static bool apart = true;
+  apart = !apart;
+  int64_t turns = 0;
   for (int left = count; left > 0;) {
     bool moved = false;
-    for (int i = 0; i < count; ++i) {
-      const int t = int((int64_t(i) * 97 + 31) % count);  // 97 divides no count of threads: a permutation
-      Fiber& f = fibers[t];
-      if (f.ended || (f.word && *f.word == f.seen)) continue;
-      f.word = nullptr, moved = in_fiber = true;
-      resume(t);
-      in_fiber = false;
-      if (fault) return fault;
-      left -= fibers[t].ended;
+    if ((turns += left) > MAX_TURNS) return "a block never ends";
+    if (apart) {
+      for (int warp = (count - 1) / WARP; warp >= 0; --warp)
+        for (bool again = true; again && !fault;) {
+          again = false;
+          left -= run_some(warp * WARP, min(WARP, count - warp * WARP), again);
+          moved |= again;
+          if (again && (turns += WARP) > MAX_TURNS) return "a block never ends";
+        }
+    } else {
+      left -= run_some(0, count, moved);
     }
+    if (fault) return fault;
     if (!moved) return "some threads ended, or wait elsewhere, where others wait at a barrier";
   }
   return nullptr;
@@ -151,6 +228,11 @@ inline const char* run_fibers(Body& work, int blocks) {
 template <typename T>
 T argument(intptr_t value) {
   if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(value);
+  else if constexpr (std::is_same_v<T, float>) {  // its bits
+    float number;
+    memcpy(&number, &value, 4);
+    return number;
+  }
   else return static_cast<T>(value);
 }
 
@@ -197,13 +279,46 @@ inline Index index_of(const int32_t* v) { return {v[0], v[1], v[2]}; }
 // Every thread of the block waits for all others.
 inline void __syncthreads() { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][0], tilebit_host::block_threads); }
 inline void host_sync() { __syncthreads(); }
-inline void __syncwarp() { tilebit_host::collective("syncwarp", nullptr, [](void**) {}); }
+inline void __syncwarp(uint32_t mask = ~0u) { tilebit_host::collective("syncwarp", nullptr, [](void**) {}, mask); }
 inline void __threadfence() {}
+
+// ---- warps ----
+// `width` lanes, a power of two, are a group of their own; a source outside of it is the lane itself.
 template <typename T>
-void __stcg(T* p, T v) { *p = v; }
+T __shfl_sync(uint32_t mask, T value, int lane, int width = tilebit_host::WARP) {
+  const int own = tilebit_host::me().thread % tilebit_host::WARP;
+  return tilebit_host::shuffle("shfl.idx", mask, value, (own & -width) | (lane & (width - 1)));
+}
 template <typename T>
-T __ldcg(const T* p) { return *p; }
+T __shfl_xor_sync(uint32_t mask, T value, int other, int width = tilebit_host::WARP) {
+  const int own = tilebit_host::me().thread % tilebit_host::WARP, source = own ^ other;
+  return tilebit_host::shuffle("shfl.bfly", mask, value, source >= (own & -width) + width ? own : source);
+}
+template <typename T>
+T __shfl_down_sync(uint32_t mask, T value, int distance, int width = tilebit_host::WARP) {
+  const int own = tilebit_host::me().thread % tilebit_host::WARP;
+  return tilebit_host::shuffle("shfl.down", mask, value, own % width + distance < width ? own + distance : own);
+}
+template <typename T>
+T __shfl_up_sync(uint32_t mask, T value, int distance, int width = tilebit_host::WARP) {
+  const int own = tilebit_host::me().thread % tilebit_host::WARP;
+  return tilebit_host::shuffle("shfl.up", mask, value, own % width >= distance ? own - distance : own);
+}
+inline uint32_t __ballot_sync(uint32_t mask, int vote) { return tilebit_host::ballot("ballot", mask, vote != 0); }
+inline int __any_sync(uint32_t mask, int vote) { return tilebit_host::ballot("any", mask, vote != 0) != 0; }
+inline int __all_sync(uint32_t mask, int vote) { return tilebit_host::ballot("all", mask, vote != 0) == mask; }
+
+// ---- global memory ----
+template <typename T>
+void __stcg(T* p, T v) {
+  if (tilebit_host::in_a_tensor(p)) *p = v;
+}
+template <typename T>
+T __ldcg(const T* p) { return tilebit_host::in_a_tensor(p) ? *p : T(); }
+template <typename T>
+T __ldg(const T* p) { return tilebit_host::in_a_tensor(p) ? *p : T(); }
 inline unsigned atomicInc(unsigned* p, unsigned limit) {
+  if (!tilebit_host::in_a_tensor(p)) return 0;
   const unsigned old = *p;
   *p = old >= limit ? 0 : old + 1;
   return old;

@@ -18,10 +18,13 @@ from .ptx import host_source
 SHIM = Path(__file__).with_name("cuda_shim.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC")
 # __CUDA_ARCH__ of the paths that each program's kernels take
-CUDA_ARCH = {"gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900}
+CUDA_ARCH = {
+    "gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900,
+    "attention_decode": 800, "attention_decode_bulk": 900, "attention_append": 800, "attention_gather": 800,
+}  # fmt: skip
 MAX_BLOCKS = 8  # of a cluster; cuda_threads.h has the same numbers
 
-MAX_TENSORS = 8
+MAX_TENSORS = 16
 
 
 class KernelFault(Exception):

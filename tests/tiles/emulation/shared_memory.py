@@ -54,7 +54,8 @@ class SharedMemory:
     def check(self) -> None:
         """Raises ``IllegalAccess`` when something beside an allocation was written."""
         for index, gap in enumerate(self._gaps):
-            if (self.bytes[gap] != CANARY).any():
+            unused = gap if index + 1 < len(self._gaps) else slice(gap.start, None)
+            if (self.bytes[unused] != CANARY).any():
                 raise IllegalAccess(f"a block wrote past the end of its shared allocation {index}")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from tilebit.layouts.fragments import wgmma_a, wgmma_c
 
 from .crew import Crew
-from .device_code import DeviceCode, Place
+from .device_code import Argument, DeviceCode, Place
 from .launch import Block, Cluster, Group, Plan, TensorType, ThreadIndex
 from .shared_memory import BARRIER, Barrier, issue
 from .tile_memory import Buffer, Element, IllegalAccess, RegisterTile, ThreadLocal
@@ -138,6 +138,9 @@ class TileLanguage:
     def min(self, a: int, b: int) -> int:
         return min(a, b)
 
+    def float32(self, value: float) -> np.float32:
+        return np.float32(value)
+
     def serial(self, count: int) -> range:
         return range(count)
 
@@ -156,7 +159,7 @@ class TileLanguage:
         assert self.device is not None and self.cluster is not None
         group, cluster = self.group, self.cluster
         group.waited |= name == WAIT
-        passed = [(a.low - a.offset, 1) if isinstance(a, ThreadIndex) else a if isinstance(a, tuple) else (int(a), 0) for a in arguments]
+        passed = [_passed(a) for a in arguments]
         if not name.startswith(CLUSTER_WIDE):
             self.device.call(name, passed, group.size, cluster.place, group.block.rank)
         else:
@@ -215,3 +218,12 @@ class TileLanguage:
         with np.errstate(invalid="ignore", over="ignore"):
             product = a.matrix() @ b.numbers().T
             c.fill(product if clear_accum else c.matrix() + product)
+
+
+def _passed(argument: Any) -> Argument:
+    """What the threads of a call get: addresses as they are, a number of each thread's own, floats as their bits."""
+    if isinstance(argument, ThreadIndex):
+        return argument.low - argument.offset, 1
+    if isinstance(argument, np.floating):
+        return int(np.float32(argument).view(np.uint32)), 0
+    return argument if isinstance(argument, tuple) else (int(argument), 0)

@@ -1,0 +1,136 @@
+"""The decode programs without a GPU: their own text on every thread of every block, against fp64.
+
+The tile program's ``build`` runs on a stand-in for TileLang, the device headers are compiled for the host, their PTX included; copies land
+as late as they may, and what they will overwrite is spoilt when they are issued. What the cache does not hold is NaN. TileLang's lowering
+is left to the GPU tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from emulation.device_code import needs_host_compiler
+from emulation.emulated_attention import EmulatedAttention
+from kv_cases import FORMATS, poisoned_problem
+
+from tilebit.autotune.attention_problem import AttentionProblem
+from tilebit.autotune.attention_verify import AttentionGate
+from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.rules.attention import ASYNC, BULK, legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target, target_from_name
+from tilebit.tiles.attention.decode import KINDS
+
+pytestmark = needs_host_compiler
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 256, 257, 300, 384, 391, 513)
+Q_LENS = (1, 2, 5, 16)
+# What scores pass through: (window, sink_tokens, sinks, soft_cap, scale)
+SOFTMAXES = (
+    (0, 0, False, 0.0, None), (0, 0, True, 0.0, 0.31), (100, 0, False, 0.0, None), (64, 4, False, 3.0, None), (129, 20, True, 0.0, None),
+    (1, 0, True, 0.0, None), (0, 0, False, 1.5, 0.2),
+)  # fmt: skip
+AXES = {
+    "group": (1, 4, 7, 8, 16),
+    "head_dim": (64, 128),
+    "dtype": ("float16", "bfloat16"),
+    "softmax": SOFTMAXES,
+    "lse": (False, True),
+    "block_n": (16, 32, 64, 128),
+    "block_m": (8, 16, 32),
+    "num_warps": (1, 2, 3, 4),
+    "num_stages": (2, 3, 4),
+    "program": (ASYNC, BULK),
+    "units": (2, 3, 5),
+}
+PAGE_SIZES = (16, 64, 128, 256)
+STORED = (*product(FORMATS, PAGE_SIZES), *((format, 32) for format in FORMATS[3::4]))
+# Every format meets nearly every page size; of these axes every two values meet too.
+MEET = (
+    ("format", "head_dim"), ("format", "dtype"), ("format", "block_n"), ("format", "program"), ("page_size", "block_n"),
+    ("page_size", "program"), ("page_size", "head_dim"), ("group", "block_m"), ("group", "softmax"), ("softmax", "block_n"),
+    ("softmax", "program"), ("softmax", "lse"), ("num_warps", "num_stages"), ("block_n", "num_warps"), ("num_stages", "program"),
+)  # fmt: skip
+WIDE = 6  # cases of 256 channels, which are few because they are slow
+Case = tuple[AttentionWorkload, Schedule, Target]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One value of each axis."""
+
+    values: dict[str, Any]
+
+    def case(self) -> Case:
+        v = self.values
+        window, sink_tokens, sinks, soft_cap, scale = v["softmax"]
+        workload = AttentionWorkload(
+            "decode", 4, 1, 400, 2 * v["group"], 2, v["head_dim"], v["format"], v["dtype"], v["page_size"], window, sink_tokens, sinks,
+            soft_cap, scale, v["lse"],
+        )  # fmt: skip
+        schedule = Schedule(v["program"], v["block_n"], v["block_m"], v["head_dim"], v["num_stages"], v["num_warps"])
+        return workload, schedule, replace(target_from_name("sm_90a"), units=v["units"])
+
+    def pairs(self) -> set[tuple[Any, ...]]:
+        """The values that meet here, of the axes that must meet."""
+        return {(a, self.values[a], b, self.values[b]) for a, b in MEET}
+
+
+def choices() -> Iterator[Choice]:
+    """Of each format and page size the legal one among random choices that lets most pairs meet for the first time."""
+    random, met = Random(1), set()
+    for i, (format, page_size) in enumerate(STORED):
+        given = {"format": format, "page_size": page_size, "block_n": AXES["block_n"][(i + FORMATS.index(format)) % 4]}
+        found = [Choice({**{name: random.choice(values) for name, values in AXES.items()}, **given}) for _ in range(100)]
+        if i % (len(STORED) // WIDE) == 0:
+            found = [Choice({**c.values, "head_dim": 256}) for c in found]
+        best = max((c for c in found if not legal(*c.case())), key=lambda c: len(c.pairs() - met))
+        met |= best.pairs()
+        yield best
+
+
+CHOICES = tuple(choices())
+CASES = tuple(choice.case() for choice in CHOICES)
+
+
+def label(case: Case) -> str:
+    w, s, target = case
+    kind = f"{w.format.name}-{w.dtype}-d{w.head_dim}-group{w.group}-page{w.page_size}"
+    softmax = f"window{w.window}+{w.sink_tokens}{'-sinks' * w.sinks}-cap{w.soft_cap:g}{'-lse' * w.lse}"
+    return f"{kind}-{softmax}-{s.program}-{s.block_n}x{s.block_m}-{s.num_warps}w{s.num_stages}s-{target.units}"
+
+
+def test_the_cases_cover_everything():
+    met = set().union(*(choice.pairs() for choice in CHOICES))
+    axes = {"format": FORMATS, "page_size": PAGE_SIZES, **AXES}
+    missing = [(a, x, b, y) for a, b in MEET for x, y in product(axes[a], axes[b]) if (a, x, b, y) not in met]
+    assert not missing, missing
+    assert {f.key for f in FORMATS} == {f.value for f in FORMATS} == set(KINDS)
+    assert sum(w.head_dim == 256 for w, _, _ in CASES) >= WIDE
+
+
+def problems(case: Case, seed: int) -> Iterator[AttentionProblem]:
+    """One query a sequence, and several where heads are few."""
+    random, workload = Random(seed), case[0]
+    several = random.choice([n for n in Q_LENS if n * workload.group <= 64 and (n > 1 or workload.group == 16)])
+    for q_len, count in ((1, 5), (several, 3)):
+        lengths = random.sample(LENGTHS, count)
+        yield poisoned_problem(replace(workload, q_len=q_len), lengths, [0] * count, random.randrange(1 << 20))
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_decode(case: Case):
+    """The tuner's verdict, on one kernel and its workspace: right, and the same bits whatever the order of the blocks."""
+    kernel = EmulatedAttention(*case, seed=1)
+
+    def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
+        kernel(problem.named(outputs))
+        assert not kernel.tickets_left
+
+    verdict = AttentionGate(*problems(case, CASES.index(case))).verify(run)
+    assert verdict.ok, verdict.reasons

@@ -1,0 +1,72 @@
+"""Bugs planted in the CUDA programs of attention are caught by the gate that the tuner uses, or by the emulation itself; the same kernel
+without the bug passes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from emulation.device_code import KernelFault, needs_host_compiler
+from emulation.emulated_attention import EmulatedAttention
+from emulation.emulated_program import Edits
+from emulation.planted_attention import BUGS, Bug
+from kv_cases import poisoned_problem
+
+from tilebit.autotune.attention_problem import AttentionProblem
+from tilebit.autotune.attention_verify import AttentionGate
+from tilebit.autotune.verify import Verdict
+from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.rules.attention import legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+
+TARGET = replace(target_from_name("sm_90a"), units=3)
+# (tokens, new or asked ones) of each sequence, and the queries of a decode
+PROBLEMS = ((((300, 3), (0, 0), (129, 129), (17, 1)), 1), (((391, 150), (140, 12), (512, 260)), 3))
+
+
+@cache
+def gate(workload: AttentionWorkload) -> AttentionGate:
+    problems = [
+        poisoned_problem(replace(workload, q_len=q_len), [n for n, _ in steps], [rows for _, rows in steps], seed)
+        for seed, (steps, q_len) in enumerate(PROBLEMS)
+    ]
+    return AttentionGate(*problems)
+
+
+def verdict(workload: AttentionWorkload, schedule: Schedule, edits: Edits | None = None) -> Verdict:
+    kernel = EmulatedAttention(workload, schedule, TARGET, edits, seed=2)
+
+    def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
+        kernel(problem.named(outputs))
+        if kernel.tickets_left:
+            raise KernelFault("tickets are left behind")
+
+    return gate(workload).verify(run)
+
+
+@cache
+def sound_verdict(workload: AttentionWorkload, schedule: Schedule) -> Verdict:
+    """What the gate says of the kernel as it is."""
+    return verdict(workload, schedule)
+
+
+def test_there_are_enough_of_them():
+    assert len(BUGS) >= 15
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_caught(bug: Bug):
+    assert legal(bug.workload, bug.schedule, TARGET) == []
+    sound = sound_verdict(bug.workload, bug.schedule)
+    assert sound.ok, sound.reasons
+    try:
+        reasons = verdict(bug.workload, bug.schedule, bug.edits).reasons
+    except KernelFault as fault:
+        reasons = (str(fault),)
+    assert reasons, f"{bug.name} passed the gate"
+    assert any(bug.sign in reason for reason in reasons), reasons

@@ -1,0 +1,145 @@
+"""Bugs to plant in the CUDA programs of attention: edits of their headers, each of a text that is there exactly once; a bug whose place has
+changed is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.schedule import Schedule
+
+from .emulated_program import Edit
+
+
+def once(*pairs: tuple[str, str]) -> Edit:
+    """Replaces each ``old``, which must occur once, by its ``new``; raises ``LookupError`` where it does not."""
+
+    def edit(text: str) -> str:
+        for old, new in pairs:
+            if text.count(old) != 1:
+                raise LookupError(f"the bug cannot be planted: {old!r} is {text.count(old)} times in the source; plant it elsewhere")
+            text = text.replace(old, new)
+        return text
+
+    return edit
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """An edit of the device headers of one kernel; ``sign`` is a word of the verdict, or of the fault that the emulation reports."""
+
+    name: str
+    workload: AttentionWorkload
+    schedule: Schedule
+    edits: Mapping[str, Edit] = field(default_factory=dict)
+    sign: str = ""
+
+
+def decode(format: str, **changes) -> AttentionWorkload:
+    return replace(AttentionWorkload("decode", 4, 1, 300, 8, 2, 64, KVFormat.from_name(format), page_size=64, lse=True), **changes)
+
+
+def append(format: str, **changes) -> AttentionWorkload:
+    return AttentionWorkload(**{"op": "append", "batch": 4, "q_len": 1, "kv_len": 300, "heads_q": 2, "heads_kv": 2, "head_dim": 64,
+                                "format": KVFormat.from_name(format), "page_size": 64, **changes})  # fmt: skip
+
+
+BULK = Schedule("attention_decode_bulk", 32, 8, 64, 2, 2)
+ASYNC = Schedule("attention_decode", 32, 16, 64, 3, 3)
+APPEND = Schedule("attention_append", 128, 1, 64, num_warps=4)
+GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
+PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
+KV4, WINDOWED, CAPPED = decode("kv4_channel"), decode("kv4_channel", window=100, sink_tokens=20), decode("kv4_channel", soft_cap=2.0)
+
+
+def bug(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "") -> Bug:
+    return Bug(name, workload, schedule, {"device": once(*pairs)}, sign)
+
+
+VALUE_PARAMETERS = "load_shared_32(at + VALUE_BYTES + (strip * 16 + (lane >> 2) + i * 8) * 4)"
+P_OPERAND = "(pack_pair(low * scales[i], high * scales[i], ValueType()))"
+
+BUGS = (
+    # what is read
+    bug("row factor of keys forgotten", KV4, BULK, ("key_scale / Keys::ROW_FACTOR", "key_scale")),
+    bug("column factor on the wrong half", decode("kv2_token"), BULK,
+        ("!= 1.0f) b[k][nt][1] = multiply_pairs(b[k][nt][1],", "!= 1.0f) b[k][nt][0] = multiply_pairs(b[k][nt][0],"),
+    ),
+    bug("row factor of values forgotten", KV4, BULK, ("i < 2 ? unit : unit / Values::ROW_FACTOR", "unit")),
+    bug("zeros of keys forgotten", KV4, BULK, ("s[strip][nt][i] += bias[nt][i & 1] * scale;", "{}")),
+    bug("zeros of values forgotten", KV4, BULK, ("to[f * 16] = state.o[f][nt][i] + zeros", "to[f * 16] = state.o[f][nt][i]")),
+    bug("scales of the second half of rows", KV4, BULK, (VALUE_PARAMETERS, VALUE_PARAMETERS.replace(" + i * 8", ""))),
+    bug("values' head scale", decode("kvfp8"), BULK, ("head_scales[heads + c.head]", "head_scales[c.head]")),
+    bug("bytes of a pair swapped", decode("kv8_token"), ASYNC, ("i & 1 ? 0x4342 : 0x4140", "i & 1 ? 0x4342 : 0x4041")),
+    bug("channel scales of one page for all", KV4, ASYNC, ("token = token / RESIDUAL * RESIDUAL;", "{}")),
+    bug("keys of the wrong head", KV4, BULK,
+        ("pages + (int64_t(source) * heads + c.head) * P::BYTES + within", "pages + int64_t(source) * heads * P::BYTES + within"),
+    ),
+    bug("rows after the last token", KV4, BULK, ("if (left < 16) {", "if (left < 0) {"), sign="inf"),
+    # the pipeline
+    bug("copies not waited for", KV4, ASYNC, ('"n"(STAGES - 1)', '"n"(STAGES)')),
+    bug("parity never turns", KV4, BULK, ("stage = 0, phase ^= 1;", "stage = 0;")),
+    bug("too many bytes expected", KV4, BULK,
+        ("if (lane == 0) mbarrier_expect(barrier(stage), total);", "if (lane == 0) mbarrier_expect(barrier(stage), total + 16);"),
+        sign="wait",
+    ),
+    bug("slot asked for again while it is read", KV4, BULK,
+        ("__syncwarp();  // all lanes have read this one\n", ""),
+        ("return ring + (warp * STAGES + stage) * SLOT_BYTES;", "return ring + (warp * STAGES + stage / 2) * SLOT_BYTES;"),
+    ),
+    # masks and softmax
+    bug("a query sees the next token", KV4, BULK, ("bool seen = token <= own", "bool seen = token <= own + 1")),
+    bug("window one token too long", WINDOWED, BULK, ("seen &= token > own - WINDOW", "seen &= token >= own - WINDOW")),
+    bug("first tokens forgotten", WINDOWED, BULK, (" || token < SINK_TOKENS", "")),
+    bug("units before the window read", WINDOWED, BULK, ("(unit < u.sink ? unit : unit + u.skipped)", "unit")),
+    bug("soft cap forgotten", CAPPED, BULK, ("cap * tanhf(s[strip][nt][i])", "cap * s[strip][nt][i]")),
+    bug("sums not rescaled", PEAKED, BULK, ("state.sum[nt][i] *= factor,", "")),
+    bug("half of the channels not rescaled", PEAKED, BULK,
+        ("state.o[f][nt][i] *= factor, state.o[f][nt][i + 2] *= factor;", "state.o[f][nt][i] *= factor;"),
+    ),
+    bug("maximum of half the lanes", KV4, BULK,
+        ("for (int step = 4; step < 32; step *= 2) top", "for (int step = 4; step < 16; step *= 2) top"),
+    ),
+    bug("weights not turned", KV4, BULK, ("transpose" + P_OPERAND, P_OPERAND)),
+    bug("sink not under the maximum", decode("kv4_channel", sinks=True), BULK,
+        ("sum = sum * factor + exp2_fast(sink - higher)", "sum = sum * factor + exp2_fast(sink)"),
+    ),
+    # the sums of warps and blocks
+    bug("warps added under different maxima", KV4, BULK, ("theirs.y, exp2_fast(theirs.x - top));", "theirs.y, 1.0f);")),
+    bug("sums read before they are there", KV4, BULK, ("__syncthreads();\n    const bool first_here", "const bool first_here")),
+    bug("the other partial result", KV4, BULK, ("2 * int64_t(blockIdx.x) + first_here", "2 * int64_t(blockIdx.x) + !first_here")),
+    bug("ticket left behind", KV4, BULK, ("shares - 1, thread) != shares - 1", "shares, thread) != shares - 1"), sign="tickets"),
+    bug("a unit that no block has", KV4, BULK,
+        ("int64_t(total) * (block + 1) / blocks : begin", "int64_t(total) * (block + 1) / blocks - (block == 1) : begin"),
+    ),
+    bug("nothing to see, no answer", KV4, BULK, (".total == 0) answer_nothing", ".total < 0) answer_nothing"), sign="length 0"),
+    # append
+    bug("an old token taken for a new one", append("kv4_channel"), APPEND, ("if (mine >= old_length) w[i]", "if (mine > old_length) w[i]")),
+    bug("a warp's extremes forgotten", append("kv4_channel"), APPEND,
+        ("for (int w = 1; w < THREADS / 32; ++w) low", "for (int w = 1; w < THREADS / 32 - 1; ++w) low"),
+    ),
+    bug("extremes read before they are there", append("kv2_channel"), APPEND,
+        (
+            "__syncthreads();\n#pragma unroll\n    for (int f = 0; f < TILES; ++f) {\n      Parameters p[4];",
+            "#pragma unroll\n    for (int f = 0; f < TILES; ++f) {\n      Parameters p[4];",
+        ),
+    ),
+    bug("window written before it is read", append("kv4_channel"), APPEND, ("__syncthreads();  // the window has been read", ";")),
+    bug("values' registers not swapped", append("kv4_token"), APPEND, ("r[g][f][1] = r[g][f][2], r[g][f][2] = swapped;", ";")),
+    bug("channel scales all in the first page", append("kv4_channel"), APPEND, ("? at / SLICE * PAGE : 0)", "? 0 : 0)")),
+    bug("second group's scales in the first's place", append("kv8_channel", page_size=256), APPEND,
+        ("record += group % PAGE / RESIDUAL * SLICE;", ";"),
+    ),
+    bug("codes rounded down", append("kv8_token"), APPEND, ("rintf(__fmul_rn(", "floorf(__fmul_rn(")),
+    # gather
+    bug("spread of the rows forgotten", append("kv4_token", op="gather"), GATHER,
+        ("chunks[row * CHUNKS + (chunk ^ (row & 7))]", "chunks[row * CHUNKS + chunk]"),
+    ),
+    bug("values not turned", append("kv4_channel", op="gather"), GATHER, ("transpose(a[i]));", "a[i]);")),
+    bug("rows past the last token", append("kv8_channel", op="gather"), GATHER, ("if (row < rows) *", "*")),
+    bug("scales of the first rows", append("kv4_token", op="gather"), GATHER,
+        ("(token % PAGE + lane / 4 + 8 * h) * 4", "(token % PAGE + lane / 4) * 4"),
+    ),
+)  # fmt: skip

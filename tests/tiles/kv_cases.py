@@ -1,0 +1,67 @@
+"""Formats of a low-bit cache that several test files go through, and caches in which everything that holds no token is poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilebit.autotune.attention_problem import AttentionProblem, attention_problem
+from tilebit.layouts.kv import RESIDUAL, KVLayout
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.attention import AttentionWorkload
+
+NAMES = (
+    "kv16", "kv8_channel", "kv8_token", "kv4_channel", "kv4_token", "kv2_channel", "kv2_token", "kvfp8", "k8_channel_v4", "k4_channel_v2",
+    "kfp8_v4",
+)  # fmt: skip
+FORMATS = tuple(map(KVFormat.from_name, NAMES))
+POISON = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA}  # NaNs that no computation makes
+POISONED_WORD = 0x7E5A7E5A
+
+
+def poisoned_problem(
+    workload: AttentionWorkload, lengths: Sequence[int], rows: Sequence[int], seed: int, device: str = "cpu"
+) -> AttentionProblem:
+    """``attention_problem`` with NaN in all of the cache that holds no token before the call."""
+    problem = attention_problem(workload, lengths, rows, seed, device)
+    o, layout, dtype = problem.operands, workload.layout, getattr(torch, workload.dtype)
+    held = [length - new * (workload.op == "append") for length, new in zip(lengths, rows, strict=True)]
+    used = torch.zeros(len(o["pages"]), dtype=torch.bool)
+    for table, tokens in zip(o["block_tables"].tolist(), held, strict=True):
+        packed = tokens // RESIDUAL * RESIDUAL
+        own = table[: -(-packed // layout.page_size)]
+        used[own] = True
+        if packed % layout.page_size:
+            _poison_tail(o["pages"][own[-1]], layout)
+    o["pages"][~used.to(o["pages"].device)] = POISONED_WORD
+    slots = o["slots"].tolist()
+    left = {slot: tokens % RESIDUAL for slot, tokens in zip(slots, held, strict=True)}
+    for slot in range(len(o["windows"])):
+        _poison_rows(o["windows"][slot], left.get(slot, 0), workload.head_dim, POISON[dtype])
+    return problem
+
+
+def _poison_tail(page: Tensor, layout: KVLayout) -> None:
+    """``page`` [heads_kv, words] of 256 tokens, of which the last 128 are none."""
+    ends = (0, layout.value_offset, layout.key_parameter_offset, layout.value_parameter_offset, layout.page_bytes)
+    for begin, end in pairwise(ends):
+        page[:, (begin + end) // 8 : end // 4] = POISONED_WORD
+
+
+def _poison_rows(window: Tensor, first: int, head_dim: int, poison: int) -> None:
+    """``window`` [heads_kv, words]: rows from ``first`` on."""
+    window.view(torch.int16)[:, _row_places(head_dim)[first:].flatten().to(window.device)] = poison
+
+
+@cache
+def _row_places(head_dim: int) -> Tensor:
+    """int64 [128, 2 * head_dim]: which 16-bit elements of a window are a token's key and value."""
+    rows = KVLayout(KVFormat(), head_dim, RESIDUAL)
+    tokens, channels = np.arange(RESIDUAL)[:, None], np.arange(head_dim)[None]
+    places = [word * 2 + bit // 16 for word, bit in (rows.key_position(tokens, channels), rows.value_position(tokens, channels))]
+    return torch.from_numpy(np.concatenate(places, axis=1))

@@ -1,0 +1,95 @@
+"""Numbers of the CPU attention programs: codes to fp32 and back, and the two functions of softmax. Importing this imports tvm.
+
+All work on vectors of 16 lanes, which LLVM splits in two where registers are half as wide.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import vectors as v
+from .granules import LANES
+from .vectors import T, tirx
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def number(word: Any, slot: int, bits: int, kind: str, dtype: str, table: bool) -> Any:
+    """fp32: number ``slot`` of each int32 ``word``, codes of ``bits`` bits of a ``KVFormat``'s ``kind`` ("float": ``dtype``), unscaled.
+
+    ``table``: permutes look up to four bits up (they ignore the other bits of their index, so nothing is masked).
+    """
+    if kind == "float":
+        return _half(word, slot, dtype)
+    if kind == "fp8":
+        return from_e4m3(shifted(word, slot * bits))
+    if bits <= 4 and table:
+        codes = v.constant([float(code % (1 << bits)) for code in range(LANES)], "float32")
+        return v.permute32(codes, shifted(word, slot * bits))
+    return (shifted(word, slot * bits) & splat((1 << bits) - 1, "int32")).astype("float32x16")
+
+
+def _half(word: Any, slot: int, dtype: str) -> Any:
+    if dtype == "float16":
+        return T.reinterpret("float16x16", shifted(word, 16 * slot).astype("uint16x16")).astype("float32x16")
+    placed = word & splat(-65536, "int32") if slot else word << splat(16, "int32")
+    return T.reinterpret("float32x16", placed)
+
+
+def from_e4m3(byte: Any) -> Any:
+    """fp32 of the e4m3 numbers in the low bytes of an int32 vector. As fp16, whose exponent is biased by 8 more, their bits are a number
+    2^8 too small, subnormals too."""
+    byte = T.bind(byte)
+    size, sign = T.bind((byte & splat(0x7F, "int32")) << splat(7, "int32")), (byte & splat(0x80, "int32")) << splat(8, "int32")
+    half = T.reinterpret("float16x16", (size | sign).astype("uint16x16")).astype("float32x16") * splat(256.0)
+    return tirx.Select(size == splat(0x7F << 7, "int32"), splat(math.nan), half)
+
+
+def to_e4m3(x: Any) -> Any:
+    """int32: e4m3 codes of fp32, to nearest, ties to even, saturating at 448; not-a-number is 0x7f."""
+    bits = v.held(T.reinterpret("int32x16", x))
+    magnitude = v.held(bits & splat(0x7FFFFFFF, "int32"))
+    capped = v.held(T.min(magnitude, splat(0x43E00000, "int32")))  # of fp32: 448
+    # The exponent's bias falls from 127 to 7, the mantissa from 23 bits to 3: half is added, less one where that makes it even.
+    rounded = capped + splat(0x7FFFF - (120 << 23), "int32") + ((capped >> splat(20, "int32")) & splat(1, "int32"))
+    # Below 2^-6 (0x3c800000) steps are 2^-9, those of fp32 numbers from 2^14 (0x46800000) on: the addition rounds.
+    subnormal = T.reinterpret("int32x16", T.reinterpret("float32x16", capped) + splat(2.0**14)) - splat(0x46800000, "int32")
+    code = tirx.Select(capped < splat(0x3C800000, "int32"), subnormal, rounded >> splat(20, "int32"))
+    code = v.held(code | ((bits >> splat(24, "int32")) & splat(0x80, "int32")))
+    return tirx.Select(magnitude > splat(0x7F800000, "int32"), splat(0x7F, "int32"), code)
+
+
+def exp2(x: Any) -> Any:
+    """2^x of fp32 x <= 0 to 2 units in the last place; 0 below 2^-126.5. Not-a-number stays one."""
+    bounded = v.held(_llvm("llvm.maximum", x, splat(-127.0)))
+    whole = v.held(_llvm("llvm.rint", bounded))
+    rest = v.held(bounded - whole)  # exact
+    series = splat(LN_2**7 / math.factorial(7))
+    for order in range(6, -1, -1):
+        series = v.fma(series, rest, splat(LN_2**order / math.factorial(order)))
+    scale = T.reinterpret("float32x16", (whole.astype("int32x16") + splat(127, "int32")) << splat(23, "int32"))
+    return v.held(series * scale)
+
+
+def tanh(x: Any) -> Any:
+    """tanh of fp32 to 2e-7 absolute: (1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x."""
+    x = v.held(x)
+    fall = exp2(_llvm("llvm.fabs", x) * splat(-2 * LOG2_E))
+    return _llvm("llvm.copysign", (splat(1.0) - fall) / (splat(1.0) + fall), x)
+
+
+def splat(value: Any, dtype: str = "float32") -> Any:
+    """One scalar in all 16 lanes."""
+    return v.splat(value, dtype, LANES)
+
+
+def shifted(word: Any, bits: int) -> Any:
+    """int32 ``word`` >> ``bits``; what comes in at the top is no code."""
+    return word >> splat(bits, "int32") if bits else word
+
+
+def _llvm(name: str, *values: Any) -> Any:
+    """An LLVM intrinsic of fp32 vectors."""
+    return tirx.call_llvm_pure_intrin("float32x16", name, *values)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..layouts.formats import PER_CHANNEL, QuantFormat
 from ..layouts.packing import PackedLayout, gemm_layout
+from ..schedules.operations import AnyWorkload, workspace_words
 from ..schedules.rules import gemm as rules
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
@@ -39,6 +40,14 @@ class Problem:
     layout: PackedLayout
     x: Tensor
     operands: dict[str, Tensor]
+
+    def named(self, y: Tensor) -> dict[str, Tensor]:
+        """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the names of a kernel's parameters."""
+        return {**self.operands, "x": self.x[: y.shape[0]], "y": y}
+
+    def outputs(self) -> Tensor:
+        """A new y [m, n] to write to."""
+        return torch.empty(self.workload.m, self.workload.n, dtype=self.x.dtype, device=self.x.device)
 
     def reference(self) -> Tensor:
         """y = x @ w^T + bias in fp64, [m, n]."""
@@ -118,10 +127,10 @@ def copied(problem: Problem) -> Problem:
     return Problem(problem.workload, problem.layout, problem.x.clone(), {name: t.clone() for name, t in problem.operands.items()})
 
 
-def split_workspace(workload: Workload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
-    """``workspace`` int32 [words] for a kernel that splits k: zero tickets, then partial sums, which start as NaN: one that is read before
-    it is written shows. Empty for a kernel that takes none."""
-    words = rules.workspace_words(workload, schedule, target) if target.is_cuda else 0
+def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
+    """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial sums, which start as NaN: one that is
+    read before it is written shows. Empty for a kernel that takes none."""
+    words = workspace_words(workload, schedule, target)
     if words == 0:
         return {}
     memory = torch.full((words,), _NAN_BITS, dtype=torch.int32, device=device)

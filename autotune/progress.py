@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..schedules.workload import Workload
+from ..schedules.operations import AnyWorkload
 
 
 class TuningBar:
@@ -32,11 +32,10 @@ class TuningBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, workload: Workload, candidates: int) -> None:
+    def begin(self, workload: AnyWorkload, candidates: int) -> None:
         """Add a workload's candidates to the bar."""
         self._total += candidates
-        name = f"m={workload.m} n={workload.n} k={workload.k} {workload.format.name}"
-        self._progress.update(self._task, description=name, total=self._total, best="")
+        self._progress.update(self._task, description=workload.title, total=self._total, best="")
 
     def step(self, best_us: float | None) -> None:
         """One more candidate is settled; ``best_us`` is the workload's fastest so far."""

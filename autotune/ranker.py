@@ -25,6 +25,7 @@ from ..schedules.ranker import COMMAND, VERSION, Ranker, kind, load_ranker, tree
 from ..schedules.records import TuningRecord, latest, load_records, shipped_records, user_records
 from ..schedules.rules.gemm import legal
 from ..schedules.target import ARCHES, Target, cpu_target, detect_target, target_from_name
+from ..schedules.workload import Workload
 
 MIN_RECORDS, MIN_WORKLOADS = 200, 10  # fewer say more about their own shapes than about the device
 TREES = 200
@@ -54,17 +55,22 @@ class Sample:
     values: dict[str, float]
 
     @property
+    def workload(self) -> Workload:
+        assert isinstance(self.record.workload, Workload)
+        return self.record.workload
+
+    @property
     def us(self) -> float:
         assert self.record.us is not None
         return self.record.us
 
 
 def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
-    """The timed records of ``arch`` whose schedules the present rules accept, in an order that does not depend on that of the files."""
+    """The timed GEMM records of ``arch`` whose schedules the present rules accept, in an order that is not that of the files."""
     found = []
     for r in latest(records).values():
         target = record_target(r) if r.ok and r.arch == arch else None
-        if target is not None and not legal(r.workload, r.schedule, target):
+        if target is not None and isinstance(r.workload, Workload) and not legal(r.workload, r.schedule, target):
             expected = estimate(r.workload, r.schedule, target)
             found.append(Sample(r, target, expected, features(r.workload, r.schedule, target, expected)))
     return sorted(found, key=lambda s: _line(s.record))
@@ -94,7 +100,7 @@ def train(found: Sequence[Sample]) -> dict[str, Any]:
         "version": VERSION,
         "arch": found[0].record.arch,
         "gpus": sorted({s.record.gpu for s in found}),
-        "kinds": sorted({kind(s.record.workload, s.record.schedule) for s in found}),
+        "kinds": sorted({kind(s.workload, s.record.schedule) for s in found}),
         "records": len(found),
         "workloads": len({(s.record.workload, s.record.gpu, s.record.units) for s in found}),
         "records_digest": records_digest(s.record for s in found),

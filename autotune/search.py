@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from ..schedules.operations import AnyWorkload, candidates
 from ..schedules.ranker import Ranker, expected_us
-from ..schedules.rules.gemm import candidates
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from ..schedules.workload import Workload
 
 MAX_PLACES = 40
 # Of a workload's candidates that are measured when a ranker orders them. In 25 workloads measured on an H200, each left out in turn, the
@@ -24,7 +23,7 @@ def places(options: int, ranked: bool) -> int:
     return min(MAX_PLACES, max(MIN_PLACES, ceil(RANKED_SHARE * options))) if ranked else MAX_PLACES
 
 
-def shortlist(workload: Workload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
+def shortlist(workload: AnyWorkload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
     """At most ``size`` candidates (None: ``places``) by ``ranker`` where it serves them, else by the analytic model, fastest first; None
     when no program runs on ``target``.
 

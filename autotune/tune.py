@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..schedules.operations import AnyWorkload
 from ..schedules.ranker import known_ranker
 from ..schedules.records import TuningRecord
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh
 from ..schedules.target import Target, detect_target, driver_version
-from ..schedules.workload import Workload, m_bucket
 from ..tiles.cache import ArtifactCache
 from ..tiles.compile import CompileFailure, CompileRequest
 from ..tiles.kernel import Kernel
@@ -47,7 +47,7 @@ class Compiler(Protocol):
 class Measurer(Protocol):
     """Verifies and times one kernel directory."""
 
-    def measure(self, kernel: Path, workload: Workload, schedule: Schedule, target: Target, /) -> Outcome: ...
+    def measure(self, kernel: Path, workload: AnyWorkload, schedule: Schedule, target: Target, /) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TunedWorkload:
     ``failed`` of those two have no time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
     """
 
-    workload: Workload
+    workload: AnyWorkload
     best: TuningRecord | None
     measured: int
     reused: int
@@ -81,7 +81,7 @@ class TuneReport:
 
 
 def tune(
-    workloads: Iterable[Workload],
+    workloads: Iterable[AnyWorkload],
     target: Target,
     *,
     budget_s: float | None = None,
@@ -94,15 +94,15 @@ def tune(
     max_candidates: int | None = None,
     patience: int = PATIENCE,
 ) -> TuneReport:
-    """Measure the most promising schedules of each workload (m counts as its m-bucket) and record them in ``store`` (default: the user's
-    records).
+    """Measure the most promising schedules of each workload (sizes count as their buckets) and record them in ``store`` (default: the
+    user's records).
 
     ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them.
     ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
     ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
     shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or
     ``WorkerError`` when it cannot go on."""
-    todo = list(dict.fromkeys(w.with_m(m_bucket(w.m)) for w in workloads))
+    todo = list(dict.fromkeys(w.bucketed() for w in workloads))
     if (max_candidates is not None and max_candidates < 1) or patience < 1 or (budget_s is not None and budget_s <= 0):
         raise ValueError(
             f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; "
@@ -151,7 +151,7 @@ class _Run:
         self.driver = driver_version() if target.is_cuda else None
         self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target)}
 
-    def tune(self, workload: Workload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
+    def tune(self, workload: AnyWorkload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
         """Search one workload until its candidates, its patience or its time are used up."""
         schedules = shortlist(workload, self.target, max_candidates, self.ranker)
         if not schedules:
@@ -182,7 +182,7 @@ class _Run:
         )
 
     def _prepared(
-        self, workload: Workload, schedules: list[Schedule], deadline: float | None
+        self, workload: AnyWorkload, schedules: list[Schedule], deadline: float | None
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
         """(request, known record, else what became of compiling it), a batch at a time. On a GPU the next batch compiles while one is
         measured; on the CPU it would disturb the measurement."""

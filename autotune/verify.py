@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,12 +19,18 @@ from .problem import Problem
 TILE = 128
 TORCH_FACTOR = 2.0
 GUARD_ELEMENTS = 4096
-_POISON = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA}  # quiet NaNs with a payload no computation makes
+# Quiet NaNs with a payload no computation makes, in integers of a type's size.
+_POISON = {
+    torch.float16: (torch.int16, 0x7E5A),
+    torch.bfloat16: (torch.int16, 0x7FDA),
+    torch.float32: (torch.int32, 0x7FDA5A5A),
+    torch.int32: (torch.int32, 0x7FDA5A5A),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuardedOutput:
-    """``y`` [m, n], all NaN, inside ``buffer``, whose ends are guard bands of ``GUARD_ELEMENTS`` NaNs with a payload."""
+    """``y``, all NaN, inside ``buffer``, whose ends are guard bands of ``GUARD_ELEMENTS`` NaNs with a payload."""
 
     y: Tensor
     buffer: Tensor
@@ -42,19 +49,20 @@ class Verdict:
         return not self.reasons
 
 
-def guarded_output(shape: tuple[int, int], dtype: torch.dtype, device: str | torch.device = "cpu") -> GuardedOutput:
-    """A contiguous NaN output of ``shape`` in fp16 or bf16 between guard bands; its first element is as aligned as a fresh allocation's."""
+def guarded_output(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> GuardedOutput:
+    """A contiguous NaN output of ``shape`` in fp16, bf16 or fp32 (int32: the bits of fp32's NaNs) between guard bands; its first element is
+    as aligned as a fresh allocation's."""
     if dtype not in _POISON:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, _POISON))}")
-    elements = shape[0] * shape[1]
-    buffer = torch.full((elements + 2 * GUARD_ELEMENTS,), _POISON[dtype], dtype=torch.int16, device=device)
+    elements, (integers, poison) = prod(shape), _POISON[dtype]
+    buffer = torch.full((elements + 2 * GUARD_ELEMENTS,), poison, dtype=integers, device=device)
     y = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + elements].view(dtype).view(shape)
     return GuardedOutput(y, buffer)
 
 
 def check_guards(output: GuardedOutput) -> list[str]:
     """Sentences about guard elements that were written; empty when none was."""
-    elements, poison = output.y.numel(), _POISON[output.y.dtype]
+    elements, (_, poison) = output.y.numel(), _POISON[output.y.dtype]
     bands = {"before": output.buffer[:GUARD_ELEMENTS], "after": output.buffer[GUARD_ELEMENTS + elements :]}
     return [
         f"{written} elements {where} the output were written, the nearest {_nearest(band, where, poison)} from it."

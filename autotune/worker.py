@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..schedules.operations import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from ..schedules.workload import Workload
 
 START_SECONDS = 300.0  # importing torch on a busy machine
 TURN_SECONDS = 3600.0  # other tuners on this device, and computing the references of a large workload
@@ -77,7 +77,7 @@ class DeviceWorker:
         """The child's process id, None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def measure(self, kernel: str | os.PathLike[str], workload: Workload, schedule: Schedule, target: Target) -> Outcome:
+    def measure(self, kernel: str | os.PathLike[str], workload: AnyWorkload, schedule: Schedule, target: Target) -> Outcome:
         """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be
         started."""
         job = {

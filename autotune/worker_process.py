@@ -20,13 +20,19 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..runtime import CorruptArtifact, LoadedKernel, load_kernel
+from ..schedules.attention import AttentionWorkload
+from ..schedules.operations import AnyWorkload, workload_from_json
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from ..schedules.workload import Workload
+from .attention_problem import AttentionProblem, copied_attention, edge_attention, random_attention
+from .attention_verify import AttentionGate
 from .measure import Timing, copies_needed, time_calls
 from .problem import Problem, copied, exact_problem, random_problem, split_workspace
 from .verify import Gate
 
+AnyGate = Gate | AttentionGate
+MOST_COPIES = 64  # of an attention problem, whose cache may be much larger than what a call touches
+COPY_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # of all copies together
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,12 +61,12 @@ class _Bench:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._gate: tuple[tuple[Workload, str, int], Gate] | None = None
+        self._gate: tuple[tuple[AnyWorkload, str, int], AnyGate] | None = None
 
     def run(self, job: dict[str, Any], started: Callable[[], None]) -> dict[str, Any]:
         """Verify and time the job's kernel. ``started`` is called when everything but the kernel is ready: from there a hang is the
         kernel's."""
-        workload, schedule = Workload.from_json(job["workload"]), Schedule.from_json(job["schedule"])
+        workload, schedule = workload_from_json(job["workload"]), Schedule.from_json(job["schedule"])
         target = Target.from_json(job["target"])
         try:
             gate = self._gate_for(workload, target.arch, job["seed"])
@@ -78,41 +84,47 @@ class _Bench:
             return _result("crash" if cuda else "error", f"{type(error).__name__}: {error}", fatal=cuda)
         return _result("ok", "", timing=timing, rel_err=verdict.rel_err)
 
-    def _gate_for(self, workload: Workload, arch: str, seed: int) -> Gate:
+    def _gate_for(self, workload: AnyWorkload, arch: str, seed: int) -> AnyGate:
         key = (workload, arch, seed)
         if self._gate is None or self._gate[0] != key:
             self._gate = None  # free the old one first
-            exact, random = (make(workload, seed, arch, self.device) for make in (exact_problem, random_problem))
-            self._gate = (key, Gate(exact, random))
+            if isinstance(workload, AttentionWorkload):
+                gate = AttentionGate(*(make(workload, seed, self.device) for make in (edge_attention, random_attention)))
+            else:
+                gate = Gate(*(make(workload, seed, arch, self.device) for make in (exact_problem, random_problem)))
+            self._gate = (key, gate)
         return self._gate[1]
 
-    def _time(self, kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, target: Target) -> Timing:
-        w = problem.workload
-        copies = copies_needed(w.bytes, target.l2)
-        problems = [problem, *(copied(problem) for _ in range(copies - 1))]
-        outputs = [torch.empty(w.m, w.n, dtype=problem.x.dtype, device=self.device) for _ in problems]
-        calls = [partial(kernel.run, *_arguments(kernel, workspace, p, p.x, y)) for p, y in zip(problems, outputs, strict=True)]
+    def _time(self, kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem | AttentionProblem, target: Target) -> Timing:
+        copies = copies_needed(problem.workload.bytes, target.l2)
+        if isinstance(problem, AttentionProblem):
+            most = COPY_BYTES[self.device.partition(":")[0]] // max(problem.bytes, 1)
+            copies = max(1, min(copies, MOST_COPIES, most))
+            named = [p.named(p.outputs()) for p in (problem, *(copied_attention(problem) for _ in range(copies - 1)))]
+        else:
+            named = [p.named(p.outputs()) for p in (problem, *(copied(problem) for _ in range(copies - 1)))]
+        calls = [partial(kernel.run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
         return time_calls({"kernel": calls}, self.device)["kernel"]
 
 
-def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, y: Tensor) -> None:
-    """Run a loaded kernel on the first ``len(y)`` rows of ``problem`` into ``y`` [rows, n]; ``workspace`` is what
-    ``split_workspace`` gives."""
-    kernel.run(*_arguments(kernel, workspace, problem, problem.x[: y.shape[0]], y))
+def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Any, outputs: Any) -> None:
+    """Run a loaded kernel on ``problem`` into ``outputs``, both of one operation: of a ``Problem`` its first ``len(outputs)`` rows into
+    that y, of an ``AttentionProblem`` into tensors by name. ``workspace`` is what ``split_workspace`` gives."""
+    kernel.run(*_arguments(kernel, {**workspace, **problem.named(outputs)}))
 
 
-def _arguments(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The kernel's tensors in the order of its manifest; x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole 16
-    bytes)."""
-    columns = next(p["shape"][1] for p in kernel.manifest["params"] if p["name"] == "x")
-    if x.shape[1] < columns:
-        x = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
-    named = {**problem.operands, **workspace, "x": x, "y": y}
+def _arguments(kernel: LoadedKernel, named: dict[str, Tensor]) -> list[Tensor]:
+    """The kernel's tensors in the order of its manifest; a GEMM's x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole
+    16 bytes)."""
     missing = [name for name in kernel.params if name not in named]
     if missing:
         raise ValueError(
             f"the kernel takes {', '.join(missing)}, which this workload does not have; its manifest and workload do not belong together"
         )
+    if "x" in named:
+        columns, x = next(p["shape"][1] for p in kernel.manifest["params"] if p["name"] == "x"), named["x"]
+        if x.shape[1] < columns:
+            named["x"] = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
     return [named[name] for name in kernel.params]
 
 

@@ -3,8 +3,9 @@
 A model predicts log(us / estimate.us) of a schedule from its ``features``, so that its answers are microseconds too and what it never saw
 costs what the analytic model says. It is a JSON document that ``autotune/ranker.py`` writes: boosted trees of XGBoost, and with them what
 they were trained on. Two places are read: the user's, beside the user's records, then the package's ``schedules/tuned/*.ranker.json``.
-A model serves one arch, and only the programs and bit widths of its records. Without XGBoost, or without a model, the analytic model ranks
-alone; a model that is damaged, or that was trained on another analytic model than this one, is left out with a ``RankerWarning``."""
+A model serves GEMMs of one arch, and only the programs and bit widths of its records. Without XGBoost, or without a model, the analytic
+model ranks alone; a model that is damaged, or that was trained on another analytic model than this one, is left out with a
+``RankerWarning``."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from typing import Any
 
 from .cost import estimate
 from .features import features
+from .operations import AnyWorkload
+from .operations import estimate as estimate_any
 from .records import records_path
 from .schedule import Schedule
 from .target import Target
@@ -53,14 +56,15 @@ class Ranker:
     digest: str
     booster: Any = field(repr=False)
 
-    def serves(self, workload: Workload, schedules: Sequence[Schedule]) -> bool:
+    def serves(self, workload: AnyWorkload, schedules: Sequence[Schedule]) -> bool:
         """Whether every one of ``schedules`` is of a kind the model was trained on: among others its numbers would not compare."""
-        return all(kind(workload, s) in self.kinds for s in schedules)
+        return isinstance(workload, Workload) and all(kind(workload, s) in self.kinds for s in schedules)
 
-    def predict(self, workload: Workload, schedules: Sequence[Schedule], target: Target) -> list[float]:
+    def predict(self, workload: AnyWorkload, schedules: Sequence[Schedule], target: Target) -> list[float]:
         """Microseconds expected of each schedule (legal ones, of kinds the model serves), in one pass over the trees."""
         if not schedules:
             return []
+        assert isinstance(workload, Workload), f"no model serves {workload}"
         import numpy as np  # here: `select` without a model needs neither
 
         expected = [estimate(workload, s, target) for s in schedules]
@@ -80,11 +84,11 @@ def vector(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
     return [values.get(name, 0.0 if name.startswith("program=") else nan) for name in names]
 
 
-def expected_us(workload: Workload, schedules: Sequence[Schedule], target: Target, ranker: Ranker | None) -> list[float]:
+def expected_us(workload: AnyWorkload, schedules: Sequence[Schedule], target: Target, ranker: Ranker | None) -> list[float]:
     """Microseconds expected of each schedule: ``ranker``'s prediction where it serves all of them, else the analytic estimate."""
     if ranker is not None and ranker.serves(workload, schedules):
         return ranker.predict(workload, schedules, target)
-    return [estimate(workload, s, target).us for s in schedules]
+    return [estimate_any(workload, s, target).us for s in schedules]
 
 
 def known_ranker(target: Target) -> Ranker | None:

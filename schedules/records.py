@@ -15,9 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from .operations import AnyWorkload, workload_from_json
 from .schedule import Schedule
 from .target import ARCHES, Target
-from .workload import Workload
 
 OK = "ok"
 # What can become of a candidate; all but "ok" carry a reason and no time.
@@ -30,15 +30,15 @@ class RecordWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """One measured fact: ``schedule`` on ``workload`` (its m is an m-bucket) took ``us`` on a device, or failed.
+    """One measured fact: ``schedule`` on ``workload`` (its sizes are buckets) took ``us`` on a device, or failed.
 
     ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the
     packages that took part. ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds, ``rel_err`` the
-    largest relative error of a 128 x 128 block on random floats; all None unless ``status`` is "ok". ``reason`` says why another status
-    was given. ``key`` is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer
-    writer added."""
+    largest relative error on random floats, of a 128 x 128 block or of a sequence; all None unless ``status`` is "ok". ``reason`` says why
+    another status was given. ``key`` is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what
+    a newer writer added."""
 
-    workload: Workload
+    workload: AnyWorkload
     schedule: Schedule
     gpu: str
     arch: str
@@ -90,11 +90,11 @@ class TuningRecord:
         if not isinstance(values["units"], int) or not isinstance(values["gpu"], str):
             raise ValueError(f"gpu is {values['gpu']!r} and units {values['units']!r}; accepted: a name and a whole number")
         try:
-            values["workload"] = workload = Workload.from_json(values["workload"])
+            values["workload"] = workload = workload_from_json(values["workload"])
             values["schedule"] = schedule = Schedule.from_json(values["schedule"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"workload or schedule is incomplete ({error!r})") from None
-        sizes = {**{n: getattr(workload, n) for n in ("m", "n", "k")}, **schedule.to_json(), "program": 0, "stream_k": 0}
+        sizes = {**{n: getattr(workload, n) for n in workload.SIZES}, **schedule.to_json(), "program": 0, "stream_k": 0}
         wrong = [f"{name} is {value!r}" for name, value in sizes.items() if type(value) is not int]
         if wrong or not isinstance(schedule.program, str) or not isinstance(schedule.stream_k, bool):
             got = ", ".join(wrong) or f"program is {schedule.program!r} and stream_k {schedule.stream_k!r}"
@@ -159,6 +159,6 @@ def user_records() -> list[TuningRecord]:
     return load_records(path) if path.is_file() else []
 
 
-def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[Workload, Schedule, str, str, int], TuningRecord]:
+def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[AnyWorkload, Schedule, str, str, int], TuningRecord]:
     """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an old one, also when it failed."""
     return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records}

@@ -9,28 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, log2
+from math import inf
 
-from .cost import Estimate, estimate
+from .cost import Estimate
+from .distance import MAX_DISTANCE, distance
+from .operations import AnyWorkload, candidates, estimate, legal
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import TuningRecord, latest, shipped_records, user_records
-from .rules.gemm import candidates, legal
 from .schedule import Schedule
 from .target import Target
-from .workload import Workload, m_bucket
+from .workload import Workload
 
-# A record further away than this says less than the cost model. One unit is a factor of two in n, k or m.
-MAX_DISTANCE = 3.0
 # A neighbour's schedule is taken over unless the model expects it to be this much slower here than its own best: a tile tuned for 16 rows
 # reads the weight twice for 32.
 NEAR_ENOUGH = 1.2
 GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
-OTHER_DTYPE = 0.25
-OTHER_BIAS = 0.0625
-OTHER_SYMMETRY = 0.25
-OTHER_GROUP = 0.5
-OTHER_NAME = 1.0  # another product of the same arch
-OTHER_UNITS = 4.0  # per factor of two: splits and thread counts are made for the number of units
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +53,8 @@ class Row:
     why: str
 
 
-def select(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
-    """The schedule to use for ``workload`` on ``target``; m counts as its m-bucket.
+def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
+    """The schedule to use for ``workload`` on ``target``; its sizes count as their buckets (``bucketed``).
 
     ``records`` and ``ranker`` default to the shipped and the user's, read once per process (``refresh`` reads them again); choices among
     them are cached. Where ``records`` are given, nothing but them and the given ``ranker`` counts.
@@ -70,9 +63,9 @@ def select(workload: Workload, target: Target, records: Sequence[TuningRecord] |
     return choose(workload, target, records, ranker).schedule
 
 
-def choose(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Choice:
+def choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Choice:
     """``select`` with its source."""
-    workload = workload.with_m(m_bucket(workload.m))
+    workload = workload.bucketed()
     if records is None and ranker is None:
         return _cached_choice(workload, target)
     return _choose(workload, target, *_known(target, records, ranker))
@@ -85,10 +78,12 @@ def refresh() -> None:
     _cached_choice.cache_clear()
 
 
-def explain(workload: Workload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> list[Row]:
+def explain(
+    workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None
+) -> list[Row]:
     """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by
     measured, predicted or estimated time."""
-    workload = workload.with_m(m_bucket(workload.m))
+    workload = workload.bucketed()
     known, ranker = _known(target, records, ranker)
     choice = _choose(workload, target, known, ranker)
     measured = {r.schedule: r for r in latest(known).values() if r.workload == workload and r.measured_on(target)}
@@ -102,22 +97,11 @@ def explain(workload: Workload, target: Target, records: Sequence[TuningRecord] 
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
-def distance(record: TuningRecord, workload: Workload, target: Target) -> float | None:
-    """How far a record's situation is from this one (0: the same); None when it says nothing about it (another arch or bit width)."""
-    r, f, g = record.workload, record.workload.format, workload.format
-    if record.arch != target.arch or f.bits != g.bits:
-        return None
-    shape = abs(log2(r.n / workload.n)) + abs(log2(r.k / workload.k)) + abs(log2(max(r.m, 1) / max(workload.m, 1)))
-    device = OTHER_NAME * (record.gpu != target.name) + OTHER_UNITS * abs(log2(max(record.units, 1) / target.units))
-    numbers = OTHER_DTYPE * (r.dtype != workload.dtype) + OTHER_BIAS * (r.bias != workload.bias)
-    return shape + device + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
-
-
-def neighbours(workload: Workload, target: Target, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
+def neighbours(workload: AnyWorkload, target: Target, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """(distance, record) of what says something about ``workload`` on ``target``, the nearest and fastest first: everything measured for
     it here, and of other workloads and devices what was about the fastest there. Legality here is not asked."""
     timed = [r for r in records if r.ok and r.us is not None]
-    best: dict[tuple[Workload, str, int], float] = {}
+    best: dict[tuple[AnyWorkload, str, int], float] = {}
     for r in timed:
         there = (r.workload, r.gpu, r.units)
         best[there] = min(r.us or inf, best.get(there, inf))
@@ -143,11 +127,11 @@ def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranke
 
 
 @lru_cache(maxsize=65536)
-def _cached_choice(workload: Workload, target: Target) -> Choice:
+def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
     return _choose(workload, target, _known_records(), known_ranker(target))
 
 
-def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
+def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
     current = latest(records).values()
     failed = {r.schedule for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
     near = [
@@ -164,9 +148,7 @@ def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord],
         if estimate(workload, record.schedule, target).us <= bound:
             return Choice(record.schedule, "nearest", record, d)
     if not options:
-        raise ValueError(
-            f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules/gemm.py"
-        )
+        raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules")
     usable = [s for s in options if s not in failed] or options
     if ranker is not None and served:
         usable = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))
@@ -175,14 +157,16 @@ def _choose(workload: Workload, target: Target, records: Sequence[TuningRecord],
     return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
 
 
-def _is_twin(record: TuningRecord, workload: Workload, target: Target) -> bool:
+def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
     """Whether a record is of the same shape on such a device, in another dtype, group size or symmetry, or with another bias."""
     r = record.workload
+    if not isinstance(r, Workload) or not isinstance(workload, Workload):
+        return False
     return (r.m, r.n, r.k) == (workload.m, workload.n, workload.k) and record.measured_on(target)
 
 
 def _row(
-    workload: Workload,
+    workload: AnyWorkload,
     target: Target,
     schedule: Schedule,
     illegal: tuple[str, ...],
@@ -219,7 +203,7 @@ def _why_chosen(choice: Choice) -> str:
     if choice.source == "tuned":
         return f"chosen: the fastest measured here, {us}"
     w = choice.record.workload
-    there = f"m {w.m}, n {w.n}, k {w.k}, {w.format.name}, {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}"
+    there = f"{w.title} {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}"
     return f"chosen: the fastest of the nearest tuned workload ({there}), {us} there"
 
 

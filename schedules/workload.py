@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..layouts.formats import QuantFormat
 
@@ -28,6 +28,9 @@ class Workload:
     ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation is fp32. ``m`` is the number of rows the
     schedule is chosen for; compiled kernels accept any m. Raises ``ValueError`` when a field is out of range.
     """
+
+    DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on
+    SIZES: ClassVar[tuple[str, ...]] = ("m", "n", "k")  # whole numbers
 
     m: int
     n: int
@@ -63,6 +66,24 @@ class Workload:
 
     def with_m(self, m: int) -> Workload:
         return replace(self, m=m)
+
+    def bucketed(self) -> Workload:
+        """The workload whose tuned schedule serves this one."""
+        return self.with_m(m_bucket(self.m))
+
+    def static(self) -> Workload:
+        """Equal for all workloads that one compiled kernel serves."""
+        return self.with_m(0)
+
+    @property
+    def title(self) -> str:
+        """What a person calls it: ``m=4 n=4096 k=4096 w4a16_g128``."""
+        return f"m={self.m} n={self.n} k={self.k} {self.format.name}"
+
+    @property
+    def served(self) -> str:
+        """``title`` without what a compiled kernel does not depend on, and with the dtype."""
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}"
 
     def to_json(self) -> dict[str, Any]:
         return {

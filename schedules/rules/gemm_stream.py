@@ -45,14 +45,14 @@ RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
 BLOCK_SMEM_OVERHEAD = 1024
-LINE = {ASYNC: 16, BULK: 128}  # bytes: where x and each warp's weights begin in a slot
+LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
 STATIC_SMEM = 16  # the ticket of gemm_stream
 THREADS_PER_SM = 2048
 
 
 def slot_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points, for bulk copies each
-    on a line of its own (``Stream`` in ``tiles/device/stream.cuh``)."""
+    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points, for bulk copies
+    each on a line of its own (``Stream`` in ``tiles/device/stream.cuh``)."""
     f, s, line = workload.format, schedule, LINE[schedule.program]
     groups = 0 if f.group_size == PER_CHANNEL else max(1, s.block_k // f.group_size)
     scales = s.block_n * 2 * groups * (1 if f.symmetric else 2)

@@ -12,6 +12,7 @@ import numpy as np
 from tvm_ffi import libinfo
 
 from tilebit.layouts.packing import gemm_layout
+from tilebit.schedules.workload import Workload
 from tilebit.tiles.cache import ArtifactCache
 from tilebit.tiles.compile import CompileRequest, write_manifest
 from tilebit.tiles.host_plan import Param
@@ -116,9 +117,10 @@ def publish_kernel(
     if found is not None:
         return found
     folder = cache.build_dir()
-    group = request.workload.k if request.workload.format.group_size < 0 else request.workload.format.group_size
-    (folder / "kernel.so").write_bytes(_library(behaviour, microseconds, group, str(mark)))
     w, layout = request.workload, gemm_layout("cpu", 4)
+    assert isinstance(w, Workload), "a GEMM"
+    group = w.k if w.format.group_size < 0 else w.format.group_size
+    (folder / "kernel.so").write_bytes(_library(behaviour, microseconds, group, str(mark)))
     params = (
         Param("x", w.dtype, ("m", w.k)),
         Param("weight", "int32", layout.storage_shape(w.n, w.k)),

@@ -210,7 +210,12 @@ def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
 
 def test_buckets_are_tuned_once(cache, store):
     report, measurer, _ = scripted(cache, store, workloads=[WORKLOAD.with_m(m) for m in (3, 4, 5, 8)], max_candidates=2)
-    assert [r.workload.m for r in report.results] == [4, 8] and [m for m, _ in measurer.seen] == [4, 4, 8, 8]
+    assert [r.workload for r in report.results] == [WORKLOAD.with_m(4), WORKLOAD.with_m(8)] and [m for m, _ in measurer.seen] == [
+        4,
+        4,
+        8,
+        8,
+    ]
 
 
 def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):

@@ -142,8 +142,8 @@ def test_guards_and_poison(dtype):
 
 
 def test_guarded_output_refuses_other_dtypes():
-    with pytest.raises(ValueError, match=r"float32; accepted: torch\.float16, torch\.bfloat16"):
-        guarded_output((1, 1), torch.float32)
+    with pytest.raises(ValueError, match=r"float64; accepted: torch\.float16, torch\.bfloat16"):
+        guarded_output((1, 1), torch.float64)
 
 
 GATED = Workload(6, 96, 128, QuantFormat(4, 32, False), bias=True)

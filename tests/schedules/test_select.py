@@ -185,7 +185,7 @@ def test_explain_says_where_the_choice_came_from():
     assert "the cost model's best" in explain(W, H200, [])[0].why
     assert all("estimated" in r.why for r in explain(W, H200, [])[1:])
     near = explain(W, H200, [record(Workload(64, 5120, 4096))])[0]
-    assert "nearest tuned workload (m 64, n 5120, k 4096" in near.why and "distance" in near.why
+    assert "nearest tuned workload (m=64 n=5120 k=4096" in near.why and "distance" in near.why
 
 
 def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""tilebit: low-bit GEMM for PyTorch, compiled and tuned for the device at hand.
+"""tilebit: low-bit GEMM and attention for PyTorch, compiled and tuned for the device at hand.
 
 Importing this package imports neither torch nor a compiler: names are looked up on first use (``tilebit.gemm`` imports torch and
 registers ``torch.ops.tilebit``).
@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, load_checkpoint
     from .kernels import KernelUnavailable
+    from .kvcache import KVCache
     from .layouts.formats import QuantFormat
+    from .layouts.kv_formats import KVFormat
     from .modules import QuantLinear, quantize_model
     from .ops import gemm, prepare
     from .packed import PackedWeight, pack
     from .quantize import QuantizedTensor
+    from .sequences import CacheFull
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "CacheFull": "sequences",
     "Checkpoint": "checkpoint",
+    "KVCache": "kvcache",
+    "KVFormat": "layouts.kv_formats",
     "KernelUnavailable": "kernels",
     "PackedWeight": "packed",
     "QuantFormat": "layouts.formats",
@@ -34,12 +40,14 @@ _HOME = {
     "quantize_model": "modules",
 }
 _MODULES = (
+    "attention",
     "bench",
     "checkpoint",
     "demo",
     "dispatch",
     "doctor",
     "kernels",
+    "kvcache",
     "modules",
     "ops",
     "packed",
@@ -52,7 +60,10 @@ _MODULES = (
 )
 
 __all__ = [
+    "CacheFull",
     "Checkpoint",
+    "KVCache",
+    "KVFormat",
     "KernelUnavailable",
     "PackedWeight",
     "QuantFormat",

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from . import packs
 from .runtime import LoadedKernel
+from .schedules.attention import AttentionWorkload
+from .schedules.operations import AnyWorkload
 from .schedules.schedule import Schedule
 from .schedules.select import explain, select
 from .schedules.target import Target
-from .schedules.workload import Workload
 
 if TYPE_CHECKING:
     from .tiles.cache import ArtifactCache
@@ -36,13 +37,13 @@ class KernelUnavailable(RuntimeError):
     """No kernel for this call is at hand and none may or can be built now; the message says how to get one."""
 
 
-def find_kernel(workload: Workload, target: Target) -> LoadedKernel:
-    """The loaded kernel for ``workload`` (m: its bucket) on this machine's ``target``. Raises ``KernelUnavailable``."""
+def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
+    """The loaded kernel for ``workload`` (sizes: its bucket's) on this machine's ``target``. Raises ``KernelUnavailable``."""
     packed = packs.find(workload, target)
     return packed if packed is not None else build([workload], target)[0].load()
 
 
-def build(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -> list[Kernel]:
+def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1) -> list[Kernel]:
     """A kernel per workload for any ``target``, from the cache or compiled in ``jobs`` processes (None: one per core); opens none.
 
     Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be compiled stay in the cache.
@@ -84,7 +85,7 @@ def build(workloads: Iterable[Workload], target: Target, jobs: int | None = 1) -
     return [found[index] for index in range(len(wanted))]
 
 
-def _ranked(workload: Workload, target: Target) -> Iterator[Schedule]:
+def _ranked(workload: AnyWorkload, target: Target) -> Iterator[Schedule]:
     """The schedule to use, then those to fall back to, best first."""
     chosen = select(workload, target)
     yield chosen
@@ -94,7 +95,7 @@ def _ranked(workload: Workload, target: Target) -> Iterator[Schedule]:
 
 
 def _next(
-    workload: Workload, ranked: Iterator[Schedule], target: Target, cache: ArtifactCache
+    workload: AnyWorkload, ranked: Iterator[Schedule], target: Target, cache: ArtifactCache
 ) -> tuple[Kernel | None, CompileRequest | None]:
     """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to be unfit; (None, None) when all are."""
     from .tiles.compile import CompileRequest
@@ -127,7 +128,13 @@ def compiling_is_off() -> bool:
     return os.environ.get(NO_COMPILE, "") not in ("", "0")
 
 
-def _how_to_build(workload: Workload, target: Target) -> str:
+def _how_to_build(workload: AnyWorkload, target: Target) -> str:
+    if isinstance(workload, AttentionWorkload):
+        return (
+            f"no kernel for {workload} on {target.arch} is loaded or cached, and {NO_COMPILE} forbids compiling one here; build it where "
+            "the compilers are, tilebit.packs.export(PATH, tilebit.kernels.build([workload], target)), and load it with "
+            "tilebit.packs.load(PATH)"
+        )
     w, bias = workload, " --bias" if workload.bias else ""
     arguments = f"--n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {target.arch}"
     return (

@@ -1,7 +1,7 @@
 """Packs: directories of compiled kernels that load with torch and apache-tvm-ffi alone.
 
-A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of m and target, sha256 of every file) and
-``kernels/<key>/`` for each kernel, exactly as the compiler published it. It is written beside its place and moved there by one rename.
+A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of sizes and target, sha256 of every file)
+and ``kernels/<key>/`` for each kernel, exactly as the compiler published it. It is written beside its place and moved there by one rename.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import log2
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
+from .schedules.operations import AnyWorkload, workload_from_json
 from .schedules.target import Target
-from .schedules.workload import Workload, m_bucket
+from .schedules.workload import Workload
 
 PACK_SCHEMA = 1
 PACK_NAME = "pack.json"
@@ -35,16 +37,12 @@ class KernelDirectory(Protocol):
     def manifest(self) -> dict[str, Any]: ...
 
 
-def _identity(workload: Workload, arch: str) -> tuple[Workload, str]:
-    return workload.with_m(0), arch
-
-
 @dataclass(frozen=True, slots=True)
 class PackEntry:
-    """One kernel of a pack: ``workload`` (its m is the bucket it serves best), ``arch``, key and directory."""
+    """One kernel of a pack: ``workload`` (its sizes are the bucket it serves best), ``arch``, key and directory."""
 
     key: str
-    workload: Workload
+    workload: AnyWorkload
     arch: str
     features: tuple[str, ...]
     path: Path
@@ -62,9 +60,9 @@ class Pack:
         self.path = path
         self.kernels = kernels
         self.versions = versions
-        self._by_workload: dict[tuple[Workload, str], list[PackEntry]] = {}
-        for entry in sorted(kernels, key=lambda e: e.workload.m):
-            self._by_workload.setdefault((entry.workload.with_m(0), entry.arch), []).append(entry)
+        self._by_workload: dict[tuple[AnyWorkload, str], list[PackEntry]] = {}
+        for entry in sorted(kernels, key=lambda e: [getattr(e.workload, size) for size in e.workload.DYNAMIC]):
+            self._by_workload.setdefault((entry.workload.static(), entry.arch), []).append(entry)
 
     def __len__(self) -> int:
         return len(self.kernels)
@@ -77,17 +75,28 @@ class Pack:
         return tuple(sorted({entry.arch for entry in self.kernels}))
 
     def find(self, workload: Workload, m: int, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
-        """The entry for ``workload`` (its own m is ignored) at ``m`` rows: the bucket of m, else the next larger one, else the largest.
+        """``entry_for`` a GEMM at ``m`` rows (its own m is ignored)."""
+        return self.entry_for(workload.with_m(max(m, 1)), arch, features)
+
+    def entry_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
+        """The entry for ``workload``: the bucket of its m, else the next larger one, else the largest; of attention, whose kernels serve
+        all sizes alike, that of the nearest ones.
 
         ``features`` are the instruction sets this machine has: kernels that use others are passed over. None: do not ask.
         """
-        entries = self._by_workload.get((workload.with_m(0), arch), [])
+        entries, wanted = self._by_workload.get((workload.static(), arch), []), workload.bucketed()
         usable = [e for e in entries if features is None or set(e.features) <= set(features)]
-        bucket = m_bucket(max(m, 1))
-        return next((e for e in usable if e.workload.m >= bucket), usable[-1] if usable else None)
+        if isinstance(wanted, Workload):
+            larger = (e for e in usable if isinstance(e.workload, Workload) and e.workload.m >= wanted.m)
+            return next(larger, usable[-1] if usable else None)
 
-    def kernel_for(self, workload: Workload, m: int, arch: str | None = None) -> LoadedKernel:
-        """The loaded kernel for ``workload`` at ``m`` rows on ``arch`` (default: the pack's only one).
+        def away(entry: PackEntry) -> float:
+            return sum(abs(log2(max(getattr(entry.workload, size), 1) / max(getattr(wanted, size), 1))) for size in wanted.DYNAMIC)
+
+        return min(usable, key=away, default=None)
+
+    def kernel_for(self, workload: AnyWorkload, m: int | None = None, arch: str | None = None) -> LoadedKernel:
+        """The loaded kernel for ``workload`` (a GEMM: at ``m`` rows, if given) on ``arch`` (default: the pack's only one).
 
         Raises ``LookupError`` that says what the pack holds and how to build the kernel when there is none, and ``CorruptArtifact``
         when its files were changed.
@@ -96,17 +105,28 @@ class Pack:
             if len(self.arches) != 1:
                 raise ValueError(f"arch is not given and the pack {self.path} holds {', '.join(self.arches)}; accepted: one of these")
             (arch,) = self.arches
-        entry = self.find(workload, m, arch)
+        if m is not None and isinstance(workload, Workload):
+            workload = workload.with_m(max(m, 1))
+        entry = self.entry_for(workload, arch)
         if entry is None:
-            w, bias = workload, " with bias" if workload.bias else ""
-            rows = sorted({f"{e.workload.format.name} [{e.workload.n}, {e.workload.k}]" for e in self.kernels if e.arch == arch})
+            rows = sorted({_named(e.workload) for e in self.kernels if e.arch == arch})
             held = ", ".join(rows[:8] + ["..."] * (len(rows) > 8)) or "none for this device"
-            command = f"tilebit pack PATH --n {w.n} --k {w.k} --m {m} --format {w.format.name} --dtype {w.dtype}"
+            if not isinstance(workload, Workload):
+                raise LookupError(
+                    f"the pack {self.path} has no kernel for {workload} on {arch}; it holds {held}. To build it, where the compilers are: "
+                    "`tilebit.packs.export(PATH, tilebit.kernels.build([workload], target))`"
+                )
+            w, bias = workload, " with bias" if workload.bias else ""
+            command = f"tilebit pack PATH --n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}"
             raise LookupError(
                 f"the pack {self.path} has no kernel for {w.format.name} [{w.n}, {w.k}] {w.dtype}{bias} on {arch}; it holds {held}. "
                 f"To build it, where the compilers are: `{command}{' --bias' if w.bias else ''} --target {arch}`"
             )
         return load_kernel(entry.path)
+
+
+def _named(workload: AnyWorkload) -> str:
+    return f"{workload.format.name} [{workload.n}, {workload.k}]" if isinstance(workload, Workload) else workload.served
 
 
 _loaded: list[Pack] = []
@@ -117,10 +137,10 @@ def loaded() -> tuple[Pack, ...]:
     return tuple(reversed(_loaded))
 
 
-def find(workload: Workload, target: Target) -> LoadedKernel | None:
-    """A kernel for ``workload`` (at its m) on ``target`` from the loaded packs, the latest first; None when none has one."""
+def find(workload: AnyWorkload, target: Target) -> LoadedKernel | None:
+    """A kernel for ``workload`` (at its sizes) on ``target`` from the loaded packs, the latest first; None when none has one."""
     for pack in loaded():
-        entry = pack.find(workload, workload.m, target.arch, target.features)
+        entry = pack.entry_for(workload, target.arch, target.features)
         if entry is not None:
             return load_kernel(entry.path)
     return None
@@ -134,28 +154,29 @@ def unload(pack: Pack) -> None:
 
 def _forget_plans() -> None:
     """Operations decide once which kernel serves a shape: let them decide again."""
-    dispatch = sys.modules.get(f"{__package__}.dispatch")
-    if dispatch is not None:
-        dispatch.forget()
+    for name in ("dispatch", "attention_dispatch"):
+        dispatch = sys.modules.get(f"{__package__}.{name}")
+        if dispatch is not None:
+            dispatch.forget()
 
 
 def export(
-    path: str | os.PathLike[str], kernels: Mapping[Workload, KernelDirectory] | Iterable[KernelDirectory], overwrite: bool = False
+    path: str | os.PathLike[str], kernels: Mapping[AnyWorkload, KernelDirectory] | Iterable[KernelDirectory], overwrite: bool = False
 ) -> Pack:
     """Write a pack of ``kernels`` to the new directory ``path`` and return it read (``load`` makes operations use it).
 
-    ``kernels`` is a mapping (workload with the m it is for -> kernel) or an iterable of kernels, which then serve what they were compiled
-    for. Every kernel is checked before it is copied. The directory appears complete or not at all; an existing one is replaced only with
-    ``overwrite``. Raises ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
+    ``kernels`` is a mapping (workload with the sizes it is for -> kernel) or an iterable of kernels, which then serve what they were
+    compiled for. Every kernel is checked before it is copied. The directory appears complete or not at all; an existing one is replaced
+    only with ``overwrite``. Raises ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
     """
     target = Path(path)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists; accepted: a new directory. Choose another or pass overwrite=True")
-    pairs: list[tuple[Workload, KernelDirectory]]
+    pairs: list[tuple[AnyWorkload, KernelDirectory]]
     if isinstance(kernels, Mapping):
-        pairs = list(cast("Mapping[Workload, KernelDirectory]", kernels).items())
+        pairs = list(cast("Mapping[AnyWorkload, KernelDirectory]", kernels).items())
     else:
-        pairs = [(Workload.from_json(kernel.manifest["workload"]), kernel) for kernel in kernels]
+        pairs = [(workload_from_json(kernel.manifest["workload"]), kernel) for kernel in kernels]
     if not pairs:
         raise ValueError("kernels is empty; accepted: at least one compiled kernel")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,13 +197,14 @@ def export(
     return read(target)
 
 
-def _write(building: Path, pairs: list[tuple[Workload, KernelDirectory]]) -> dict[str, Any]:
+def _write(building: Path, pairs: list[tuple[AnyWorkload, KernelDirectory]]) -> dict[str, Any]:
     rows = []
     for workload, kernel in pairs:
         manifest = read_manifest(kernel.path)
-        own = Workload.from_json(manifest["workload"])
-        if own.with_m(0) != workload.with_m(0):
-            raise ValueError(f"the kernel {kernel.path} was compiled for {own}; accepted for {workload}: one that differs in m only")
+        own = workload_from_json(manifest["workload"])
+        if own.static() != workload.static():
+            only = " and ".join(own.DYNAMIC)
+            raise ValueError(f"the kernel {kernel.path} was compiled for {own}; accepted for {workload}: one that differs in {only} only")
         place = building / "kernels" / manifest["key"]
         if not place.exists():
             place.mkdir(parents=True)
@@ -242,7 +264,7 @@ def read(path: str | os.PathLike[str]) -> Pack:
                 raise CorruptArtifact(root, f"{PACK_NAME} lists no files for kernel {row['key']}", repair)
             entries.append(
                 PackEntry(
-                    row["key"], Workload.from_json(row["workload"]), row["arch"], tuple(row["target"]["features"]), root / row["path"]
+                    row["key"], workload_from_json(row["workload"]), row["arch"], tuple(row["target"]["features"]), root / row["path"]
                 )
             )
     except CorruptArtifact as error:

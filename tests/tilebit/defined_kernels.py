@@ -1,0 +1,118 @@
+"""Stand-ins of the attention kernels, computed from the definitions: they show what the door hands to a kernel, in any format, without a
+compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilebit import attention_dispatch
+from tilebit.dispatch import ALIGNMENT, DTYPE_NAMES
+from tilebit.layouts import kv_quantize
+from tilebit.layouts.kv import RESIDUAL, KVLayout
+from tilebit.rotary import rotated
+from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.target import Target
+from tilebit.tiles.attention import reference
+from tilebit.tiles.attention.unpacked import unpack_cache
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass
+class DefinedKernels:
+    """Stands for ``find_kernel``; ``asked`` are the workloads that kernels were asked for, ``calls`` the ops of the launches."""
+
+    asked: list[AttentionWorkload] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    def find(self, w: AttentionWorkload, target: Target) -> Any:
+        self.asked.append(w)
+        names = tuple(name for name, needed in attention_dispatch.expected(w).items() if needed is not None)
+
+        def run(*tensors: Tensor) -> None:
+            operands = dict(zip(names, tensors, strict=True))
+            try:
+                attention_dispatch.check(w, torch.device("cpu"), tuple(map(operands.get, attention_dispatch.OPERANDS[w.op])))
+                assert all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+            except (ValueError, AssertionError, AttributeError):
+                raise RuntimeError("the kernel refuses its operands") from None  # and says so in other words than the door's
+            self.calls.append(w.op)
+            _RUN[w.op](w, operands)
+
+        return SimpleNamespace(params=names, run=run, path=Path("defined"), manifest={})
+
+
+def _cached(w: AttentionWorkload, o: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    layout = KVLayout(w.format, w.head_dim, w.page_size)
+    cache = (o["pages"], o["windows"], o["block_tables"], o["slots"], o["lengths"])
+    return unpack_cache(*cache, layout, DTYPES[w.dtype], o.get("head_scales"))
+
+
+def _options(w: AttentionWorkload, o: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        "scale": w.softmax_scale, "window": w.window, "sink_tokens": w.sink_tokens, "soft_cap": w.soft_cap, "sinks": o.get("sinks")
+    }  # fmt: skip
+
+
+def _give(o: dict[str, Tensor], out: Tensor, lse: Tensor) -> None:
+    o["out"].copy_(out)
+    if "lse" in o:
+        o["lse"].copy_(lse)
+
+
+def _decode(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
+    cached = _cached(w, o)
+    _give(o, *reference.decode(o["q"], [k for k, _ in cached], [v for _, v in cached], **_options(w, o)))
+
+
+def _prefill(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
+    _give(o, *reference.prefill(o["q"], o["k"], o["v"], o["cu_q"], o["cu_kv"], **_options(w, o)))
+
+
+def _gather(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
+    for start, (k, v) in zip(o["cu_kv"].tolist(), _cached(w, o), strict=False):
+        o["out_k"][start : start + len(k)] = k.float().to(o["out_k"].dtype)
+        o["out_v"][start : start + len(v)] = v.float().to(o["out_v"].dtype)
+
+
+def _append(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
+    bounds = o["cu_seqlens"].tolist()
+    for b, length in enumerate(o["lengths"].tolist()):
+        past = length - (bounds[b + 1] - bounds[b])
+        k, v = (o[name][bounds[b] : bounds[b + 1]] for name in ("k", "v"))
+        if w.rotary:
+            k = rotated(k, torch.arange(past, length), o["cos_sin"], w.rotary)
+        for head in range(w.heads_kv):
+            window = o["windows"][int(o["slots"][b]), head]
+            _append_head(w, o, o["block_tables"][b], window, past, head, k[:, head].float().numpy(), v[:, head].float().numpy())
+
+
+def _append_head(
+    w: AttentionWorkload, o: dict[str, Tensor], table: Tensor, window: Tensor, past: int, head: int, k: np.ndarray, v: np.ndarray
+) -> None:
+    kept = kv_quantize.unpack_window(window.numpy(), past % RESIDUAL, w.head_dim, w.dtype)
+    k, v = (np.concatenate((old, new)) for old, new in zip(kept, (k, v), strict=True))
+    scales = tuple(o["head_scales"][:, head].tolist()) if "head_scales" in o else (1.0, 1.0)
+    layout = KVLayout(w.format, w.head_dim, w.page_size)
+    full = len(k) // RESIDUAL
+    for g in range(full):
+        rows = slice(g * RESIDUAL, (g + 1) * RESIDUAL)
+        group = kv_quantize.quantize_group(k[rows], v[rows], w.format, w.dtype, scales)
+        first = (past // RESIDUAL + g) * RESIDUAL
+        earlier = []  # the half of a page of 256 tokens that is there already
+        if first % w.page_size:
+            earlier = kv_quantize.unpack_pages(o["pages"][int(table[first // w.page_size]), head].numpy()[None], layout, 1)
+        for i, record in enumerate(kv_quantize.pack_pages([*earlier, group], layout)):
+            o["pages"][int(table[first // w.page_size + i]), head] = torch.from_numpy(record.copy())
+    rest = slice(full * RESIDUAL, None)
+    window.copy_(torch.from_numpy(kv_quantize.pack_window(k[rest], v[rest], w.dtype).copy()))
+
+
+_RUN = {"decode": _decode, "prefill": _prefill, "gather": _gather, "append": _append}

@@ -1,0 +1,183 @@
+"""Attention over a low-bit KV cache: the operators ``torch.ops.tilebit.attention_*`` and the functions that call them.
+
+A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; a server with a block manager of its own passes its own):
+
+    pages         int32 [num_pages, heads_kv, page words]   packed tokens (layouts/kv.py), page_size of them a page
+    windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits
+    block_tables  int32 [batch, max_pages]                  page of tokens page_size * i ..; unread beyond a sequence's packed tokens
+    slots         int32 [batch]                             each sequence's row of windows
+    lengths       int32 [batch]                             its tokens; the first floor(length / 128) * 128 are packed
+    head_scales   fp32 [2, heads_kv]                        of keys and values; fp8 formats need it, others ignore it
+
+``format`` is the name of a ``KVFormat`` ("kv4_channel"). q, k, v and outputs are fp16 or bf16. Lengths, tables and slots are read on the
+device: nothing waits for it, and a captured CUDA graph replays with changed ones. The ops trace under torch.compile; inference only. They
+raise ``ValueError`` for operands that do not fit and ``KernelUnavailable`` when there is no kernel, before a launch; operands that
+are read only may have any strides (one copy each). What lies in lengths, tables and slots is not checked: that would wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import attention_ops  # registers torch.ops.tilebit.attention_*
+from .attention_dispatch import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .kvcache import Batch, KVCache
+
+
+def decode(
+    q: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    head_scales: Tensor | None,
+    sinks: Tensor | None,
+    format: str,
+    page_size: int,
+    scale: float | None = None,
+    window: int = 0,
+    sink_tokens: int = 0,
+    soft_cap: float = 0.0,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out [batch, q_len, heads_q, head_dim], log-sum-exp fp32 [batch, q_len, heads_q]) of ``q`` [batch, q_len, heads_q, head_dim]: each
+    sequence's ``q_len`` newest tokens, which are in the cache already, attend to it.
+
+    Query i stands at position length - q_len + i and sees positions up to its own; with ``window`` w > 0 only those above its own - w
+    and the first ``sink_tokens``. Scores are ``scale`` q.k (None: head_dim^-0.5), c tanh(s / c) with ``soft_cap`` c > 0; ``sinks`` (fp32
+    [heads_q]) adds exp(sink) to the denominator. A query that sees nothing gets 0 and -inf (or its sink). The log-sum-exp is natural;
+    without ``return_lse`` it has no elements. Query head h reads head h // (heads_q / heads_kv) of the cache. The same input gives the
+    same bits. ``torch.ops.tilebit.attention_decode.out`` writes into ``out`` and ``lse``.
+    """
+    return attention_ops.DECODE(
+        q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size, scale, window, sink_tokens, soft_cap,
+        return_lse,
+    )  # fmt: skip
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    head_scales: Tensor | None,
+    cos_sin: Tensor | None,
+    format: str,
+    page_size: int,
+    rotary: str = "",
+) -> None:
+    """Put rows ``cu_seqlens[b]`` .. ``cu_seqlens[b + 1]`` (int32 [batch + 1]) of ``k`` and ``v`` [tokens, heads_kv, head_dim] at the end of
+    sequence b, whose length with them is ``lengths[b]``; changes ``pages`` and ``windows``.
+
+    A residual window that fills up is quantized and packed at once: token by token or all at once, the cache holds the same bits.
+    ``rotary`` "half" (pairs i, i + head_dim / 2) or "interleaved" (2 i, 2 i + 1) turns k at its position by ``cos_sin`` (fp32
+    [max_position, head_dim]: cosines, then sines) in fp32, rounded once.
+    """
+    attention_ops.APPEND(k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary)
+
+
+def gather(
+    pages: Tensor,
+    windows: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    cu_kv: Tensor,
+    head_scales: Tensor | None,
+    format: str,
+    page_size: int,
+    total: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(k, v), each [total, heads_kv, head_dim] in ``dtype``: what the cache holds, dequantized in fp32 and rounded once.
+
+    Rows ``cu_kv[b]`` (int32 [batch + 1]) .. are the first ``lengths[b]`` tokens of sequence b; rows that belong to no token stay
+    undefined. ``dtype`` is the one the cache was filled with.
+    """
+    return attention_ops.GATHER(pages, windows, block_tables, slots, lengths, cu_kv, head_scales, format, page_size, total, head_dim, dtype)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_kv: Tensor,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    sink_tokens: int = 0,
+    soft_cap: float = 0.0,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out [tokens, heads_q, head_dim], log-sum-exp fp32 [tokens, heads_q]) of causal attention over 16-bit rows, sequences end to end.
+
+    Sequence b has rows ``cu_q[b]`` .. ``cu_q[b + 1]`` of ``q`` [tokens, heads_q, head_dim] and ``cu_kv[b]`` .. of ``k`` and ``v`` [total,
+    heads_kv, head_dim]; its queries are its newest tokens. ``cu_q``, ``cu_kv``: int32 [batch + 1]. The rest as ``decode``.
+    """
+    return attention_ops.PREFILL(q, k, v, cu_q, cu_kv, sinks, scale, window, sink_tokens, soft_cap, return_lse)
+
+
+def scaled_dot_product_decode(
+    query: Tensor,
+    cache: KVCache,
+    sequences: Sequence[int] | Batch,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int = 0,
+    sink_tokens: int = 0,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """``scaled_dot_product_attention`` for decoding, in its layout: [batch, heads_q, q_len, head_dim] of ``query`` of the same shape.
+
+    ``key`` and ``value`` [batch, heads_kv, q_len, head_dim] are the new tokens' and join the cache first; None: they have been appended.
+    Attention is causal within the new tokens, and heads are grouped as with ``enable_gqa``. Other arguments as in ``decode``.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor is not None and tensor.ndim != 4:
+            raise ValueError(f"{name} is {describe(tensor)}; accepted: [batch, heads, q_len, head_dim]")
+    if (key is None) != (value is None):
+        raise ValueError("one of key and value is missing; accepted: both (they are appended first) or neither (they have been)")
+    if key is not None and value is not None:
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(f"key has {key.shape[2]} new tokens and query {query.shape[2]}; accepted: as many")
+        cache.append(sequences, key.transpose(1, 2), value.transpose(1, 2), layer=layer)
+    out, _ = cache.attend(
+        sequences, query.transpose(1, 2), sinks=sinks, scale=scale, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, layer=layer
+    )
+    return out.transpose(1, 2)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp fp32) of attention over two disjoint sets of tokens, from the results over each.
+
+    ``out_*`` [..., head_dim] of one dtype and shape, ``lse_*`` [...] natural (Milakov and Gimelshein, 2018). A side that saw nothing
+    (lse -inf) counts for nothing. Computed in fp32. Learned sinks must be in one of the sides only.
+    """
+    if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype or lse_a.shape != out_a.shape[:-1] or lse_b.shape != lse_a.shape:
+        raise ValueError(
+            f"got out {describe(out_a)} and {describe(out_b)}, lse {describe(lse_a)} and {describe(lse_b)}; accepted: two outs "
+            f"[..., head_dim] of one shape and dtype, and their lse [...]"
+        )
+    lse = torch.logaddexp(lse_a.float(), lse_b.float())
+    nothing = lse == -torch.inf  # -inf - -inf is nan
+    out = torch.zeros_like(out_a, dtype=torch.float32)
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        out += part.float() * torch.exp(part_lse.float() - lse).masked_fill(nothing, 0.0)[..., None]
+    return out.to(out_a.dtype), lse

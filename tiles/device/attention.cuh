@@ -46,7 +46,7 @@ struct Decode {
   static constexpr float LAZY = 4.0f;          // in powers of two; P times a value's scale must stay a finite half
   static constexpr float NOTHING = -1e30f;     // a maximum of no scores
   static constexpr int PART = COLUMNS * (HEAD_DIM + 2);  // floats of a partial result in the workspace: [column][channel], then [column]{max, sum}
-  static_assert(KEY_COPIES <= 32 && VALUE_COPIES <= 32, "a lane makes one copy of a slot");
+  static_assert(KEY_COPIES < 32 && VALUE_COPIES < 32, "a lane makes one copy of a slot");
 
   const T* q;
   const char *pages, *windows;
@@ -147,7 +147,7 @@ struct Decode {
       if (has) bulk_copy(to, from, bytes, barrier(stage), policy);
     } else {  // lane after lane, all lanes together: 16 bytes each
       const unsigned int owners = __ballot_sync(0xffffffffu, has);
-      for (int owner = 0; owners >> owner; ++owner) {
+      for (int owner = 0; owner < most(KEY_COPIES, VALUE_COPIES) && owners >> owner; ++owner) {
         const uint32_t to_there = __shfl_sync(0xffffffffu, to, owner);
         const uint64_t from_there = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), owner);
         const int length = __shfl_sync(0xffffffffu, bytes, owner);
@@ -496,7 +496,8 @@ struct Decode {
     }
     if (whole) return;
     // Block b's units are from b * total / blocks, so unit x belongs to block ((x + 1) * blocks - 1) / total.
-    const int first = ((int64_t(c.base) + 1) * blocks - 1) / total, shares = int((int64_t(c.base) + c.u.total) * blocks - 1) / total - first + 1;
+    const int first = ((int64_t(c.base) + 1) * blocks - 1) / total;
+    const int shares = int(((int64_t(c.base) + c.u.total) * blocks - 1) / total) - first + 1;
     if (take_ticket<THREADS, 1>(static_cast<unsigned int*>(workspace) + first, shares - 1, thread) != shares - 1) return;
     for (int e = thread * 4; e < columns * HEAD_DIM; e += THREADS * 4) {
       const int column = e / HEAD_DIM, channel = e % HEAD_DIM;

@@ -1,9 +1,10 @@
-"""Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline, and what each idea adds."""
+"""Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline, what each idea adds, and decode over a
+low-bit cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .attention_rows import FLOAT, AttentionRow
+from .attention_tables import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
 from .rows import OURS, Rates, Row, rates
@@ -27,7 +30,9 @@ FLOOR = "floor"
 OURS_COLORS = (COLORS[0], COLORS[3])  # symmetric, asymmetric
 
 
-def draw(devices: dict[str, list[Row]], studies: list[Ablation], folder: Path) -> list[Path]:
+def draw(
+    devices: dict[str, list[Row]], studies: list[Ablation], folder: Path, attention: Mapping[str, list[AttentionRow]] | None = None
+) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return the files. A device without measured
     rates has no roofline and no floor."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,6 +46,9 @@ def draw(devices: dict[str, list[Row]], studies: list[Ablation], folder: Path) -
                 figures[f"{slug(gpu)}_roofline"] = roofline(gpu, shown, ceiling)
         for study in studies:
             figures[f"{slug(study.gpu)}_ablation"] = ablation(study)
+        for gpu, rows in (attention or {}).items():
+            if points := decode_speedups(rows):
+                figures[attention_plot(gpu)] = decode(gpu, points)
         written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
     for path in folder.iterdir():
         if path.suffix[1:] in METADATA and path not in written:
@@ -109,6 +117,45 @@ def ablation(study: Ablation) -> Figure:
         axes.margins(x=0.15)
         axes.set_title(f"{n} x {k} (n x k), m = {m}")
         axes.set_xlabel("µs (median)")
+    return figure
+
+
+Speedups = dict[tuple[int, int, int], dict[str, dict[tuple[int, int], float]]]
+
+
+def decode_speedups(rows: list[AttentionRow]) -> Speedups:
+    """By heads, series and (batch, kv_len): FA3's time on a 16-bit cache over this series', both of one process (stated figures: over
+    tilebit's process)."""
+    shown, points = decode_rows(rows), {}
+    bases = {(row.place, row.run): row.us for row in rows if row.series == BASELINE}
+    newest = {row.place: row.us for row in shown if row.series == BASELINE}
+    for row in shown:
+        base = newest.get(row.place) if row.stated else bases.get((row.place, row.run))
+        wanted = (row.impl == OURS and not row.variant) or (row.is_peer and row.format != FLOAT)
+        if base and wanted:
+            name = row.series + f" {STATED_MARK}" * row.stated
+            points.setdefault(row.heads, {}).setdefault(name, {})[row.case] = base / row.us
+    return points
+
+
+def decode(gpu: str, points: Speedups) -> Figure:
+    """Times faster than FA3 on a 16-bit cache, one panel per kind of heads, cases across; peers on low-bit caches thin."""
+    figure, panels = _panels(len(points), f"{gpu}: {ABOUT_PLOT}, higher is better")
+    names = sorted({name for series in points.values() for name in series}, key=lambda name: (not name.startswith(f"{OURS} "), name))
+    for axes, (heads, series) in zip(panels, sorted(points.items(), key=lambda item: (item[0][0] != 32, item[0])), strict=True):
+        cases = sorted({case for line in series.values() for case in line})
+        for index, name in enumerate(names):
+            line = series.get(name, {})
+            ours = name.startswith(f"{OURS} ")
+            look = {"marker": "o", "linewidth": 2, "zorder": 4} if ours else {"marker": "x", "linewidth": 1, "linestyle": ":", "zorder": 2}
+            at = [(place, line[case]) for place, case in enumerate(cases) if case in line]
+            axes.plot([x for x, _ in at], [y for _, y in at], label=name, color=COLORS[index % len(COLORS)], markersize=4, **look)
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_title(f"heads {heads[0]}/{heads[1]} x {heads[2]}")
+        axes.set_xticks(range(len(cases)), [f"{batch} x {length:,}" for batch, length in cases], rotation=45)
+        axes.set_xlabel("sequences x tokens")
+        axes.set_ylim(bottom=0)
+    _legend(figure, panels)
     return figure
 
 

@@ -11,12 +11,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from .accuracy.section import accuracy_section
+from .attention_rows import read_attention
+from .attention_tables import attention_section, readme_attention
 from .chains import read_chains
 from .overheads import overheads_section
 from .plots import draw
 from .rows import read_rows
-from .studies import ablation_section, ranker_section, read_ablation
-from .support import support_table
+from .studies import ablation_section, attention_ablation_section, ranker_section, read_ablation
+from .support import attention_support_table, support_table
 from .tables import readme_table, results_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,11 +40,19 @@ def between_markers(text: str, name: str, content: str) -> str:
 def texts(root: Path) -> dict[Path, str]:
     """Every generated text under ``root`` and what it must say."""
     results = root / "results"
-    devices = read_rows(results / "gemm")
+    devices, attention = read_rows(results / "gemm"), read_attention(results / "attention")
     readme = (root / "README.md").read_text()
-    readme = between_markers(readme, "support", support_table())
-    readme = between_markers(readme, "results", readme_table(devices))
+    for name, content in (
+        ("support", support_table()),
+        ("results", readme_table(devices)),
+        ("attention-support", attention_support_table()),
+        ("attention-results", readme_attention(attention)),
+    ):
+        readme = between_markers(readme, name, content)
     sections = [
+        attention_section(attention),
+        attention_ablation_section(results / "ablation" / "attention"),
+        accuracy_section(results / "accuracy"),
         ablation_section(read_ablation(results / "ablation")),
         ranker_section(results / "ranker"),
         overheads_section(results / "overheads"),
@@ -72,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path, text in wanted.items():
         path.write_text(text)
     results = options.root / "results"
-    plots = draw(read_rows(results / "gemm"), read_ablation(results / "ablation"), results / "plots")
+    plots = draw(read_rows(results / "gemm"), read_ablation(results / "ablation"), results / "plots", read_attention(results / "attention"))
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0
 

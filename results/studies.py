@@ -1,4 +1,5 @@
-"""Sections on what each idea adds to speed and on how well schedules are chosen: rows of results/ablation and results/ranker."""
+"""Sections on what each idea adds to speed and on how well schedules are chosen: rows of results/ablation (of attention: its folder
+``attention``) and results/ranker."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from .markdown import details, number, slug, table
 from .rows import json_rows
 
 ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
+ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "heads_q", "heads_kv", "us")
 RANKER_FIELDS = ("shape", "m", "source", "us", "best_us")
 
 
@@ -60,6 +62,27 @@ def _step(times: dict[int, float], step: int) -> str:
         return "-"
     first = times[min(times)]
     return number(times[step]) + (f" ({first / times[step]:.2f}x)" if step != min(times) else "")
+
+
+def attention_ablation_section(folder: Path) -> str:
+    """What each of the papers' ideas is worth in decode: µs of each variant and, in brackets, the factor since the first; the newest run of
+    each case. "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    devices: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for _, row in json_rows(folder, ATTENTION_FIELDS):
+        case = f"{row['format']}, {row['batch']} x {row['kv_len']:,}, heads {row['heads_q']}/{row['heads_kv']}"
+        devices.setdefault(row["gpu"], {}).setdefault(case, []).append(row)
+    parts = []
+    for gpu, cases in sorted(devices.items()):
+        newest = {case: [row for row in rows if row["run"] == rows[-1]["run"]] for case, rows in cases.items()}
+        ideas = dict(sorted((row["step"], row["idea"]) for rows in newest.values() for row in rows))
+        times = {case: {row["step"]: row["us"] for row in rows} for case, rows in newest.items()}
+        lines = [[str(step), idea, *(_step(of_case, step) for of_case in times.values())] for step, idea in ideas.items()]
+        parts += [f"### {gpu}", table(["step", "idea", *times], lines, numbers=False)]
+    about = (
+        "Median µs of one decode step as the papers' ideas are added one after another, each with the best of its schedules, in one "
+        "process; in brackets, times faster than the first step."
+    )
+    return "\n\n".join(["## What each idea adds to attention", about, *parts]) if parts else ""
 
 
 def ranker_section(folder: Path) -> str:

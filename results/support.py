@@ -1,18 +1,29 @@
-"""The support matrix of README.md: what the rules accept, asked of them."""
+"""The support matrices of README.md: what the rules accept, asked of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.attention import OPS, AttentionWorkload
+from tilebit.schedules.rules import attention as attention_rules
 from tilebit.schedules.rules.gemm import candidates, legal
 from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.schedules.workload import DTYPES, Workload
+from tilebit.tiles.program import PROGRAM_MODULES
 
 from .tables import table
 
 # Shapes that a supported format must accept: a decode step, a prompt, and sizes that are no multiple of any tile.
 PROBES = ((1, 4096, 4096), (4096, 4096, 4096), (7, 333, 555))
+# (batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size) that a supported cache must serve: every head_dim, all kinds of head
+# groups, one new token and many, the smallest and the largest pages.
+ATTENTION_PROBES = ((8, 1, 8192, 32, 8, 128, 128), (1, 16, 333, 16, 1, 256, 16), (64, 3, 70, 14, 2, 64, 256))
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
+EVERY_CACHE = "kv16, kv8, kv4, kv2, kvfp8, or mixed; keys per channel or per token"
 
 
 def supported(format: QuantFormat, arch: str, dtype: str) -> bool:
@@ -45,11 +56,44 @@ def support_table() -> str:
     for format, dtypes in by_format.items():
         group = "channel" if format.group_size == PER_CHANNEL else str(format.group_size)
         cells.setdefault((format.bits, format.symmetric, tuple(dtypes)), []).append(group)
-    short = {"float16": "fp16", "bfloat16": "bf16"}
     lines = []
     for (bits, symmetric, dtypes), groups in cells.items():
-        columns = [", ".join(short[d] for d in names) or "-" for names in dtypes]
+        columns = [", ".join(SHORT_DTYPES[d] for d in names) or "-" for names in dtypes]
         lines.append(["gemm", f"w{bits}a16", "symmetric" if symmetric else "asymmetric", ", ".join(groups), *columns])
     return table(
         ["op", "format", "zero point", "groups", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False
     )
+
+
+@cache
+def attention_claims() -> tuple[tuple[str, KVFormat, str, tuple[str, ...]], ...]:
+    """(op, format of the cache, arch, dtypes) for each of all; no dtypes where it is not supported. Prefill reads 16-bit rows: its format
+    is "kv16" alone."""
+    formats = {op: (KVFormat(),) if op == "prefill" else KVFormat.all() for op in OPS}
+    return tuple((op, format, arch, _attention_dtypes(op, format, arch)) for op in OPS for format in formats[op] for arch in ARCHES)
+
+
+def _attention_dtypes(op: str, format: KVFormat, arch: str) -> tuple[str, ...]:
+    """Those in which every probe has a legal schedule of a program that exists."""
+    target, served = target_from_name(arch), set(DTYPES)
+    for batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size in ATTENTION_PROBES:
+        workload = AttentionWorkload(op, batch, q_len, kv_len, heads_q, heads_kv, head_dim, format, page_size=page_size)
+        found = [s for s in attention_rules.candidates(workload, target) or [] if s.program in PROGRAM_MODULES]
+        served &= {d for d in DTYPES if any(not attention_rules.legal(replace(workload, dtype=d), s, target) for s in found)}
+    return tuple(dtype for dtype in DTYPES if dtype in served)
+
+
+def attention_support_table() -> str:
+    """Operations and caches down, devices across; caches that are served alike share a line."""
+    by_format: dict[tuple[str, KVFormat], list[tuple[str, ...]]] = {}
+    for op, format, _, dtypes in attention_claims():
+        by_format.setdefault((op, format), []).append(dtypes)
+    cells: dict[tuple[str, tuple[tuple[str, ...], ...]], list[KVFormat]] = {}
+    for (op, format), columns in by_format.items():
+        cells.setdefault((op, tuple(columns)), []).append(format)
+    lines = []
+    for (op, columns), formats in cells.items():
+        every = len(formats) == len(KVFormat.all())
+        name = "16-bit rows" if op == "prefill" else EVERY_CACHE if every else ", ".join(format.name for format in formats)
+        lines.append([op, name, *(", ".join(SHORT_DTYPES[d] for d in names) or "-" for names in columns)])
+    return table(["op", "cache", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False)

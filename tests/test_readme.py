@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from results.render import texts
-from results.support import claims
+from results.support import attention_claims, claims
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.attention import AttentionWorkload
 from tilebit.schedules.select import select
-from tilebit.schedules.target import target_from_name
+from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.schedules.workload import DTYPES, Workload
 from tilebit.tiles.program import program
 
@@ -45,14 +46,26 @@ def test_the_example_runs(tmp_path: Path):
     assert error is not None and 0.01 < float(error[1]) < 0.2, done.stdout
 
 
+@pytest.mark.slow
+def test_the_attention_example_runs(tmp_path: Path):
+    example = examples()[1]
+    code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    assert "KVCache" in example and len(code) <= 10
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "torch.Size([2, 1, 32, 128]) 301 1088 bytes a token, 4096 in 16 bits"
+
+
 @pytest.mark.parametrize("family", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
 def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     from tilebit.synthetic import write_checkpoint
 
     write_checkpoint(tmp_path / "model", family, {"model.layers.0.mlp.up_proj": (64, 128)})
-    assert len(examples()) == 2 and "path/to/model" in examples()[1]
+    assert len(examples()) == 3 and "path/to/model" in examples()[2]
     names: dict[str, Any] = {}
-    exec(examples()[1].replace("path/to/model", str(tmp_path / "model")), names)
+    exec(examples()[2].replace("path/to/model", str(tmp_path / "model")), names)
     assert (names["layer"].packed.n, names["layer"].packed.k) == (64, 128)
 
 
@@ -102,6 +115,20 @@ def test_claims_for_gpus_have_a_program():
         assert not program(schedule.program).legal(workload, schedule, target)
 
 
+def test_attention_claims_have_a_program():
+    """For every claimed (op, format, arch, dtype), on a sample of them, the selected schedule names a program that runs there and accepts
+    it; 16-bit, 4-bit and mixed caches are claimed on every GPU."""
+    claimed = [(op, format, arch, dtype) for op, format, arch, dtypes in attention_claims() for dtype in dtypes]
+    for name in ("kv16", "kv4_channel", "kv2_token", "kvfp8", "k8_channel_v4"):
+        decoded = {(arch, dtype) for op, format, arch, dtype in claimed if (op, format.name) == ("decode", name)}
+        assert decoded >= {(arch, dtype) for arch in ARCHES if arch != "cpu" for dtype in DTYPES}
+    for op, format, arch, dtype in claimed[:: len(claimed) // 60]:
+        workload, target = AttentionWorkload(op, 4, 1, 4096, 32, 8, 128, format, dtype), target_from_name(arch)
+        schedule = select(workload, target)
+        assert arch in program(schedule.program).arches
+        assert not program(schedule.program).legal(workload, schedule, target)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_claims_for_this_machine_hold(device: str):
@@ -123,3 +150,35 @@ def test_claims_for_this_machine_hold(device: str):
         expected = x.to(dtype).double() @ q.dequantize().double().T
         error = float((y - expected).norm() / expected.norm())
         assert error < (4e-3 if dtype == torch.float16 else 2e-2), f"{format.name} {name}: relative error {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_claims_for_this_machine_hold(device: str):
+    """Of the claimed caches, some of each kind and every type: prompts, new tokens and attention to them through the door, at lengths that
+    fill no page, against fp64 on what the cache says that it holds."""
+    from tilebit import KVCache, dispatch
+    from tilebit.tiles.attention import reference
+
+    target = dispatch.device_target(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))
+    claimed = {(op, format.name, dtype) for op, format, arch, dtypes in attention_claims() for dtype in dtypes if arch == target.arch}
+    lost = {"kv4_channel": 0.15, "kvfp8": 0.05, "k8_token_v2": 0.6}  # of keys and values, by quantization
+    for name, dtype_name in (("kv4_channel", "float16"), ("kvfp8", "bfloat16"), ("k8_token_v2", "float16")):
+        assert {(op, name, dtype_name) for op in ("decode", "append", "gather")} | {("prefill", "kv16", dtype_name)} <= claimed
+        dtype = getattr(torch, dtype_name)
+        cache = KVCache(32, 2, 2, 64, name, dtype=dtype, page_size=64, device=device)
+        sequences = cache.allocate(2)
+        q, k, v = (torch.randn(203 + 70, heads, 64).to(device, dtype) for heads in (4, 2, 2))
+        first, _ = cache.prefill(sequences, q, k, v, [0, 203, 273])
+        held = cache.gather(sequences)
+        for rows, own in ((slice(0, 203), held[0]), (slice(203, 273), held[1])):
+            expected, _ = reference.attend(q[rows].cpu(), k[rows].cpu(), v[rows].cpu())
+            assert float((first[rows].cpu().double() - expected).norm() / expected.norm()) < (2e-3 if dtype == torch.float16 else 1e-2)
+            for got, given in zip(own, (k[rows], v[rows]), strict=True):
+                assert float((got - given).float().norm() / given.float().norm()) < lost[name]
+        q, k, v = (torch.randn(2, 3, heads, 64).to(device, dtype) for heads in (4, 2, 2))
+        cache.append(sequences, k, v)
+        out, _ = cache.attend(sequences, q)
+        keys, values = zip(*((k.cpu(), v.cpu()) for k, v in cache.gather(sequences)), strict=True)
+        expected, _ = reference.decode(q.cpu(), keys, values)
+        assert float((out.cpu().double() - expected).norm() / expected.norm()) < (4e-3 if dtype == torch.float16 else 2e-2), name

@@ -44,8 +44,8 @@ class Case:
     def ref(self, key: str, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         if key not in self.c:
             self.asked.append(key)
-            k, v = (self.k if k is None else k), (self.v if v is None else v)
-            found = [reference.attend(*sequence)[0].float() for sequence in zip(self.q, k, v, strict=True)]
+            keys, values = self.k if k is None else k, self.v if v is None else v
+            found = [reference.attend(*sequence)[0].float() for sequence in zip(self.q, keys, values, strict=True)]
             self.c[key] = torch.stack(found) if self.rows is None else torch.stack(found)[:, self.rows]
         return self.c[key]
 
@@ -127,7 +127,12 @@ def test_the_reference_sees_a_wrong_cache(kernels: DefinedKernels):
 
 @pytest.mark.parametrize(
     ("name", "length", "calls"),
-    [("tilebit_prefill16", 200, 1), ("tilebit_prefill_kv4", 300, 3), ("tilebit_prefill_kv4_128", 384, 5), ("tilebit_prefill_kv4_128", 300, 5)],
+    [
+        ("tilebit_prefill16", 200, 1),
+        ("tilebit_prefill_kv4", 300, 3),
+        ("tilebit_prefill_kv4_128", 384, 5),
+        ("tilebit_prefill_kv4_128", 300, 5),
+    ],
 )
 def test_a_prefill_peer_computes_the_harness_s_rows(kernels: DefinedKernels, name: str, length: int, calls: int):
     """Halves of 300 rows are 256 and 44; three chunks are one prefill, and twice a gather and a prefill."""
@@ -173,7 +178,7 @@ def test_dependent_peers_use_the_dependent_entry(kernels: DefinedKernels, monkey
     find = attention_plugin.find_kernel
 
     def able(workload: AttentionWorkload, target: Any) -> Any:
-        kernel = find(workload, target)
+        kernel: Any = find(workload, target)
         kernel.run_dependent = lambda *tensors: used.append(len(tensors))
         return kernel
 
@@ -220,12 +225,13 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert "no compiler here" in capsys.readouterr().err
 
 
-def test_what_is_compiled_ahead_is_what_is_asked_for(kernels: DefinedKernels):
+def test_what_is_compiled_ahead_is_what_is_asked_for(kernels: DefinedKernels, monkeypatch: pytest.MonkeyPatch):
     """The workloads that the ops look kernels up by are among those that were compiled."""
+    monkeypatch.setenv("TILEBIT_PEERS", "tilebit_kv4_channel, *_page16, tilebit_kvfp8, tilebit_prefill16, tilebit_prefill_kv4")
     case, prompt = Case(2, 384), Case(1, 384, rows=384)
     for peer in attention_plugin.peers():
         for c in (case, prompt):
-            if peer.supports(c) is True and not peer.name.endswith("_dependent"):
+            if peer.supports(c) is True:
                 peer.prepare(c)
                 for call in peer.run(c)[0]:
                     call()

@@ -16,6 +16,8 @@ from results.render import between_markers, main
 from results.rows import Row, rates, read_rows
 from results.tables import NO_ROWS, readme_table, results_page
 
+MARKERS = ("support", "results", "attention-support", "attention-results")
+
 
 def row(impl: str = "tilebit", format: str = "w4a16", us: float = 10.0, **changes: Any) -> dict[str, Any]:
     shape = {"m": 1, "n": 4096, "k": 4096, "group_size": 128 if format.startswith("w") else None, "dtype": "float16"}
@@ -30,9 +32,8 @@ def write(root: Path, rows: list[dict[str, Any]], name: str = "nvidia_h200") -> 
     folder = root / "results" / "gemm"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (root / "README.md").write_text(
-        "before\n<!-- support:begin -->\n<!-- support:end -->\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n"
-    )
+    marked = "".join(f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in MARKERS)
+    (root / "README.md").write_text(f"before\n{marked}after\n")
     return folder
 
 

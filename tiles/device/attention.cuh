@@ -3,7 +3,7 @@
 //
 // S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16: codes are the A operand as they lie in the cache (kv.cuh), the query columns (the heads of a
 // group, and the queries of a call) its n. Keys' channel scales go into the query operand, their zeros are one product a unit; values' token
-// scales go into P, their zeros are a sum of P. P goes from accumulator to operand by movmatrix. The running maximum moves only when a score
+// scales go into P, their zeros are a sum of P. Sums are centered: of codes less the middle one. P goes from accumulator to operand by movmatrix. The running maximum moves only when a score
 // exceeds it by LAZY (BitDecoding's cooperative softmax over warps is the sum at the end of a piece). Comes after
 // split_k.cuh, dependent.cuh and kv.cuh.
 #pragma once
@@ -177,10 +177,12 @@ struct Decode {
   }
   __device__ __forceinline__ static uint32_t pair_of(float v) { return pack_pair(v, v, half()); }
 
-  // s[strip][tile][i] = products of the slot's keys and the queries, in units of 1 / G::UNIT; bias[tile][i]: what the zeros add to each column.
+  // s[strip][tile][i] = products of the slot's keys and the queries, in units of 1 / G::UNIT. Of keys with channel scales also, per column,
+  // sums[tile] = {products of the zeros, of the scales} and middle[tile][i] = what centers s.
   template <typename G, int SCALES, int COUNT, typename C>
   __device__ __forceinline__ void score(uint32_t keys, uint32_t parameters, const uint32_t (&queries)[TILES][NT][2], float (&s)[COUNT][NT][4],
-                                        float (&bias)[NT][4]) const {
+                                        float (&sums)[NT][4], float (&middle)[NT][4]) const {
+    const uint32_t center[4] = {G::minus_middle(0), G::minus_middle(1), G::minus_middle(2), G::minus_middle(3)};
 #pragma unroll
     for (int j = 0; j < G::LOADS; ++j) {
       uint32_t b[G::PER_LOAD][NT][2];
@@ -197,11 +199,12 @@ struct Decode {
             b[k][nt][0] = queries[f][nt][0], b[k][nt][1] = queries[f][nt][1];
           }
           if constexpr (SCALES == PER_CHANNEL) {
-            const uint32_t zeros[4] = {p[2], p[2], p[3], p[3]};
-            mma_m16n8k16(bias[nt], zeros, b[k][nt], half());
+            const uint32_t zeros_and_scales[4] = {p[2], p[0], p[3], p[1]};  // rows 0..7, rows 8..15
+            mma_m16n8k16(sums[nt], zeros_and_scales, b[k][nt], half());
             b[k][nt][0] = multiply_pairs(b[k][nt][0], p[0]), b[k][nt][1] = multiply_pairs(b[k][nt][1], p[1]);
           }
           if constexpr (G::COLUMN_FACTOR != 1.0f) b[k][nt][1] = multiply_pairs(b[k][nt][1], pair_of(1.0f / G::COLUMN_FACTOR));
+          if constexpr (SCALES == PER_CHANNEL) mma_m16n8k16(middle[nt], center, b[k][nt], half());
         }
       }
 #pragma unroll
@@ -329,8 +332,8 @@ struct Decode {
   // P of a packed unit's tokens, from its keys.
   __device__ __forceinline__ void weigh_packed(uint32_t at, const uint32_t (&queries)[TILES][NT][2], const float (&query_sum)[NT][2],
                                                float (&s)[STRIPS][NT][4], State& state, const Cursor& c, int unit) const {
-    float bias[NT][4] = {};
-    score<Keys, KEY_SCALES, STRIPS, KeyType>(at, at + KEY_BYTES, queries, s, bias);
+    float sums[NT][4] = {}, middle[NT][4] = {};
+    score<Keys, KEY_SCALES, STRIPS, KeyType>(at, at + KEY_BYTES, queries, s, sums, middle);
     const float key_scale = scale * Keys::UNIT * (KEY_SCALES == PER_HEAD ? head_scales[c.head] : 1.0f);
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
@@ -346,14 +349,20 @@ struct Decode {
       for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[strip][nt][i] *= scales[i >> 1];
-          if constexpr (KEY_SCALES == PER_CHANNEL) s[strip][nt][i] += bias[nt][i & 1] * scale;
+          if constexpr (KEY_SCALES == PER_CHANNEL) {
+            const float bias = (sums[nt][i & 1] + Keys::MIDDLE * sums[nt][2 + (i & 1)]) * scale + middle[nt][i] * scales[i >> 1];
+            s[strip][nt][i] = s[strip][nt][i] * scales[i >> 1] + bias;
+          } else {
+            s[strip][nt][i] *= scales[i >> 1];
+          }
           if constexpr (KEY_SCALES == PER_TOKEN) s[strip][nt][i] += query_sum[nt][i & 1] * zeros[i >> 1];
         }
     }
     soften<STRIPS>(s, state, c.u, token_of(c.u, unit), c.pass);
   }
   __device__ __forceinline__ void add_packed(uint32_t at, const float (&s)[STRIPS][NT][4], State& state) const {
+    const uint32_t center[4] = {Values::minus_middle(0), Values::minus_middle(1), Values::minus_middle(2), Values::minus_middle(3)};
+    float middle[NT][4] = {};  // the same for all channels
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
       float scales[2] = {1.0f, 1.0f}, zeros[2] = {0.0f, 0.0f};
@@ -361,7 +370,7 @@ struct Decode {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint32_t p = load_shared_32(at + VALUE_BYTES + (strip * 16 + (lane >> 2) + i * 8) * 4);
-          scales[i] = low_of(p, half()), zeros[i] = high_of(p, half());
+          scales[i] = low_of(p, half()), zeros[i] = high_of(p, half()) + Values::MIDDLE * scales[i];
         }
         scales[1] *= 1.0f / Values::COLUMN_FACTOR;
       }
@@ -375,13 +384,25 @@ struct Decode {
           p[nt][i] = transpose(pack_pair(low * scales[i], high * scales[i], ValueType()));
         }
       accumulate<Values, ValueType>(at + strip * Values::BYTES, p, state);
+      if constexpr (Values::CENTERED) {
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) mma_m16n8k16(middle[nt], center, p[nt], ValueType());
+      }
+    }
+    if constexpr (Values::CENTERED) {
+#pragma unroll
+      for (int f = 0; f < TILES; ++f)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state.o[f][nt][i] += middle[nt][i];
     }
   }
   // The same of sixteen tokens of the window.
   __device__ __forceinline__ void weigh_window(uint32_t at, const uint32_t (&queries)[TILES][NT][2], float (&s)[1][NT][4], State& state,
                                                const Cursor& c, int first) const {
-    float bias[NT][4];
-    score<Rows, NO_SCALES, 1, T>(at, at, queries, s, bias);
+    float none[NT][4];
+    score<Rows, NO_SCALES, 1, T>(at, at, queries, s, none, none);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll

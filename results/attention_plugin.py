@@ -1,5 +1,6 @@
-"""tilebit's attention as a plug-in of the peer harness: ``attn_peers.py --plugin results/attention_plugin.py`` times it in one process with
-FA3 and torch's attention, replays interleaved, on the harness's own q, k and v.
+"""tilebit's attention as a plug-in of the peer harness: ``attn_peers.py --plugin results/attention_plugin.py --sequential`` times it in one
+process with FA3 and torch's attention, on the harness's own q, k and v. (Without ``--sequential`` the harness drops what its captured FA3
+graphs read before it replays them: they then end in 4 us, or never.)
 
     python -m results.attention_plugin --compile 1x32768,8x8192 32/8,64/8 [--prefill 8192,16384] [--target sm_90a]
 
@@ -113,6 +114,7 @@ class DecodePeer:
             kernel.prepare(c.q.device.index)
         out = torch.empty_like(c.q)
         named = {**self.operands, "q": c.q.contiguous(), "out": out, "workspace": workspace_of(kernel, target, c.q.device)}
+        self.captured = named  # the harness keeps a captured graph, and nothing of what it was captured from, but this object
         launch = kernel.run_dependent if self.dependent else kernel.run
         calls = [partial(launch, *({**named, "pages": pages}[name] for name in kernel.params)) for pages in self.copies]
         note = {
@@ -178,6 +180,7 @@ class PrefillPeer:
         rows_of_all = tuple(torch.empty_like(c.k.flatten(0, 1)) for _ in range(2)) if self.format else ()
         bounds = {size: torch.tensor([0, size], dtype=torch.int32, device=device) for a, b in chunks for size in (b, b - a)}
         histories = {first: torch.tensor([first], dtype=torch.int32, device=device) for first, _ in chunks}
+        self.captured = (q, out, rows_of_all, bounds, histories)  # a captured graph is kept without what it was captured from
 
         def chunk_rows(first: int, last: int, k: Tensor, v: Tensor, pages: Tensor | None) -> tuple[Tensor, ...]:
             if not first:

@@ -25,7 +25,7 @@ ABOUT_DECODE = (
 )
 ABOUT_BARS = (
     "A peer's time over tilebit's: above 1, tilebit is faster. Geometric means over the cases with heads 32/8 and 64/8; the worst case "
-    "in brackets. FA3 and the fastest 16-bit peer ran in the same process with replays interleaved; in the columns with a "
+    "in brackets. FA3 and the fastest 16-bit peer ran in the same process, one after another; in the columns with a "
     f"{STATED_MARK}, figures stated for another run count too."
 )
 ABOUT_PREFILL = (

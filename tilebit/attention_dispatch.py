@@ -23,7 +23,6 @@ from .layouts.kv_formats import KVFormat
 from .runtime import LoadedKernel
 from .schedules.attention import AttentionWorkload
 from .schedules.rules import attention as rules
-from .schedules.rules.gemm import TICKETS
 from .schedules.schedule import Schedule
 from .workspace import workspace
 
@@ -37,8 +36,6 @@ OPERANDS = {
 WRITTEN = {
     "decode": ("out", "lse"), "append": ("pages", "windows"), "gather": ("out_k", "out_v"), "prefill": ("out", "lse")
 }  # fmt: skip
-BATCHED = ("q", "block_tables", "slots", "lengths", "out", "lse")  # operands of decode whose first dimension is the batch
-SLICE = 16  # sequences: slices of int32 operands that start at multiples of it are aligned, on a CPU too
 
 Operands = tuple["Tensor | None", ...]
 # The fields of an AttentionWorkload in their order (batch, q_len and kv_len as buckets, the format's name, a torch dtype), and the device.
@@ -150,30 +147,12 @@ def _bind(kernel: LoadedKernel, workload: AttentionWorkload, plan: AttentionPlan
     words = rules.workspace_words(workload.bucketed(), schedule, plan.target)
     pick = itemgetter(*((*names, "workspace").index(name) for name in params))
     device = plan.device
-    # One ticket for each (sequence, kv head, pass over the columns).
-    passes = rules.column_passes(workload, schedule)
-    most = TICKETS // (workload.heads_kv * passes) // SLICE * SLICE
 
     def scratch(operands: Operands) -> None:
         space = workspace(device, words)
         run(*pick((*operands, space[0])))
 
-    if workload.batch <= most:
-        return scratch
-    if not most:
-        raise KernelUnavailable(
-            f"{workload} takes {workload.heads_kv * passes} tickets of a sequence; accepted: {TICKETS // SLICE}; use fewer heads a call"
-        )
-    batched = [name in BATCHED for name in names]
-
-    def slices(operands: Operands) -> None:
-        first = operands[0]
-        assert first is not None
-        for start in range(0, first.shape[0], most):
-            pairs = zip(operands, batched, strict=True)
-            scratch(tuple(t[start : start + most] if cut and t is not None else t for t, cut in pairs))
-
-    return slices
+    return scratch
 
 
 def expected(w: AttentionWorkload) -> dict[str, tuple[torch.dtype, tuple[int | str, ...]] | None]:

@@ -81,9 +81,9 @@ def column_passes(workload: AttentionWorkload, schedule: Schedule) -> int:
 
 
 def workspace_words(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of the workspace: TICKETS, which a launch finds and leaves zero (one a segment), then for each block two partial
-    results, those of the segments that it begins and ends in: per column ``head_dim`` sums, a maximum and a denominator in fp32. 0 for a
-    program that takes none. The same for all lengths, batches and q_len."""
+    """32-bit words of the workspace: TICKETS, which a launch finds and leaves zero (it uses one a block: a block begins at most one segment
+    that others go on with), then for each block two partial results, those of the segments that it begins and ends in: per column
+    ``head_dim`` sums, a maximum and a denominator in fp32. 0 for a program that takes none. The same for all lengths, batches and q_len."""
     s = schedule
     if workload.op != "decode" or not target.is_cuda:
         return 0

@@ -223,8 +223,8 @@ def test_a_kernel_of_other_operands_is_refused(kernels, monkeypatch):
         attention.decode(*decode_arguments(p))
 
 
-def test_a_batch_of_more_segments_than_tickets_is_cut(kernels, monkeypatch):
-    """On CUDA a launch has a ticket for each (sequence, kv head, pass over the columns)."""
+def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypatch):
+    """Whatever the batch: tickets belong to blocks, of which a persistent grid has as many for any number of sequences."""
     cache = KVCache(8, 40, HEADS, DIM)
     sequences = cache.allocate(40)
     k, v = (torch.randn(40 * 3, HEADS, DIM).half() for _ in range(2))
@@ -250,16 +250,9 @@ def test_a_batch_of_more_segments_than_tickets_is_cut(kernels, monkeypatch):
 
     monkeypatch.setattr(attention_dispatch, "find_kernel", with_workspace)
     monkeypatch.setattr(attention_dispatch, "workspace", lambda device, words: (4096, words, None))
-    for tickets, parts in ((128, [40]), (64, [32, 8]), (63, [16, 16, 8])):
-        attention_dispatch.forget()
-        monkeypatch.setattr(attention_dispatch, "TICKETS", tickets)
-        launched.clear()
-        out, lse = cache.attend(sequences, q, return_lse=True)
-        assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and launched == parts
     attention_dispatch.forget()
-    monkeypatch.setattr(attention_dispatch, "TICKETS", 31)
-    with pytest.raises(KernelUnavailable, match="2 tickets of a sequence"):
-        cache.attend(sequences, q)
+    out, lse = cache.attend(sequences, q, return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and launched == [40]
 
 
 WRONG = [

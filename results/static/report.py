@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ GPU_ARCHES = tuple(arch for arch in ARCHES if arch != "cpu")
 SHAPES = ((14336, 4096), (4096, 14336))
 MS = (1, 16, 64, 256, 4096)
 FORMAT = QuantFormat(4, 128, False)
+MODEL_TRIES = 4  # schedules of the model, the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Case:
     workload: Workload
     schedule: Schedule
     source: str
+    next_best: tuple[Schedule, ...] = ()  # in its place where its code does not pass the lint: the model cannot see spills
 
 
 def cases(target: Target, records: Sequence[TuningRecord]) -> list[Case]:
@@ -56,11 +58,11 @@ def cases(target: Target, records: Sequence[TuningRecord]) -> list[Case]:
     found = []
     for workload in (Workload(m, n, k, FORMAT) for n, k in SHAPES for m in MS):
         choice = choose(workload, target, records)
-        found.append(Case(workload, choice.schedule, choice.source))
-        others = [s for s in candidates(workload, target) or [] if s.program != choice.schedule.program]
-        for program in sorted({s.program for s in others}):
-            mine = [s for s in others if s.program == program]
-            found.append(Case(workload, min(mine, key=lambda s: estimate(workload, s, target).us), "model"))
+        options = sorted(candidates(workload, target) or [], key=lambda s: estimate(workload, s, target).us)
+        by_program = {p: [s for s in options if s.program == p] for p in sorted({s.program for s in options})}
+        same = [s for s in by_program.pop(choice.schedule.program, []) if s != choice.schedule]
+        found.append(Case(workload, choice.schedule, choice.source, () if choice.source == "tuned" else tuple(same[:MODEL_TRIES])))
+        found += [Case(workload, best[0], "model", tuple(best[1:MODEL_TRIES])) for best in by_program.values()]
     return found
 
 
@@ -125,18 +127,28 @@ def loop_fields(loop: Spent, workload: Workload, schedule: Schedule, target: Tar
 def measure(target: Target, pool: CompilePool, records: Sequence[TuningRecord]) -> tuple[list[dict[str, Any]], list[str]]:
     """(rows of one target in order, sentences about kernels that did not compile or whose code could not be read)."""
     chosen = cases(target, records)
-    requests = [CompileRequest(c.schedule.program, c.workload, c.schedule, target) for c in chosen]
     rows, bad = [], []
-    for case, request, result in zip(chosen, requests, pool.compile(requests), strict=True):
-        if isinstance(result, CompileFailure):
-            bad.append(str(result))
-            continue
-        try:
-            rows.append(row(case, result, target))
-        except ValueError as error:
-            bad.append(f"{request}: {error}")
+    while chosen:
+        requests = [CompileRequest(c.schedule.program, c.workload, c.schedule, target) for c in chosen]
+        compiled = list(zip(chosen, requests, pool.compile(requests), strict=True))
+        chosen = []
+        for case, request, result in compiled:
+            if not isinstance(result, CompileFailure):
+                read(case, request, result, target, rows, bad)
+            elif result.kind == "lint" and case.next_best:
+                chosen.append(replace(case, schedule=case.next_best[0], next_best=case.next_best[1:]))
+            else:
+                bad.append(str(result))
     rows.sort(key=lambda r: (r["n"], r["k"], r["m"], r["schedule"]["program"]))
     return rows, bad
+
+
+def read(case: Case, request: CompileRequest, kernel: Kernel, target: Target, rows: list[dict[str, Any]], bad: list[str]) -> None:
+    """Add the row of one kernel, or why its code could not be read."""
+    try:
+        rows.append(row(case, kernel, target))
+    except ValueError as error:
+        bad.append(f"{request}: {error}")
 
 
 def write(folder: Path, arch: str, rows: Iterable[dict[str, Any]]) -> None:

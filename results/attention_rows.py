@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .rows import OURS, json_rows
+from .rows import OURS, json_rows, timed_row
 
 OURS_DEPENDENT = "tilebit_pdl"  # with dependent launch, which saves time only between kernels of one stream
 FLOAT = "kv16"
@@ -63,15 +63,8 @@ class AttentionRow:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AttentionRow:
-        """Unknown fields are ignored; a missing required one, or a time that is no positive number, raises ``ValueError``."""
-        known = {f.name for f in fields(cls)}
-        try:
-            row = cls(**{key: value for key, value in data.items() if key in known})
-        except TypeError as error:
-            raise ValueError(f"not a measured row ({error}); accepted: the fields {sorted(known)}") from None
-        if not (isinstance(row.us, int | float) and row.us > 0):
-            raise ValueError(f"us is {row.us!r}; accepted: a positive number of microseconds")
-        return row
+        """As ``timed_row``."""
+        return timed_row(cls, data)
 
     @property
     def place(self) -> Place:

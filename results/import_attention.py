@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -22,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilebit.bench import write_rows
 from tilebit.schedules.target import ARCHES, target_from_name
 
 from .attention_rows import FLOAT, FP8
+from .imported import append_by_device
 
+KEY = ("run", "peer", "op", "batch", "kv_len", "heads_q", "heads_kv")  # what tells rows of one file apart
 HERE = Path(__file__).parent
 HEAD_DIM = 128  # of every case of the harness
 OPS = ("decode", "prefill")
@@ -156,16 +156,6 @@ def _read_gbps(gpu: str) -> float | None:
     return next((target.read_gbps for target in known if target.name == gpu), None)
 
 
-def append_new(path: Path, rows: list[dict[str, Any]]) -> int:
-    """Append to ``path`` those of ``rows`` whose (run, peer, op, batch, kv_len, heads) it does not hold, and return their number."""
-    key = ("run", "peer", "op", "batch", "kv_len", "heads_q", "heads_kv")
-    lines = path.read_text().splitlines() if path.exists() else []
-    held = {tuple(row.get(name) for name in key) for row in map(json.loads, filter(str.strip, lines))}
-    new = [row for row in rows if tuple(row[name] for name in key) not in held]
-    write_rows(path, new)
-    return len(new)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0: imported; 2: the file cannot be read as the harness's rows."""
     parser = argparse.ArgumentParser(
@@ -183,12 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"import_attention: {options.file}: {error}", file=sys.stderr)
         return 2
-    for gpu in sorted({row["gpu"] for row in rows}):
-        path = options.out / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".jsonl")
-        mine = [row for row in rows if row["gpu"] == gpu]
-        print(f"import_attention: {append_new(path, mine)} of {len(mine)} rows appended to {path}")
-    for reason, count in sorted(left_out.items()):
-        print(f"import_attention: {count} rows left out: {reason}")
+    append_by_device("import_attention", options.out, rows, KEY, left_out)
     return 0
 
 

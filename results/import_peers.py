@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilebit.bench import write_rows
+from .imported import append_by_device
 
+KEY = ("run", "peer", "n", "k", "m")  # what tells rows of one file apart
 HERE = Path(__file__).parent
 GROUP = 128  # values of k per scale of every 4- and 8-bit weight of the harness
 PROCESS = ("run", "gpu", "driver", "cuda", "torch", "tilelang", "commit", "date")
@@ -149,16 +150,6 @@ def _converted(row: dict[str, Any], kind: PeerKind, fields: dict[str, Any]) -> d
     }
 
 
-def append_new(path: Path, rows: list[dict[str, Any]]) -> int:
-    """Append to ``path`` those of ``rows`` whose (run, peer, n, k, m) it does not hold, and return their number."""
-    key = ("run", "peer", "n", "k", "m")
-    lines = path.read_text().splitlines() if path.exists() else []
-    held = {tuple(row.get(name) for name in key) for row in map(json.loads, filter(str.strip, lines))}
-    new = [row for row in rows if tuple(row[name] for name in key) not in held]
-    write_rows(path, new)
-    return len(new)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0: imported; 2: the file cannot be read as the harness's rows."""
     parser = argparse.ArgumentParser(prog="python -m results.import_peers", description="Append the peer harness's rows to results/gemm.")
@@ -174,12 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"import_peers: {options.file}: {error}", file=sys.stderr)
         return 2
-    for gpu in sorted({row["gpu"] for row in rows}):
-        path = options.out / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".jsonl")
-        mine = [row for row in rows if row["gpu"] == gpu]
-        print(f"import_peers: {append_new(path, mine)} of {len(mine)} rows appended to {path}")
-    for reason, count in sorted(left_out.items()):
-        print(f"import_peers: {count} rows left out: {reason}")
+    append_by_device("import_peers", options.out, rows, KEY, left_out)
     return 0
 
 

@@ -7,13 +7,27 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.schedules.workload import Workload
 
+R = TypeVar("R")
 OURS = "tilebit"  # impl of our rows; "tilebit_pdl": with dependent launch, which saves time only between kernels of one stream
+
+
+def timed_row(kind: type[R], data: dict[str, Any]) -> R:
+    """A row of the dataclass ``kind``. Unknown fields are ignored; a missing required one, or a time ``us`` that is no positive number,
+    raises ``ValueError``."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    try:
+        row: Any = kind(**{key: value for key, value in data.items() if key in known})
+    except TypeError as error:
+        raise ValueError(f"not a measured row ({error}); accepted: the fields {sorted(known)}") from None
+    if not (isinstance(row.us, int | float) and row.us > 0):
+        raise ValueError(f"us is {row.us!r}; accepted: a positive number of microseconds")
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +69,8 @@ class Row:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
-        """Unknown fields are ignored; a missing required one, or a time that is no positive number, raises ``ValueError``."""
-        known = {f.name for f in fields(cls)}
-        try:
-            row = cls(**{key: value for key, value in data.items() if key in known})
-        except TypeError as error:
-            raise ValueError(f"not a measured row ({error}); accepted: the fields {sorted(known)}") from None
-        if not (isinstance(row.us, int | float) and row.us > 0):
-            raise ValueError(f"us is {row.us!r}; accepted: a positive number of microseconds")
-        return row
+        """As ``timed_row``."""
+        return timed_row(cls, data)
 
     @property
     def weight_bits(self) -> int:

@@ -14,7 +14,7 @@ Codes are the tensor cores' A operand as they lie in the cache; the heads that s
 grid, the operands and the shared memory are declared here. Papers: BitDecoding IV-V, TurboMind 4.2 and 4.4.
 """
 
-from math import log2
+from math import e, log2
 from typing import Any
 
 from ...layouts.kv import window_words
@@ -30,7 +30,6 @@ from .reference import decode
 HEADERS = ("ptx.cuh", "split_k.cuh", "dependent.cuh", "kv.cuh", "attention.cuh")
 KINDS = {"float": "FLOAT", "int8": "INT8", "int4": "INT4", "int2": "INT2", "fp8": "FP8"}
 SCALES = {"none": "NO_SCALES", "channel": "PER_CHANNEL", "token": "PER_TOKEN", "head": "PER_HEAD"}
-LOG2_E = log2(2.718281828459045)
 
 
 def cache_arguments(workload: AttentionWorkload) -> str:
@@ -58,8 +57,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     w, dtype = workload, workload.dtype
     entry = f"tilebit::decode_attention<{decode_type(w, schedule)}, {TYPES[dtype]}>"
     capped = w.soft_cap > 0
-    scale = w.softmax_scale / w.soft_cap if capped else w.softmax_scale * LOG2_E
-    cap = w.soft_cap * LOG2_E
+    scale = w.softmax_scale / w.soft_cap if capped else w.softmax_scale * log2(e)
+    cap = w.soft_cap * log2(e)
     batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))
     num_pages, slots, max_pages = (T.dynamic(name) for name in ("num_pages", "num_slots", "max_pages"))
     HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None

@@ -36,7 +36,6 @@ __device__ __forceinline__ uint32_t code_of(float x, const Parameters& p, float 
   return uint32_t(fminf(fmaxf(rintf(__fmul_rn(__fsub_rn(x, p.zero), p.inverse)), 0.0f), most));
 }
 
-// GROUP_WARPS: the four warps of a block hold 32 tokens each.
 template <typename T, int KEY, int VALUE, int KEY_SCALES, int HEAD_DIM, int PAGE, int ROTARY>
 struct Append {
   using P = Page<KEY, VALUE, KEY_SCALES, HEAD_DIM, PAGE>;
@@ -48,7 +47,7 @@ struct Append {
   const int *tables, *starts, *lengths;
   const float *head_scales, *cos_sin;
   int heads, max_pages;
-  int sequence, head, first_row, old_length, length;  // rows of k and v from first_row on are tokens old_length .. length - 1
+  int head, first_row, old_length, length;  // rows of k and v from first_row on are tokens old_length .. length - 1
   const int* table;
   char* window;
   int lane, warp;
@@ -305,7 +304,7 @@ __device__ __forceinline__ void append_tokens(const void* k, const void* v, cons
   const Place place = locate<A::THREADS>(batch, items, [&](int) { return item; });
   if (item >= place.total) return;
   const int b = place.sequence, index = item - place.first;
-  a.sequence = b, a.first_row = a.starts[b], a.length = a.lengths[b], a.old_length = a.length - (a.starts[b + 1] - a.starts[b]);
+  a.first_row = a.starts[b], a.length = a.lengths[b], a.old_length = a.length - (a.starts[b + 1] - a.starts[b]);
   a.table = static_cast<const int*>(tables) + int64_t(b) * max_pages;
   a.window = static_cast<char*>(windows) + (int64_t(static_cast<const int*>(slots)[b]) * heads + a.head) * (2 * RESIDUAL / 16 * A::Rows::BYTES);
   const int group = (a.old_length / RESIDUAL + index) * RESIDUAL, full = full_groups(b);

@@ -11,12 +11,6 @@
 
 namespace tilebit {
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __host__ __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 
 // GROUP: query heads of a key head. PAGE: tokens of a page. UNIT: tokens of a packed unit. NT: 8-column tiles of a pass. WINDOW: 0 or the tokens
@@ -458,7 +452,7 @@ struct Decode {
   __device__ __forceinline__ void emit(const Cursor& c, int column, int channel, float4 v, float top, float sum, T* out, float* lse) const {
     const int n = c.pass * COLUMNS + column, head = c.head * GROUP + n % GROUP;
     if constexpr (SINKS) {
-      const float sink = sinks[head] * 1.44269504f, higher = fmaxf(top, sink), factor = exp2_fast(top - higher);
+      const float sink = sinks[head] * LOG2_E, higher = fmaxf(top, sink), factor = exp2_fast(top - higher);
       sum = sum * factor + exp2_fast(sink - higher), top = higher;
       v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
     }
@@ -467,7 +461,7 @@ struct Decode {
     const uint2 pairs = {pack_pair(v.x * inverse, v.y * inverse, T()), pack_pair(v.z * inverse, v.w * inverse, T())};
     *reinterpret_cast<uint2*>(out + row * HEAD_DIM + channel) = pairs;
     if constexpr (LSE) {
-      if (channel == 0) lse[row] = sum > 0.0f ? (top + log2f(sum)) * 0.693147181f : -INFINITY;
+      if (channel == 0) lse[row] = sum > 0.0f ? (top + log2f(sum)) * LN_2 : -INFINITY;
     }
   }
 

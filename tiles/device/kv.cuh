@@ -8,6 +8,7 @@
 
 namespace tilebit {
 
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int RESIDUAL = 128;  // tokens of a sequence's 16-bit window, and of a quantization group of keys
 
 enum Kind { INT2 = 2, INT4 = 4, INT8 = 8, FLOAT = 16, FP8 = 108 };  // of a cached number; FLOAT: 16 bits, the queries' own type

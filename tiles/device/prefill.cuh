@@ -9,14 +9,8 @@
 
 namespace tilebit {
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float LOWEST = -1e30f;  // the maximum of nothing: finite, so that no difference of two of them is a NaN
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -179,7 +173,7 @@ __device__ __forceinline__ void zero_tail(void* values, const int* fields, int t
 #pragma unroll
   for (int panel = 0; panel < HEAD_DIM / 64; ++panel)
     for (int i = keys * 8 + thread % THREADS; i < COLUMNS * 8; i += THREADS) chunks[panel * COLUMNS * 8 + i] = make_uint4(0, 0, 0, 0);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_before_bulk_copies();
   sync_group<BARRIER, THREADS>(thread / THREADS);
 }
 

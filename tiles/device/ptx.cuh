@@ -45,6 +45,11 @@ __device__ __forceinline__ void store_shared_32(uint32_t address, uint32_t v) { 
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 template <int BARRIER, int THREADS>
 __device__ __forceinline__ void sync_group(int group) {
   if constexpr (THREADS == 32)

@@ -126,16 +126,23 @@ def check_pipeline(source: str) -> None:
     """What rare races depended on: each role waits for one barrier an iteration and arrives once, no stage is released before the product
     that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
     body = source[source.rindex("main_kernel(") :]
-    before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::iterations", body)
+    before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
     assert "wait_for_predecessor" not in before
     check_order(
         weights, "].wait(", ".expect_transaction(", "tma_load(halves_desc", "tma_load(scales_desc", "].arrive()", "wait_for_predecessor"
     )
     check_order(x, "].wait(", ".expect_transaction(", "(x_desc", "].arrive()", "wait_for_predecessor")
-    check_order(computing, "].wait(", "tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_wait<0>()", "tilebit::release<")
+    product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", "wait_wgmma<")
+    check_order(computing, "].wait(", *product, "tilebit::release<")
+    parts = computing.count(
+        "tilebit::dequantize<"
+    )  # in two parts: the product before, whose stage is released then, ends while one is under way
+    if parts == 2:
+        check_order(computing[computing.index("tilebit::release<") + 1 :], *product, "wait_wgmma<0>()", "tilebit::release<")
+    assert computing.count(f"wait_wgmma<{parts - 1}>()") == parts
     assert "x_desc" not in weights and "halves_desc" not in x
-    for role, hands_over in ((weights, "].arrive()"), (x, "].arrive()"), (computing, "tilebit::release<")):
-        assert role.count("].wait(") == role.count(hands_over) == 1
+    for role, hands_over, times in ((weights, "].arrive()", 1), (x, "].arrive()", 1), (computing, "tilebit::release<", parts)):
+        assert role.count("].wait(") == 1 and role.count(hands_over) == times
 
 
 def check_order(text: str, *steps: str) -> None:

@@ -6,15 +6,6 @@
 
 namespace tilebit {
 
-// The same number, which the compiler cannot know: what is computed from it stays where it is written instead of being kept in registers
-// throughout the main loop, which has none to spare (128 x 256: 1,024 bytes of spills without).
-__device__ __forceinline__ int fresh(int value) {
-#ifndef TILEBIT_HOST_EMULATION
-  asm volatile("" : "+r"(value));
-#endif
-  return value;
-}
-
 // Where a block's part of a shared tile lies in the workspace, behind the tickets. A block whose steps are a part of one tile has one place.
 // One whose steps cross tile borders has two: of the tile it begins in the middle of, and of the one (it is then its first) it does not end.
 template <int TILE, bool ONE>

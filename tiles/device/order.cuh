@@ -4,6 +4,15 @@
 
 namespace tilebit {
 
+// The same number, which the compiler cannot know: what is computed from it stays where it is written instead of being kept in registers
+// throughout the main loop, which has none to spare (128 x 256: 1,024 bytes of spills without).
+__device__ __forceinline__ int fresh(int value) {
+#ifndef TILEBIT_HOST_EMULATION
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
 // With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps. Else
 // CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP
@@ -58,27 +67,45 @@ struct Order {
     const int place = SPLITS > 1 ? block / SPLITS : o.place(block / CLUSTER, i), inside = place % (N_PLACES * GROUP), rows = o.rows(place);
     return place / (N_PLACES * GROUP) * GROUP + (rows == GROUP ? inside % GROUP : inside % rows);
   }
-  // Whether the block's part of a tile starts, or ends, with iteration i.
-  __device__ __forceinline__ static int starts(int m, int block, int i) { return step(m, block, i) == 0 || i == 0; }
-  __device__ __forceinline__ static int ends(int m, int block, int i) {
-    if constexpr (SPLITS > 1) return i == iterations(m, block) - 1;
-    return step(m, block, i) == STEPS - 1 || i == Order(m).share(block / CLUSTER) - 1;
+  // Pieces of tiles that a block multiplies one after another, and the iterations of one of them.
+  __device__ __forceinline__ static int pieces(int m, int block) {
+    if constexpr (SPLITS > 1) return 1;
+    const Order o(fresh(m));
+    return o.shared_pieces(block / CLUSTER) + o.waves;
+  }
+  __device__ __forceinline__ static int length(int m, int block, int piece) {
+    if constexpr (SPLITS > 1) return iterations(m, block);
+    const Order o(fresh(m));
+    const int team = fresh(block) / CLUSTER, begin = o.begin(team), end = begin + o.share(team), place = begin / STEPS + piece;
+    return place * STEPS >= end ? STEPS : min(end, (place + 1) * STEPS) - max(begin, place * STEPS);
+  }
+  // The last iteration of a piece.
+  __device__ __forceinline__ static int last(int m, int block, int piece) {
+    if constexpr (SPLITS > 1) return iterations(m, block) - 1;
+    const Order o(m);
+    const int team = block / CLUSTER, begin = o.begin(team), end = begin + o.share(team), place = begin / STEPS + piece;
+    return (place * STEPS >= end ? end + (piece + 1 - o.shared_pieces(team)) * STEPS : min(end, (place + 1) * STEPS)) - begin - 1;
+  }
+  __device__ __forceinline__ int shared_pieces(int team) const {
+    const int first = begin(team), end = first + share(team);
+    return (end + STEPS - 1) / STEPS - first / STEPS;
   }
 };
 
-// A computing warp is done with a stage: one arrival at the stage's barrier in each block of the cluster, whose first block loads for all.
+// A computing warp is done with a stage: one arrival at the stage's barrier in each block of the cluster, whose first block loads for all. The
+// arrival is predicated: around a branch ptxas would wait for every product before it goes on to the next (C7513).
 // Not `.release.cluster`: reads of shared memory need no fence, and one at that scope took 17 % of the time (28672 x 4096, m = 64, H200).
 template <int CLUSTER>
-__device__ __forceinline__ void release(void* barrier, int thread) {
+__device__ __forceinline__ void release(void* barrier, int thread, bool really = true) {
   const int lane = thread & 31;
   const uint32_t mine = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
-  __syncwarp();
+  uint32_t barrier_there = mine;
+  if constexpr (CLUSTER > 1) asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(mine), "r"(lane & (CLUSTER - 1)));
+  const int arrives = really && lane < CLUSTER;
   if constexpr (CLUSTER == 1) {
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mine) : "memory");
-  } else if (lane < CLUSTER) {
-    uint32_t remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(mine), "r"(lane));
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier_there), "r"(arrives) : "memory");
+  } else {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(barrier_there), "r"(arrives) : "memory");
   }
 }
 

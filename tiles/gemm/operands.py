@@ -97,13 +97,14 @@ class Operands:
         """64-row slabs that one group of four warps holds."""
         return self.schedule.block_n // 64 // (self.schedule.num_warps // 4)
 
-    def dequantize_call(self) -> str:
-        """``tilebit::dequantize`` with its template arguments (``device/dequant.cuh``)."""
+    def dequantize_call(self, part: int = 0, parts: int = 1) -> str:
+        """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments (``device/dequant.cuh``)."""
         w, s = self.workload, self.schedule
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
         arguments = (
-            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, self.records, group_steps, s.block_n, _cpp(self.grouped),
+            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, self.records,
+            self.records // parts * part, self.records // parts, group_steps, s.block_n, _cpp(self.grouped),
         )  # fmt: skip
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 

@@ -6,7 +6,9 @@ computed as Y^T = W X^T, so that the dequantized weight is wgmma's register oper
 instruction's n, from 16 up (TurboMind sections 4.1-4.3). Accumulation is fp32; per-group scales are applied to the weights, per-channel
 ones to the accumulators. Two warps load by TMA into ``num_stages`` stages, one what no earlier kernel writes (weights, scales, zero points:
 in a dependent launch it need not wait), one x. ``num_warps / 4`` warpgroups dequantize whole 64-row slabs (one conflict-free 128-bit load
-per thread and 2 KiB record) and multiply; while one dequantizes, another keeps the tensor cores busy (LiquidGEMM section 5).
+per thread and 2 KiB record) and multiply. A step is taken in two parts whose weights have registers of their own: while a part is
+multiplied, the next is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section 5; 128 x 256 is
+bound by power and gains nothing, 256 x 128 gains 4 to 8 % and overtakes it: 8192 x 28672, m = 1024: 756 us, so 698, H200).
 
 One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
@@ -53,9 +55,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     shared = schedule.stream_k or (splits > 1 and not clustered)  # through a workspace
     order = f"tilebit::Order<{p.n_pad // bn}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}>"
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
-    dequantize, columns = p.dequantize_call(), p.staged_columns
+    columns, overlapped = p.staged_columns, p.records % 2 == 0
+    parts = 2 if overlapped else 1  # of a step, each of which has registers of its own for the weights
+    dequantize = [p.dequantize_call(part, parts) for part in range(parts)]
     finish = f"tilebit::finish_tile<{order}, {p.store_type()}, {consumers}, {BARRIER}, {str(shared).lower()}>"
     park = f"tilebit::park_tile<{bn * bm // consumers}, {consumers}, {BARRIER}>"
+    release = f"tilebit::release<{cluster}>"
     finish_split = f"tilebit::finish_split<{order}, {p.store_type()}, {consumers}, {splits}>"
 
     def of(what: str, *where: Any) -> Any:
@@ -77,6 +82,29 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         if p.asymmetric:
             T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[i % stages, :, :], barrier=full[i % stages])
 
+    @T.macro
+    def load_x(x, Xs, full, step, by, i):
+        for part in T.unroll(parts):
+            k0 = step * bk + part * (bk // parts)
+            T.tma_copy(
+                x[by * bm : by * bm + bm, k0 : k0 + bk // parts], Xs[i % stages, part, :, :], barrier=full[i % stages],
+                cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
+            )  # fmt: skip
+
+    def multiplication(part):
+        @T.macro
+        def multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, clear):
+            T.call_extern(
+                "handle", dequantize[part], W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
+                T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
+            )  # fmt: skip
+            T.wgmma_gemm(W, Xs[stage, part, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=clear)
+            T.wait_wgmma(parts - 1)  # the other part's product, whose weights are overwritten next
+
+        return multiply
+
+    multiply, multiply_rest = multiplication(0), multiplication(parts - 1)
+
     @T.prim_func
     def main(
         x: T.Tensor((m, p.kx), dtype),
@@ -90,14 +118,15 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=splits if clustered else cluster) as block:
             thread = T.get_thread_binding()
             halves = T.reshape(weight, (p.n_tiles, p.k_tiles * 2, 256))  # a shared extent over 256 would be boxed by the TMA copy
-            Xs = T.alloc_shared((stages, bm, bk), dtype)
+            Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
             Ws = T.alloc_shared((stages, bn // 64, p.records * 2, 256), "int32")
             Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)
             Zs = T.alloc_shared((stages, p.step_groups, bn), dtype) if p.asymmetric else Ss
             staging = T.alloc_shared((columns * (bn + 8),), dtype)
             full = T.alloc_barrier([64] * stages)  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * stages)
-            W = T.alloc_fragment((bn, bk), dtype)
+            W = T.alloc_fragment((bn, bk // parts), dtype)
+            W_rest = T.alloc_fragment((bn, bk // parts), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
             T.import_source(device_source(HEADERS))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
@@ -118,10 +147,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     for i in T.serial(of("iterations", m, block)):
                         step, by = of("step", m, block, i), of("m_block", m, block, i)
                         T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
-                        T.tma_copy(
-                            x[by * bm : by * bm + bm, step * bk : step * bk + bk], Xs[i % stages, :, :], barrier=full[i % stages],
-                            cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
-                        )  # fmt: skip
+                        load_x(x, Xs, full, step, by, i)
                         T.barrier_arrive(full[i % stages])
                 if clustered:
                     T.cluster_sync()
@@ -129,40 +155,39 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
-                for i in T.serial(of("iterations", m, block)):
-                    T.mbarrier_wait_parity(full[i % stages], i // stages & 1)
-                    T.call_extern(
-                        "handle",
-                        dequantize,
-                        W.access_ptr("w"),
-                        T.address_of(Ws[i % stages, 0, 0, 0]),
-                        T.address_of(Ss[i % stages, 0, 0]),
-                        T.address_of(Zs[i % stages, 0, 0]),
-                        thread - PRODUCERS,
-                    )
-                    T.gemm(
-                        W,
-                        Xs[i % stages, :, :],
-                        Y,
-                        transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                        clear_accum=of("starts", m, block, i) != 0,
-                    )
-                    T.call_extern("handle", f"tilebit::release<{cluster}>", T.address_of(empty[i % stages]), thread)
-                    if of("ends", m, block, i) != 0:
-                        if clustered:
-                            T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0]), thread - PRODUCERS)
+                stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
+                last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
+                steps = T.alloc_var("int32")
+                for piece in T.serial(of("pieces", m, block)):
+                    steps = of("length", m, block, piece)
+                    for j in T.serial(steps):
+                        T.mbarrier_wait_parity(full[stage], phase)
+                        multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)
+                        if overlapped:
+                            T.call_extern("handle", release, T.address_of(empty[last]), thread, j)
+                            multiply_rest(W_rest, Xs, Y, Ws, Ss, Zs, thread, stage, False)
+                            last = stage
                         else:
-                            T.call_extern(
-                                "handle", finish, Y.access_ptr("r"), T.address_of(staging[0]),
-                                T.address_of(workspace[0]) if shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
-                                T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
-                                m, i, block, thread - PRODUCERS,
-                            )  # fmt: skip
+                            last = stage
+                            T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)
+                        phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
+                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                    if overlapped:
+                        T.wait_wgmma(0)
+                        T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)
+                    if clustered:
+                        T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0, 0]), thread - PRODUCERS)
+                    else:
+                        T.call_extern(
+                            "handle", finish, Y.access_ptr("r"), T.address_of(staging[0]),
+                            T.address_of(workspace[0]) if shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
+                            T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
+                            m, of("last", m, block, piece), block, thread - PRODUCERS,
+                        )  # fmt: skip
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
                     T.cluster_sync()
                     T.call_extern(
-                        "handle", finish_split, T.address_of(Xs[0, 0, 0]), T.address_of(staging[0]), T.address_of(y[0, 0]),
+                        "handle", finish_split, T.address_of(Xs[0, 0, 0, 0]), T.address_of(staging[0]), T.address_of(y[0, 0]),
                         T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
                         m, block, thread - PRODUCERS,
                     )  # fmt: skip

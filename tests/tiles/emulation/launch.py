@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -73,6 +73,7 @@ class Group:
     high: int
     allocated: int = 0
     waited: bool = False  # for the kernels before this one
+    products: list[Callable[[], None]] = field(default_factory=list)  # that are under way, the oldest first
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ PAIR = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, cluster=2)
 CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
 SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
 STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
+HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a product is always under way
 BUSY = work(W4, m=60, n=192, k=512)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
 FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
@@ -23,8 +24,11 @@ BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
 FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
-RELEASE = 'T.call_extern("handle", f"tilebit::release<{cluster}>", T.address_of(empty[i % stages]), thread)\n'
-PRODUCT = "T.gemm(\n"
+RELEASE = "last = stage\n" + " " * 28 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
+RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last]), thread, j)\n'
+DRAIN = "T.wait_wgmma(0)\n"
+LAST_RELEASE = DRAIN + " " * 24 + RELEASE_LAST.replace("j)", "1)")
+PRODUCT = "multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)\n"
 FREE = "T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weight(halves,"
 INDENT = " " * 20
@@ -49,23 +53,34 @@ BUGS = (
     loop("split's own k forgotten", work(W4, k=576), SPLIT, ("x[by * bm, step * bk]", "x[by * bm, i * bk]")),
     loop("n tail not masked, mma.sync", work(W4, n=100), MMA, ("bx * bn + r < p.n", "bx * bn + r < p.n_pad"), sign="after the output"),
     # wgmma: the pipeline
-    loop("sum never starts from zero", work(W4), RING, ('clear_accum=of("starts", m, block, i) != 0', "clear_accum=False")),
-    loop("sum starts anew at every step", work(W4), RING, ('clear_accum=of("starts", m, block, i) != 0', "clear_accum=True")),
+    loop("sum never starts from zero", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, False)")),
+    loop("sum starts anew at every step", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, True)")),
     loop(
         "stage released before the product", work(W4), RING,
-        (INDENT + RELEASE, ""), (INDENT + PRODUCT, INDENT + RELEASE + INDENT + PRODUCT),
+        (RELEASE, "pass\n"), (PRODUCT, RELEASE.replace(" " * 28, " " * 24) + " " * 24 + PRODUCT),
     ),
+    loop(
+        "stage released before the product, in parts", work(W4, k=512), HALVES,
+        (RELEASE_LAST, RELEASE_LAST.replace("last", "stage").replace("j)", "1)")), (LAST_RELEASE, DRAIN),
+    ),
+    loop("weights overwritten while they are multiplied", work(W4, k=512), HALVES, ("T.wait_wgmma(parts - 1)", "T.wait_wgmma(parts)")),
+    loop("sums read before the last product", work(W4, k=512), HALVES, (DRAIN, "pass\n")),
+    loop(
+        "last stage of a tile never released", work(W4, m=40, k=512), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True),
+        (LAST_RELEASE, DRAIN), sign="nobody can go on",
+    ),
+    loop("second part of a step multiplied twice", work(W4, k=512), HALVES, ("multiplication(0)", "multiplication(parts - 1)")),
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
-    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[i % stages], i // stages & 1)", "pass"), sign=""),
+    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[stage], phase)", "pass"), sign=""),
     loop(
         "full stage's parity wrong", work(W4), RING,
-        ("full[i % stages], i // stages & 1)", "full[i % stages], (i // stages & 1) ^ 1)"), sign="",
+        ("full[stage], phase)", "full[stage], phase ^ 1)"), sign="",
     ),
     loop("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
     loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
     loop(
         "last ring stage skipped", work(W4), Schedule("gemm_wgmma", 64, 16, 64, 3, 4),
-        ("Xs[i % stages, :, :],\n", "Xs[i % (stages - 1), :, :],\n"),
+        ("Xs[stage, part, :, :]", "Xs[stage % (stages - 1), part, :, :]"),
     ),
     loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
     loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm : by * bm + bm,", "x[0:bm,")),
@@ -76,7 +91,7 @@ BUGS = (
     ),
     loop(
         "y stored before the kernel that reads it ends", work(W4), RING,
-        (PREDECESSOR + " " * 16 + "for", "pass\n" + " " * 16 + "for"), sign="earlier",
+        (PREDECESSOR + " " * 16 + "stage, phase", "pass\n" + " " * 16 + "stage, phase"), sign="earlier",
     ),
     loop("shared x released by one block alone", work(W4), PAIR, ("schedule.num_warps * cluster", "schedule.num_warps"), sign=""),
     device("stage released in one block of two", work(W4), PAIR, ("lane < CLUSTER", "lane < 1"), sign="nobody can go on"),
@@ -108,7 +123,10 @@ BUGS = (
         "owner of a step off by one", BUSY, STREAM_K,
         ("(step - longer) / max(quota, 1)", "(step - longer + 1) / max(quota, 1)"), sign="",
     ),
-    device("part of a tile not stored at the end of a share", BUSY, STREAM_K, ("|| i == Order(m).share(block / CLUSTER) - 1", ""), sign=""),
+    device(
+        "part of a tile not stored at the end of a share", BUSY, STREAM_K,
+        (": min(end, (place + 1) * STEPS) -", ": (place + 1) * STEPS -"), sign="",
+    ),
     device("first part added twice", BUSY, STREAM_K, ("part == Part::ALL ? first : first + O::TEAM", "first"), sign=""),
     device("ticket not reset", BUSY, STREAM_K, ("if (complete) *ticket = 0;", ""), sign=""),
     # small m

@@ -14,6 +14,7 @@ ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 OPERAND = re.compile(r"%\d+|(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 VECTOR = re.compile(r"\{([^{};]*)\}")  # registers that belong together; braces around statements are a scope
+PREDICATED = re.compile(r"(?:@!?(\w+)\s+)?(.*)$", re.DOTALL)
 INSTRUCTION = re.compile(r"([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
 
 
@@ -59,11 +60,15 @@ def _operands(section: str) -> Iterator[str]:
 def _calls(template: str, operands: list[str]) -> Iterator[str]:
     for statement in re.split(r"[;\n{}]", VECTOR.sub(r"\1", template)):
         statement = statement.strip()
-        if not statement or statement.startswith((".", "@")) or statement.endswith(":"):  # declarations, branches, labels
+        predicate, statement = _match(PREDICATED, statement, 0).groups()
+        if not statement or statement.startswith((".", "bra ")) or statement.endswith(":"):  # declarations, branches, labels
             continue
         name, rest = _match(INSTRUCTION, statement, 0).groups()
         arguments = [operands[int(token[1:])] if token[0] == "%" else token for token in OPERAND.findall(rest or "")]
-        yield f"ptx_{re.sub(r'[.:]', '_', name)}({', '.join(arguments)});"
+        if name == "setp.ne.b32":
+            yield f"const bool {(rest or '').split(',')[0]} = {arguments[0]} != {arguments[1]};"
+        else:
+            yield (f"if ({predicate}) " if predicate else "") + f"ptx_{re.sub(r'[.:]', '_', name)}({', '.join(arguments)});"
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:

@@ -113,8 +113,9 @@ class TileLanguage:
     def alloc_local(self, shape: tuple[int, ...], dtype: str) -> ThreadLocal:
         return ThreadLocal(shape, dtype, self.group.size)
 
-    def alloc_var(self, dtype: str) -> None:
+    def alloc_var(self, dtype: str, init: int = 0) -> int:
         """A variable: the program's assignments bind the Python name."""
+        return init
 
     def reshape(self, buffer: Buffer, shape: tuple[int, ...]) -> Buffer:
         view = Buffer(shape, buffer.dtype, buffer.data, buffer.start)
@@ -141,8 +142,13 @@ class TileLanguage:
     def float32(self, value: float) -> np.float32:
         return np.float32(value)
 
+    def if_then_else(self, condition: bool, then: int, otherwise: int) -> int:
+        return then if condition else otherwise
+
     def serial(self, count: int) -> range:
         return range(count)
+
+    unroll = serial
 
     def Pipelined(self, count: int, num_stages: int) -> range:
         return range(count)
@@ -213,11 +219,27 @@ class TileLanguage:
     ) -> None:
         """c += a @ b^T in fp32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
         assert transpose_B and policy == "FullRow"
+        self._multiply(a, b, c, clear_accum)
+
+    def _multiply(self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, clear_accum: bool) -> None:
         a.plays(wgmma_a, 16)
         c.plays(wgmma_c, c.shape[1])
         with np.errstate(invalid="ignore", over="ignore"):
             product = a.matrix() @ b.numbers().T
             c.fill(product if clear_accum else c.matrix() + product)
+
+    def wgmma_gemm(
+        self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, transpose_B: bool, policy: str, clear_accum: bool = False
+    ) -> None:
+        """``gemm``, as late as the program allows: with what its operands hold when it is waited for."""
+        self.group.products.append(lambda: self._multiply(a, b, c, clear_accum))
+        assert transpose_B and policy == "FullRow"
+        self.crew.pause()
+
+    def wait_wgmma(self, left: int) -> None:
+        while len(self.group.products) > left:
+            self.group.products.pop(0)()
+        self.crew.pause()
 
 
 def _passed(argument: Any) -> Argument:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -43,12 +42,13 @@ Key = tuple[Any, ...]
 
 
 class AttentionPlan:
-    """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch(operands)`` takes them in the order of ``OPERANDS``.
+    """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch(operands)`` takes them in the order of ``OPERANDS``,
+    and so does what ``dependent()`` returns.
 
     Raises ``KernelUnavailable`` when there is no kernel, or when it would have to be loaded while a CUDA graph is captured.
     """
 
-    __slots__ = ("device", "guarded", "launch", "target", "workload")
+    __slots__ = ("_early", "device", "guarded", "kernel", "launch", "target", "workload")
 
     def __init__(self, workload: AttentionWorkload, device: torch.device) -> None:
         self.device, self.workload, self.target = device, workload, device_target(device)
@@ -58,10 +58,19 @@ class AttentionPlan:
                 f"the first call of this kind ({workload}) happens while a CUDA graph is captured, and loading a kernel is not allowed "
                 f"there; make the same call once before the capture"
             )
-        kernel = find_kernel(workload.bucketed(), self.target)
+        self.kernel = find_kernel(workload.bucketed(), self.target)
         if self.target.is_cuda:
-            kernel.prepare(device.index)
-        self.launch = _bind(kernel, workload, self)
+            self.kernel.prepare(device.index)
+        self.launch = _bind(self.kernel, self.kernel.run, self)
+        self._early: Callable[[Operands], None] | None = None
+
+    def dependent(self) -> Callable[[Operands], None]:
+        """``launch`` with programmatic dependent launch, where the kernel has it. Both are one plan's: which of them a call takes may
+        differ between a warm-up and a capture, where no kernel can be loaded."""
+        if self._early is None:
+            run = self.kernel.run_dependent
+            self._early = self.launch if run is None else _bind(self.kernel, run, self)
+        return self._early
 
 
 _lock = threading.Lock()
@@ -73,28 +82,28 @@ def forget() -> None:
     plans.clear()
 
 
-def launch(key: Key, operands: Operands) -> None:
+def launch(key: Key, operands: Operands, dependent: bool = False) -> None:
     """Launch the kernel of the plan ``key`` on ``operands``; where there is none yet, check the operands and make one.
 
     Kernels check in C what they are given, at no cost that shows; when one refuses, the operands are checked here, which says it in the
-    ops' own words. Read-only operands that are not contiguous or not aligned are copied then.
+    ops' own words. Read-only operands that are not contiguous or not aligned are copied then, and the launch is a plain one.
     """
     plan = plans.get(key)
     if plan is None:
         plan = _plan(key, operands)
+    run = plan.dependent() if dependent else plan.launch
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):
-                plan.launch(operands)
+                run(operands)
         else:
-            plan.launch(operands)
+            run(operands)
     except Exception:
         check(plan.workload, plan.device, operands)
         ready = _ready(plan.workload.op, operands)
         if all(a is b for a, b in zip(ready, operands, strict=True)):
             raise
-        with torch.cuda.device(plan.device) if plan.target.is_cuda else nullcontext():
-            plan.launch(ready)
+        launch(key, ready)  # the preceding kernel is a copy's now, and a dependent launch might read what it writes before it has
 
 
 def workload_of(key: Key) -> AttentionWorkload:
@@ -131,9 +140,11 @@ def _ready(op: str, operands: Operands) -> Operands:
     return tuple(ready)
 
 
-def _bind(kernel: LoadedKernel, workload: AttentionWorkload, plan: AttentionPlan) -> Callable[[Operands], None]:
-    """A call of ``kernel`` with operands in the order of ``OPERANDS``, and its workspace where it takes one."""
-    names, params, run = OPERANDS[workload.op], kernel.params, kernel.run
+def _bind(kernel: LoadedKernel, run: Callable[..., None], plan: AttentionPlan) -> Callable[[Operands], None]:
+    """A call of ``run``, one of the launches of ``kernel``, with operands in the order of ``OPERANDS``, and its workspace where it takes
+    one."""
+    workload = plan.workload
+    names, params = OPERANDS[workload.op], kernel.params
     absent = {name for name, shape in expected(workload).items() if shape is None}
     needed = [name for name in names if name not in absent]
     if sorted(p for p in params if p != "workspace") != sorted(needed):

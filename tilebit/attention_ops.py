@@ -19,18 +19,19 @@ from .layouts.kv_formats import KVFormat
 _CACHE = "Tensor pages, Tensor windows, Tensor block_tables, Tensor slots, Tensor lengths"
 _LAYOUT = "str format, int page_size"
 _SOFTMAX = "float? scale=None, int window=0, int sink_tokens=0, float soft_cap=0.0"
+_LAUNCH = "bool dependent=False"
 _DECODE = f"Tensor q, {_CACHE}, Tensor? head_scales, Tensor? sinks, {_LAYOUT}, {_SOFTMAX}"
 _PREFILL = f"Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_kv, Tensor? sinks, {_SOFTMAX}"
 _GATHER = f"{_CACHE}, Tensor cu_kv, Tensor? head_scales, {_LAYOUT}"
 SCHEMAS = {
-    "attention_decode": f"({_DECODE}, bool return_lse=False) -> (Tensor, Tensor)",
-    "attention_decode.out": f"({_DECODE}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+    "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
+    "attention_decode.out": f"({_DECODE}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
     "attention_append": "(Tensor k, Tensor v, Tensor cu_seqlens, Tensor lengths, Tensor block_tables, Tensor slots, Tensor(a!) pages, "
-    f"Tensor(b!) windows, Tensor? head_scales, Tensor? cos_sin, {_LAYOUT}, str rotary='') -> ()",
-    "attention_gather": f"({_GATHER}, SymInt total, int head_dim, ScalarType dtype) -> (Tensor, Tensor)",
-    "attention_gather.out": f"({_GATHER}, *, Tensor(a!) out_k, Tensor(b!) out_v) -> ()",
-    "attention_prefill": f"({_PREFILL}, bool return_lse=False) -> (Tensor, Tensor)",
-    "attention_prefill.out": f"({_PREFILL}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+    f"Tensor(b!) windows, Tensor? head_scales, Tensor? cos_sin, {_LAYOUT}, str rotary='', {_LAUNCH}) -> ()",
+    "attention_gather": f"({_GATHER}, SymInt total, int head_dim, ScalarType dtype, {_LAUNCH}) -> (Tensor, Tensor)",
+    "attention_gather.out": f"({_GATHER}, {_LAUNCH}, *, Tensor(a!) out_k, Tensor(b!) out_v) -> ()",
+    "attention_prefill": f"({_PREFILL}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
+    "attention_prefill.out": f"({_PREFILL}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
 }
 
 
@@ -49,6 +50,7 @@ def _decode_out(
     window: int = 0,
     sink_tokens: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
     *,
     out: Tensor,
     lse: Tensor | None = None,
@@ -62,7 +64,10 @@ def _decode_out(
         "decode", bucket(batch), bucket(q_len), bucket(block_tables.shape[1] * page_size), heads_q, pages.shape[1], head_dim, format,
         q.dtype, page_size, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
     )  # fmt: skip
-    launch(key, (_dense(q), pages, windows, _dense(block_tables), slots, lengths, head_scales, sinks, out, lse))
+    tables = _dense(block_tables)
+    # The kernel asks for the tables before its wait. A copy of them would be the preceding kernel; one of q may be.
+    early = dependent and tables is block_tables
+    launch(key, (_dense(q), pages, windows, tables, slots, lengths, head_scales, sinks, out, lse), early)
 
 
 def _decode(
@@ -81,11 +86,12 @@ def _decode(
     sink_tokens: int = 0,
     soft_cap: float = 0.0,
     return_lse: bool = False,
+    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _outputs(q, return_lse)
     _decode_out(
         q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size, scale, window, sink_tokens, soft_cap,
-        out=out, lse=lse if return_lse else None,
+        dependent, out=out, lse=lse if return_lse else None,
     )  # fmt: skip
     return out, lse
 
@@ -104,6 +110,7 @@ def _append(
     format: str,
     page_size: int,
     rotary: str = "",
+    dependent: bool = False,
 ) -> None:
     if k.ndim != 3 or block_tables.ndim != 2:
         _reject("append", ("k", k, "[tokens, heads_kv, head_dim]"), _tables(block_tables))
@@ -117,7 +124,8 @@ def _append(
         "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_kv, heads_kv, head_dim,
         format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, k.device,
     )  # fmt: skip
-    launch(key, (_dense(k), _dense(v), cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin))
+    operands = (_dense(k), _dense(v), cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin)
+    launch(key, operands, dependent)
 
 
 def _gather_out(
@@ -130,6 +138,7 @@ def _gather_out(
     head_scales: Tensor | None,
     format: str,
     page_size: int,
+    dependent: bool = False,
     *,
     out_k: Tensor,
     out_v: Tensor,
@@ -144,7 +153,7 @@ def _gather_out(
         "gather", bucket(batch), 1, bucket(-(-total // batch)), heads_kv, heads_kv, head_dim, format,
         out_k.dtype, page_size, 0, 0, False, 0.0, None, False, "", out_k.device,
     )  # fmt: skip
-    launch(key, (pages, windows, _dense(block_tables), slots, lengths, cu_kv, head_scales, out_k, out_v))
+    launch(key, (pages, windows, _dense(block_tables), slots, lengths, cu_kv, head_scales, out_k, out_v), dependent)
 
 
 def _gather(
@@ -160,11 +169,12 @@ def _gather(
     total: int,
     head_dim: int,
     dtype: torch.dtype,
+    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if pages.ndim != 3:
         _reject("gather", _pages(pages))
     out_k, out_v = (pages.new_empty((total, pages.shape[1], head_dim), dtype=dtype) for _ in range(2))
-    _gather_out(pages, windows, block_tables, slots, lengths, cu_kv, head_scales, format, page_size, out_k=out_k, out_v=out_v)
+    _gather_out(pages, windows, block_tables, slots, lengths, cu_kv, head_scales, format, page_size, dependent, out_k=out_k, out_v=out_v)
     return out_k, out_v
 
 
@@ -179,6 +189,7 @@ def _prefill_out(
     window: int = 0,
     sink_tokens: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
     *,
     out: Tensor,
     lse: Tensor | None = None,
@@ -199,7 +210,7 @@ def _prefill_out(
         "prefill", bucket(batch), bucket(-(-tokens // batch)), bucket(-(-k.shape[0] // batch)), heads_q, k.shape[1], head_dim, _FLOAT,
         q.dtype, 128, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
     )  # fmt: skip
-    launch(key, (_dense(q), _dense(k), _dense(v), cu_q, cu_kv, sinks, out, lse))
+    launch(key, (_dense(q), _dense(k), _dense(v), cu_q, cu_kv, sinks, out, lse), dependent)
 
 
 def _prefill(
@@ -214,9 +225,10 @@ def _prefill(
     sink_tokens: int = 0,
     soft_cap: float = 0.0,
     return_lse: bool = False,
+    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _outputs(q, return_lse)
-    options = (scale, window, sink_tokens, soft_cap)
+    options = (scale, window, sink_tokens, soft_cap, dependent)
     _prefill_out(q, k, v, cu_q, cu_kv, sinks, *options, out=out, lse=lse if return_lse else None)
     return out, lse
 

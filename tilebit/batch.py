@@ -18,7 +18,8 @@ class Batch:
 
     ``block_tables`` [size, max_pages], ``slots`` [size], ``lengths`` [size] with the tokens of the last ``KVCache.advance``, ``past``
     [size] without them, ``cu_seqlens`` [size + 1]: their rows, ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in
-    place, so that a captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the numbers on the host.
+    place, so that a captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the numbers on the host,
+    ``most_new`` the largest of ``counts``.
     """
 
     def __init__(self, table: SequenceTable, handles: Sequence[int], size: int, device: torch.device) -> None:
@@ -36,6 +37,7 @@ class Batch:
         self.handles: tuple[int, ...] = ()
         self.counts: list[int] = []
         self.past_lengths: list[int] = []
+        self.most_new = 0
         self._version = -1
         self.assign(handles)
 
@@ -45,19 +47,20 @@ class Batch:
             raise ValueError(f"got the sequences {list(handles)[:10]}; accepted: up to {self.size}, each once")
         for handle in handles:
             self.table.sequence(handle)
-        self.handles, self.counts = tuple(handles), [0] * len(handles)
+        self.handles, self.counts, self.most_new = tuple(handles), [0] * len(handles), 0
         self._version = -1
 
     def update(self, counts: Sequence[int]) -> None:
         """The sequences' last ``counts`` tokens are the new ones."""
-        self.counts = list(counts)
+        self.counts, self.most_new = list(counts), max(counts, default=0)
         self._version = -1
         self.refresh()
 
-    def refresh(self) -> None:
-        """Bring the device's numbers up to date, where a sequence has changed since. Raises ``ValueError`` for a freed one."""
+    def refresh(self) -> bool:
+        """Bring the device's numbers up to date, where a sequence has changed since; whether one had. Raises ``ValueError`` for a freed
+        one."""
         if self._version == self.table.version:
-            return
+            return False
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("sequences have changed since the batch was last used, and a CUDA graph is being captured; accepted: call "
                                "advance(batch) or batch.refresh() before the capture, and again before each replay")  # fmt: skip
@@ -78,6 +81,7 @@ class Batch:
         self._numbers.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._refresh_tables(sequences)
         self._version = self.table.version
+        return True
 
     def _refresh_tables(self, sequences: list[CachedSequence]) -> None:
         held = [(handle, s.repaged) for handle, s in zip(self.handles, sequences, strict=True)]

@@ -177,19 +177,24 @@ class KVCache(CacheMemory):
         soft_cap: float = 0.0,
         return_lse: bool = False,
         layer: int = 0,
+        dependent: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's newest tokens attends to it.
 
-        Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0.
+        Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0. With ``dependent`` the preceding kernel may
+        be ``append``, since ``advance`` settles lengths and tables before it, or whatever computes q after that. The launch is a plain one
+        all the same when sequences have changed since the batch was last used, and after an advance by more than q_len tokens: a graph that
+        was captured with ``dependent`` replays with up to q_len new tokens of each sequence.
         """
         batch = self._as_batch(sequences)
         self._check_layer(layer)
         if q.ndim == 4 and q.shape[0] != batch.size:
             raise ValueError(f"q is {describe(q)}; accepted: {batch.size} rows [batch, q_len, heads_q, head_dim], one for each sequence")
-        batch.refresh()
+        changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
+        early = dependent and not changed and q.ndim == 4 and batch.most_new <= q.shape[1]
         return ops.DECODE(
             q, self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, batch.lengths, self.scales(layer), sinks,
-            self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse,
+            self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse, early,
         )  # fmt: skip
 
     def prefill(

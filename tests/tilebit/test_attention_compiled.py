@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilebit import attention_dispatch
+from tilebit.batch import Batch
 from tilebit.kernels import KernelUnavailable
 from tilebit.kvcache import KVCache
 from tilebit.layouts.kv_formats import KVFormat
@@ -132,6 +133,70 @@ def test_forks_on_compiled_kernels_do_not_disturb_each_other(device):
     cache.append([b], *rows(cache, 200))
     assert all(torch.equal(x, y) for x, y in zip(held(cache, [a])[0], held(cache, [c])[0], strict=True))
     assert torch.equal(held(cache, [b])[0][0][:128], held(cache, [a])[0][0][:128])
+
+
+@devices
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_dependent_decode_after_an_append_is_the_plain_one(device, format):
+    """Over the edge of a window: the append packs what decode must not have read before."""
+    early, plain = make(device, format), make(device, format)
+    sequences = early.allocate(2)
+    assert plain.allocate(2) == sequences
+    prompts = rows(early, 120 + 500)
+    for cache in (early, plain):
+        cache.append(sequences, *prompts, cu_seqlens=[0, 120, 620])
+    for count in (1, 3) * 5:
+        k, v = rows(early, 2 * count)
+        q = torch.randn(2, count, HEADS_Q, DIM).to(device, early.dtype)
+        for cache in (early, plain):
+            cache.append(sequences, k, v)
+        got, lse = early.attend(sequences, q, return_lse=True, dependent=True)
+        expected, expected_lse = plain.attend(sequences, q, return_lse=True)
+        assert torch.equal(got, expected) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("format", FORMATS)
+def test_captured_dependent_decodes_are_bit_for_bit_the_plain_ones(format, q_len):
+    """Of two layers in a graph, in which decode may start before its append has ended; windows fill up on the way."""
+    early, plain = make("cuda", format, num_layers=2), make("cuda", format, num_layers=2)
+    steps, lengths = 50, [2500, 120, 0, 700]
+    sequences = early.allocate(len(lengths))
+    assert plain.allocate(len(lengths)) == sequences
+    prompts = rows(early, sum(lengths))
+    tokens, q = rows(early, len(lengths) * q_len), torch.zeros(len(lengths), q_len, HEADS_Q, DIM, dtype=early.dtype, device="cuda")
+    graphs, results = [], []
+    for cache in (early, plain):
+        batch = cache.advance(cache.batch(sequences), lengths)
+        for layer in range(2):
+            cache.append(batch, *prompts, layer=layer)
+        cache.advance(batch, 0)
+
+        def step(cache: KVCache = cache, batch: Batch = batch) -> list[Tensor]:
+            outs = []
+            for layer in range(2):
+                cache.append(batch, *tokens, layer=layer)
+                outs += cache.attend(batch, q, return_lse=True, layer=layer, dependent=cache is early)
+            return outs
+
+        step()  # loads the kernels; no row is written, since no sequence has advanced
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(step())
+        graphs.append((graph, cache, batch))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(steps):
+        for tensor in (*tokens, q):
+            tensor.normal_()
+        for graph, cache, batch in graphs:
+            cache.advance(batch, q_len)
+            graph.replay()
+        wrong += sum((a != b).any() for a, b in zip(*results, strict=True))
+        for out in results[0]:
+            out.fill_(float("nan"))
+    assert int(wrong) == 0
+    assert all(torch.equal(a, b) for a, b in zip(early.pages, plain.pages, strict=True))
 
 
 @pytest.mark.gpu

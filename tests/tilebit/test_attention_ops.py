@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from torch import Tensor
 from tilebit import attention, attention_dispatch, attention_ops
 from tilebit.kernels import KernelUnavailable
 from tilebit.kvcache import KVCache
+from tilebit.schedules.attention import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
 from tilebit.tiles.attention import reference
 
+Launched = list[tuple[str, str]]  # ops, and by which of a kernel's functions each was launched
 LENGTHS = (130, 0, 300)
 HEADS_Q, HEADS, DIM = 4, 2, 64
 
@@ -25,6 +30,25 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
     monkeypatch.setattr(attention_dispatch, "find_kernel", found.find)
     monkeypatch.setattr(attention_dispatch, "plans", {})
     return found
+
+
+def record_launches(kernels: DefinedKernels, monkeypatch: pytest.MonkeyPatch, early: bool = True) -> Launched:
+    """The launches from now on, of kernels that have a dependent launch where ``early``."""
+    launched: Launched = []
+
+    def find(w: AttentionWorkload, target: Target) -> Any:
+        kernel = kernels.find(w, target)
+        run = kernel.run
+
+        def recorded(name: str) -> Callable[..., None]:
+            return lambda *tensors: (run(*tensors), launched.append((w.op, name)))[1]
+
+        kernel.run, kernel.run_dependent = recorded("run"), recorded("run_dependent") if early else None
+        return kernel
+
+    monkeypatch.setattr(attention_dispatch, "find_kernel", find)
+    attention_dispatch.forget()
+    return launched
 
 
 def problem(format: str = "kv4_channel", page_size: int = 128) -> dict[str, Any]:
@@ -223,7 +247,8 @@ def test_a_kernel_of_other_operands_is_refused(kernels, monkeypatch):
         attention.decode(*decode_arguments(p))
 
 
-def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypatch):
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypatch, dependent):
     """Whatever the batch: tickets belong to blocks, of which a persistent grid has as many for any number of sequences."""
     cache = KVCache(8, 40, HEADS, DIM)
     sequences = cache.allocate(40)
@@ -240,19 +265,21 @@ def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypat
         kernel.params = (*names[:at], "workspace", *names[at:])
         kernel.manifest = {"schedule": Schedule("attention_decode", 64, 8, DIM).to_json()}
 
-        def run_with_workspace(*tensors):
+        def run_with_workspace(early, *tensors):
             assert tensors[at] == 4096, "the workspace's address"
-            launched.append(tensors[0].shape[0])
+            launched.append((early, tensors[0].shape[0]))
             run(*tensors[:at], *tensors[at + 1 :])
 
-        kernel.run = run_with_workspace
+        kernel.run, kernel.run_dependent = (partial(run_with_workspace, early) for early in (False, True))
         return kernel
 
     monkeypatch.setattr(attention_dispatch, "find_kernel", with_workspace)
     monkeypatch.setattr(attention_dispatch, "workspace", lambda device, words: (4096, words, None))
     attention_dispatch.forget()
-    out, lse = cache.attend(sequences, q, return_lse=True)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and launched == [40]
+    batch = cache.batch(sequences)
+    batch.refresh()
+    out, lse = cache.attend(batch, q, return_lse=True, dependent=dependent)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse) and launched == [(dependent, 40)]
 
 
 WRONG = [
@@ -325,6 +352,86 @@ def test_cos_sin_and_rotary_go_together(kernels):
         attention.append(*append_arguments(p, torch.randn(400, DIM), "neox"))
 
 
+# ---- dependent launch ----
+
+
+def dependent_calls(p: dict[str, Any], dependent: bool) -> dict[str, tuple[Tensor, ...]]:
+    """What each op gives, or, of append, leaves behind, by its name."""
+    pages, windows, cu_q = p["pages"].clone(), p["windows"].clone(), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    attention.append(*append_arguments({**p, "pages": pages.zero_(), "windows": windows.zero_()}), dependent=dependent)
+    return {
+        "append": (pages, windows),
+        "decode": attention.decode(*decode_arguments(p), return_lse=True, dependent=dependent),
+        "gather": attention.gather(*gather_arguments(p), total=430, head_dim=DIM, dtype=torch.float16, dependent=dependent),
+        "prefill": attention.prefill(p["q"].flatten(0, 1), p["k"], p["v"], cu_q, p["cu"], return_lse=True, dependent=dependent),
+    }
+
+
+@pytest.mark.parametrize(("option", "has", "taken"), [(False, True, "run"), (True, True, "run_dependent"), (True, False, "run")])
+def test_dependent_launch_is_taken_when_asked_for_and_there(kernels, monkeypatch, option, has, taken):
+    p = problem()
+    expected = dependent_calls(p, False)
+    launched = record_launches(kernels, monkeypatch, has)
+    got = dependent_calls(p, option)
+    assert launched == [(op, taken) for op in expected]
+    for op, tensors in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(got[op], tensors, strict=True)), op
+
+
+def test_both_launches_are_one_plan_s(kernels, monkeypatch):
+    """So that a capture finds the one that its warm-up did not take."""
+    p = problem()
+    launched = record_launches(kernels, monkeypatch)
+    kernels.asked.clear()
+    for option in (False, True, False):
+        attention.decode(*decode_arguments(p), dependent=option)
+    assert [name for _, name in launched] == ["run", "run_dependent", "run"] and len(kernels.asked) == 1
+
+
+def test_opcheck_with_dependent_launch(kernels, monkeypatch):
+    p = problem()
+    launched = record_launches(kernels, monkeypatch)
+    q, cu_q = torch.randn(6, HEADS_Q, DIM).half(), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    rows = {name: torch.zeros(430, HEADS, DIM).half() for name in ("out_k", "out_v")}
+    prefill = [q, p["k"], p["v"], cu_q, p["cu"], None]
+    succeeds(attention_ops.DECODE, decode_arguments(p), dependent=True)
+    succeeds(torch.ops.tilebit.attention_decode.out, decode_arguments(p), dependent=True, out=torch.empty_like(p["q"]))
+    succeeds(attention_ops.APPEND, append_arguments(p), dependent=True)
+    succeeds(attention_ops.GATHER, [*gather_arguments(p), 430, DIM, torch.float16], dependent=True)
+    succeeds(attention_ops.GATHER_OUT, gather_arguments(p), dependent=True, **rows)
+    succeeds(attention_ops.PREFILL, prefill, dependent=True)
+    succeeds(torch.ops.tilebit.attention_prefill.out, prefill, dependent=True, out=torch.empty_like(q))
+    assert set(launched) == {(op, "run_dependent") for op in attention_dispatch.OPERANDS}
+
+
+def test_no_copy_comes_between_a_dependent_decode_and_what_it_reads_early(kernels, monkeypatch):
+    """Of q a copy may be the preceding kernel; where anything else had to be copied, the launch is a plain one."""
+    p = problem()
+    expected, _ = attention.decode(*decode_arguments(p))
+    wide = torch.cat((p["q"], p["q"]), dim=-1)[..., :DIM]
+    odd = torch.cat((p["q"].flatten()[:1], p["q"].flatten()))[1:].view(p["q"].shape)
+    tables = torch.cat((p["block_tables"], p["block_tables"]), dim=1)[:, : p["block_tables"].shape[1]]
+    lengths, slots = (torch.stack((p[name], p[name]), dim=1)[:, 0] for name in ("lengths", "slots"))
+    assert not wide.is_contiguous() and odd.data_ptr() % 16
+    launched = record_launches(kernels, monkeypatch)
+    plain = {"block_tables": tables, "lengths": lengths, "slots": slots}
+    for name, operand, taken in (("q", wide, "run_dependent"), ("q", odd, "run"), *((name, t, "run") for name, t in plain.items())):
+        out, _ = attention.decode(*decode_arguments({**p, name: operand}), dependent=True)
+        assert torch.equal(out, expected) and launched == [("decode", taken)], name
+        launched.clear()
+
+
+def test_dependent_calls_are_refused_in_the_same_words(kernels, monkeypatch):
+    p = problem()
+    launched = record_launches(kernels, monkeypatch)
+    for _ in range(2):  # the second call has a plan
+        with pytest.raises(ValueError, match=r"lengths is int64 \[3\] on cpu; .* needs int32 \[batch\]"):
+            attention.decode(*decode_arguments({**p, "lengths": p["lengths"].long()}), dependent=True)
+        assert not launched
+        attention.decode(*decode_arguments(p), dependent=True)
+        launched.clear()
+
+
 # ---- the drop-in, and partial results ----
 
 
@@ -345,6 +452,16 @@ def test_scaled_dot_product_decode_is_torch_s_attention(kernels, q_len):
     torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(attention.scaled_dot_product_decode(query, cache, sequences, scale=0.2), out), "appended once"
     assert [cache.length(h) for h in sequences] == [40 + q_len] * 2
+
+
+def test_scaled_dot_product_decode_may_start_before_its_append_has_ended(kernels, monkeypatch):
+    cache = KVCache(8, 2, HEADS, DIM)
+    sequences = cache.allocate(2)
+    launched = record_launches(kernels, monkeypatch)
+    query, key = torch.randn(2, HEADS_Q, 3, DIM).half(), torch.randn(2, HEADS, 3, DIM).half()
+    early = attention.scaled_dot_product_decode(query, cache, sequences, key, key, dependent=True)
+    assert torch.equal(attention.scaled_dot_product_decode(query, cache, sequences), early)
+    assert launched == [("append", "run"), ("decode", "run_dependent"), ("decode", "run")]
 
 
 def test_scaled_dot_product_decode_says_what_is_missing(kernels):

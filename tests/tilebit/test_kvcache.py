@@ -11,7 +11,7 @@ import torch
 from defined_kernels import DefinedKernels
 from torch import Tensor
 
-from tilebit import attention_dispatch
+from tilebit import attention_dispatch, attention_ops
 from tilebit.batch import Batch
 from tilebit.kvcache import KVCache
 from tilebit.layouts import kv_quantize
@@ -335,6 +335,37 @@ def test_a_batch_sees_what_others_did_to_its_sequences(kernels):
     cache.free(a)
     with pytest.raises(ValueError, match="was freed"):
         cache.attend(batch, q)
+
+
+def test_what_a_dependent_attend_may_follow(kernels, monkeypatch):
+    """The append of up to q_len tokens of each sequence; not one of more, and not what changes lengths, tables or pages."""
+    cache, asked = cache_of(), []
+    a, b = cache.allocate(2)
+    batch = cache.batch([a, b])
+    q = torch.randn(2, 2, 4, DIM).half()
+    real = attention_ops.DECODE
+    monkeypatch.setattr(attention_ops, "DECODE", lambda *arguments: (asked.append(arguments[-1]), real(*arguments[:-1]))[1])
+
+    def early(on, dependent: bool = True) -> bool:
+        asked.clear()
+        cache.attend(on, q, dependent=dependent)
+        return asked == [True]
+
+    cache.advance(batch, [1, 2])
+    cache.append(batch, *rows(3))
+    assert early(batch) and early(batch) and not early(batch, dependent=False)
+    cache.append([a, b], *rows(4))  # by the handles' own batch
+    assert early([a, b]) and not early(batch) and early(batch), "the first call settles lengths"
+    cache.advance(batch, [0, 3])
+    cache.append(batch, *rows(3))
+    assert not early(batch) and not early(batch)
+    cache.advance(batch, 0)
+    assert early(batch)
+    for change in (lambda: cache.fork(a), lambda: cache.truncate(b, 5), lambda: batch.assign([b, a])):
+        change()
+        assert not early(batch) and early(batch)
+    cache.prefill([a, b], torch.randn(10, 4, DIM).half(), *rows(10))
+    assert not early([a, b])
 
 
 def test_layers_share_tables_and_lengths(kernels):

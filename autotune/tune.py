@@ -56,6 +56,7 @@ class TunedWorkload:
 
     ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried now, ``reused`` were known, and
     ``failed`` of those two have no time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
+    ``failure`` is what became of the most promising one that failed, its status and reason; empty when none did.
     """
 
     workload: AnyWorkload
@@ -65,6 +66,7 @@ class TunedWorkload:
     failed: int
     left: int
     stopped: str
+    failure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +177,16 @@ class _Run:
                 stopped = "patience"
                 break
         self.bar.skip(len(schedules) - len(records))
-        working = [r for r in records if r.ok]
-        best = min(working, key=lambda r: r.us or 0.0, default=None)
+        working, failed = [r for r in records if r.ok], [r for r in records if not r.ok]
         return TunedWorkload(
-            workload, best, measured, len(records) - measured, len(records) - len(working), len(schedules) - len(records), stopped
+            workload,
+            best=min(working, key=lambda r: r.us or 0.0, default=None),
+            measured=measured,
+            reused=len(records) - measured,
+            failed=len(failed),
+            left=len(schedules) - len(records),
+            stopped=stopped,
+            failure=f"{failed[0].status}: {failed[0].reason}" if failed else "",
         )
 
     def _prepared(

@@ -28,13 +28,10 @@ PACK_NAME = "pack.json"
 
 
 class KernelDirectory(Protocol):
-    """What ``export`` needs of a kernel (``tiles.Kernel`` and ``LoadedKernel`` both have it)."""
+    """What ``export`` needs of a kernel (``tiles.Kernel``, ``LoadedKernel`` and ``PackEntry`` have it)."""
 
     @property
     def path(self) -> Path: ...
-
-    @property
-    def manifest(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +108,29 @@ class Pack:
         if entry is None:
             rows = sorted({_named(e.workload) for e in self.kernels if e.arch == arch})
             held = ", ".join(rows[:8] + ["..."] * (len(rows) > 8)) or "none for this device"
-            if not isinstance(workload, Workload):
-                raise LookupError(
-                    f"the pack {self.path} has no kernel for {workload} on {arch}; it holds {held}. To build it, where the compilers are: "
-                    "`tilebit.packs.export(PATH, tilebit.kernels.build([workload], target))`"
-                )
-            w, bias = workload, " with bias" if workload.bias else ""
-            command = f"tilebit pack PATH --n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}"
+            wanted = str(workload)
+            if isinstance(workload, Workload):
+                wanted = f"{_named(workload)} {workload.dtype}{' with bias' if workload.bias else ''}"
             raise LookupError(
-                f"the pack {self.path} has no kernel for {w.format.name} [{w.n}, {w.k}] {w.dtype}{bias} on {arch}; it holds {held}. "
-                f"To build it, where the compilers are: `{command}{' --bias' if w.bias else ''} --target {arch}`"
+                f"the pack {self.path} has no kernel for {wanted} on {arch}; it holds {held}. "
+                f"To build it, where the compilers are: `{command_line('pack PATH', workload, arch)}`"
             )
         return load_kernel(entry.path)
+
+
+def command_line(command: str, workload: AnyWorkload, arch: str) -> str:
+    """The command line that does ``command`` ("compile", "pack PATH", ...) for ``workload`` on ``arch``."""
+    if isinstance(workload, Workload):
+        w, bias = workload, " --bias" if workload.bias else ""
+        return f"tilebit {command} --n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {arch}"
+    w = workload.bucketed()
+    asked: dict[str, Any] = {"op": w.op, "batch": w.batch, "kv-len": w.kv_len, "q-len": w.q_len, "heads": f"{w.heads_q}/{w.heads_kv}"}
+    asked |= {"head-dim": w.head_dim, "format": w.format.name, "dtype": w.dtype, "page-size": w.page_size}
+    asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
+    asked |= {"rotary": w.rotary or None, "target": arch}
+    flags = [f"--{name}" for name in ("sinks", "lse") if getattr(w, name)]
+    options = [f"--{name} {value}" for name, value in asked.items() if value is not None]
+    return " ".join([f"tilebit attention {command}", *options, *flags])
 
 
 def _named(workload: AnyWorkload) -> str:
@@ -166,17 +174,18 @@ def export(
     """Write a pack of ``kernels`` to the new directory ``path`` and return it read (``load`` makes operations use it).
 
     ``kernels`` is a mapping (workload with the sizes it is for -> kernel) or an iterable of kernels, which then serve what they were
-    compiled for. Every kernel is checked before it is copied. The directory appears complete or not at all; an existing one is replaced
-    only with ``overwrite``. Raises ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
+    compiled for; those of other packs (``read(path).kernels``) serve what they serve there: packs become one. Every kernel is checked
+    before it is copied. The directory appears complete or not at all; an existing one is replaced only with ``overwrite``. Raises
+    ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
     """
     target = Path(path)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists; accepted: a new directory. Choose another or pass overwrite=True")
-    pairs: list[tuple[AnyWorkload, KernelDirectory]]
+    pairs: list[tuple[AnyWorkload | None, Path]]
     if isinstance(kernels, Mapping):
-        pairs = list(cast("Mapping[AnyWorkload, KernelDirectory]", kernels).items())
+        pairs = [(workload, kernel.path) for workload, kernel in cast("Mapping[AnyWorkload, KernelDirectory]", kernels).items()]
     else:
-        pairs = [(workload_from_json(kernel.manifest["workload"]), kernel) for kernel in kernels]
+        pairs = [(kernel.workload if isinstance(kernel, PackEntry) else None, kernel.path) for kernel in kernels]
     if not pairs:
         raise ValueError("kernels is empty; accepted: at least one compiled kernel")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -197,38 +206,38 @@ def export(
     return read(target)
 
 
-def _write(building: Path, pairs: list[tuple[AnyWorkload, KernelDirectory]]) -> dict[str, Any]:
-    rows = []
-    for workload, kernel in pairs:
-        manifest = read_manifest(kernel.path)
+def _write(building: Path, pairs: list[tuple[AnyWorkload | None, Path]]) -> dict[str, Any]:
+    """Copy the kernel directories and return the manifest; a workload that is None is the kernel's own."""
+    rows: dict[tuple[str, AnyWorkload], dict[str, Any]] = {}
+    for served, path in pairs:
+        manifest = read_manifest(path)
         own = workload_from_json(manifest["workload"])
+        workload = own if served is None else served
         if own.static() != workload.static():
             only = " and ".join(own.DYNAMIC)
-            raise ValueError(f"the kernel {kernel.path} was compiled for {own}; accepted for {workload}: one that differs in {only} only")
+            raise ValueError(f"the kernel {path} was compiled for {own}; accepted for {workload}: one that differs in {only} only")
         place = building / "kernels" / manifest["key"]
         if not place.exists():
             place.mkdir(parents=True)
             for name in (MANIFEST_NAME, *manifest["files"]):
-                shutil.copyfile(Path(kernel.path) / name, place / name)
-        rows.append(
-            {
-                "key": manifest["key"],
-                "workload": workload.to_json(),
-                "arch": manifest["target"]["arch"],
-                "target": manifest["target"],
-                "program": manifest["program"],
-                "schedule": manifest["schedule"],
-                "versions": manifest["versions"],
-                "path": f"kernels/{manifest['key']}",
-            }
-        )
+                shutil.copyfile(path / name, place / name)
+        rows[manifest["key"], workload] = {
+            "key": manifest["key"],
+            "workload": workload.to_json(),
+            "arch": manifest["target"]["arch"],
+            "target": manifest["target"],
+            "program": manifest["program"],
+            "schedule": manifest["schedule"],
+            "versions": manifest["versions"],
+            "path": f"kernels/{manifest['key']}",
+        }
     files = sorted(p for p in building.rglob("*") if p.is_file())
     listed = {p.relative_to(building).as_posix(): {"sha256": file_digest(p), "bytes": p.stat().st_size} for p in files}
     return {
         "schema": PACK_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": rows[0]["versions"],
-        "kernels": rows,
+        "versions": next(iter(rows.values()))["versions"],
+        "kernels": list(rows.values()),
         "files": listed,
     }
 

@@ -202,7 +202,7 @@ def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
     report, measurer, _ = scripted(cache, store, {schedules[4]: 3.0, schedules[0]: 0.0}, max_candidates=6)
     (result,) = report.results
     assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[4], 3.0)
-    assert (result.measured, result.failed) == (6, 1) and [s for _, s in measurer.seen] == schedules
+    assert (result.measured, result.failed, result.failure) == (6, 1, "wrong: scripted") and [s for _, s in measurer.seen] == schedules
     record = store.records()[4]
     assert record == result.best and record.key == CompileRequest("gemm_cpu", WORKLOAD, schedules[4], CPU).key
     assert record.versions["torch"] and record.date and (record.gpu, record.units, record.arch) == ("test cpu", 2, "cpu")
@@ -222,7 +222,7 @@ def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):
     report, measurer, _ = scripted(cache, store, max_candidates=10, patience=3, jobs=1)
     assert report.results[0].stopped == "patience" and len(measurer.seen) == 4 and report.results[0].left == 6
     again, measurer, compiler = scripted(cache, store, max_candidates=10, patience=3, jobs=1)
-    assert not measurer.seen and not compiler.compiled and again.results[0].reused == 4
+    assert not measurer.seen and not compiler.compiled and (again.results[0].reused, again.results[0].failure) == (4, "")
 
 
 def test_budget_is_kept_and_shared(cache, store):

@@ -31,7 +31,7 @@ def parsed(*arguments: str):
 def test_help(command):
     result = call(*command, "--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in COMMANDS) if not command else "--json" in result.output
+    assert all(name in result.output for name in (*COMMANDS, "attention")) if not command else "--json" in result.output
 
 
 def test_explain_lists_every_candidate_and_the_reason():
@@ -96,6 +96,7 @@ def test_bench_writes_rows(tmp_path):
     assert next(row for row in rows if row["impl"] == "tilebit")["schedule"]["program"] == "gemm_cpu"
 
 
+@pytest.mark.slow
 def test_tune_records_and_continues(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
     first = parsed("tune", *SHAPE, "--m", "1", "--budget", "30")

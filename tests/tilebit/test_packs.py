@@ -77,6 +77,15 @@ def test_a_mapping_says_what_each_kernel_serves(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_packs_become_one(pack: packs.Pack, tmp_path: Path) -> None:
+    """Each kernel serves what it served, on every arch; what several packs hold is there once."""
+    one = kernel(tmp_path / "more", SHAPE.with_m(64), 64.0)
+    other = packs.export(tmp_path / "other", {SHAPE.with_m(32): one, SHAPE.with_m(64): one})
+    both = packs.export(tmp_path / "both", pack.kernels + other.kernels + pack.kernels)
+    assert [(e.key, e.workload, e.arch) for e in both.kernels] == [(e.key, e.workload, e.arch) for e in pack.kernels + other.kernels]
+    assert [value_of(both.kernel_for(SHAPE, m, "cpu")) for m in (16, 17, 33, 65)] == [16.0, 64.0, 64.0, 256.0]
+
+
 def test_a_missing_kernel_says_how_to_build_it(pack: packs.Pack) -> None:
     wanted = Workload(8, 96, 64, QuantFormat(8, 32, False), "bfloat16", True)
     with pytest.raises(LookupError) as caught:

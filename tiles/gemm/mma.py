@@ -63,7 +63,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
             Xs = T.alloc_shared((bm, bk), dtype)
-            halves = T.reshape(weight, (p.n_tiles, p.k_tiles * 2, 256))
+            halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
             Ss = T.alloc_shared((p.step_groups, bn), dtype)
             Zs = T.alloc_shared((p.step_groups, bn), dtype) if p.asymmetric else Ss

@@ -58,6 +58,11 @@ class Operands:
         """Pipeline steps that cover k."""
         return -(-self.workload.k // self.schedule.block_k)
 
+    def halves(self, T: Any) -> tuple[Any, int, int]:
+        """The weight's shape as half records: a shared extent over 256 would be boxed by the TMA copy. Not all Python numbers: those TileLang
+        compares as int32, and the bits of a large weight exceed it."""
+        return T.int32(self.n_tiles), self.k_tiles * 2, 256
+
     @property
     def asymmetric(self) -> bool:
         return not self.workload.format.symmetric

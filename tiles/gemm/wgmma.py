@@ -117,7 +117,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     ):
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=splits if clustered else cluster) as block:
             thread = T.get_thread_binding()
-            halves = T.reshape(weight, (p.n_tiles, p.k_tiles * 2, 256))  # a shared extent over 256 would be boxed by the TMA copy
+            halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
             Ws = T.alloc_shared((stages, bn // 64, p.records * 2, 256), "int32")
             Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)

@@ -142,6 +142,9 @@ class TileLanguage:
     def float32(self, value: float) -> np.float32:
         return np.float32(value)
 
+    def int32(self, value: int) -> int:
+        return value
+
     def if_then_else(self, condition: bool, then: int, otherwise: int) -> int:
         return then if condition else otherwise
 

@@ -59,8 +59,8 @@ class Operands:
         return -(-self.workload.k // self.schedule.block_k)
 
     def halves(self, T: Any) -> tuple[Any, int, int]:
-        """The weight's shape as half records: a shared extent over 256 would be boxed by the TMA copy. Not all Python numbers: those TileLang
-        compares as int32, and the bits of a large weight exceed it."""
+        """The weight's shape as half records: a shared extent over 256 would be boxed by the TMA copy. Not all Python numbers: those
+        TileLang compares as int32, and the bits of a large weight exceed it."""
         return T.int32(self.n_tiles), self.k_tiles * 2, 256
 
     @property

@@ -75,8 +75,9 @@ class KVLayout:
     Codes: granule g of an operand holds tokens 16 g .. 16 g + 15 of the page. Parameters, fp16:
 
     - ``int*`` keys scaled by "channel": for each group of 128 tokens a record of ``4 * head_dim`` bytes in the order of the B operand,
-      [k step f][c = 0..3]{scales of channels 16 f + 2 c + 0, 1, 8, 9, then their zeros}. A page of fewer than 128 tokens holds its share
-      of its group's record: page j of the group the j-th of 128 / page_size equal slices. A page of 256 tokens holds two records.
+      [k step f][c = 0..3]{zeros of channels 16 f + 2 c + 0, 1, their scales, zeros of the channels 8 later, their scales}. A page of fewer
+      than 128 tokens holds its share of its group's record: page j of the group the j-th of 128 / page_size equal slices. A page of 256
+      tokens holds two records.
     - ``int*`` keys scaled by "token" and ``int*`` values: [token]{scale, zero}.
     - float and fp8: none.
 
@@ -201,9 +202,10 @@ class KVLayout:
 
 def channel_parameter_bytes(channel: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
     """(byte of the scale, byte of the zero), int64, of a channel in its group's record of key parameters: lane c of mma.m16n8k16's B
-    operand finds those of its four channels of a k step, 16 f + 2 c + {0, 1, 8, 9}, in one 16-byte load."""
+    operand finds those of its four channels of a k step, 16 f + 2 c + {0, 1, 8, 9}, in one 16-byte load, as four registers of an A operand:
+    pairs of zeros are rows 0..7, pairs of scales rows 8..15."""
     channel = np.asarray(channel, dtype=np.int64)
     step, in_step = channel // 16, channel % 16
-    lane, slot = in_step % 8 // 2, in_step // 8 * 2 + in_step % 2
-    scale = (step * 4 + lane) * 16 + slot * 2
-    return scale, scale + 8
+    lane, slot = in_step % 8 // 2, in_step // 8 * 4 + in_step % 2
+    zero = (step * 4 + lane) * 16 + slot * 2
+    return zero + 4, zero

@@ -50,9 +50,9 @@ def test_sections_and_scales_are_where_they_lie():
     assert [row[0] for row in sections] == [[str(offset)] for offset in offsets]
     assert sections[0][3] == [str(3 * 1024)] and sections[2][1:] == [[], [], []]
     parameters = rows_of_cells(drawn, "key parameters of 128 tokens")
-    assert parameters[5] == [["s18"], ["s19"], ["s26"], ["s27"], ["z18"], ["z19"], ["z26"], ["z27"]]
+    assert parameters[5] == [["z18"], ["z19"], ["s18"], ["s19"], ["z26"], ["z27"], ["s26"], ["s27"]]
     page, scale, zero = layout.key_parameter_position(0, 18)
-    assert any(label.text == f"p{page} @{scale}" for label in drawn.labels) and zero == scale + 8
+    assert any(label.text == f"p{page} @{zero}" for label in drawn.labels) and scale == zero + 4
     assert rows_of_cells(drawn, "value parameters")[1] == [[f"{kind}{token}"] for token in (4, 5, 6, 7) for kind in "sz"]
 
 

@@ -162,15 +162,16 @@ def test_every_bit_of_a_group_of_pages_has_one_owner(index, form, page_size):
 
 
 def test_channel_parameters_lie_as_the_b_operand_wants_them():
-    """[k step][c]{scales of 2c, 2c + 1, 2c + 8, 2c + 9, zeros of the same}: 16 bytes that lane c of every quartet loads at once."""
+    """[k step][c]{zeros of 2c, 2c + 1, their scales, the same of 2c + 8, 2c + 9}: 16 bytes that lane c of every quartet loads at once."""
     channels = np.arange(256)
     scale, zero = channel_parameter_bytes(channels)
     record = {}
     for channel in channels:
         record[scale[channel] // 2], record[zero[channel] // 2] = ("s", channel), ("z", channel)
     for f, c in np.ndindex(16, 4):
-        quad = [16 * f + 2 * c + offset for offset in (0, 1, 8, 9)]
-        assert [record[(4 * f + c) * 8 + i] for i in range(8)] == [("s", x) for x in quad] + [("z", x) for x in quad]
+        first = 16 * f + 2 * c
+        expected = [(kind, first + offset) for pair in ((0, 1), (8, 9)) for kind in "zs" for offset in pair]
+        assert [record[(4 * f + c) * 8 + i] for i in range(8)] == expected
     lane = np.arange(32)
     assert shared_access((lane % 4) * 16, 16).conflicts == 0
 

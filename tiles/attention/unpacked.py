@@ -92,13 +92,14 @@ def random_pages(num_pages: int, heads_kv: int, layout: KVLayout, dtype: torch.d
     ):
         if not size:
             continue
-        run = 4 if scales == "channel" else 1  # scales that lie side by side, then as many zeros
+        by_channel = scales == "channel"  # pairs of zeros, then of scales; of a token its scale, then its zero
+        run = 2 if by_channel else 1
         shape = (num_pages, heads_kv, size // (4 * run), run)
         top = (1 << bits) - 1
         jitter = torch.rand(shape, generator=generator, device=device) * 0.5 + 0.75
         scale = jitter * (12 / (top * (top + 2))) ** 0.5  # codes 0..top are equally likely: variance top (top + 2) / 12
         zero = torch.randn(shape, generator=generator, device=device) * 0.1 - scale * top / 2
-        sections.append(torch.stack((scale, zero), dim=3).half().flatten(2).view(torch.int32))
+        sections.append(torch.stack((zero, scale) if by_channel else (scale, zero), dim=3).half().flatten(2).view(torch.int32))
     return torch.cat(sections, dim=2)
 
 

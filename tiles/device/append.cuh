@@ -277,8 +277,8 @@ struct Append {
         constexpr int SLICE = PAGE < RESIDUAL ? HEAD_DIM * 4 * PAGE / RESIDUAL : HEAD_DIM * 4;
         char* record = page_of(group + (PAGE < RESIDUAL ? at / SLICE * PAGE : 0)) + P::KEY_PARAMETERS_AT;
         if (PAGE > RESIDUAL) record += group % PAGE / RESIDUAL * SLICE;
-        *reinterpret_cast<uint4*>(record + at % SLICE) = make_uint4(pack_pair(p[0].scale, p[1].scale, half()), pack_pair(p[2].scale, p[3].scale, half()),
-                                                                    pack_pair(p[0].zero, p[1].zero, half()), pack_pair(p[2].zero, p[3].zero, half()));
+        *reinterpret_cast<uint4*>(record + at % SLICE) = make_uint4(pack_pair(p[0].zero, p[1].zero, half()), pack_pair(p[0].scale, p[1].scale, half()),
+                                                                    pack_pair(p[2].zero, p[3].zero, half()), pack_pair(p[2].scale, p[3].scale, half()));
       }
     }
     __syncthreads();  // the next group's may overwrite them

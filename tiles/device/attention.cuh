@@ -3,8 +3,8 @@
 //
 // S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16: codes are the A operand as they lie in the cache (kv.cuh), the query columns (the heads of a group,
 // and the queries of a call) its n. Keys' channel scales go into the query operand, their zeros are one product a unit; values' token scales go into
-// P, their zeros are a sum of P. Sums are centered: of codes less the middle one. P goes from accumulator to operand by movmatrix. The running
-// maximum moves only when a score exceeds it by LAZY (BitDecoding's cooperative softmax over warps is the sum at the end of a piece). Comes after
+// P, their zeros are a sum of P. Sums are centered: of codes less the middle one. P goes from accumulator to operand by movmatrix. What P is relative
+// to moves only when a sum of P exceeds LAZY (BitDecoding's cooperative softmax over warps is the sum at the end of a piece). Comes after
 // split_k.cuh, dependent.cuh and kv.cuh.
 #pragma once
 #include <stdint.h>
@@ -12,6 +12,7 @@
 namespace tilebit {
 
 __host__ __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // GROUP: query heads of a key head. PAGE: tokens of a page. UNIT: tokens of a packed unit. NT: 8-column tiles of a pass. WINDOW: 0 or the tokens
 // that a query sees, itself included; SINK_TOKENS: the first ones that it sees besides. CAPPED: scores pass through a soft cap.
@@ -36,8 +37,9 @@ struct Decode {
   // Pieces that a unit's keys or values, its channel parameters come in: pages, or parts of one.
   static constexpr int PIECES = PAGE < UNIT ? UNIT / PAGE : 1;
   static constexpr int SLICES = KEY_SCALES == PER_CHANNEL ? (PAGE < RESIDUAL ? RESIDUAL / PAGE : 1) : KEY_SCALES == PER_TOKEN ? PIECES : 0;
+  static constexpr bool ONE_PAGE = PIECES == 1 && SLICES <= 1;  // has them all
   static constexpr int KEY_COPIES = PIECES + SLICES, VALUE_COPIES = VALUE_PARAMETERS ? 2 * PIECES : PIECES;
-  static constexpr float LAZY = 4.0f;          // in powers of two; P times a value's scale must stay a finite half
+  static constexpr float LAZY = 32.0f;         // a lane's sum of P over some strips, so P, too: times a value's scale it must stay a finite half
   static constexpr float NOTHING = -1e30f;     // a maximum of no scores
   static constexpr int PART = COLUMNS * (HEAD_DIM + 2);  // floats of a partial result in the workspace: [column][channel], then [column]{max, sum}
   static_assert(KEY_COPIES < 32 && VALUE_COPIES < 32, "a lane makes one copy of a slot");
@@ -101,51 +103,75 @@ struct Decode {
   __device__ __forceinline__ uint32_t slot(int stage) const { return ring + (warp * STAGES + stage) * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t barrier(int stage) const { return ring + RING_BYTES + (warp * STAGES + stage) * 8; }
 
-  // The page (of a packed unit) or the window that this lane will copy keys or values from; asked for one slot ahead, because it is loaded.
+  // The page (of a packed unit) or the window that this lane will copy keys or values from; asked for one unit ahead, because it is loaded.
   template <bool VALUES>
   __device__ __forceinline__ int source_of(const Cursor& c, int unit) const {
     if (!c.packed(unit)) return slots[c.sequence];
-    int token = token_of(c.u, unit), piece = lane;
-    if (lane >= PIECES) {
+    int token = token_of(c.u, unit), piece = ONE_PAGE ? 0 : lane;
+    if (!ONE_PAGE && lane >= PIECES) {
       piece -= PIECES;
       if (!VALUES && KEY_SCALES == PER_CHANNEL) token = token / RESIDUAL * RESIDUAL;
     }
-    return lane < (VALUES ? VALUE_COPIES : KEY_COPIES) ? tables[int64_t(c.sequence) * max_pages + token / PAGE + piece] : 0;
+    if (!ONE_PAGE && lane >= (VALUES ? VALUE_COPIES : KEY_COPIES)) return 0;
+    return tables[uint32_t(c.sequence) * max_pages + token / PAGE + piece];  // 2^32 of them would be 16 GiB
   }
   template <bool VALUES>
   __device__ __forceinline__ void request(const Cursor& c, int unit, int source, int stage) const {
     if (!c.packed(unit)) {
       constexpr int WINDOW_BYTES = RESIDUAL / 16 * Rows::BYTES;
       const char* from = windows + (int64_t(source) * heads + c.head) * (2 * WINDOW_BYTES) + (VALUES ? WINDOW_BYTES : 0);
-      copy(lane == 0, slot(stage), from + (unit - c.u.packed_units) * Rows::BYTES, Rows::BYTES, Rows::BYTES, stage);
+      if (requests(stage, Rows::BYTES)) copy(slot(stage), from + (unit - c.u.packed_units) * Rows::BYTES, Rows::BYTES, stage);
       return;
     }
     // Of a page's tokens before the unit, how many bytes come before its codes, or its parameters.
     constexpr int CODES = UNIT / PIECES * (VALUES ? P::VALUE_TOKEN : P::KEY_TOKEN), TOKEN = VALUES ? P::VALUE_TOKEN : P::KEY_TOKEN;
     constexpr bool BY_CHANNEL = !VALUES && KEY_SCALES == PER_CHANNEL;
-    constexpr int PARAMETERS = BY_CHANNEL ? KEY_PARAMETERS / most(1, SLICES) : UNIT / PIECES * 4;
-    const bool codes = lane < PIECES;
-    int within = codes ? (VALUES ? P::VALUES_AT : 0) : VALUES ? P::VALUE_PARAMETERS_AT : P::KEY_PARAMETERS_AT;
+    constexpr int PARAMETERS = BY_CHANNEL ? KEY_PARAMETERS / most(1, SLICES) : VALUES || SLICES ? UNIT / PIECES * 4 : 0;
+    constexpr int TOTAL = VALUES ? VALUE_BYTES + VALUE_PARAMETERS : KEY_BYTES + KEY_PARAMETERS;
+    int codes_at = VALUES ? P::VALUES_AT : 0, parameters_at = VALUES ? P::VALUE_PARAMETERS_AT : P::KEY_PARAMETERS_AT;
     if constexpr (PAGE > UNIT) {
       const int in_page = token_of(c.u, unit) % PAGE;
-      within += codes ? in_page * TOKEN : BY_CHANNEL ? in_page / RESIDUAL * (HEAD_DIM * 4) : in_page * 4;
+      codes_at += in_page * TOKEN, parameters_at += BY_CHANNEL ? in_page / RESIDUAL * (HEAD_DIM * 4) : in_page * 4;
     }
-    const int to = codes ? lane * CODES : (VALUES ? VALUE_BYTES : KEY_BYTES) + (lane - PIECES) * PARAMETERS;
-    copy(lane < (VALUES ? VALUE_COPIES : KEY_COPIES), slot(stage) + to, pages + (int64_t(source) * heads + c.head) * P::BYTES + within,
-         codes ? CODES : PARAMETERS, VALUES ? VALUE_BYTES + VALUE_PARAMETERS : KEY_BYTES + KEY_PARAMETERS, stage);
+    const char* page = pages + uint64_t(uint32_t(source) * heads + c.head) * P::BYTES;  // 2^32 records would be 2 TiB
+    const uint32_t parameters_to = slot(stage) + (VALUES ? VALUE_BYTES : KEY_BYTES);
+    if constexpr (ONE_PAGE) {
+      if (requests(stage, TOTAL)) {
+        copy(slot(stage), page + codes_at, CODES, stage);
+        if constexpr ((VALUES ? VALUE_COPIES : KEY_COPIES) > 1) copy(parameters_to, page + parameters_at, PARAMETERS, stage);
+      }
+    } else {
+      const bool codes = lane < PIECES;
+      copy_each(lane < (VALUES ? VALUE_COPIES : KEY_COPIES), codes ? slot(stage) + lane * CODES : parameters_to + (lane - PIECES) * PARAMETERS,
+                page + (codes ? codes_at : parameters_at), codes ? CODES : PARAMETERS, TOTAL, stage);
+    }
+  }
+  // Whether this lane makes the copies of a slot, of `total` bytes, that all lanes know: bulk copies are one lane's.
+  __device__ __forceinline__ bool requests(int stage, int total) const {
+    if constexpr (BULK) {
+      if (!elect()) return false;
+      mbarrier_expect(barrier(stage), total);
+    }
+    return true;
+  }
+  __device__ __forceinline__ void copy(uint32_t to, const char* from, int bytes, int stage) const {
+    if constexpr (BULK) {
+      bulk_copy(to, from, bytes, barrier(stage), policy);
+    } else {
+      for (int at = lane * 16; at < bytes; at += 512) cp_async_16(to + at, from + at, true);
+    }
   }
   // Each lane that `has` one starts its copy; all together are `total` bytes.
-  __device__ __forceinline__ void copy(bool has, uint32_t to, const char* from, int bytes, int total, int stage) const {
+  __device__ __forceinline__ void copy_each(bool has, uint32_t to, const char* from, int bytes, int total, int stage) const {
     if constexpr (BULK) {
       if (lane == 0) mbarrier_expect(barrier(stage), total);  // a copy that lands before it waits for it
-      if (has) bulk_copy(to, from, bytes, barrier(stage), policy);
-    } else {  // lane after lane, all lanes together: 16 bytes each
+      if (has) copy(to, from, bytes, stage);
+    } else {  // one after another, all lanes together
       const unsigned int owners = __ballot_sync(0xffffffffu, has);
       for (int owner = 0; owner < most(KEY_COPIES, VALUE_COPIES) && owners >> owner; ++owner) {
         const uint32_t to_there = __shfl_sync(0xffffffffu, to, owner);
         const uint64_t from_there = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), owner);
-        const int length = __shfl_sync(0xffffffffu, bytes, owner);
-        for (int at = lane * 16; at < length; at += 512) cp_async_16(to_there + at, reinterpret_cast<const char*>(from_there) + at, true);
+        copy(to_there, reinterpret_cast<const char*>(from_there), __shfl_sync(0xffffffffu, bytes, owner), stage);
       }
     }
   }
@@ -172,7 +198,7 @@ struct Decode {
   __device__ __forceinline__ static uint32_t pair_of(float v) { return pack_pair(v, v, half()); }
 
   // s[strip][tile][i] = products of the slot's keys and the queries, in units of 1 / G::UNIT. Of keys with channel scales also, per column,
-  // sums[tile] = {products of the zeros, of the scales} and middle[tile][i] = what centers s.
+  // sums[tile] = {products of the zeros, of the scales} and middle[tile] = what centers s, of both halves of the rows.
   template <typename G, int SCALES, int COUNT, typename C>
   __device__ __forceinline__ void score(uint32_t keys, uint32_t parameters, const uint32_t (&queries)[TILES][NT][2], float (&s)[COUNT][NT][4],
                                         float (&sums)[NT][4], float (&middle)[NT][4]) const {
@@ -183,7 +209,7 @@ struct Decode {
 #pragma unroll
       for (int k = 0; k < G::PER_LOAD; ++k) {
         const int f = j * G::PER_LOAD + k;
-        uint32_t p[4];  // scales of channels 2 c and the next, 2 c + 8 and the next, then zeros
+        uint32_t p[4];  // zeros of channels 2 c and the next, their scales, zeros of 2 c + 8 and the next, their scales: rows 0..7, rows 8..15
         if constexpr (SCALES == PER_CHANNEL) load_shared_128(parameters + (f * 4 + (lane & 3)) * 16, p);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
@@ -193,9 +219,8 @@ struct Decode {
             b[k][nt][0] = queries[f][nt][0], b[k][nt][1] = queries[f][nt][1];
           }
           if constexpr (SCALES == PER_CHANNEL) {
-            const uint32_t zeros_and_scales[4] = {p[2], p[0], p[3], p[1]};  // rows 0..7, rows 8..15
-            mma_m16n8k16(sums[nt], zeros_and_scales, b[k][nt], half());
-            b[k][nt][0] = multiply_pairs(b[k][nt][0], p[0]), b[k][nt][1] = multiply_pairs(b[k][nt][1], p[1]);
+            mma_m16n8k16(sums[nt], p, b[k][nt], half());
+            b[k][nt][0] = multiply_pairs(b[k][nt][0], p[1]), b[k][nt][1] = multiply_pairs(b[k][nt][1], p[3]);
           }
           if constexpr (G::COLUMN_FACTOR != 1.0f) b[k][nt][1] = multiply_pairs(b[k][nt][1], pair_of(1.0f / G::COLUMN_FACTOR));
           if constexpr (SCALES == PER_CHANNEL) mma_m16n8k16(middle[nt], center, b[k][nt], half());
@@ -215,6 +240,11 @@ struct Decode {
       }
     }
   }
+  // The highest code, as register i of an A operand.
+  template <typename G>
+  __device__ __forceinline__ static constexpr uint32_t highest(int i) {
+    return uint32_t(G::HIGHEST * (i & 1 ? int(G::ROW_FACTOR) : 1) * (i >> 1 ? int(G::COLUMN_FACTOR) : 1)) * 0x00010001u;
+  }
   template <typename G>
   __device__ __forceinline__ void load_words(uint32_t granule, int j, uint32_t (&words)[G::LOAD]) const {
     const uint32_t address = granule + (j * 32 + lane) * (G::LOAD * 4);
@@ -224,9 +254,12 @@ struct Decode {
       load_shared_64(address, words);
   }
 
-  // The state of a piece: O^T [channel tile][column tile], and per column of this thread the maximum, the sum of P and the sum of P times zeros.
+  // The state of a piece: O^T [channel tile][column tile], and per column of this thread the maximum that P is relative to, the sum of P and what
+  // all channels have in common: the sum of P times zeros, and what centering O took away.
   struct State {
     float o[TILES][NT][4], top[NT][2], sum[NT][2], zeros[NT][2];
+    // Subtracted from scores: of a column that has seen none nothing yet.
+    __device__ __forceinline__ float shift(int nt, int i) const { return top[nt][i] == NOTHING ? 0.0f : top[nt][i]; }
   };
   __device__ __forceinline__ static void clear(State& state) {
 #pragma unroll
@@ -240,7 +273,8 @@ struct Decode {
     }
   }
 
-  // Scores to P: s becomes 2^(score - top), sums are kept. `first` is the position of the first of COUNT * 16 tokens.
+  // Scores less their columns' shifts (under a soft cap: what it caps) to P: s becomes 2^(score - top), sums are kept. `first` is the position of
+  // the first of COUNT * 16 tokens.
   template <int COUNT>
   __device__ __forceinline__ void soften(float (&s)[COUNT][NT][4], State& state, const Units& u, int first, int pass) const {
     if constexpr (CAPPED) {
@@ -249,7 +283,7 @@ struct Decode {
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) s[strip][nt][i] = cap * tanhf(s[strip][nt][i]);
+          for (int i = 0; i < 4; ++i) s[strip][nt][i] = cap * tanhf(s[strip][nt][i]) - state.shift(nt, i & 1);
     }
     // Positions that the last query sees and the first one does not, or that no window reaches any more.
     const int position = u.length - q_len;  // of the first query
@@ -269,44 +303,74 @@ struct Decode {
             if (!seen) s[strip][nt][i] = -INFINITY;
           }
     }
-    float most[NT][2];
-    bool grown = false;
+    // Sums, which are wanted anyway, tell whether some P is too high; only then is the maximum of the scores looked for. They wait for that in
+    // registers, of which wide products have few.
+    constexpr int TOGETHER = most(1, least(COUNT, 8 / (NT * NT)));
+#pragma unroll
+    for (int from = 0; from < COUNT; from += TOGETHER) {
+      float p[TOGETHER][NT][4], sum[NT][2];
+      weigh<COUNT, TOGETHER>(s, from, p, sum);
+      bool grown = false;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) grown |= state.top[nt][i] == NOTHING || !(sum[nt][i] <= LAZY);
+      if (__any_sync(0xffffffffu, grown)) {
+        raise<COUNT, TOGETHER>(s, from, state);
+        weigh<COUNT, TOGETHER>(s, from, p, sum);
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) state.sum[nt][i] += sum[nt][i];
+#pragma unroll
+        for (int strip = 0; strip < TOGETHER; ++strip)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[from + strip][nt][i] = p[strip][nt][i];
+      }
+    }
+  }
+  // P of TOGETHER strips, and its sums over this lane's tokens.
+  template <int COUNT, int TOGETHER>
+  __device__ __forceinline__ static void weigh(const float (&s)[COUNT][NT][4], int from, float (&p)[TOGETHER][NT][4], float (&sum)[NT][2]) {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      sum[nt][0] = sum[nt][1] = 0.0f;
+#pragma unroll
+      for (int strip = 0; strip < TOGETHER; ++strip)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[nt][i & 1] += p[strip][nt][i] = exp2_fast(s[from + strip][nt][i]);
+    }
+  }
+  // The maxima rise to those of TOGETHER strips' scores: what is summed up so far, what is P already and what is to become P follow.
+  template <int COUNT, int TOGETHER>
+  __device__ __forceinline__ static void raise(float (&s)[COUNT][NT][4], int from, State& state) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        most[nt][i] = fmaxf(s[0][nt][i], s[0][nt][i + 2]);
+        float above = -INFINITY;
 #pragma unroll
-        for (int strip = 1; strip < COUNT; ++strip) most[nt][i] = fmaxf(most[nt][i], fmaxf(s[strip][nt][i], s[strip][nt][i + 2]));
-        grown |= most[nt][i] > state.top[nt][i] + LAZY;
+        for (int strip = 0; strip < TOGETHER; ++strip) above = fmaxf(above, fmaxf(s[from + strip][nt][i], s[from + strip][nt][i + 2]));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) above = fmaxf(above, __shfl_xor_sync(0xffffffffu, above, step));
+        const bool fresh = state.top[nt][i] == NOTHING;
+        const float before = state.shift(nt, i);
+        state.top[nt][i] = fresh ? fmaxf(above, NOTHING) : before + fmaxf(above, 0.0f);
+        const float by = state.shift(nt, i) - before, factor = fresh ? 1.0f : exp2_fast(-by);
+        state.sum[nt][i] *= factor, state.zeros[nt][i] *= factor;
+#pragma unroll
+        for (int f = 0; f < TILES; ++f) state.o[f][nt][i] *= factor, state.o[f][nt][i + 2] *= factor;
+#pragma unroll
+        for (int strip = 0; strip < COUNT; ++strip)
+#pragma unroll
+          for (int j = i; j < 4; j += 2) s[strip][nt][j] = strip < from ? s[strip][nt][j] * factor : s[strip][nt][j] - by;
       }
-    if (__any_sync(0xffffffffu, grown)) {
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float top = most[nt][i];
-#pragma unroll
-          for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-          top = fmaxf(top, state.top[nt][i]);
-          const float factor = exp2_fast(state.top[nt][i] - top);
-          state.top[nt][i] = top, state.sum[nt][i] *= factor, state.zeros[nt][i] *= factor;
-#pragma unroll
-          for (int f = 0; f < TILES; ++f) state.o[f][nt][i] *= factor, state.o[f][nt][i + 2] *= factor;
-        }
-    }
-#pragma unroll
-    for (int strip = 0; strip < COUNT; ++strip)
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[strip][nt][i] = exp2_fast(s[strip][nt][i] - state.top[nt][i & 1]);
-          state.sum[nt][i & 1] += s[strip][nt][i];
-        }
   }
 
-  // O^T += V^T P^T of one strip; p is the operand.
+  // O^T += V^T P^T of one strip; p is the operand. Of tokens 8..15 what codes lack of the highest one is multiplied, by minus P: so sums stay about
+  // as small as centered ones, and what is missing is the same for all channels. (131,072 tokens in one warp at 2 bits, modelled with sums that are
+  // cut off: plain codes 15 % off, so 0.09 %.)
   template <typename G, typename C>
   __device__ __forceinline__ void accumulate(uint32_t values, const uint32_t (&p)[NT][2], State& state) const {
 #pragma unroll
@@ -317,25 +381,43 @@ struct Decode {
       for (int k = 0; k < G::PER_LOAD; ++k) {
         uint32_t a[4];
         G::fragment(words, k, a);
+        if constexpr (G::CENTERED) a[2] ^= highest<G>(2), a[3] ^= highest<G>(3);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) mma_m16n8k16(state.o[j * G::PER_LOAD + k][nt], a, p[nt], C());
       }
     }
   }
 
+  // Where this lane's token of rows 0..7 has its scale and zero.
+  __device__ __forceinline__ uint32_t parameters_of(uint32_t parameters) const { return parameters + (lane >> 2) * 4; }
+  // What scores are taken less of: nothing before a soft cap.
+  __device__ __forceinline__ static void minus_shifts(const State& state, float (&shift)[NT][2]) {
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) shift[nt][i] = CAPPED ? 0.0f : -state.shift(nt, i);
+  }
   // P of a packed unit's tokens, from its keys.
   __device__ __forceinline__ void weigh_packed(uint32_t at, const uint32_t (&queries)[TILES][NT][2], const float (&query_sum)[NT][2],
                                                float (&s)[STRIPS][NT][4], State& state, const Cursor& c, int unit) const {
     float sums[NT][4] = {}, middle[NT][4] = {};
     score<Keys, KEY_SCALES, STRIPS, KeyType>(at, at + KEY_BYTES, queries, s, sums, middle);
     const float key_scale = scale * Keys::UNIT * (KEY_SCALES == PER_HEAD ? head_scales[c.head] : 1.0f);
+    float bias[NT][2];
+    minus_shifts(state, bias);
+    if constexpr (KEY_SCALES == PER_CHANNEL) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) bias[nt][i] += (sums[nt][i] + Keys::MIDDLE * sums[nt][2 + i]) * scale + middle[nt][i] * key_scale;
+    }
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
       float scales[2] = {key_scale, key_scale / Keys::ROW_FACTOR}, zeros[2] = {scale, scale};
       if constexpr (KEY_SCALES == PER_TOKEN) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t p = load_shared_32(at + KEY_BYTES + (strip * 16 + (lane >> 2) + i * 8) * 4);
+          const uint32_t p = load_shared_32(parameters_of(at + KEY_BYTES) + (strip * 16 + i * 8) * 4);
           scales[i] *= low_of(p, half()), zeros[i] *= high_of(p, half());
         }
       }
@@ -343,64 +425,64 @@ struct Decode {
       for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if constexpr (KEY_SCALES == PER_CHANNEL) {
-            const float bias = (sums[nt][i & 1] + Keys::MIDDLE * sums[nt][2 + (i & 1)]) * scale + middle[nt][i] * scales[i >> 1];
-            s[strip][nt][i] = s[strip][nt][i] * scales[i >> 1] + bias;
-          } else {
-            s[strip][nt][i] *= scales[i >> 1];
-          }
-          if constexpr (KEY_SCALES == PER_TOKEN) s[strip][nt][i] += query_sum[nt][i & 1] * zeros[i >> 1];
+          const float zero = KEY_SCALES == PER_TOKEN ? query_sum[nt][i & 1] * zeros[i >> 1] + bias[nt][i & 1] : bias[nt][i & 1];
+          s[strip][nt][i] = s[strip][nt][i] * scales[i >> 1] + zero;
         }
     }
     soften<STRIPS>(s, state, c.u, token_of(c.u, unit), c.pass);
   }
   __device__ __forceinline__ void add_packed(uint32_t at, const float (&s)[STRIPS][NT][4], State& state) const {
-    const uint32_t center[4] = {Values::minus_middle(0), Values::minus_middle(1), Values::minus_middle(2), Values::minus_middle(3)};
-    float middle[NT][4] = {};  // the same for all channels
+    const uint32_t highest_codes[4] = {highest<Values>(0), highest<Values>(1), highest<Values>(2), highest<Values>(3)};
+    float taken[NT][4] = {};  // the highest code times signed P; in every lane the whole of it
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
-      float scales[2] = {1.0f, 1.0f}, zeros[2] = {0.0f, 0.0f};
-      if constexpr (has_zero(VALUE)) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t p = load_shared_32(at + VALUE_BYTES + (strip * 16 + (lane >> 2) + i * 8) * 4);
-          scales[i] = low_of(p, half()), zeros[i] = high_of(p, half()) + Values::MIDDLE * scales[i];
-        }
-        scales[1] *= 1.0f / Values::COLUMN_FACTOR;
-      }
       uint32_t p[NT][2];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float low = s[strip][nt][2 * i], high = s[strip][nt][2 * i + 1];
-          if constexpr (has_zero(VALUE)) state.zeros[nt][0] += low * zeros[i], state.zeros[nt][1] += high * zeros[i];
-          p[nt][i] = transpose(pack_pair(low * scales[i], high * scales[i], ValueType()));
+      for (int i = 0; i < 2; ++i) {
+        half2 scales;
+        float zero;  // of the middle code
+        if constexpr (has_zero(VALUE)) {
+          const uint32_t pair = load_shared_32(parameters_of(at + VALUE_BYTES) + (strip * 16 + i * 8) * 4);
+          const half2 parameters = *reinterpret_cast<const half2*>(&pair);
+          scales = __half2half2(__low2half(parameters));
+          zero = __high2float(__hfma2(scales, __float2half2_rn(0.5f * Values::HIGHEST), parameters));
+          if (i == 1 && Values::COLUMN_FACTOR != 1.0f) scales = __hmul2(scales, __float2half2_rn(1.0f / Values::COLUMN_FACTOR));
         }
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const float low = s[strip][nt][2 * i], high = s[strip][nt][2 * i + 1];
+          if constexpr (has_zero(VALUE)) {
+            state.zeros[nt][0] += low * zero, state.zeros[nt][1] += high * zero;
+            p[nt][i] = pack_pair(i == 0 ? low : -low, i == 0 ? high : -high, half());
+            p[nt][i] = transpose(multiply_pairs(p[nt][i], *reinterpret_cast<const uint32_t*>(&scales)));
+          } else {
+            p[nt][i] = transpose(pack_pair(low, high, ValueType()));
+          }
+        }
+      }
       accumulate<Values, ValueType>(at + strip * Values::BYTES, p, state);
       if constexpr (Values::CENTERED) {
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) mma_m16n8k16(middle[nt], center, p[nt], ValueType());
+        for (int nt = 0; nt < NT; ++nt) mma_m16n8k16(taken[nt], highest_codes, p[nt], ValueType());
       }
     }
-    if constexpr (Values::CENTERED) {
+    if constexpr (Values::CENTERED) {  // half of it; eight lanes' zeros are one sum
 #pragma unroll
-      for (int f = 0; f < TILES; ++f)
+      for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) state.o[f][nt][i] += middle[nt][i];
+        for (int i = 0; i < 2; ++i) state.zeros[nt][i] -= taken[nt][i] * (Values::UNIT / 16);
     }
   }
   // The same of sixteen tokens of the window.
   __device__ __forceinline__ void weigh_window(uint32_t at, const uint32_t (&queries)[TILES][NT][2], float (&s)[1][NT][4], State& state,
                                                const Cursor& c, int first) const {
-    float none[NT][4];
+    float none[NT][4], shift[NT][2];
+    minus_shifts(state, shift);
     score<Rows, NO_SCALES, 1, T>(at, at, queries, s, none, none);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[0][nt][i] *= scale;
+      for (int i = 0; i < 4; ++i) s[0][nt][i] = s[0][nt][i] * scale + shift[nt][i & 1];
     soften<1>(s, state, c.u, first, c.pass);
   }
   // `left`: how many of the sixteen are tokens.
@@ -605,29 +687,30 @@ struct Decode {
     }
 
     Cursor ahead = c;  // requests run STAGES slots ahead
-    int requested = begin + warp, source = 0;
-    bool values = false;  // what is requested next: the unit's keys, then its values
-    const auto find_source = [&] {
-      while (ahead.more() && requested >= ahead.piece_end()) {
+    int requested = begin + warp, requested_end = c.piece_end(), key_source = 0, value_source = 0;
+    const auto find_sources = [&] {
+      while (requested >= requested_end) {
+        if (!ahead.more()) return;
         next_segment(ahead);
-        requested = ahead.base + warp;
+        requested = ahead.base + warp, requested_end = ahead.piece_end();
       }
-      if (ahead.more()) source = values ? source_of<true>(ahead, requested - ahead.base) : source_of<false>(ahead, requested - ahead.base);
+      key_source = source_of<false>(ahead, requested - ahead.base);
+      value_source = ONE_PAGE ? key_source : source_of<true>(ahead, requested - ahead.base);
     };
-    const auto request_next = [&](int stage) {
-      if (ahead.more()) {
+    // Slots hold a unit's keys and its values by turns.
+    const auto request_next = [&](int stage, bool values) {
+      if (requested < requested_end) {
         if (values) {
-          request<true>(ahead, requested - ahead.base, source, stage);
+          request<true>(ahead, requested - ahead.base, value_source, stage);
           requested += WARPS;
+          find_sources();
         } else {
-          request<false>(ahead, requested - ahead.base, source, stage);
+          request<false>(ahead, requested - ahead.base, key_source, stage);
         }
-        values = !values;
-        find_source();
       }
       if constexpr (!BULK) asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    find_source();
+    find_sources();
     // The preceding kernel of a dependent launch may write the queries, the window, and what the newest q_len tokens fill of the pages; lengths
     // and tables must be older. All that is settled is asked for before that kernel has ended (32 x 4,096 tokens at 4 bits: 40.0 us, so 35.2; H200).
     bool waited = !BULK;
@@ -639,15 +722,15 @@ struct Decode {
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      if (ahead.more() && !settled(ahead, requested - ahead.base)) wait();
-      request_next(stage);
+      if (requested < requested_end && !settled(ahead, requested - ahead.base)) wait();
+      request_next(stage, stage % 2);
     }
     wait();
 
     int stage = 0, phase = 0;
-    const auto next_slot = [&] {
+    const auto next_slot = [&](bool values) {  // from one of a unit's keys, or values
       __syncwarp();  // all lanes have read this one
-      request_next(stage);
+      request_next(stage, (values + STAGES) % 2);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     };
     uint32_t queries[TILES][NT][2];
@@ -664,7 +747,7 @@ struct Decode {
         if (c.packed(unit)) {
           float s[STRIPS][NT][4] = {};
           weigh_packed(slot(stage), queries, query_sum, s, state, c, unit);
-          next_slot();
+          next_slot(false);
           wait_for_copies(stage, phase);
           add_packed(slot(stage), s, state);
         } else {
@@ -672,11 +755,11 @@ struct Decode {
           const int first = c.u.packed + (unit - c.u.packed_units) * 16;
           float s[1][NT][4] = {};
           weigh_window(slot(stage), queries, s, state, c, first);
-          next_slot();
+          next_slot(false);
           wait_for_copies(stage, phase);
           add_window(slot(stage), s, state, c.u.length - first);
         }
-        next_slot();
+        next_slot(true);
       }
       if (!scaled) scale_packed(state, c);
       Cursor next = c;

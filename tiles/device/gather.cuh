@@ -122,7 +122,7 @@ struct Gather {
     const int token = group * RESIDUAL + (PAGE < RESIDUAL ? at / SLICE * PAGE : 0);
     const char* record = page_of(token) + P::KEY_PARAMETERS_AT + (PAGE > RESIDUAL ? token % PAGE / RESIDUAL * SLICE : 0);
     const uint4 v = *reinterpret_cast<const uint4*>(record + at % SLICE);
-    const uint32_t scales[2] = {v.x, v.y}, zeros[2] = {v.z, v.w};
+    const uint32_t scales[2] = {v.y, v.w}, zeros[2] = {v.x, v.z};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int h = i >> 1, j = i & 1;

@@ -26,10 +26,11 @@ struct Granule {
   static constexpr int BYTES = WORDS * 128;
   static constexpr float ROW_FACTOR = KIND == INT4 ? 16.0f : KIND == INT2 ? 4.0f : 1.0f;  // of rows 8..15
   static constexpr float COLUMN_FACTOR = KIND == INT2 ? 16.0f : 1.0f;                     // of columns 8..15
-  // Of integer codes, about the middle one and minus it as an A operand: what sums must be centered on. Sums of plain codes are hundreds of times
-  // what remains of them when the zeros are added, and the tensor cores cut off what they round (131,072 tokens, 8 bits: error 7.7e-3, so 4e-4).
+  // Of integer codes, the highest, about the middle one, and minus that as an A operand: what sums must be centered on. Sums of plain codes are
+  // hundreds of times what remains of them when the zeros are added, and the tensor cores cut off what they round (131,072 tokens, 8 bits: error
+  // 7.7e-3, so 4e-4).
   static constexpr bool CENTERED = has_zero(KIND);
-  static constexpr int MIDDLE = CENTERED ? 1 << (BITS - 1) : 0;
+  static constexpr int HIGHEST = CENTERED ? (1 << (BITS % 16)) - 1 : 0, MIDDLE = (HIGHEST + 1) / 2;
   __device__ __forceinline__ static constexpr uint32_t minus_middle(int i) {
     return 0x80008000u | uint32_t(MIDDLE * (i & 1 ? int(ROW_FACTOR) : 1) * (i >> 1 ? int(COLUMN_FACTOR) : 1)) * 0x00010001u;
   }
@@ -91,6 +92,13 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
   return out;
+}
+
+// True in one lane of the warp, all of which call this; ptxas then knows that what follows is one lane's.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
+  return elected;
 }
 
 // Where one work item of all sequences' lies; sequence b has count(b) of them, one after another. Called by all THREADS threads of a block.

@@ -191,6 +191,7 @@ inline void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address) {
 }
 inline void ptx_ld_shared_u32(uint32_t& r, uint32_t address) { memcpy(&r, tilebit_host::at(address, 4), 4); }
 inline void ptx_st_shared_u32(uint32_t address, uint32_t v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
+inline void ptx_st_shared_f32(uint32_t address, float v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 
 // ---- arithmetic ----
 // .ftz: subnormals are zeros, of the operand and of the result. Approximations are as good as fp32 can be.
@@ -229,6 +230,11 @@ inline void ptx_mbarrier_try_wait_parity_shared__cta_b64(uint32_t barrier, int p
     }
   if (waited_for.parity() == uint32_t(parity)) wait_for_change(&waited_for.state, waited_for.state);
 }
+
+// ---- one lane of a warp ----
+inline bool elected = false;  // of the thread that asked last: the answer is taken before another one runs
+inline void ptx_elect_sync() { elected = tilebit_host::me().thread % tilebit_host::WARP == 0; }
+inline void ptx_selp_u32(uint32_t& chosen, uint32_t a, uint32_t b) { chosen = elected ? a : b; }
 
 // ---- copies ----
 inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {

@@ -48,6 +48,7 @@ def append(format: str, **changes) -> AttentionWorkload:
 
 BULK = Schedule("attention_decode_bulk", 32, 8, 64, 2, 2)
 ASYNC = Schedule("attention_decode", 32, 16, 64, 3, 3)
+WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit become P in two steps
 APPEND = Schedule("attention_append", 128, 1, 64, num_warps=4)
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
@@ -58,8 +59,8 @@ def bug(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tupl
     return Bug(name, workload, schedule, {"device": once(*pairs)}, sign)
 
 
-VALUE_PARAMETERS = "load_shared_32(at + VALUE_BYTES + (strip * 16 + (lane >> 2) + i * 8) * 4)"
-P_OPERAND = "(pack_pair(low * scales[i], high * scales[i], ValueType()))"
+VALUE_PARAMETERS = "load_shared_32(parameters_of(at + VALUE_BYTES) + (strip * 16 + i * 8) * 4)"
+P_OPERAND = "(multiply_pairs(p[nt][i], *reinterpret_cast<const uint32_t*>(&scales)))"
 
 BUGS = (
     # what is read
@@ -68,16 +69,17 @@ BUGS = (
         ("!= 1.0f) b[k][nt][1] = multiply_pairs(b[k][nt][1],", "!= 1.0f) b[k][nt][0] = multiply_pairs(b[k][nt][0],"),
     ),
     bug("row factor of values forgotten", KV4, BULK, ("i < 2 ? unit : unit / Values::ROW_FACTOR", "unit")),
-    bug("zeros of keys forgotten", KV4, BULK, ("(sums[nt][i & 1] + Keys::MIDDLE", "(Keys::MIDDLE")),
-    bug("middle of keys forgotten", KV4, BULK, ("* scale + middle[nt][i] * scales[i >> 1];", "* scale;")),
-    bug("middle of values forgotten", KV4, BULK, ("state.o[f][nt][i] += middle[nt][i];", "{}")),
+    bug("zeros of keys forgotten", KV4, BULK, ("(sums[nt][i] + Keys::MIDDLE", "(Keys::MIDDLE")),
+    bug("middle of keys forgotten", KV4, BULK, ("* scale + middle[nt][i] * key_scale;", "* scale;")),
+    bug("middle of values forgotten", KV4, BULK, ("state.zeros[nt][i] -= taken[nt][i] * (Values::UNIT / 16);", "{}")),
+    bug("codes of the second half not taken from the highest", KV4, BULK, ("a[2] ^= highest<G>(2), a[3] ^= highest<G>(3);", "{}")),
     bug("zeros of values forgotten", KV4, BULK, ("to[f * 16] = state.o[f][nt][i] + zeros", "to[f * 16] = state.o[f][nt][i]")),
     bug("scales of the second half of rows", KV4, BULK, (VALUE_PARAMETERS, VALUE_PARAMETERS.replace(" + i * 8", ""))),
     bug("values' head scale", decode("kvfp8"), BULK, ("head_scales[heads + c.head]", "head_scales[c.head]")),
     bug("bytes of a pair swapped", decode("kv8_token"), ASYNC, ("i & 1 ? 0x4342 : 0x4140", "i & 1 ? 0x4342 : 0x4041")),
     bug("channel scales of one page for all", KV4, ASYNC, ("token = token / RESIDUAL * RESIDUAL;", "{}")),
     bug("keys of the wrong head", KV4, BULK,
-        ("pages + (int64_t(source) * heads + c.head) * P::BYTES + within", "pages + int64_t(source) * heads * P::BYTES + within"),
+        ("pages + uint64_t(uint32_t(source) * heads + c.head) * P::BYTES", "pages + uint64_t(uint32_t(source) * heads) * P::BYTES"),
     ),
     bug("rows after the last token", KV4, BULK, ("if (left < 16) {", "if (left < 0) {"), sign="inf"),
     # the pipeline
@@ -87,6 +89,11 @@ BUGS = (
         ("if (lane == 0) mbarrier_expect(barrier(stage), total);", "if (lane == 0) mbarrier_expect(barrier(stage), total + 16);"),
         sign="wait",
     ),
+    bug("too many bytes expected of one page", replace(KV4, page_size=128), BULK,
+        ("mbarrier_expect(barrier(stage), total);\n    }", "mbarrier_expect(barrier(stage), total + 16);\n    }"),
+        sign="wait",
+    ),
+    bug("values of the next unit", replace(KV4, page_size=128), BULK, ("(values + STAGES) % 2", "(values + STAGES + 1) % 2")),
     bug("slot asked for again while it is read", KV4, BULK,
         ("__syncwarp();  // all lanes have read this one\n", ""),
         ("return ring + (warp * STAGES + stage) * SLOT_BYTES;", "return ring + (warp * STAGES + stage / 2) * SLOT_BYTES;"),
@@ -102,8 +109,11 @@ BUGS = (
         ("state.o[f][nt][i] *= factor, state.o[f][nt][i + 2] *= factor;", "state.o[f][nt][i] *= factor;"),
     ),
     bug("maximum of half the lanes", KV4, BULK,
-        ("for (int step = 4; step < 32; step *= 2) top", "for (int step = 4; step < 16; step *= 2) top"),
+        ("for (int step = 4; step < 32; step *= 2) above", "for (int step = 4; step < 16; step *= 2) above"),
     ),
+    bug("P too high for halves", replace(PEAKED, scale=2.0), BULK, ("|| !(sum[nt][i] <= LAZY)", "")),
+    bug("scores not lowered by the rise", PEAKED, BULK, (": s[strip][nt][j] - by;", ": s[strip][nt][j];")),
+    bug("P of earlier strips not rescaled", PEAKED, WIDE, ("strip < from ? s[strip][nt][j] * factor", "strip < from ? s[strip][nt][j]")),
     bug("weights not turned", KV4, BULK, ("transpose" + P_OPERAND, P_OPERAND)),
     bug("sink not under the maximum", decode("kv4_channel", sinks=True), BULK,
         ("sum = sum * factor + exp2_fast(sink - higher)", "sum = sum * factor + exp2_fast(sink)"),

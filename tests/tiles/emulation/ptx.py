@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
-OPERAND = re.compile(r"%\d+|(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+OPERAND = re.compile(r"%\d+|(?<![\w.])(?:0f[\da-f]{8}|\d+(?:\.\d+)?)(?![\w.])")  # 0f: the bits of a float
+COMPARISONS = {"setp.ne.b32": "!=", "setp.lt.f32": "<"}
 VECTOR = re.compile(r"\{([^{};]*)\}")  # registers that belong together; braces around statements are a scope
 PREDICATED = re.compile(r"(?:@!?(\w+)\s+)?(.*)$", re.DOTALL)
 INSTRUCTION = re.compile(r"([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
@@ -64,11 +65,17 @@ def _calls(template: str, operands: list[str]) -> Iterator[str]:
         if not statement or statement.startswith((".", "bra ")) or statement.endswith(":"):  # declarations, branches, labels
             continue
         name, rest = _match(INSTRUCTION, statement, 0).groups()
-        arguments = [operands[int(token[1:])] if token[0] == "%" else token for token in OPERAND.findall(rest or "")]
-        if name == "setp.ne.b32":
-            yield f"const bool {(rest or '').split(',')[0]} = {arguments[0]} != {arguments[1]};"
+        arguments = [_argument(token, operands) for token in OPERAND.findall(rest or "")]
+        if name in COMPARISONS:
+            yield f"const bool {(rest or '').split(',')[0]} = {arguments[0]} {COMPARISONS[name]} {arguments[1]};"
         else:
             yield (f"if ({predicate}) " if predicate else "") + f"ptx_{re.sub(r'[.:]', '_', name)}({', '.join(arguments)});"
+
+
+def _argument(token: str, operands: list[str]) -> str:
+    if token.startswith("0f"):
+        return f"__uint_as_float(0x{token[2:]}u)"
+    return operands[int(token[1:])] if token[0] == "%" else token
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:

@@ -290,6 +290,8 @@ template <typename A, typename T>
 __device__ __forceinline__ void append_tokens(const void* k, const void* v, const void* starts, const void* lengths, const void* tables, const void* slots,
                                               void* pages, void* windows, const void* head_scales, const void* cos_sin, int batch, int heads,
                                               int max_pages) {
+  wait_for_predecessor();  // all operands may be its
+  launch_dependents();     // a decode reads early what this call does not write
   A a;
   a.k = static_cast<const T*>(k), a.v = static_cast<const T*>(v), a.pages = static_cast<char*>(pages);
   a.starts = static_cast<const int*>(starts), a.lengths = static_cast<const int*>(lengths);

@@ -1,5 +1,5 @@
 """Sections on what each idea adds to speed and on how well schedules are chosen: rows of results/ablation (of attention: its folder
-``attention``) and results/ranker."""
+``attention``), results/ranker and results/selection."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from .rows import json_rows
 ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
 ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "heads_q", "heads_kv", "us")
 RANKER_FIELDS = ("shape", "m", "source", "us", "best_us")
+SELECTION_FIELDS = ("gpu", "kind", "n", "k", "m", "format", "group_size", "symmetric", "dtype", "best_us", "candidates", "measured")
+FRESH_FIELDS, SCAN_FIELDS = ("us", "source"), ("tuned_us", "legal", "scanned", "failed")
+# What is asked of the choices: slower by at most so much.
+FRESH_MEDIAN, FRESH_WORST, SCAN_WORST = 0.10, 0.25, 0.03
+SCAN_SHARE = 0.25  # of the scan's measurements that the tuner may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,80 @@ def ranker_section(folder: Path) -> str:
     )
     folded = details("Every workload", table(["n x k", "m", "source", "µs", "best µs", "slower by"], points))
     return "\n\n".join(["## Choosing without a record", about, table(["source", "workloads", "median", "worst"], lines), folded])
+
+
+def selection_section(folder: Path) -> str:
+    """What ``select`` gives for shapes without a record against the tuner's choice, and that against the best of a scan, the newest row of
+    each workload; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    devices: dict[str, dict[str, dict[tuple[Any, ...], dict[str, Any]]]] = {}
+    for place, row in json_rows(folder, SELECTION_FIELDS):
+        lacking = [field for field in (FRESH_FIELDS if row["kind"] == "fresh" else SCAN_FIELDS) if field not in row]
+        if lacking:
+            raise ValueError(f"{place}: {', '.join(lacking)} missing; accepted: rows as the measuring programs write them")
+        of_kind = devices.setdefault(row["gpu"], {}).setdefault(row["kind"], {})
+        of_kind[row["n"], row["k"], row["m"], _numbers(row)] = row
+    parts = []
+    for gpu, kinds in sorted(devices.items()):
+        parts.append(f"### {gpu}")
+        if "fresh" in kinds:
+            parts += _fresh(list(kinds["fresh"].values()))
+        if "exhaustive" in kinds:
+            parts += _scans(list(kinds["exhaustive"].values()))
+    return "\n\n".join(["## How well schedules are chosen", *parts]) if parts else ""
+
+
+def _fresh(rows: list[dict[str, Any]]) -> list[str]:
+    """A summary in words and the table of workloads without a record."""
+    losses = [row["us"] / row["best_us"] - 1 for row in rows]
+    said = (
+        f"Without a record: what `select` gives for {len(rows)} workloads of shapes that are in no record, beside the tuner's choice, timed "
+        f"side by side. Slower in the median by **{median(losses):.1%}** ({_bar(median(losses), FRESH_MEDIAN)}), in the worst case by "
+        f"**{max(losses):.1%}** ({_bar(max(losses), FRESH_WORST)})."
+    )
+    lines = [
+        [_shape((row["n"], row["k"])), str(row["m"]), _numbers(row), row["source"], number(row["us"]), number(row["best_us"]), f"{loss:.1%}",
+         f"{row['measured']} of {row['candidates']}"]
+        for row, loss in zip(rows, losses, strict=True)
+    ]  # fmt: skip
+    header = ["n x k", "m", "format", "chosen by", "µs", "tuned µs", "slower by", "candidates the tuner measured"]
+    return [said, table(header, lines)]
+
+
+def _scans(rows: list[dict[str, Any]]) -> list[str]:
+    """A summary in words and the table of scanned workloads."""
+    losses, shares = [row["tuned_us"] / row["best_us"] - 1 for row in rows], [row["measured"] / row["scanned"] for row in rows]
+    said = (
+        f"Against a scan: the tuner's choice beside the fastest of a scan of all that the rules accept, for {len(rows)} workloads; where they "
+        "accept too much, the scan takes the rules' own candidates, the cost model's fastest of each tile shape, and an even draw (`rule` of "
+        f"the rows). Slower at worst by **{max(losses):.1%}** ({_bar(max(losses), SCAN_WORST)}), with at most **{max(shares):.1%}** of the "
+        f"scan's measurements ({_bar(max(shares), SCAN_SHARE)})."
+    )
+    lines = [
+        [_shape((row["n"], row["k"])), str(row["m"]), _numbers(row), f"{row['legal']:,}", f"{row['scanned']} ({row['failed']} failed)",
+         number(row["best_us"]), number(row["tuned_us"]), f"{loss:.1%}", f"{row['measured']} of {row['candidates']}", f"{share:.1%}"]
+        for row, loss, share in zip(rows, losses, shares, strict=True)
+    ]  # fmt: skip
+    header = [
+        "n x k",
+        "m",
+        "format",
+        "legal",
+        "scanned",
+        "best µs",
+        "tuned µs",
+        "slower by",
+        "candidates the tuner measured",
+        "of the scan",
+    ]
+    return [said, table(header, lines)]
+
+
+def _bar(value: float, bar: float) -> str:
+    return f"asked: at most {bar:.0%}, {'met' if value <= bar else '**missed**'}"
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    return f"{row['format']}_g{row['group_size']}{'' if row['symmetric'] else '_asym'}, {row['dtype']}"
 
 
 def _loss(row: dict[str, Any]) -> float:

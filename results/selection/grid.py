@@ -1,0 +1,119 @@
+"""The schedules of an exhaustive scan: all that the rules accept, and which of them are measured where there are too many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tilebit.schedules.cost import estimate
+from tilebit.schedules.rules import gemm, gemm_cpu, gemm_stream
+from tilebit.schedules.rules.gemm_tiles import in_turn
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
+from tilebit.schedules.workload import Workload
+
+PLACES = 400  # schedules that are measured of a workload
+WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower than this is not drawn, it would take most of the time
+RASTERS = (0, 2, 4, 8, 16, 32)  # 1 is plain order too
+SHARES = ((False, 1), (False, 2), (True, 1), (True, 2))  # stream_k and cluster of tiles that no split shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """The values of a program's fields that its rule can accept at all; ``shares`` are (split_k, stream_k, cluster)."""
+
+    block_n: Sequence[int]
+    block_m: Sequence[int]
+    block_k: Sequence[int]
+    num_warps: Sequence[int]
+    num_stages: Sequence[int]
+    min_blocks: Sequence[int]
+    rasters: Sequence[int]
+    shares: Sequence[tuple[int, bool, int]]
+
+
+def full_grid(workload: Workload, target: Target) -> list[Schedule]:
+    """Every legal schedule of every program on ``target``, always in the same order. Of schedules that make the same launch one is there:
+    a raster says nothing where one tile covers all rows of x."""
+    return [schedule for program in gemm.PROGRAMS for schedule in _legal_of(program, workload, target)]
+
+
+def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[list[Schedule], int, str]:
+    """(schedules to measure, how many are legal, the rule in words): the full grid where it has at most ``places`` schedules. Else all that
+    ``rules`` offer the tuner; of the other places half go to what the analytic model, by which no tuner with a ranker goes, expects to be
+    the fastest, tile shapes in turn, and half are drawn evenly from what it expects to be ``WITHIN`` times its fastest."""
+    grid = full_grid(workload, target)
+    if len(grid) <= places:
+        return grid, len(grid), "all legal schedules"
+    us = {schedule: estimate(workload, schedule, target).us for schedule in grid}
+    offered = gemm.candidates(workload, target) or []
+    shapes: dict[tuple[str, int, int, int], list[Schedule]] = {}
+    for schedule in sorted(grid, key=us.__getitem__):
+        shapes.setdefault((schedule.program, schedule.block_n, schedule.block_m, schedule.num_warps), []).append(schedule)
+    known = set(offered)
+    fastest = [s for s in in_turn(list(shapes.values())) if s not in known][: max(0, places - len(offered)) // 2]
+    known.update(fastest)
+    rest = [s for s in grid if s not in known and us[s] <= WITHIN * min(us.values())]
+    drawn = random.Random(0).sample(rest, min(len(rest), max(0, places - len(offered) - len(fastest))))
+    rule = (
+        f"of {len(grid):,} legal schedules {len(offered)} candidates of the rules, {len(fastest)} that the cost model expects to be the "
+        f"fastest (tile shapes in turn), {len(drawn)} drawn evenly from those it expects within {WITHIN:g} times its fastest"
+    )
+    return [*offered, *fastest, *drawn], len(grid), rule
+
+
+def _legal_of(program: str, workload: Workload, target: Target) -> Iterator[Schedule]:
+    """A tile that is illegal with the shortest pipeline and no split, or a pipeline without one, is so with more: it needs more of all."""
+    axes = _axes(program, target)
+    for block_n, block_m, block_k, num_warps in product(axes.block_n, axes.block_m, axes.block_k, axes.num_warps):
+        tile = Schedule(program, block_n, block_m, block_k, axes.num_stages[0], num_warps)
+        if gemm.legal(workload, tile, target):
+            continue
+        for num_stages, min_blocks in product(axes.num_stages, axes.min_blocks):
+            base = replace(tile, num_stages=num_stages, min_blocks=min_blocks)
+            if gemm.legal(workload, base, target):
+                continue
+            rasters = axes.rasters if block_m < workload.m else axes.rasters[:1]
+            for (split_k, stream_k, cluster), raster in product(axes.shares, rasters):
+                schedule = replace(base, split_k=split_k, stream_k=stream_k, cluster=cluster, raster=raster)
+                if not gemm.legal(workload, schedule, target):
+                    yield schedule
+
+
+def _axes(program: str, target: Target) -> _Axes:
+    if program == gemm_cpu.PROGRAM:
+        vectors, threads = gemm_cpu.isa(target), min(max(1, target.units), gemm_cpu.THREADS_MAX)
+        return _Axes(
+            block_n=range(gemm_cpu.TILE, gemm_cpu.BLOCK_N_MAX + 1, gemm_cpu.TILE),
+            block_m=range(1, vectors.registers if vectors is not None else 1),
+            block_k=gemm_cpu.BLOCK_K,
+            num_warps=sorted({*(1 << i for i in range(threads.bit_length())), threads}),
+            num_stages=(1,),
+            min_blocks=(1,),
+            rasters=(0,),
+            shares=[(split_k, False, 1) for split_k in (1, 2, 4)],
+        )
+    if program in gemm_stream.ARCHES:
+        return _Axes(
+            block_n=range(gemm_stream.WARP_ROWS[-1], gemm_stream.MAX_BLOCK_N + 1, gemm_stream.WARP_ROWS[-1]),
+            block_m=gemm_stream.BLOCK_M,
+            block_k=gemm_stream.BLOCK_K,
+            num_warps=range(1, gemm_stream.MAX_WARPS + 1),
+            num_stages=range(gemm_stream.STAGES[0], gemm_stream.STAGES[1] + 1),
+            min_blocks=range(1, gemm_stream.MAX_MIN_BLOCKS + 1),
+            rasters=(0,),
+            shares=[(split_k, False, 1) for split_k in range(1, gemm_stream.MAX_SPLIT_K + 1)],
+        )
+    rule = gemm._CUDA[program]
+    return _Axes(
+        block_n=rule.block_n,
+        block_m=rule.block_m,
+        block_k=rule.block_k,
+        num_warps=rule.num_warps,
+        num_stages=range(rule.stages[0], rule.stages[1] + 1),
+        min_blocks=range(1, gemm.MAX_MIN_BLOCKS + 1),
+        rasters=RASTERS,
+        shares=[*((1, *share) for share in SHARES), *((split_k, False, 1) for split_k in range(2, gemm.MAX_SPLIT_K + 1))],
+    )

@@ -1,5 +1,6 @@
 """Choosing a schedule: the tuned one; else that of a tuned twin (the same shape in other numbers); else the learned ranker's best; without
-a ranker the nearest tuned one that is legal and not expected to be slow here, or the analytic model's best. And saying why.
+a ranker the nearest tuned one that is legal and not expected to be slow here, or the analytic model's best. And saying why. A schedule that
+failed when it was tuned is chosen only where all have.
 
 The order was decided on the shipped records, each workload left out in turn (``autotune/regret.py``): the ranker's choice is nearer to the
 best than the nearest record's, so that neighbours' schedules only join its candidates."""
@@ -28,8 +29,9 @@ GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and where it came from: ``source`` is "tuned", "nearest", "ranker" or "model"; ``record`` and ``distance`` belong to the
-    first two, ``predicted_us`` to the ranker's."""
+    """A schedule and where it came from: ``source`` is "tuned", "nearest", "ranker", "model", or "failed" where every candidate failed when
+    it was tuned (then the analytic model's best, of those that did not compute wrong results if there are any). ``record`` belongs to the
+    first two and the last, ``distance`` to the first two, ``predicted_us`` to the ranker's."""
 
     schedule: Schedule
     source: str
@@ -133,7 +135,7 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
 
 def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
     current = latest(records).values()
-    failed = {r.schedule for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
+    failed = {r.schedule: r for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
     near = [
         (d, r) for d, r in neighbours(workload, target, current) if r.schedule not in failed and not legal(workload, r.schedule, target)
     ]
@@ -149,12 +151,19 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
             return Choice(record.schedule, "nearest", record, d)
     if not options:
         raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules")
-    usable = [s for s in options if s not in failed] or options
+    usable = [s for s in options if s not in failed]
     if ranker is not None and served:
-        usable = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))
-        us, schedule = min(zip(ranker.predict(workload, usable, target), usable, strict=True), key=lambda pair: pair[0])
-        return Choice(schedule, "ranker", predicted_us=us)
-    return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
+        judged = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))
+        if judged:
+            us, schedule = min(zip(ranker.predict(workload, judged, target), judged, strict=True), key=lambda pair: pair[0])
+            return Choice(schedule, "ranker", predicted_us=us)
+    if usable:
+        return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
+    if near:  # slow here, as far as the model knows; but it works
+        d, record = near[0]
+        return Choice(record.schedule, "nearest", record, d)
+    schedule = min(options, key=lambda s: (failed[s].status == "wrong", estimate(workload, s, target).us))
+    return Choice(schedule, "failed", failed[schedule])
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
@@ -181,7 +190,7 @@ def _row(
     elif illegal:
         why = f"illegal: {illegal[0]}"
     elif record is not None and not record.ok:
-        why = f"failed when tuned: {record.status}" + (f" ({record.reason})" if record.reason else "")
+        why = _how_failed(record)
     elif record is not None and record.us is not None:
         best = choice.record.us if choice.record is not None else None
         why = f"measured {record.us:.2f} us" + (f", the chosen one {best:.2f} us" if best is not None and choice.source == "tuned" else "")
@@ -199,12 +208,18 @@ def _why_chosen(choice: Choice) -> str:
         return f"chosen: the ranker's best, predicted {choice.predicted_us:.2f} us; this workload is not tuned (run the tuner to measure)"
     if choice.record is None:
         return "chosen: the cost model's best; nothing near enough is tuned (run the tuner to measure)"
+    if choice.source == "failed":
+        return f"chosen, though every candidate failed, as the cost model's best of them; {_how_failed(choice.record)}"
     us = f"{choice.record.us:.2f} us"
     if choice.source == "tuned":
         return f"chosen: the fastest measured here, {us}"
     w = choice.record.workload
     there = f"{w.title} {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}"
     return f"chosen: the fastest of the nearest tuned workload ({there}), {us} there"
+
+
+def _how_failed(record: TuningRecord) -> str:
+    return f"failed when tuned: {record.status}" + (f" ({record.reason})" if record.reason else "")
 
 
 def _time(row: Row) -> float:

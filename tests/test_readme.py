@@ -99,9 +99,11 @@ def test_command_lines_parse(line: str):
 
     from tilebit.cli import app
 
-    words = shlex.split(line)
-    command = typer.main.get_command(app).commands[words[1]]  # pyright: ignore[reportAttributeAccessIssue]
-    command.make_context(words[1], words[2:])  # raises what the user would see
+    command, (name, *words) = typer.main.get_command(app), shlex.split(line)
+    while hasattr(command, "commands"):  # a group: its next word names a command
+        name, *words = words
+        command = command.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+    command.make_context(name, words)  # raises what the user would see
 
 
 def test_claims_for_gpus_have_a_program():

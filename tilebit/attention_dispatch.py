@@ -43,12 +43,13 @@ Key = tuple[Any, ...]
 
 class AttentionPlan:
     """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch(operands)`` takes them in the order of ``OPERANDS``,
-    and so does what ``dependent()`` returns.
+    and so does ``dependent``, which is ``launch`` with programmatic dependent launch, where the kernel has it. Both are one plan's: which
+    of them a call takes may differ between a warm-up and a capture, where no kernel can be loaded.
 
     Raises ``KernelUnavailable`` when there is no kernel, or when it would have to be loaded while a CUDA graph is captured.
     """
 
-    __slots__ = ("_early", "device", "guarded", "kernel", "launch", "target", "workload")
+    __slots__ = ("dependent", "device", "guarded", "kernel", "launch", "target", "workload")
 
     def __init__(self, workload: AttentionWorkload, device: torch.device) -> None:
         self.device, self.workload, self.target = device, workload, device_target(device)
@@ -62,15 +63,8 @@ class AttentionPlan:
         if self.target.is_cuda:
             self.kernel.prepare(device.index)
         self.launch = _bind(self.kernel, self.kernel.run, self)
-        self._early: Callable[[Operands], None] | None = None
-
-    def dependent(self) -> Callable[[Operands], None]:
-        """``launch`` with programmatic dependent launch, where the kernel has it. Both are one plan's: which of them a call takes may
-        differ between a warm-up and a capture, where no kernel can be loaded."""
-        if self._early is None:
-            run = self.kernel.run_dependent
-            self._early = self.launch if run is None else _bind(self.kernel, run, self)
-        return self._early
+        early = self.kernel.run_dependent
+        self.dependent = self.launch if early is None else _bind(self.kernel, early, self)
 
 
 _lock = threading.Lock()
@@ -91,7 +85,7 @@ def launch(key: Key, operands: Operands, dependent: bool = False) -> None:
     plan = plans.get(key)
     if plan is None:
         plan = _plan(key, operands)
-    run = plan.dependent() if dependent else plan.launch
+    run = plan.dependent if dependent else plan.launch
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):

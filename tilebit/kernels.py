@@ -2,8 +2,9 @@
 ``schedules.select`` chooses.
 
 A chosen schedule that does not pass the lint (the cost model cannot see register spills) is remembered as unfit, beside the artifact
-cache, and the next best one is tried: a call never fails because one schedule does. With ``TILEBIT_NO_COMPILE=1`` nothing is compiled and
-the error names the commands which build the kernel.
+cache, and the next best one is tried: a call never fails because one schedule does. What failed when it was tuned comes last, since much of
+that is a machine's fault and passes; a kernel that computed wrong results is never used. With ``TILEBIT_NO_COMPILE=1`` nothing is compiled
+and the error names the commands which build the kernel.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from . import packs
 from .runtime import LoadedKernel
-from .schedules.attention import AttentionWorkload
 from .schedules.operations import AnyWorkload
+from .schedules.records import TuningRecord, records_path
 from .schedules.schedule import Schedule
-from .schedules.select import explain, select
+from .schedules.select import choose, explain
 from .schedules.target import Target
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
                 elif request is not None:
                     requests[index] = request
                 else:
-                    reasons.append(f"{wanted[index]}: none of the {TRIES} best schedules passes the lint; `tilebit tune` searches further")
+                    reasons.append(_why_none(wanted[index], target))
             if requests and compiling_is_off():
                 reasons += [_how_to_build(request.workload, target) for request in requests.values()]
                 break
@@ -85,29 +85,52 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
     return [found[index] for index in range(len(wanted))]
 
 
-def _ranked(workload: AnyWorkload, target: Target) -> Iterator[Schedule]:
-    """The schedule to use, then those to fall back to, best first."""
-    chosen = select(workload, target)
-    yield chosen
-    rows = explain(workload, target)
-    usable = (r.schedule for r in rows if not r.illegal and (r.record is None or r.record.ok) and r.schedule != chosen)
-    yield from islice(usable, TRIES - 1)
+def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, TuningRecord | None]]:
+    """The schedule to use, then those to fall back to, best first and what failed when tuned last; each with its record, if any."""
+    choice = choose(workload, target)
+    yield choice.schedule, choice.record
+    rows = [r for r in explain(workload, target) if not r.illegal and r.schedule != choice.schedule]
+    rows.sort(key=lambda r: 0 if r.record is None or r.record.ok else 1 + (r.record.status == "wrong"))
+    yield from ((r.schedule, r.record) for r in rows[: TRIES - 1])
 
 
 def _next(
-    workload: AnyWorkload, ranked: Iterator[Schedule], target: Target, cache: ArtifactCache
+    workload: AnyWorkload, ranked: Iterator[tuple[Schedule, TuningRecord | None]], target: Target, cache: ArtifactCache
 ) -> tuple[Kernel | None, CompileRequest | None]:
-    """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to be unfit; (None, None) when all are."""
+    """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to be unfit or wrong; (None, None) when
+    all are."""
     from .tiles.compile import CompileRequest
 
-    for schedule in ranked:
+    for schedule, record in ranked:
         request = CompileRequest(schedule.program, workload, schedule, target)
+        if _is_wrong(record, request):
+            continue
         kernel = cache.lookup(request.key)
         if kernel is not None:
             return kernel, None
         if not (cache.root / "unfit" / request.key).is_file():
             return None, request
     return None, None
+
+
+def _is_wrong(record: TuningRecord | None, request: CompileRequest) -> bool:
+    """Whether this very artifact computed wrong results when it was tuned. A key covers sources and compilers: what they were then says
+    nothing of new ones."""
+    return record is not None and record.status == "wrong" and record.key == request.key
+
+
+def _why_none(workload: AnyWorkload, target: Target) -> str:
+    from .tiles.compile import CompileRequest
+
+    tried = [r.record for r in explain(workload, target) if r.record is not None and not r.illegal]
+    wrong = [r for r in tried if _is_wrong(r, CompileRequest(r.schedule.program, workload, r.schedule, target))]
+    tune = f"`{packs.command_line('tune', workload, target.arch)}`"
+    if not wrong:
+        return f"{workload}: none of the {TRIES} best schedules passes the lint; {tune} searches further"
+    return (
+        f"{workload}: no schedule that works is left; {len(wrong)} computed wrong results when tuned on {target.name} ({wrong[0].reason}) "
+        f"and are never used. {tune} searches further; if the device was at fault, remove their lines from {records_path()} first"
+    )
 
 
 def _remember(cache: ArtifactCache, request: CompileRequest, failure: CompileFailure) -> None:
@@ -129,16 +152,8 @@ def compiling_is_off() -> bool:
 
 
 def _how_to_build(workload: AnyWorkload, target: Target) -> str:
-    if isinstance(workload, AttentionWorkload):
-        return (
-            f"no kernel for {workload} on {target.arch} is loaded or cached, and {NO_COMPILE} forbids compiling one here; build it where "
-            "the compilers are, tilebit.packs.export(PATH, tilebit.kernels.build([workload], target)), and load it with "
-            "tilebit.packs.load(PATH)"
-        )
-    w, bias = workload, " --bias" if workload.bias else ""
-    arguments = f"--n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {target.arch}"
+    compiling, packing = (packs.command_line(command, workload, target.arch) for command in ("compile", "pack PATH"))
     return (
-        f"no kernel for {w.format.name} [{w.n}, {w.k}], m = {w.m}, {w.dtype}{' with bias' if w.bias else ''} on {target.arch} is loaded or "
-        f"cached, and {NO_COMPILE} forbids compiling one here; build it with `tilebit compile {arguments}`, or with "
-        f"`tilebit pack PATH {arguments}` and load it with tilebit.packs.load(PATH)"
+        f"no kernel for {workload.title} {workload.dtype} on {target.arch} is loaded or cached, and {NO_COMPILE} forbids compiling one "
+        f"here; build it with `{compiling}`, or with `{packing}` and load it with tilebit.packs.load(PATH)"
     )

@@ -85,6 +85,8 @@ def test_without_records_the_estimate_decides():
     best = min(candidates(W, H200) or [], key=lambda s: estimate(W, s, H200).us)
     assert choose(W, H200, []).schedule == best and choose(W, H200, []).source == "model"
     assert select(W, H200, [record(schedule=best, us=None)]) != best, "a schedule that failed"
+    wrong = [record(schedule=s, us=None) for s in candidates(W, H200) or []]
+    assert (choose(W, H200, wrong).source, choose(W, H200, wrong).schedule) == ("failed", best)
     with pytest.raises(ValueError, match=r"no schedule for AttentionWorkload.*schedules/rules"):
         choose(W, replace(H200, arch="cpu", features=()), [])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +14,10 @@ from hypothesis import strategies as st
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.schedules.cost import estimate
-from tilebit.schedules.records import TuningRecord
+from tilebit.schedules.records import STATUSES, TuningRecord
 from tilebit.schedules.rules.gemm import candidates, legal
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import MAX_DISTANCE, choose, distance, explain, refresh, select
+from tilebit.schedules.select import MAX_DISTANCE, NEAR_ENOUGH, choose, distance, explain, refresh, select
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.schedules.workload import Workload, m_bucket
 
@@ -110,6 +112,43 @@ def test_failed_schedules_are_never_chosen():
     assert second != best and not legal(W, second, H200)
     near = record(Workload(64, 5120, 4096))
     assert choose(W, H200, [near, record(us=None)]).source == "model"
+
+
+def test_when_every_candidate_failed_the_next_best_thing_is_chosen():
+    options = candidates(W, H200) or []
+    by_estimate = sorted(options, key=lambda s: estimate(W, s, H200).us)
+    statuses = [s for s in STATUSES if s != "ok"]
+    failures = [record(schedule=s, us=None, status=statuses[i % len(statuses)]) for i, s in enumerate(by_estimate)]
+    assert failures[3].status == "wrong"
+    choice = choose(W, H200, failures)
+    assert (choice.schedule, choice.source, choice.record) == (by_estimate[0], "failed", failures[0])
+    first, *others = explain(W, H200, failures)
+    assert "every candidate failed" in first.why and "failed when tuned: compile_error (1 element)" in first.why
+    assert first.chosen and all(r.why.startswith("failed when tuned: ") for r in others)
+
+    wrong = [record(schedule=s, us=None) for s in by_estimate]
+    assert choose(W, H200, [*wrong[:-1], replace(failures[-1], status="hang")]).schedule == by_estimate[-1], "what is wrong comes last"
+    choice = choose(W, H200, wrong)
+    assert (choice.schedule, choice.source) == (by_estimate[0], "failed")
+    assert "failed when tuned: wrong (1 element)" in explain(W, H200, wrong)[0].why
+
+    slow = replace(ODD, split_k=1, num_stages=2, block_m=16)
+    assert not legal(W, slow, H200) and slow not in options
+    assert estimate(W, slow, H200).us > NEAR_ENOUGH * estimate(W, by_estimate[0], H200).us
+    choice = choose(W, H200, [*failures, record(Workload(64, 5120, 4096), slow)])
+    assert (choice.schedule, choice.source) == (slow, "nearest"), "it works, though the model expects it to be slow here"
+    choice = choose(W, H200, [*failures[1:], record(Workload(64, 5120, 4096), slow)])
+    assert (choice.schedule, choice.source) == (by_estimate[0], "model")
+
+    ranker: Any = SimpleNamespace(serves=lambda *_: True, predict=lambda workload, schedules, target: [float(s != slow) for s in schedules])
+    assert choose(W, H200, failures, ranker).source == "failed", "a ranker has nothing left to rank"
+    assert choose(W, H200, [*failures, record(Workload(64, 5120, 4096), slow)], ranker).source == "ranker"
+
+
+def test_a_repaired_candidate_is_no_failure():
+    failures = [record(schedule=s, us=None) for s in candidates(W, H200) or []]
+    choice = choose(W, H200, [*failures, replace(failures[7], status="ok", reason="", us=9.0)])
+    assert (choice.schedule, choice.source) == (failures[7].schedule, "tuned")
 
 
 def test_distance_by_hand():

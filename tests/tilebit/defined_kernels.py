@@ -46,7 +46,7 @@ class DefinedKernels:
             self.calls.append(w.op)
             _RUN[w.op](w, operands)
 
-        return SimpleNamespace(params=names, run=run, path=Path("defined"), manifest={})
+        return SimpleNamespace(params=names, run=run, run_dependent=None, path=Path("defined"), manifest={})
 
 
 def _cached(w: AttentionWorkload, o: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer.main
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parent.parent / "tiles"))
@@ -240,13 +239,3 @@ def test_an_error_names_a_command_that_means_the_workload(changes, monkeypatch):
     ((path, (workload,), target),) = seen
     assert (str(path), target.arch) == ("PATH", "sm_80")
     assert workload.bucketed() == wanted.bucketed() and workload.static() == wanted.static()
-
-
-def test_readme_commands_parse():
-    """Every ``tilebit attention`` line of README.md is one that the program accepts."""
-    lines = re.findall(r"^ {4}tilebit attention (.*)$", (Path(__file__).parents[2] / "README.md").read_text(), re.M)
-    assert {shlex.split(line)[0] for line in lines} >= {"tune", "explain", "pack"}
-    group = typer.main.get_command(app).commands["attention"]  # pyright: ignore[reportAttributeAccessIssue]
-    for line in lines:
-        name, *words = shlex.split(line)
-        group.commands[name].make_context(name, words)  # raises what the user would see

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from bad_file_cases import artifact
 from door_cases import FORMATS, workload
 
 from tilebit.kernels import TRIES, KernelUnavailable, build
-from tilebit.schedules.select import select
+from tilebit.schedules.operations import candidates, estimate
+from tilebit.schedules.records import TuningRecord
+from tilebit.schedules.select import refresh, select
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles import pool
 from tilebit.tiles.cache import ArtifactCache
 from tilebit.tiles.compile import CompileFailure, CompileRequest
 
 TARGET = target_from_name("sm_90a")
+UNTUNED = target_from_name("sm_80")  # nothing is shipped for it
 WORKLOAD = workload(FORMATS[0], 16, 4096, 4096)
 
 
@@ -50,6 +56,28 @@ def attempts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pool, "CompilePool", Pool)
     return seen
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Writes the user's records, of what became of ``WORKLOAD``'s candidates on ``UNTUNED``, and returns them."""
+    path = tmp_path / "records.jsonl"
+    monkeypatch.setenv("TILEBIT_RECORDS", str(path))
+
+    def write(statuses: dict[int, str], every: str | None = None, **changes) -> list[TuningRecord]:
+        found = []
+        for i, s in enumerate(candidates(WORKLOAD, UNTUNED) or []):
+            status = statuses.get(i, every)
+            if status is not None:
+                key, t = CompileRequest(s.program, WORKLOAD, s, UNTUNED).key, UNTUNED
+                found.append(TuningRecord(WORKLOAD, s, t.name, t.arch, t.units, status=status, reason="3 elements differ.", key=key))
+        found = [replace(r, **changes) for r in found]
+        path.write_text("".join(json.dumps(r.to_json()) + "\n" for r in found))
+        refresh()
+        return found
+
+    yield write
+    refresh()
 
 
 def test_the_chosen_schedule_is_compiled_once(attempts):
@@ -102,3 +130,48 @@ def test_without_a_compiler_a_fallback_in_the_cache_is_found(attempts, monkeypat
     with pytest.raises(KernelUnavailable, match="tilebit compile --n 64"):
         build([workload(FORMATS[0], 16, 64, 64)], TARGET)
     assert len(attempts) == 2
+
+
+def test_what_failed_when_tuned_is_tried_last(attempts, tuned):
+    options = candidates(WORKLOAD, UNTUNED) or []
+    best = select(WORKLOAD, UNTUNED)
+    failed = {i: "crash" for i, s in enumerate(options) if s not in options[5:7]}
+    assert best not in options[5:7]
+    tuned(failed)
+    attempts.verdict = lambda request: "lint" if request.schedule in options[5:7] else None
+    (kernel,) = build([WORKLOAD], UNTUNED)
+    assert {r.schedule for r in attempts[:2]} == set(options[5:7]) and len(attempts) == 3
+    assert attempts[2].schedule == kernel.schedule
+
+
+@pytest.mark.parametrize("status", ["compile_error", "compile_timeout", "corrupt", "crash", "hang", "error"])
+def test_when_all_have_failed_a_call_still_runs(attempts, tuned, status):
+    best = select(WORKLOAD, UNTUNED)
+    tuned({}, every=status)
+    (kernel,) = build([WORKLOAD], UNTUNED)
+    assert kernel.schedule == best and len(attempts) == 1
+
+
+def test_a_kernel_that_computed_wrong_results_is_never_used(attempts, tuned):
+    (made,) = build([WORKLOAD], UNTUNED)  # as the tuner leaves it: in the cache
+    records = tuned({}, every="wrong")
+    assert made.schedule in [r.schedule for r in records]
+    with pytest.raises(KernelUnavailable) as caught:
+        build([WORKLOAD], UNTUNED)
+    said = str(caught.value)
+    assert f"{len(records)} computed wrong results when tuned on {UNTUNED.name} (3 elements differ.) and are never used" in said
+    assert "`tilebit tune --n 4096 --k 4096 --m 16 " in said and "records.jsonl" in said and len(attempts) == 1
+
+    records = tuned({9: "hang"}, every="wrong")
+    assert build([WORKLOAD], UNTUNED)[0].schedule == records[9].schedule, "which may have been the machine's fault"
+
+    *_, slower, slowest = sorted(range(len(records)), key=lambda i: estimate(WORKLOAD, records[i].schedule, UNTUNED).us)
+    tuned({slower: "hang", slowest: "hang"}, every="wrong")
+    attempts.verdict = lambda request: "lint" if request.schedule == records[slower].schedule else None
+    assert build([WORKLOAD], UNTUNED)[0].schedule == records[slowest].schedule, f"behind more than {TRIES} faster ones that are wrong"
+
+
+def test_wrong_results_of_other_code_say_nothing(attempts, tuned):
+    tuned({}, every="wrong", key="0" * 64)  # of other sources or compilers
+    (kernel,) = build([WORKLOAD], UNTUNED)
+    assert kernel.schedule == select(WORKLOAD, UNTUNED) and len(attempts) == 1

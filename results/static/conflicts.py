@@ -24,8 +24,14 @@ DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
 STAGING = ("tilebit::stage_transposed<", "tilebit::finish_tile<")  # calls after which the output tile goes through shared memory
 # What the functions below compute, as the headers write it.
 STREAM_X = ("PITCH = STEP_K * 2 + 16", "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16")
-STMATRIX = ("(c * 16 + (lane >> 4) * 8 + (lane & 7)) * STRIDE + row + ((lane >> 3) & 1) * 8",)
-SCATTERED = ("(c * 16 + (i >> 1) * 8 + (lane & 3) * 2) * STRIDE + row + (i & 1) * 8 + (lane >> 2)",)
+STMATRIX = (
+    "PLACES::offset(c * 16 + (lane >> 4) * 8 + (lane & 7), piece + ((lane >> 3) & 1))",
+    "return column * ROWS + (piece ^ (column & 7)) * 8;",
+)
+SCATTERED = (
+    "PLACES::offset(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e, piece + (i & 1)) + (lane >> 2)",
+    "return column * (ROWS + 8) + piece * 8;",
+)
 SWIZZLE_BITS = {"0": 0, "1": 3, "2": 2, "3": 1}  # of a descriptor's layout type: none, 128, 64 and 32 bytes
 LOOP_TRIPS = 8  # values of a loop variable that are tried
 
@@ -99,9 +105,15 @@ def _descriptors(source: str, s: Schedule) -> int:
 
 
 def _stmatrix(s: Schedule) -> int:
-    """The epilogue's transposed stores of four 8 x 8 matrices (``epilogue.cuh``)."""
-    offsets = ((LANE >> 4) * 8 + (LANE & 7)) * (s.block_n + 8) + ((LANE >> 3) & 1) * 8
-    return _ldmatrix(2 * offsets, 4)
+    """The epilogue's transposed stores of four 8 x 8 matrices into a warpgroup's swizzled columns (``epilogue.cuh``), and the 128-bit loads
+    that follow them (``finish.cuh``)."""
+    rows = s.block_n // (s.num_warps // 4)
+
+    def offset(column: np.ndarray, piece: np.ndarray) -> np.ndarray:
+        return column * rows + (piece ^ (column & 7)) * 8
+
+    stores = _ldmatrix(2 * offset((LANE >> 4) * 8 + (LANE & 7), (LANE >> 3) & 1), 4)
+    return stores + shared_access(2 * offset(LANE // (rows // 8), LANE % (rows // 8)), 16).conflicts
 
 
 def _scattered(s: Schedule) -> int:

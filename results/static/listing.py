@@ -86,24 +86,28 @@ def parse(text: str, level: str) -> list[Instruction]:
 
     Raises ``ValueError`` when there is none, or one jumps to a label or address that the listing has not."""
     pattern = {"sass": _SASS_LINE, "ptx": _PTX_LINE}[level]
-    codes: list[str] = []
-    places: dict[str, list[int]] = {}  # labels and addresses; PTX may use a label again in another scope
+    codes: list[tuple[str, tuple[int, ...]]] = []  # with the scopes that an instruction stands in, the innermost last
+    places: dict[tuple[int, str], int] = {}  # labels, of inline PTX in a scope of its own, and addresses
+    scopes, opened = [0], 0
     for line in text.splitlines():
         found = pattern.match(line)
-        if found is None:
-            continue
-        if found["label"]:
-            places.setdefault(found["label"], []).append(len(codes))
-        else:
+        depth = line.count("{") - line.count("}") if level == "ptx" else 0
+        for _ in range(depth):
+            opened += 1
+            scopes.append(opened)
+        if found is not None and found["label"]:
+            places[scopes[-1], found["label"]] = len(codes)
+        elif found is not None:
             if level == "sass":
-                places.setdefault(f"{int(found['address'], 16):#x}", []).append(len(codes))
-            codes.append(found["code"])
+                places[0, f"{int(found['address'], 16):#x}"] = len(codes)
+            codes.append((found["code"], tuple(scopes)))
+        del scopes[max(1, len(scopes) + min(depth, 0)) :]
     if not codes:
         raise ValueError(f"no instruction in {len(text)} characters; accepted: the output of nvdisasm -c, cuobjdump --dump-sass, or PTX")
-    return [_instruction(code, index, places) for index, code in enumerate(codes)]
+    return [_instruction(code, within, places) for code, within in codes]
 
 
-def _instruction(code: str, index: int, places: dict[str, list[int]]) -> Instruction:
+def _instruction(code: str, scopes: tuple[int, ...], places: dict[tuple[int, str], int]) -> Instruction:
     predicate, code = ("", code) if not code.startswith("@") else code.split(maxsplit=1)
     name, _, operands = code.partition(" ")
     operands = operands.strip()
@@ -111,10 +115,10 @@ def _instruction(code: str, index: int, places: dict[str, list[int]]) -> Instruc
     if base not in ("BRA", "bra"):
         return Instruction(name, None, bool(predicate) or base not in ("EXIT", "RET", "ret", "exit", "trap"))
     label = re.search(r"`\((.+?)\)|(0x[0-9a-f]+)$|([$\w]+)$", operands)
-    at = places.get(next(filter(None, label.groups())) if label else "")
-    if label is None or at is None:
+    wanted = next(filter(None, label.groups())) if label else ""
+    target = next((places[scope, wanted] for scope in reversed(scopes) if (scope, wanted) in places), None)
+    if label is None or target is None:
         raise ValueError(f"{code!r} jumps to a place that the listing has not; accepted: the listing of one whole kernel")
-    target = max((a for a in at if a <= index), default=at[0])
     # `BRA P0, target` and `BRA.DIV UR4, target` may fall through although nothing stands before them.
     return Instruction(name, target, bool(predicate) or operands != label.group(0))
 

@@ -152,7 +152,7 @@ def shared_memory(format: QuantFormat, schedule: Schedule) -> int:
 
 def _staging_bytes(schedule: Schedule) -> int:
     """Shared memory through which a block of ``gemm_wgmma`` stores its tile."""
-    return min(schedule.block_m, STAGED_COLUMNS) * (schedule.block_n + 8) * 2
+    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2
 
 
 def registers_needed(schedule: Schedule) -> int:

@@ -159,3 +159,13 @@ def test_operations_of_the_tensor_cores(name: str, flops: int) -> None:
 def test_what_cannot_be_counted_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         spent(text, "sass")
+
+
+def test_labels_of_inline_assembly_are_many_of_one_name() -> None:
+    """Each wait jumps to its own labels: else the loop around the second would be entered from the first."""
+    wait = "{\nLAB_WAIT:\n mbarrier.try_wait.shared::cta.b64 P1, [%r1], %r2;\n @P1 bra DONE;\n bra LAB_WAIT;\nDONE:\n}\n"
+    ptx = f"{wait}$L1:\n{wait}mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%f1}}, {{%r1}}, {{%r2}}, {{%f1}};\n@%p1 bra $L1;\nret;\n"
+    listing = parse(ptx, "ptx")
+    loop = inner_loop(listing, "ptx")
+    assert loop.looped and (loop.first, loop.last) == (3, 7)
+    assert [listing[index].target for index in (1, 2, 4, 5)] == [3, 0, 6, 3]

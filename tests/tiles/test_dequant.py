@@ -25,10 +25,11 @@ pytestmark = needs_host_compiler
 DTYPES = ("float16", "bfloat16")
 FORMATS = tuple(product(DTYPES, (4, 8)))
 PATHS = tuple(product((True, False), (True, False)))  # symmetric, scaled
-SOURCE = device_source(("dequant.cuh", "split_k.cuh", "epilogue.cuh"))
+SOURCE = device_source(("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh"))
 THREADS = {1: 128, 2: 256, 4: 256}  # of a block whose warpgroups hold that many slabs each
 RECORDS = {4: 2, 8: 4}  # 128 k a stage
 GROUP_STEPS = 4  # 64 k a scale group
+PARTS = {1: 1, 2: 2, 4: 2}  # that a stage is taken in, by slabs
 
 # Ordinary, powers of two, the smallest and largest subnormal, the smallest normal, the largest finite (products overflow), zero, negative.
 SCALE_BITS = {
@@ -37,23 +38,30 @@ SCALE_BITS = {
 }
 
 
-def call_name(dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int) -> str:
-    rows = THREADS[slabs] // 128 * slabs * 64
+def call_names(dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int) -> list[str]:
+    """Of the parts of a stage, in order."""
+    rows, records = THREADS[slabs] // 128 * slabs * 64, RECORDS[bits] // PARTS[slabs]
     flags = [str(flag).lower() for flag in (symmetric, scaled)]
-    return f"tilebit::dequantize<{TYPES[dtype]}, {bits}, {flags[0]}, {slabs}, {RECORDS[bits]}, {GROUP_STEPS}, {rows}, {flags[1]}>"
+    shape = f"{TYPES[dtype]}, {bits}, {flags[0]}, {slabs}, {RECORDS[bits]}"
+    firsts = range(0, RECORDS[bits], records)
+    return [f"tilebit::dequantize<{shape}, {first}, {records}, {GROUP_STEPS}, {rows}, {flags[1]}>" for first in firsts]
 
 
 @pytest.fixture(scope="module")
 def device() -> DeviceCode:
-    names = [call_name(*f, *p, slabs) for f in FORMATS for p in PATHS for slabs in THREADS]
+    names = [name for f in FORMATS for p in PATHS for slabs in THREADS for name in call_names(*f, *p, slabs)]
     return DeviceCode(SOURCE, CUDA_ARCH["gemm_wgmma"], names)
 
 
-def run_dequantize(device: DeviceCode, name: str, words: np.ndarray, scales: np.ndarray, zeros: np.ndarray, threads: int) -> np.ndarray:
-    """uint16 [threads, elements]."""
-    out = np.full((threads, words.size * 32 // int(name.split(", ")[1]) // threads), 0x7E5A, dtype=np.uint16)
-    device.call(name, [(out.ctypes.data, out.strides[0]), *((a.ctypes.data, 0) for a in (words, scales, zeros)), (0, 1)], threads)
-    return out
+def run_dequantize(
+    device: DeviceCode, names: list[str], words: np.ndarray, scales: np.ndarray, zeros: np.ndarray, threads: int
+) -> np.ndarray:
+    """uint16 [threads, elements], the parts' one after another."""
+    bits = int(names[0].split(", ")[1])
+    out = np.full((len(names), threads, words.size * 32 // bits // threads // len(names)), 0x7E5A, dtype=np.uint16)
+    for name, part in zip(names, out, strict=True):
+        device.call(name, [(part.ctypes.data, part.strides[0]), *((a.ctypes.data, 0) for a in (words, scales, zeros)), (0, 1)], threads)
+    return np.concatenate(list(out), axis=1)
 
 
 def stages(dtype: str, bits: int, symmetric: bool, rows: int, every_place: bool):
@@ -78,7 +86,7 @@ def stages(dtype: str, bits: int, symmetric: bool, rows: int, every_place: bool)
 def test_every_code_point(device: DeviceCode, dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int):
     threads = THREADS[slabs]
     blocks = threads // 128 * slabs
-    layout, name = gemm_layout("sm_90a", bits), call_name(dtype, bits, symmetric, scaled, slabs)
+    layout, names = gemm_layout("sm_90a", bits), call_names(dtype, bits, symmetric, scaled, slabs)
     every_place = scaled and slabs == 1
     met = np.zeros((1 << bits, 1 << bits, len(SCALE_BITS[dtype])), dtype=bool)  # code, zero point, scale
     held = np.zeros((blocks * 64, 128, 1 << bits), dtype=bool)
@@ -86,7 +94,7 @@ def test_every_code_point(device: DeviceCode, dtype: str, bits: int, symmetric: 
         scales = np.array(SCALE_BITS[dtype], dtype=np.uint16)[which]
         words = layout.pack(codes)
         zeros = twins.round_to(zero_points, dtype)
-        got = run_dequantize(device, name, words, scales, zeros, threads)
+        got = run_dequantize(device, names, words, scales, zeros, threads)
         twin = twins.dequantize(
             words, scales, None if symmetric else zeros, dtype=dtype, bits=bits, slabs=slabs, group_steps=GROUP_STEPS, scaled=scaled
         )
@@ -143,11 +151,12 @@ def test_split_k_sums_in_split_order(device: DeviceCode):
 @pytest.mark.parametrize("cuda_arch", [800, 900], ids=["stores", "stmatrix"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("slabs", "threads", "block_m"), [(1, 128, 16), (1, 256, 32), (2, 256, 64)])
-def test_stage_transposed(dtype: str, cuda_arch: int, slabs: int, threads: int, block_m: int):
+@pytest.mark.parametrize("places", ["Padded", "Swizzled"])
+def test_stage_transposed(dtype: str, cuda_arch: int, slabs: int, threads: int, block_m: int, places: str):
     """Every element of Y^T arrives at its place of y's row-major tile, rounded once; the padding of a row is left alone."""
     rows = threads // 128 * slabs * 64
-    stride = rows + 8
-    name = f"tilebit::stage_transposed<{TYPES[dtype]}, {slabs}, {block_m}, {stride}, {threads}, {BARRIER}>"
+    stride = rows + 8 if places == "Padded" else rows
+    name = f"tilebit::stage_transposed<{TYPES[dtype]}, {slabs}, {block_m}, tilebit::{places}<{rows}>, {threads}, {BARRIER}>"
     y = np.random.default_rng(1).standard_normal((rows, block_m)).astype(np.float32)
     row, column = np.indices(y.shape)  # PTX's accumulator fragment, written out
     thread = row // 64 // slabs * 128 + row % 64 // 16 * 32 + row % 8 * 4 + column % 8 // 2
@@ -156,9 +165,11 @@ def test_stage_transposed(dtype: str, cuda_arch: int, slabs: int, threads: int, 
     accumulators[thread, value] = y
     staging = np.full((block_m, stride), 0x7E5A, np.uint16)
     device = DeviceCode(SOURCE, cuda_arch)
-    device.call(name, [(accumulators.ctypes.data, accumulators.strides[0]), (staging.ctypes.data, 0), (0, 1)], threads)
+    device.call(name, [(accumulators.ctypes.data, accumulators.strides[0]), (staging.ctypes.data, 0), (0, 1), (0, 0)], threads)
     expected = twins.round_to(y.T.astype(np.float64), dtype)
-    np.testing.assert_array_equal(staging[:, :rows], expected)
+    pieces = np.arange(rows // 8)[None] ^ (np.arange(block_m)[:, None] % 8 if places == "Swizzled" else 0)
+    found = np.take_along_axis(staging[:, :rows].reshape(block_m, -1, 8), np.broadcast_to(pieces, (block_m, rows // 8))[..., None], axis=1)
+    np.testing.assert_array_equal(found.reshape(block_m, rows), expected)
     np.testing.assert_array_equal(twins.stage_transposed(accumulators, dtype=dtype, slabs=slabs, block_m=block_m), expected)
     assert (staging[:, rows:] == 0x7E5A).all()
 

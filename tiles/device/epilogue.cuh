@@ -3,7 +3,7 @@
 // The accumulators hold Y^T (MMA rows are output channels), so a direct store would write 2 bytes at a time, each with its own address and
 // predicate: at 128 x 256 x 128 and k = 4096 that epilogue cost 8 % of the kernel (209 us against 192 staged, n = k = m = 4096, H200).
 //
-// Comes after split_k.cuh, which has sync_threads.
+// Comes after ptx.cuh, which has sync_group.
 #pragma once
 #include <stdint.h>
 #ifndef TILEBIT_HOST_EMULATION
@@ -36,18 +36,29 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* address, uint32_t r0, ui
 }
 #endif
 
+// Where a staged tile of ROWS rows (of y^T) holds the eight elements `piece` of a column, in elements from its start. A matrix's eight columns
+// fall into different banks: by 16 bytes between columns, or by the pieces of a column trading places.
+template <int ROWS>
+struct Padded {
+  __device__ __forceinline__ static constexpr int offset(int column, int piece) { return column * (ROWS + 8) + piece * 8; }
+};
+template <int ROWS>
+struct Swizzled {
+  __device__ __forceinline__ static constexpr int offset(int column, int piece) { return column * ROWS + (piece ^ (column & 7)) * 8; }
+};
+
 // SLABS 64-row slabs per warpgroup, BLOCK_M columns, accumulators in MMA order: [slab][column / 8][row half][column parity].
-// staging: T [BLOCK_M][STRIDE], STRIDE = tile rows + 8, so that the eight 16-byte rows of a matrix fall into different banks.
-// Every computing thread calls it; the barrier first lets all of them leave the pipeline, whose buffers the staging tile may share.
-template <typename T, int SLABS, int BLOCK_M, int STRIDE, int THREADS, int BARRIER>
-__device__ __forceinline__ void stage_transposed(const float* accumulators, void* staging, int thread) {
+// staging: T, in the PLACES of a tile of all rows. The THREADS threads of `group`, ids 0..THREADS - 1, call it; the barrier first lets all of
+// them leave what lay there.
+template <typename T, int SLABS, int BLOCK_M, typename PLACES, int THREADS, int BARRIER>
+__device__ __forceinline__ void stage_transposed(const float* accumulators, void* staging, int thread, int group) {
   static_assert(BLOCK_M % 16 == 0, "two 8-column matrices are stored at a time");
-  sync_threads<BARRIER, THREADS>();
-  const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
+  sync_group<BARRIER, THREADS>(group);
+  const int lane = thread & 31, warp = (thread >> 5) & 3, warpgroup = thread >> 7;
   T* tile = reinterpret_cast<T*>(staging);
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
-    const int row = (group * SLABS + slab) * 64 + warp * 16;
+    const int piece = (warpgroup * SLABS + slab) * 8 + warp * 2;
 #pragma unroll
     for (int c = 0; c < BLOCK_M / 16; ++c) {
       const float* v = accumulators + (slab * (BLOCK_M / 8) + 2 * c) * 4;
@@ -55,20 +66,21 @@ __device__ __forceinline__ void stage_transposed(const float* accumulators, void
       const uint32_t r2 = pack_pair(v[4], v[5], T()), r3 = pack_pair(v[6], v[7], T());
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l addresses column l % 8 of matrix l / 8.
-      T* address = tile + (c * 16 + (lane >> 4) * 8 + (lane & 7)) * STRIDE + row + ((lane >> 3) & 1) * 8;
+      T* address = tile + PLACES::offset(c * 16 + (lane >> 4) * 8 + (lane & 7), piece + ((lane >> 3) & 1));
       stmatrix_x4_trans(address, r0, r1, r2, r3);
 #else
       const uint32_t values[4] = {r0, r1, r2, r3};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint16_t* p = reinterpret_cast<uint16_t*>(tile + (c * 16 + (i >> 1) * 8 + (lane & 3) * 2) * STRIDE + row + (i & 1) * 8 + (lane >> 2));
-        p[0] = static_cast<uint16_t>(values[i]);
-        p[STRIDE] = static_cast<uint16_t>(values[i] >> 16);
-      }
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          T* p = tile + PLACES::offset(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e, piece + (i & 1)) + (lane >> 2);
+          *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(values[i] >> (16 * e));
+        }
 #endif
     }
   }
-  sync_threads<BARRIER, THREADS>();
+  sync_group<BARRIER, THREADS>(group);
 }
 
 }  // namespace tilebit

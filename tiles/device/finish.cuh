@@ -57,12 +57,14 @@ __device__ __forceinline__ void add_shares(float* values, void* workspace, int s
 }
 
 // What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators in MMA order ([slab][column / 8]
-// [row half][column parity]) through `staging`, T [COLUMNS][BLOCK_N + 8]. Per-channel scales (SCALED) and a bias are applied here, in fp32.
+// [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup], swizzled: warpgroups do not wait for each other.
+// Per-channel scales (SCALED) and a bias are applied here, in fp32.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, bool SCALED, bool BIAS>
 struct Store {
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
-  static constexpr int STRIDE = BLOCK_N + 8, PIECES = BLOCK_N / 8;
+  static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
+  using Places = Swizzled<OWN_ROWS>;
 
   // The thread's first accumulator of a slab's columns `chunk`.
   __device__ __forceinline__ static constexpr int start(int slab, int chunk) { return slab * SLAB_REGISTERS + chunk * COUNT; }
@@ -92,13 +94,18 @@ struct Store {
   __device__ __forceinline__ static void store(float* values, void* staging, void* y, const void* scales, const void* bias, int m, int n0, int m0,
                                                int thread) {
     adjust(values, scales, bias, n0, thread);
-    stage_transposed<T, SLABS, COLUMNS, STRIDE, THREADS, BARRIER>(values, staging, thread);
-    for (int piece = fresh(thread); piece < COLUMNS * PIECES; piece += THREADS) {
-      const int column = m0 + piece / PIECES, row = n0 + piece % PIECES * 8;
-      if (column >= m || row >= N) continue;
-      const T* from = static_cast<const T*>(staging) + piece / PIECES * STRIDE + piece % PIECES * 8;
-      T* to = static_cast<T*>(y) + int64_t(column) * N + row;
-      if (N % 8 == 0) {
+    thread = fresh(thread);  // or the places of one chunk would be kept for the next: registers that a tile of 256 x 128 has not
+    const int group = thread / OWN, own = thread % OWN, first = n0 + group * OWN_ROWS;
+    T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
+    stage_transposed<T, SLABS, COLUMNS, Places, OWN, BARRIER + 1>(values, mine, own, group);
+    static_assert(COLUMNS * PIECES % OWN == 0, "every thread stores as many pieces");
+#pragma unroll 2
+    for (int start = 0; start < COLUMNS * PIECES; start += OWN) {
+      const int piece = fresh(start + own), column = piece / PIECES, at = piece % PIECES, row = first + at * 8;
+      if (m0 + column >= m || (N % BLOCK_N != 0 && row >= N)) continue;
+      const T* from = mine + Places::offset(column, at);
+      T* to = static_cast<T*>(y) + int64_t(m0 + column) * N + row;
+      if constexpr (N % 8 == 0) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
         for (int i = 0; i < min(8, N - row); ++i) to[i] = from[i];
@@ -114,7 +121,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
                                             int m, int iteration, int block, int thread) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
   const O order(m);
-  const int n0 = O::n_block(m, block, iteration) * (S::PIECES * 8), m0 = O::m_block(m, block, iteration) * (S::TILE / (S::PIECES * 8));
+  const int n0 = O::n_block(m, block, iteration) * S::ROWS, m0 = O::m_block(m, block, iteration) * (S::TILE / S::ROWS);
   constexpr bool ONE = O::SPLIT > 1;
   int first = block, last = block;  // the blocks that hold parts of this tile
   int tile = block / O::SPLIT;
@@ -176,7 +183,7 @@ __device__ __forceinline__ float4 load_of_rank(const float4* address, int rank) 
 template <typename O, typename S, int THREADS, int SPLITS>
 __device__ __forceinline__ void finish_split(const void* parked, void* staging, void* y, const void* scales, const void* bias, int m, int block,
                                              int thread) {
-  const int n0 = O::n_block(m, block, 0) * (S::PIECES * 8), m0 = O::m_block(m, block, 0) * (S::TILE / (S::PIECES * 8));
+  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::m_block(m, block, 0) * (S::TILE / S::ROWS);
   for (int chunk = block % SPLITS; chunk < S::CHUNKS; chunk += SPLITS) {
     if (m0 + chunk * (S::COUNT * 2) >= m) break;
     float values[S::REGISTERS / S::CHUNKS] = {};

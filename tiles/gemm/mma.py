@@ -21,7 +21,7 @@ from ..program import TileProgram
 from .operands import BARRIER, Operands, gemm_params
 from .reference import gemm_reference
 
-HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh")
+HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh")
 
 # From here on the tile goes to y through shared memory: below, a thread holds few columns and storing them directly costs less.
 STAGED_BLOCK_M = 32
@@ -108,7 +108,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     if p.adjusted:
                         for r, c in T.Parallel(bn, bm):
                             Y[r, c] = p.finish(Y[r, c], scales, bias, T.min(bx * bn + r, p.n - 1))
-                    T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
+                    T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread, 0)
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
                             y[by * bm + c, bx * bn + r] = Ys[c, r]

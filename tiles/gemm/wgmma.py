@@ -34,7 +34,7 @@ from ..program import TileProgram
 from .operands import BARRIER, Operands, gemm_params
 from .reference import gemm_reference
 
-HEADERS = ("dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "ptx.cuh", "finish.cuh")
+HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "finish.cuh")
 PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 
 
@@ -122,7 +122,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Ws = T.alloc_shared((stages, bn // 64, p.records * 2, 256), "int32")
             Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)
             Zs = T.alloc_shared((stages, p.step_groups, bn), dtype) if p.asymmetric else Ss
-            staging = T.alloc_shared((columns * (bn + 8),), dtype)
+            staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * stages)  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * stages)
             W = T.alloc_fragment((bn, bk // parts), dtype)

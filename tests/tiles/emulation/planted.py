@@ -129,17 +129,20 @@ BUGS = (
     device("per-channel scale lost", work(CHANNEL), SMALL, ("v = v * scale + offset", "v = v + offset")),
     device(
         "n tail not masked", work(W4, n=100), SMALL,
-        ("column >= m || row >= N", "column >= m"), ("min(8, N - row)", "8"), sign="after the output",
+        (" || (N % BLOCK_N != 0 && row >= N)", ""), ("min(8, N - row)", "8"), sign="after the output",
     ),
-    device("m tail not masked", work(W4), SMALL, ("column >= m || row >= N", "row >= N"), sign="after the output"),
+    device("m tail not masked", work(W4), SMALL, ("m0 + column >= m || ", ""), sign="after the output"),
     device(
         "matrices of the output swapped", work(W4), SMALL,
-        ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("row + ((lane >> 3) & 1) * 8", "row + (lane >> 4) * 8"),
+        ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("piece + ((lane >> 3) & 1)", "piece + (lane >> 4)"),
+    ),
+    device(
+        "pieces of the output read in place", work(W4), SMALL,
+        ("mine + Places::offset(column, at)", "mine + Places::offset(column, at ^ (column & 7))"),
     ),
     device(
         "columns of the output swapped, mma.sync", work(W4), MMA,
-        ("p[0] = static_cast<uint16_t>(values[i])", "p[0] = static_cast<uint16_t>(values[i] >> 16)"),
-        ("p[STRIDE] = static_cast<uint16_t>(values[i] >> 16)", "p[STRIDE] = static_cast<uint16_t>(values[i])"),
+        ("(values[i] >> (16 * e))", "(values[i] >> (16 - 16 * e))"),
     ),
     # the sum of a tile's shares, mma.sync
     device("split lost", work(W4, k=576), SPLIT, ("for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)")),

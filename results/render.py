@@ -18,7 +18,7 @@ from .chains import read_chains
 from .overheads import overheads_section
 from .plots import draw
 from .rows import read_rows
-from .studies import ablation_section, attention_ablation_section, ranker_section, read_ablation
+from .studies import ablation_section, attention_ablation_section, ranker_section, read_ablation, selection_section
 from .support import attention_support_table, support_table
 from .tables import readme_table, results_page
 
@@ -55,6 +55,7 @@ def texts(root: Path) -> dict[Path, str]:
         accuracy_section(results / "accuracy"),
         ablation_section(read_ablation(results / "ablation")),
         ranker_section(results / "ranker"),
+        selection_section(results / "selection"),
         overheads_section(results / "overheads"),
     ]
     page = results_page(devices, read_chains(results / "chains"))

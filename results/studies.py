@@ -15,10 +15,10 @@ ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
 ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "heads_q", "heads_kv", "us")
 RANKER_FIELDS = ("shape", "m", "source", "us", "best_us")
 SELECTION_FIELDS = ("gpu", "kind", "n", "k", "m", "format", "group_size", "symmetric", "dtype", "best_us", "candidates", "measured")
-FRESH_FIELDS, SCAN_FIELDS = ("us", "source"), ("tuned_us", "legal", "scanned", "failed")
-# What is asked of the choices: slower by at most so much.
+FRESH_FIELDS, SCAN_FIELDS = ("us", "source"), ("tuned_us", "legal", "scanned", "failed", "share")
+# What is asked of the choices: slower by at most so much, with at most such a share of what the scan could time.
 FRESH_MEDIAN, FRESH_WORST, SCAN_WORST = 0.10, 0.25, 0.03
-SCAN_SHARE = 0.25  # of the scan's measurements that the tuner may take
+SCAN_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,50 +136,41 @@ def _fresh(rows: list[dict[str, Any]]) -> list[str]:
     """A summary in words and the table of workloads without a record."""
     losses = [row["us"] / row["best_us"] - 1 for row in rows]
     said = (
-        f"Without a record: what `select` gives for {len(rows)} workloads of shapes that are in no record, beside the tuner's choice, timed "
-        f"side by side. Slower in the median by **{median(losses):.1%}** ({_bar(median(losses), FRESH_MEDIAN)}), in the worst case by "
+        f"Without a record: what `select` gives for workloads of shapes in no record ({len(rows)}), beside the tuner's choice, timed side "
+        f"by side. Slower in the median by **{median(losses):.1%}** ({_bar(median(losses), FRESH_MEDIAN)}), in the worst case by "
         f"**{max(losses):.1%}** ({_bar(max(losses), FRESH_WORST)})."
     )
-    lines = [
-        [_shape((row["n"], row["k"])), str(row["m"]), _numbers(row), row["source"], number(row["us"]), number(row["best_us"]), f"{loss:.1%}",
-         f"{row['measured']} of {row['candidates']}"]
-        for row, loss in zip(rows, losses, strict=True)
-    ]  # fmt: skip
-    header = ["n x k", "m", "format", "chosen by", "µs", "tuned µs", "slower by", "candidates the tuner measured"]
-    return [said, table(header, lines)]
+    lines = []
+    for row, loss in zip(rows, losses, strict=True):
+        times = row["source"], number(row["us"]), number(row["best_us"]), f"{loss:.1%}"
+        lines.append([*_asked(row), *times, f"{row['measured']} of {row['candidates']}"])
+    return [said, table(["n x k", "m", "format", "chosen by", "µs", "tuned µs", "slower by", "tuner measured"], lines)]
 
 
 def _scans(rows: list[dict[str, Any]]) -> list[str]:
     """A summary in words and the table of scanned workloads."""
-    losses, shares = [row["tuned_us"] / row["best_us"] - 1 for row in rows], [row["measured"] / row["scanned"] for row in rows]
+    losses, shares = [row["tuned_us"] / row["best_us"] - 1 for row in rows], [row["share"] for row in rows]
     said = (
-        f"Against a scan: the tuner's choice beside the fastest of a scan of all that the rules accept, for {len(rows)} workloads; where they "
-        "accept too much, the scan takes the rules' own candidates, the cost model's fastest of each tile shape, and an even draw (`rule` of "
-        f"the rows). Slower at worst by **{max(losses):.1%}** ({_bar(max(losses), SCAN_WORST)}), with at most **{max(shares):.1%}** of the "
-        f"scan's measurements ({_bar(max(shares), SCAN_SHARE)})."
+        f"Against a scan: the tuner's choice beside the fastest of a scan of all that the rules accept ({len(rows)} workloads). Where they "
+        "accept too much, the scan takes the rules' own candidates, the cost model's fastest of each tile shape, and an even draw (`rule` "
+        f"of the rows). Slower at worst by **{max(losses):.1%}** ({_bar(max(losses), SCAN_WORST)}), with at most **{max(shares):.1%}** of "
+        f"the scan's measurements ({_bar(max(shares), SCAN_SHARE)})."
     )
-    lines = [
-        [_shape((row["n"], row["k"])), str(row["m"]), _numbers(row), f"{row['legal']:,}", f"{row['scanned']} ({row['failed']} failed)",
-         number(row["best_us"]), number(row["tuned_us"]), f"{loss:.1%}", f"{row['measured']} of {row['candidates']}", f"{share:.1%}"]
-        for row, loss, share in zip(rows, losses, shares, strict=True)
-    ]  # fmt: skip
-    header = [
-        "n x k",
-        "m",
-        "format",
-        "legal",
-        "scanned",
-        "best µs",
-        "tuned µs",
-        "slower by",
-        "candidates the tuner measured",
-        "of the scan",
-    ]
+    lines = []
+    for row, loss, share in zip(rows, losses, shares, strict=True):
+        scan = f"{row['legal']:,}", f"{row['scanned']} ({row['failed']} failed)"
+        times = number(row["best_us"]), number(row["tuned_us"]), f"{loss:.1%}"
+        lines.append([*_asked(row), *scan, *times, f"{row['measured']} of {row['candidates']}", f"{share:.1%}"])
+    header = ["n x k", "m", "format", "legal", "scanned", "best µs", "tuned µs", "slower by", "tuner measured", "of the scan"]
     return [said, table(header, lines)]
 
 
 def _bar(value: float, bar: float) -> str:
     return f"asked: at most {bar:.0%}, {'met' if value <= bar else '**missed**'}"
+
+
+def _asked(row: dict[str, Any]) -> list[str]:
+    return [_shape((row["n"], row["k"])), str(row["m"]), _numbers(row)]
 
 
 def _numbers(row: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ are read only may have any strides (one copy each). What lies in lengths, tables
 for its end before it writes anything and before it reads what that kernel may write; each op says what that is. Everything else it may read
 at once, so that must be older: its writers had ended when the preceding kernel started (one that was itself launched so starts before the
 end of the kernel before it, which then counts as preceding too). It hides the start of a launch, and decode's first requests to the cache,
-behind the end of the preceding kernel. Results are the same. Only decode's kernel for sm_90a starts early; elsewhere (the other ops, sm_80
-to sm_89, CPU), and where an operand but q, k or v must be copied first, the option does nothing.
+behind the end of the preceding kernel. Results are the same. Decode's and append's kernels for sm_90a start early; elsewhere (gather,
+prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option does nothing.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def scaled_dot_product_decode(
     """``scaled_dot_product_attention`` for decoding, in its layout: [batch, heads_q, q_len, head_dim] of ``query`` of the same shape.
 
     ``key`` and ``value`` [batch, heads_kv, q_len, head_dim] are the new tokens' and join the cache first; None: they have been appended.
-    Attention is causal within the new tokens, and heads are grouped as with ``enable_gqa``. ``dependent`` as in ``KVCache.attend``, other
-    arguments as in ``decode``.
+    Attention is causal within the new tokens, and heads are grouped as with ``enable_gqa``. ``dependent`` as in ``KVCache.append`` and
+    ``KVCache.attend``, other arguments as in ``decode``.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is not None and tensor.ndim != 4:
@@ -179,7 +179,7 @@ def scaled_dot_product_decode(
     if key is not None and value is not None:
         if key.shape[2] != query.shape[2]:
             raise ValueError(f"key has {key.shape[2]} new tokens and query {query.shape[2]}; accepted: as many")
-        cache.append(sequences, key.transpose(1, 2), value.transpose(1, 2), layer=layer)
+        cache.append(sequences, key.transpose(1, 2), value.transpose(1, 2), layer=layer, dependent=dependent)
     out, _ = cache.attend(
         sequences, query.transpose(1, 2), sinks=sinks, scale=scale, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, layer=layer,
         dependent=dependent,

@@ -148,12 +148,14 @@ class KVCache(CacheMemory):
         cos_sin: Tensor | None = None,
         rotary: str = "half",
         layer: int = 0,
+        dependent: bool = False,
     ) -> None:
         """Put new rows at the end of each sequence.
 
         ``k``, ``v`` [tokens, heads_kv, head_dim], sequences one after another, as many rows each, or as ``cu_seqlens`` says ([batch + 1]
         numbers on the host); or [batch, rows, heads_kv, head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half"
-        or "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been advanced by the rows to write.
+        or "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been advanced by the rows to write. With
+        ``dependent`` the preceding kernel may write anything.
         """
         k, v = self._rows("k", k), self._rows("v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
@@ -161,7 +163,7 @@ class KVCache(CacheMemory):
         if counts is not None:
             self.advance(batch, counts)
         try:
-            self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer)
+            self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent)
         except Exception:
             self._take_back(batch, counts)
             raise
@@ -347,11 +349,11 @@ class KVCache(CacheMemory):
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer is {layer}; accepted: 0 to {self.num_layers - 1}")
 
-    def _write(self, batch: Batch, k: Tensor, v: Tensor, cos_sin: Tensor | None, rotary: str, layer: int) -> None:
+    def _write(self, batch: Batch, k: Tensor, v: Tensor, cos_sin: Tensor | None, rotary: str, layer: int, dependent: bool = False) -> None:
         batch.refresh()
         ops.APPEND(
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
-            self.scales(layer), cos_sin, self.format.name, self.page_size, rotary,
+            self.scales(layer), cos_sin, self.format.name, self.page_size, rotary, dependent,
         )  # fmt: skip
 
     def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:

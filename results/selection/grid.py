@@ -15,7 +15,7 @@ from tilebit.schedules.target import Target
 from tilebit.schedules.workload import Workload
 
 PLACES = 400  # schedules that are measured of a workload
-WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower than this is not drawn, it would take most of the time
+WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower would take most of the time
 RASTERS = (0, 2, 4, 8, 16, 32)  # 1 is plain order too
 SHARES = ((False, 1), (False, 2), (True, 1), (True, 2))  # stream_k and cluster of tiles that no split shares
 
@@ -42,24 +42,27 @@ def full_grid(workload: Workload, target: Target) -> list[Schedule]:
 
 def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[list[Schedule], int, str]:
     """(schedules to measure, how many are legal, the rule in words): the full grid where it has at most ``places`` schedules. Else all that
-    ``rules`` offer the tuner; of the other places half go to what the analytic model, by which no tuner with a ranker goes, expects to be
-    the fastest, tile shapes in turn, and half are drawn evenly from what it expects to be ``WITHIN`` times its fastest."""
+    the rules offer the tuner; then, of what the analytic model (a tuner with a ranker does not go by it) expects within ``WITHIN`` times
+    its fastest, as many of the fastest, tile shapes in turn, as are drawn evenly from the rest."""
     grid = full_grid(workload, target)
     if len(grid) <= places:
         return grid, len(grid), "all legal schedules"
     us = {schedule: estimate(workload, schedule, target).us for schedule in grid}
+    bound = WITHIN * min(us.values())
     offered = gemm.candidates(workload, target) or []
-    shapes: dict[tuple[str, int, int, int], list[Schedule]] = {}
-    for schedule in sorted(grid, key=us.__getitem__):
-        shapes.setdefault((schedule.program, schedule.block_n, schedule.block_m, schedule.num_warps), []).append(schedule)
     known = set(offered)
-    fastest = [s for s in in_turn(list(shapes.values())) if s not in known][: max(0, places - len(offered)) // 2]
+    near = [s for s in grid if us[s] <= bound and s not in known]
+    shapes: dict[tuple[str, int, int, int], list[Schedule]] = {}
+    for schedule in sorted(near, key=us.__getitem__):
+        shapes.setdefault((schedule.program, schedule.block_n, schedule.block_m, schedule.num_warps), []).append(schedule)
+    free = max(0, places - len(offered))
+    fastest = in_turn(list(shapes.values()))[: free // 2]
     known.update(fastest)
-    rest = [s for s in grid if s not in known and us[s] <= WITHIN * min(us.values())]
-    drawn = random.Random(0).sample(rest, min(len(rest), max(0, places - len(offered) - len(fastest))))
+    rest = [s for s in near if s not in known]
+    drawn = random.Random(0).sample(rest, min(len(rest), free - len(fastest)))
     rule = (
-        f"of {len(grid):,} legal schedules {len(offered)} candidates of the rules, {len(fastest)} that the cost model expects to be the "
-        f"fastest (tile shapes in turn), {len(drawn)} drawn evenly from those it expects within {WITHIN:g} times its fastest"
+        f"of {len(grid):,} legal schedules {len(offered)} candidates of the rules; of those that the cost model expects within {WITHIN:g} "
+        f"times its fastest {len(fastest)} that it expects to be the fastest, tile shapes in turn, and {len(drawn)} drawn evenly"
     )
     return [*offered, *fastest, *drawn], len(grid), rule
 
@@ -106,7 +109,7 @@ def _axes(program: str, target: Target) -> _Axes:
             rasters=(0,),
             shares=[(split_k, False, 1) for split_k in range(1, gemm_stream.MAX_SPLIT_K + 1)],
         )
-    rule = gemm._CUDA[program]
+    rule = gemm.CUDA_RULES[program]
     return _Axes(
         block_n=rule.block_n,
         block_m=rule.block_m,

@@ -24,9 +24,9 @@ from tilebit.autotune.worker import DeviceWorker
 from tilebit.bench import write_rows
 from tilebit.kernels import build
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import user_model_path
 from tilebit.schedules.records import records_path, shipped_records, user_records
-from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.select import choose, refresh
 from tilebit.schedules.target import Target, detect_target
 from tilebit.schedules.workload import Workload
@@ -80,7 +80,7 @@ def fresh(bench: Bench, workload: Workload) -> dict[str, Any]:
 
 def exhaustive(bench: Bench, workload: Workload) -> dict[str, Any]:
     """The row of a workload (its m is a bucket) whose grid was scanned: ``best_us`` of the fastest schedule, ``tuned_us`` of the tuner's
-    choice, ``share`` of the tuner's measurements in those of the scan."""
+    choice, ``share`` what the tuner tried, also in vain, of what the scan could time."""
     found, tuned = bench.tuned(workload)
     schedules, legal, rule = scanned(workload, bench.target)
     records = bench.scan(workload, schedules)
@@ -100,7 +100,7 @@ def exhaustive(bench: Bench, workload: Workload) -> dict[str, Any]:
         "failed": len(records) - len(working),
         "candidates": len(candidates(workload, bench.target) or []),
         "measured": measured,
-        "share": round(measured / len(schedules), 4),
+        "share": round(measured / len(working), 4),
     }
 
 

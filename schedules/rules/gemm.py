@@ -36,7 +36,7 @@ TICKETS = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaRule:
+class CudaRule:
     """The constants of one CUDA program; change a limit here and ``legal`` follows.
 
     ``registers`` is what one computing thread may hold when a block has an SM to itself, ``spare_registers`` what addresses, scales and
@@ -58,16 +58,16 @@ class _CudaRule:
     b_fragment: bool
 
 
-_WGMMA = _CudaRule(
+_WGMMA = CudaRule(
     "gemm_wgmma", ("sm_90a",), (64, 128, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
-_MMA = _CudaRule(
+_MMA = CudaRule(
     "gemm_mma", ("sm_80", "sm_86", "sm_89", "sm_90a"), (64, 128, 256), (8, *range(16, 129, 16)), (32, 64, 128), (4, 8, 16), (2, 5),
     producer_threads=0, registers=255, spare_registers=50, barrier_bytes=0, reserved_smem=16, b_fragment=True,
 )  # fmt: skip
-_CUDA = {rule.program: rule for rule in (_WGMMA, _MMA)}
-PROGRAMS = (*_CUDA, *gemm_stream.ARCHES, "gemm_cpu")
+CUDA_RULES = {rule.program: rule for rule in (_WGMMA, _MMA)}
+PROGRAMS = (*CUDA_RULES, *gemm_stream.ARCHES, "gemm_cpu")
 
 # The program whose candidates are tried on an arch. gemm_mma is legal on sm_90a too (its code runs there) but never the faster one.
 _PREFERRED = {"sm_80": "gemm_mma", "sm_86": "gemm_mma", "sm_89": "gemm_mma", "sm_90a": "gemm_wgmma", "cpu": "gemm_cpu"}
@@ -81,7 +81,7 @@ def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
         return cpu_legal(workload, schedule, target)
     if schedule.program in gemm_stream.ARCHES:
         return gemm_stream.stream_legal(workload, schedule, target)
-    rule = _CUDA[schedule.program]
+    rule = CUDA_RULES[schedule.program]
     reasons = _field_reasons(rule, workload, schedule, target)
     return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
 
@@ -141,7 +141,7 @@ def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:
 
 def shared_memory(format: QuantFormat, schedule: Schedule) -> int:
     """Shared memory of one block of a CUDA program in bytes."""
-    rule = _CUDA[schedule.program]
+    rule = CUDA_RULES[schedule.program]
     pipeline = schedule.num_stages * (stage_bytes(format, schedule) + rule.barrier_bytes)
     if rule.b_fragment:
         return (
@@ -157,7 +157,7 @@ def _staging_bytes(schedule: Schedule) -> int:
 
 def registers_needed(schedule: Schedule) -> int:
     """32-bit registers that one computing thread needs for its fp32 accumulators and its 16-bit operand fragments."""
-    rule = _CUDA[schedule.program]
+    rule = CUDA_RULES[schedule.program]
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads
     a_fragment = schedule.block_n * schedule.block_k // threads // 2
@@ -165,7 +165,7 @@ def registers_needed(schedule: Schedule) -> int:
     return accumulators + a_fragment + b_fragment
 
 
-def _register_budget(rule: _CudaRule, schedule: Schedule) -> int:
+def _register_budget(rule: CudaRule, schedule: Schedule) -> int:
     if not rule.b_fragment:
         return wgmma_registers(schedule)[1] - rule.spare_registers
     if schedule.min_blocks == 1:
@@ -175,7 +175,7 @@ def _register_budget(rule: _CudaRule, schedule: Schedule) -> int:
     return min(rule.registers, share) - rule.spare_registers
 
 
-def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     s, reasons = schedule, []
     if target.arch not in rule.arches:
         reasons.append(f"{rule.program} does not run on {target.arch}; accepted: {', '.join(rule.arches)}.")
@@ -227,7 +227,7 @@ def _field_reasons(rule: _CudaRule, workload: Workload, schedule: Schedule, targ
     return reasons
 
 
-def _resource_reasons(rule: _CudaRule, format: QuantFormat, schedule: Schedule, target: Target) -> list[str]:
+def _resource_reasons(rule: CudaRule, format: QuantFormat, schedule: Schedule, target: Target) -> list[str]:
     s, reasons = schedule, []
     smem = shared_memory(format, s)
     if smem > target.smem:

@@ -60,6 +60,7 @@ DECODE: dict[str, tuple[str, int | None]] = {
     "tilebit_kv4_token": ("kv4_token", None),
     "tilebit_kv2_channel": ("kv2_channel", None),
     "tilebit_kvfp8": ("kvfp8", None),
+    "tilebit_kv4_channel_page128": ("kv4_channel", 128),
     "tilebit_kv4_channel_page64": ("kv4_channel", 64),
     "tilebit_kv4_channel_page16": ("kv4_channel", 16),
 }

@@ -18,7 +18,7 @@ from .chains import read_chains
 from .overheads import overheads_section
 from .plots import draw
 from .rows import read_rows
-from .studies import ablation_section, attention_ablation_section, ranker_section, read_ablation, selection_section
+from .studies import ablation_section, attention_ablation_section, ranker_section, read_ablation, selection_section, sweep_section
 from .support import attention_support_table, support_table
 from .tables import readme_table, results_page
 
@@ -56,6 +56,7 @@ def texts(root: Path) -> dict[Path, str]:
         ablation_section(read_ablation(results / "ablation")),
         ranker_section(results / "ranker"),
         selection_section(results / "selection"),
+        sweep_section(results / "sweep"),
         overheads_section(results / "overheads"),
     ]
     page = results_page(devices, read_chains(results / "chains"))

@@ -1,8 +1,9 @@
-"""Sections on what each idea adds to speed and on how well schedules are chosen: rows of results/ablation (of attention: its folder
-``attention``), results/ranker and results/selection."""
+"""Sections on what each idea adds to speed, on how well schedules are chosen and on how time follows m and the shape: rows of
+results/ablation (of attention: its folder ``attention``), results/ranker, results/selection and results/sweep."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,9 @@ FRESH_FIELDS, SCAN_FIELDS = ("us", "source"), ("tuned_us", "legal", "scanned", "
 # What is asked of the choices: slower by at most so much, with at most such a share of what the scan could time.
 FRESH_MEDIAN, FRESH_WORST, SCAN_WORST = 0.10, 0.25, 0.03
 SCAN_SHARE = 0.25
+SWEEP_FIELDS = ("gpu", "run", "kind", "n", "k", "m", "format", "group_size", "symmetric", "dtype", "us")
+ODD_FIELDS = ("per", "ratio", "neighbour")
+SWEEP_WORST = 0.15  # what is asked: so much above the envelope, and so much more time per byte or operation than the neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,7 @@ def selection_section(folder: Path) -> str:
     each workload; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
     devices: dict[str, dict[str, dict[tuple[Any, ...], dict[str, Any]]]] = {}
     for place, row in json_rows(folder, SELECTION_FIELDS):
-        lacking = [field for field in (FRESH_FIELDS if row["kind"] == "fresh" else SCAN_FIELDS) if field not in row]
-        if lacking:
-            raise ValueError(f"{place}: {', '.join(lacking)} missing; accepted: rows as the measuring programs write them")
+        _require(place, row, FRESH_FIELDS if row["kind"] == "fresh" else SCAN_FIELDS)
         of_kind = devices.setdefault(row["gpu"], {}).setdefault(row["kind"], {})
         of_kind[row["n"], row["k"], row["m"], _numbers(row)] = row
     parts = []
@@ -165,8 +167,85 @@ def _scans(rows: list[dict[str, Any]]) -> list[str]:
     return [said, table(header, lines)]
 
 
+def envelope(times: Mapping[int, float]) -> dict[int, int]:
+    """For each m of ``times`` (its µs) the m' >= m of the least time, the smaller of two equal ones, in ascending order: a call of m rows
+    could be padded to m'."""
+    return {m: min((other for other in sorted(times) if other >= m), key=lambda other: times[other]) for m in sorted(times)}
+
+
+def sweep_section(folder: Path) -> str:
+    """How far time as a function of m lies above its envelope, of the newest run of each shape, and odd shapes beside their nearest listed
+    neighbour, the newest row of each; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    swept: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
+    odd: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for place, row in json_rows(folder, SWEEP_FIELDS):
+        shape = row["n"], row["k"], _numbers(row)
+        if row["kind"] == "odd":
+            _require(place, row, ODD_FIELDS)
+            odd.setdefault(row["gpu"], {})[*shape, row["m"]] = row
+        else:
+            swept.setdefault(row["gpu"], {}).setdefault(shape, []).append(row)
+    parts = []
+    for gpu in sorted(swept.keys() | odd.keys()):
+        parts.append(f"### {gpu}")
+        if gpu in swept:
+            parts += _sweeps([[row for row in rows if row["run"] == rows[-1]["run"]] for rows in swept[gpu].values()])
+        if gpu in odd:
+            parts += _odd(list(odd[gpu].values()))
+    return "\n\n".join(["## Between m-buckets, and odd shapes", *parts]) if parts else ""
+
+
+def _sweeps(shapes: list[list[dict[str, Any]]]) -> list[str]:
+    """A summary in words and the table of the swept shapes, each a list of its rows."""
+    lines, worst = [], []
+    for rows in shapes:
+        times = {row["m"]: row["us"] for row in rows}
+        least = envelope(times)
+        above = {m: times[m] / times[least[m]] - 1 for m in times}
+        m = max(above, key=lambda m: above[m])
+        worst.append(above[m])
+        shape, cell = _shape((rows[0]["n"], rows[0]["k"])), f"{number(times[least[m]])} (m = {least[m]})"
+        found = str(len(times)), f"{above[m]:.1%}", str(m), number(times[m]), cell, _verdict(above[m], SWEEP_WORST)
+        lines.append([shape, _numbers(rows[0]), *found])
+    said = (
+        "Time as a function of m: at the border of every m-bucket, the first m after it and one inside, timed in alternation. A call of m "
+        "rows could be padded to any m' above it, so that the least time of any m' from m on is m's envelope. Above it at worst by "
+        f"**{max(worst):.1%}** ({_bar(max(worst), SWEEP_WORST)})."
+    )
+    header = ["n x k", "format", "m measured", "worst above the envelope", "at m", "µs", "envelope µs", f"at most {SWEEP_WORST:.0%}"]
+    return [said, table(header, lines)]
+
+
+def _odd(rows: list[dict[str, Any]]) -> list[str]:
+    """A summary in words and the table of odd shapes."""
+    losses = [row["ratio"] - 1 for row in rows]
+    said = (
+        "Shapes that are a multiple of nothing, each beside the nearest shape of the tables (a factor of two in n or in k is one unit of "
+        "distance), timed side by side: how much more time each takes per byte it must move (small m) or per operation (large m). At worst "
+        f"**{max(losses):.1%}** ({_bar(max(losses), SWEEP_WORST)})."
+    )
+    lines = []
+    for row, loss in zip(rows, losses, strict=True):
+        near = row["neighbour"]
+        times = number(row["us"]), _shape((near["n"], near["k"])), number(near["us"])
+        lines.append([*_asked(row), *times, row["per"], f"{loss:+.1%}", _verdict(loss, SWEEP_WORST)])
+    header = ["n x k", "m", "format", "µs", "neighbour", "its µs", "time per", "against it", f"at most {SWEEP_WORST:.0%}"]
+    return [said, table(header, lines)]
+
+
+def _require(place: str, row: dict[str, Any], fields: Sequence[str]) -> None:
+    """Raises ``ValueError`` when ``row``, which is at ``place``, lacks a field of its kind."""
+    lacking = [field for field in fields if field not in row]
+    if lacking:
+        raise ValueError(f"{place}: {', '.join(lacking)} missing; accepted: rows as the measuring programs write them")
+
+
 def _bar(value: float, bar: float) -> str:
-    return f"asked: at most {bar:.0%}, {'met' if value <= bar else '**missed**'}"
+    return f"asked: at most {bar:.0%}, {_verdict(value, bar)}"
+
+
+def _verdict(value: float, bar: float) -> str:
+    return "met" if value <= bar else "**missed**"
 
 
 def _asked(row: dict[str, Any]) -> list[str]:

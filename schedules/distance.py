@@ -35,11 +35,12 @@ def distance(record: TuningRecord, workload: AnyWorkload, target: Target) -> flo
     if isinstance(workload, AttentionWorkload):
         problem = _attention(record.workload, workload) if isinstance(record.workload, AttentionWorkload) else None
     else:
-        problem = _gemm(record.workload, workload) if isinstance(record.workload, Workload) else None
+        problem = gemm_distance(record.workload, workload) if isinstance(record.workload, Workload) else None
     return None if problem is None else problem + device
 
 
-def _gemm(there: Workload, here: Workload) -> float | None:
+def gemm_distance(there: Workload, here: Workload) -> float | None:
+    """How far two GEMMs are apart; None for another bit width."""
     f, g = there.format, here.format
     if f.bits != g.bits:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -95,9 +96,10 @@ def lower_cuda(function: Any, arch: str, pass_configs: dict[str, Any] | None = N
 
 
 def _include_flags() -> list[str]:
-    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
-
-    system = (os.path.realpath(str(path)) for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR) if path)
+    """TileLang's headers, found without importing it: that would point this process and its children at the compiler it carries."""
+    found = importlib.util.find_spec("tilelang")
+    roots = list(found.submodule_search_locations or ()) if found else []
+    system = [os.path.join(root, *path) for root in roots for path in (("src",), ("3rdparty", "cutlass", "include"))]
     return [f"-I{DEVICE_DIR}", *(flag for path in system for flag in ("-isystem", path))]
 
 

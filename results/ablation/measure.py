@@ -27,11 +27,10 @@ from tilebit.runtime import LoadedKernel
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target
 from tilebit.schedules.workload import Workload
-from tilebit.tiles.compile import CompileFailure, CompileRequest
 from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
 
 from . import naive
+from .compiled import compiled
 from .steps import DEPENDENT, Step, drawn
 
 HERE = Path(__file__).parent
@@ -154,20 +153,6 @@ def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float
         "tried": tried,
         "schedule": contender.schedule.to_json(),
     }
-
-
-def compiled(drawings: Sequence[tuple[Workload, Mapping[Step, Sequence[Schedule]]]], target: Target) -> list[dict[Step, list[Kernel]]]:
-    """The kernels of every workload's drawing, compiled in parallel; what does not compile is named and left out."""
-    places = [(i, step, w, s) for i, (w, steps) in enumerate(drawings) for step, schedules in steps.items() for s in schedules]
-    with CompilePool() as pool:
-        results = pool.compile([CompileRequest(s.program, w, s, target) for _, _, w, s in places])
-    found: list[dict[Step, list[Kernel]]] = [{} for _ in drawings]
-    for (i, step, _, _), result in zip(places, results, strict=True):
-        if isinstance(result, CompileFailure):
-            print(f"  left out: step {step.number}: {result}", flush=True)
-        else:
-            found[i].setdefault(step, []).append(result)
-    return found
 
 
 def main() -> None:

@@ -29,12 +29,11 @@ from tilebit.schedules.attention import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target
-from tilebit.tiles.compile import CompileFailure, CompileRequest
 from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
 
 from ..attention_measure import contiguous, one_length, rotating, workload
 from . import row_major
+from .compiled import compiled
 from .steps_attention import APART, DEPENDENT, GATHERED, ROWS_APART, STEPS, TOGETHER, Step, drawn, together
 
 HERE = Path(__file__).parent
@@ -199,20 +198,9 @@ def row(workload: AttentionWorkload, contender: Contender, timing: Timing, rel_e
     }
 
 
-def compiled(
-    drawings: Sequence[tuple[AttentionWorkload, Mapping[Step, Sequence[Schedule]]]], target: Target
-) -> list[dict[Step, list[Kernel]]]:
-    """The kernels of every case's drawing, compiled in parallel; what does not compile is named and left out."""
-    places = [(i, step, step.form.workload(w), s) for i, (w, steps) in enumerate(drawings) for step, ss in steps.items() for s in ss]
-    with CompilePool() as pool:
-        results = pool.compile([CompileRequest(s.program, w, s, target) for _, _, w, s in places])
-    found: list[dict[Step, list[Kernel]]] = [{} for _ in drawings]
-    for (i, step, _, _), result in zip(places, results, strict=True):
-        if isinstance(result, CompileFailure):
-            print(f"  left out: step {step.number}: {result}", flush=True)
-        else:
-            found[i].setdefault(step, []).append(result)
-    return found
+def posed(workload: AttentionWorkload, step: Step) -> AttentionWorkload:
+    """What a step's kernels are compiled for."""
+    return step.form.workload(workload)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -233,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     common = process_fields(target)
     path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
     drawings = [(w, {step: ss for step, ss in drawn(w, target).items() if str(step.number) in wanted}) for w in WORKLOADS]
-    for w, made in zip(WORKLOADS, compiled(drawings, target), strict=True):
+    for w, made in zip(WORKLOADS, compiled(drawings, target, posed), strict=True):
         print(w.title, flush=True)
         with _going_on(w.title):
             rows = [{**common, **found} for found in climb(Bench(w, target), made)]

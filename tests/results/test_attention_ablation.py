@@ -140,7 +140,7 @@ def test_every_step_is_right_on_a_gpu() -> None:
 
     target = detect_target()
     workload = replace(WORKLOADS[0], batch=2, kv_len=1024)
-    (kernels,) = measure_attention.compiled([(workload, drawn(workload, target))], target)
+    (kernels,) = measure_attention.compiled([(workload, drawn(workload, target))], target, measure_attention.posed)
     bench = Bench(workload, target)
     for step, made in kernels.items():
         assert all(bench.verified(bench.contender(step, kernel)) is not None for kernel in made)

@@ -189,7 +189,7 @@ def test_dependent_peers_use_the_dependent_entry(kernels: DefinedKernels, monkey
 
 def test_names_and_selection(monkeypatch: pytest.MonkeyPatch):
     names = list(by_name())
-    assert len(names) == 2 * len(attention_plugin.DECODE) + len(attention_plugin.PREFILL) == 19
+    assert len(names) == 2 * len(attention_plugin.DECODE) + len(attention_plugin.PREFILL) == 21
     assert {"tilebit_kv16", "tilebit_kvfp8_dependent", "tilebit_kv4_channel_page64", "tilebit_prefill_kv4"} <= set(names)
     monkeypatch.setenv("TILEBIT_PEERS", "*_token, tilebit_prefill16")
     assert list(by_name()) == ["tilebit_kv4_token", "tilebit_prefill16"]
@@ -258,4 +258,4 @@ def test_the_harness_can_load_it_by_path():
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # as the harness does: sys.modules does not hold it
-    assert len(module.peers()) == 19
+    assert len(module.peers()) == 21

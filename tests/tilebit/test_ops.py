@@ -268,6 +268,7 @@ def test_host_time_of_a_call(n, k):
     """With and without a workspace: the longer k is split."""
     x, packed, _, _ = exact(workload(FORMATS[0], 1, n, k), arch=gpu_arch(), device="cuda")
     arguments = (x, packed.weight, packed.scales, None, None, n, 4, 128)
+    tilebit.prepare(packed, m=[1])  # which also registers the operator
     op = torch.ops.tilebit.gemm.default
     op(*arguments)
     best = float("inf")

@@ -28,6 +28,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 WARP_TILE_TOKENS = 8  # P_n: tokens that one mma.m16n8k16 of a warp covers along n
 RESIDUAL_WARPS = {2: 2, 4: 4, 8: 8, 16: 16}  # W_n by bits of a code
 PAIR_BYTES = 4  # an fp16 scale and an fp16 zero
+ORDER = 2  # of what a page holds; counted up when it changes, so that a cache saved in another order is refused
 
 
 def residual_tokens(bits: int, warps: int, warp_tile: int = WARP_TILE_TOKENS, word_bits: int = 16) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .attention_dispatch import describe
 from .dispatch import DTYPE_NAMES
-from .layouts.kv import KVLayout, window_words
+from .layouts.kv import ORDER, KVLayout, window_words
 from .layouts.kv_formats import KVFormat
 
 ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
@@ -93,7 +93,7 @@ class CacheMemory:
 
     def config(self) -> dict[str, Any]:
         names = ("page_size", "heads_kv", "head_dim", "num_layers")
-        return {"format": self.format.name, "dtype": str(self.dtype), **{name: getattr(self, name) for name in names}}
+        return {"order": ORDER, "format": self.format.name, "dtype": str(self.dtype), **{name: getattr(self, name) for name in names}}
 
     def _checked_scales(self, given: Tensor | None) -> Tensor | None:
         shape = (self.num_layers, 2, self.heads_kv)

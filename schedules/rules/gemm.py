@@ -59,7 +59,7 @@ class CudaRule:
 
 
 _WGMMA = CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 16), (2, 8),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 _MMA = CudaRule(

@@ -92,7 +92,7 @@ def test_baselines_are_legal():
 ILLEGAL = [
     (replace(WGMMA, program="gemm_fpga"), H200, W4, "program is 'gemm_fpga'"),
     (WGMMA, A100, W4, "gemm_wgmma does not run on sm_80; accepted: sm_90a"),
-    (replace(WGMMA, block_n=96), H200, W4, "block_n is 96; accepted: 64, 128, 256"),
+    (replace(WGMMA, block_n=96), H200, W4, "block_n is 96; accepted: 64, 128, 192, 256"),
     (replace(WGMMA, block_m=24), H200, W4, "block_m is 24"),
     (replace(WGMMA, block_m=8), H200, W4, "block_m is 8; accepted: 16, 32"),
     (replace(MMA, block_m=24), A100, W4, "block_m is 24"),
@@ -107,7 +107,7 @@ ILLEGAL = [
     ),
     (replace(WGMMA, block_k=128), H200, Workload(64, 4096, 4096 + 64), "accepted for k 4160 (padded to 4160): its divisors"),
     (replace(MMA, block_k=32), A100, W4, "block_k is 32; accepted at 4 bits: multiples of 64"),
-    (replace(WGMMA, num_warps=12), H200, W4, "num_warps is 12"),
+    (replace(WGMMA, num_warps=20), H200, W4, "num_warps is 20"),
     (replace(WGMMA, block_n=64), H200, W4, "which 2 groups of four warps cannot share"),
     (replace(WGMMA, num_stages=1), H200, W4, "num_stages is 1; accepted: 2 to 8"),
     (replace(MMA, num_stages=6), A100, W4, "num_stages is 6; accepted: 2 to 5"),
@@ -177,7 +177,7 @@ def test_shared_memory_by_hand():
     assert set(PROGRAMS) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}
 
 
-@pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 16), (1, 2, 3, 4))))
+@pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 12, 16), (1, 2, 3, 4))))
 def test_registers_are_handed_on_and_not_made(num_warps, min_blocks):
     """What both sides take fits into what the launch gave to all threads alike, in the steps that setmaxnreg knows; a kernel that asks for
     more waits for ever."""

@@ -42,6 +42,7 @@ CASES = (
     ("sm_90a", Workload(64, 505, 1001, G32, HALF, bias=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4)),
     ("sm_90a", Workload(32, 505, 1001, B_CHANNEL_Z, HALF), Schedule("gemm_wgmma", 64, 32, 32, 8, 4, split_k=2)),
     ("sm_90a", Workload(256, 57344, 8192, B128Z, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, stream_k=True)),
+    ("sm_90a", Workload(512, 6144, 4096, G128Z, HALF), Schedule("gemm_wgmma", 192, 128, 128, 4, 12, stream_k=True, cluster=2)),
     ("sm_80", Workload(1, 4096, 4096, G128, HALF), Schedule("gemm_mma", 64, 8, 128, 4, 4, split_k=2, min_blocks=2)),
     ("sm_86", Workload(256, 57344, 8192, B_CHANNEL, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 64, 3, 8, raster=4)),
     ("sm_89", Workload(64, 505, 1001, B32Z, HALF), Schedule("gemm_mma", 256, 32, 32, 3, 16)),
@@ -79,7 +80,9 @@ def test_the_cases_use_every_value_and_are_legal():
         assert any(w.n % 64 and w.k % 8 for _, w, _ in mine)
     for name in TILED:
         schedules = [s for _, _, s in CASES if s.program == name]
-        assert {s.block_n for s in schedules} == {64, 128, 256} and {s.num_warps for s in schedules} == {4, 8, 16}
+        three = name == "gemm_wgmma"  # warpgroups, and slabs
+        assert {s.block_n for s in schedules} == {64, 128, 256} | ({192} if three else set())
+        assert {s.num_warps for s in schedules} == {4, 8, 16} | ({12} if three else set())
         assert any(s.raster for s in schedules)
     wgmma = [(w, s) for _, w, s in CASES if s.program == "gemm_wgmma"]
     assert {(s.stream_k, s.cluster > 1) for _, s in wgmma} == {(a, b) for a in (True, False) for b in (True, False)}

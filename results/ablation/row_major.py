@@ -25,7 +25,7 @@ from tilebit.schedules.rules import attention_decode as rules
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention.decode import HEADERS, decode_type
-from tilebit.tiles.headers import TYPES, device_source
+from tilebit.tiles.headers import TYPES, device_source, literal
 from tilebit.tiles.program import TileProgram
 
 NAME = "results.ablation.row_major"
@@ -134,7 +134,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language
 
     T: Any = tilelang.language  # its declared types are those of the tree it builds, not of the text that builds it
-    w, dtype = workload, workload.dtype
+    w, dtype, scale = workload, workload.dtype, literal(workload.softmax_scale * log2(e))
     entry = f"tilebit::decode_attention<{decode_type(w, schedule)}, {TYPES[dtype]}>"
     batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))
     num_pages, slots, max_pages = (T.dynamic(name) for name in ("num_pages", "num_slots", "max_pages"))
@@ -158,7 +158,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                 "handle", entry, T.address_of(shared[0]), T.address_of(q[0, 0, 0, 0]), T.address_of(pages[0, 0, 0]),
                 T.address_of(windows[0, 0, 0]), T.address_of(block_tables[0, 0]), T.address_of(slots_of[0]), T.address_of(lengths[0]),
                 T.address_of(lengths[0]), T.address_of(lengths[0]), T.address_of(workspace[0]), T.address_of(out[0, 0, 0, 0]),
-                T.address_of(lengths[0]), batch, q_len, w.heads_kv, max_pages, T.float32(w.softmax_scale * log2(e)), T.float32(0.0),
+                T.address_of(lengths[0]), batch, q_len, w.heads_kv, max_pages, T.float32(scale), T.float32(0.0),
             )  # fmt: skip
 
     return main

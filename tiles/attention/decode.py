@@ -23,7 +23,7 @@ from ...schedules.rules import attention_decode as rules
 from ...schedules.rules.attention import legal
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source
+from ..headers import TYPES, device_source, literal
 from ..program import TileProgram
 from .reference import decode
 
@@ -90,7 +90,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                 T.address_of(sinks[0]) if w.sinks else T.address_of(lengths[0]),
                 T.address_of(workspace[0]), T.address_of(out[0, 0, 0, 0]),
                 T.address_of(lse[0, 0, 0]) if w.lse else T.address_of(lengths[0]),
-                batch, q_len, w.heads_kv, max_pages, T.float32(scale), T.float32(cap),
+                batch, q_len, w.heads_kv, max_pages, T.float32(literal(scale)), T.float32(literal(cap)),
             )  # fmt: skip
 
     return main

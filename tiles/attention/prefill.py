@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from math import e, log2
 from typing import Any
 
-import numpy as np
-
 from ...schedules.attention import AttentionWorkload
 from ...schedules.rules import attention as rules
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source
+from ..headers import TYPES, device_source, literal
 from ..program import TileProgram
 from .reference import prefill as prefill_reference
 
@@ -78,13 +76,13 @@ class PrefillCalls:
     def scale(self) -> float:
         """What a score is multiplied by to be an exponent of 2; of capped scores, tanh(..), the cap's."""
         w = self.workload
-        return _float32((w.soft_cap or w.softmax_scale) * log2(e))
+        return literal((w.soft_cap or w.softmax_scale) * log2(e))
 
     @property
     def argument(self) -> float:
         """What makes q.k the exponent of 2 in tanh(x) = 1 - 2 / (1 + exp(2 x)); 0 without a cap."""
         w = self.workload
-        return _float32(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
+        return literal(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
 
 
 def prefill_params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
@@ -265,11 +263,6 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
-
-
-def _float32(value: float) -> float:
-    """As the kernel has it: a literal of more digits is a warning of nvcc."""
-    return float(np.float32(value))
 
 
 PROGRAM = TileProgram(

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..runtime import CorruptArtifact, LoadedKernel, load_kernel
 from ..schedules.attention import AttentionWorkload
 from ..schedules.operations import AnyWorkload, workload_from_json
+from ..schedules.records import WRONG
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
 from .attention_problem import AttentionProblem, copied_attention, edge_attention, random_attention
@@ -75,7 +76,7 @@ class _Bench:
             workspace = split_workspace(workload, schedule, target, self.device)
             verdict = gate.verify(partial(launch, kernel, workspace))
             if not verdict.ok:
-                return _result("wrong", " ".join(verdict.reasons))
+                return _result(WRONG, " ".join(verdict.reasons))
             timing = self._time(kernel, workspace, gate.random, target)
         except CorruptArtifact as error:
             return _result("corrupt", str(error))

@@ -19,9 +19,9 @@ from .operations import AnyWorkload, workload_from_json
 from .schedule import Schedule
 from .target import ARCHES, Target
 
-OK = "ok"
+OK, WRONG = "ok", "wrong"  # wrong: what it computed
 # What can become of a candidate; all but "ok" carry a reason and no time.
-STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", "wrong", "crash", "hang", "error")
+STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", WRONG, "crash", "hang", "error")
 
 
 class RecordWarning(UserWarning):

@@ -16,7 +16,7 @@ from .cost import Estimate
 from .distance import MAX_DISTANCE, distance
 from .operations import AnyWorkload, candidates, estimate, legal
 from .ranker import Ranker, forget_rankers, known_ranker
-from .records import TuningRecord, latest, shipped_records, user_records
+from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
 from .target import Target
 from .workload import Workload
@@ -162,7 +162,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
     if near:  # slow here, as far as the model knows; but it works
         d, record = near[0]
         return Choice(record.schedule, "nearest", record, d)
-    schedule = min(options, key=lambda s: (failed[s].status == "wrong", estimate(workload, s, target).us))
+    schedule = min(options, key=lambda s: (failed[s].status == WRONG, estimate(workload, s, target).us))
     return Choice(schedule, "failed", failed[schedule])
 
 

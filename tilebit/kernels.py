@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from . import packs
 from .runtime import LoadedKernel
 from .schedules.operations import AnyWorkload
-from .schedules.records import TuningRecord, records_path
+from .schedules.records import WRONG, TuningRecord, records_path
 from .schedules.schedule import Schedule
 from .schedules.select import choose, explain
 from .schedules.target import Target
@@ -90,7 +90,7 @@ def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, T
     choice = choose(workload, target)
     yield choice.schedule, choice.record
     rows = [r for r in explain(workload, target) if not r.illegal and r.schedule != choice.schedule]
-    rows.sort(key=lambda r: 0 if r.record is None or r.record.ok else 1 + (r.record.status == "wrong"))
+    rows.sort(key=lambda r: 0 if r.record is None or r.record.ok else 1 + (r.record.status == WRONG))
     yield from ((r.schedule, r.record) for r in rows[: TRIES - 1])
 
 
@@ -116,7 +116,7 @@ def _next(
 def _is_wrong(record: TuningRecord | None, request: CompileRequest) -> bool:
     """Whether this very artifact computed wrong results when it was tuned. A key covers sources and compilers: what they were then says
     nothing of new ones."""
-    return record is not None and record.status == "wrong" and record.key == request.key
+    return record is not None and record.status == WRONG and record.key == request.key
 
 
 def _why_none(workload: AnyWorkload, target: Target) -> str:

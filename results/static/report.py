@@ -45,7 +45,7 @@ MODEL_TRIES = 4  # schedules of the model, the best first
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel to look at: ``source`` says who chose its schedule ("tuned", "nearest", "model", as ``schedules.select``)."""
+    """A kernel to look at: ``source`` says who chose its schedule (as ``schedules.select.Choice``)."""
 
     workload: Workload
     schedule: Schedule

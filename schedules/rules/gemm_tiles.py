@@ -1,8 +1,8 @@
 """The schedules of ``gemm_wgmma`` and ``gemm_mma`` that are worth trying for a workload: tiles that fit m, grids that fill the SMs.
 
 What won on an H200 (4 bits, groups of 128, six shapes): m = 32: 128 x 32 by four warps, two blocks an SM, or 256 x 32 by eight; m = 64:
-256 x 64, or 128 x 64 in four splits; m = 128: 256 x 128 or 128 x 128 in splits; from 256 on 128 x 256 by eight warps, and where the last
-wave would be short stream_k, in clusters of two, row tiles visited in groups of four or eight from m = 1024 on."""
+256 x 64, or 128 x 64 in splits; m = 128: 256 x 128 or 128 x 128 in splits; m = 256: 128 x 128 or 128 x 256; from 512 on 128 x 256 by eight
+warps, and where the last wave would be short stream_k, in clusters of two, row tiles visited in groups of four from m = 1024 on."""
 
 from __future__ import annotations
 

@@ -712,7 +712,8 @@ struct Decode {
     };
     find_sources();
     // The preceding kernel of a dependent launch may write the queries, the window, and what the newest q_len tokens fill of the pages; lengths
-    // and tables must be older. All that is settled is asked for before that kernel has ended (32 x 4,096 tokens at 4 bits: 40.0 us, so 35.2; H200).
+    // and tables must be older, also than the kernel before that one where that one was launched so too. All that is settled is asked for before it
+    // has ended (32 x 4,096 tokens at 4 bits: 40.0 us, so 35.2; H200).
     bool waited = !BULK;
     const auto wait = [&] {
       if (waited) return;

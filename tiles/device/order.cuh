@@ -76,15 +76,18 @@ struct Order {
   __device__ __forceinline__ static int length(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block);
     const Order o(fresh(m));
-    const int team = fresh(block) / CLUSTER, begin = o.begin(team), end = begin + o.share(team), place = begin / STEPS + piece;
-    return place * STEPS >= end ? STEPS : min(end, (place + 1) * STEPS) - max(begin, place * STEPS);
+    const int team = fresh(block) / CLUSTER;
+    return o.after(team, piece) - o.after(team, piece - 1);
   }
   // The last iteration of a piece.
   __device__ __forceinline__ static int last(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block) - 1;
-    const Order o(m);
-    const int team = block / CLUSTER, begin = o.begin(team), end = begin + o.share(team), place = begin / STEPS + piece;
-    return (place * STEPS >= end ? end + (piece + 1 - o.shared_pieces(team)) * STEPS : min(end, (place + 1) * STEPS)) - begin - 1;
+    return Order(m).after(block / CLUSTER, piece) - 1;
+  }
+  // The iterations of a team before a piece ends: at the border of a tile, or with its share; then tile by tile.
+  __device__ __forceinline__ int after(int team, int piece) const {
+    const int first = begin(team), whole = piece + 1 - shared_pieces(team);
+    return whole > 0 ? share(team) + whole * STEPS : piece < 0 ? 0 : min(share(team), (first / STEPS + piece + 1) * STEPS - first);
   }
   __device__ __forceinline__ int shared_pieces(int team) const {
     const int first = begin(team), end = first + share(team);

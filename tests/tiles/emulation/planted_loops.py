@@ -125,7 +125,7 @@ BUGS = (
     ),
     device(
         "part of a tile not stored at the end of a share", BUSY, STREAM_K,
-        (": min(end, (place + 1) * STEPS) -", ": (place + 1) * STEPS -"), sign="",
+        ("min(share(team), (first / STEPS + piece + 1) * STEPS - first)", "(first / STEPS + piece + 1) * STEPS - first"), sign="",
     ),
     device("first part added twice", BUSY, STREAM_K, ("part == Part::ALL ? first : first + O::TEAM", "first"), sign=""),
     device("ticket not reset", BUSY, STREAM_K, ("if (complete) *ticket = 0;", ""), sign=""),

@@ -20,7 +20,7 @@ from math import hypot
 
 from ..layouts.formats import PER_CHANNEL
 from .rules import gemm_stream
-from .rules.gemm import PACKED_K, clustered_split, grid_blocks, stage_bytes
+from .rules.gemm import PACKED_K, clustered_split, grid_blocks, shared_places, stage_bytes
 from .schedule import Schedule
 from .target import Target
 from .workload import Workload
@@ -109,7 +109,9 @@ def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
     blocks, steps = tiles * s.split_k, _ceil(k_steps, s.split_k)
     if s.stream_k:
         blocks = grid_blocks(s, target)
-        steps = _ceil(tiles * k_steps, blocks)
+        places, teams = _ceil(tiles, s.cluster), blocks // s.cluster
+        shared = shared_places(places, teams, k_steps)
+        steps = _ceil(shared * k_steps, teams) + _ceil(places - shared, teams) * k_steps
     cluster = s.split_k if clustered_split(s) else s.cluster
     sms = gemm_stream.cluster_sms(cluster, target)
     waves = _ceil(blocks, sms * s.min_blocks)
@@ -142,7 +144,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
     split = 0.0
-    if s.stream_k and m_tiles * n_tiles % grid_blocks(s, target):
+    if s.stream_k and shared_places(_ceil(m_tiles * n_tiles, s.cluster), grid_blocks(s, target) // s.cluster, k_steps):
         split = SHARED_US + 2 * sums * grid.resident
     elif clustered_split(s):
         split = CLUSTER_US + sums * grid.blocks / s.split_k

@@ -33,6 +33,7 @@ MAX_CANDIDATES = 120
 
 # A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
 TICKETS = 16384
+SHARING_STEPS = 12  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CudaRule:
 
 _WGMMA = CudaRule(
     "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 12, 16), (2, 8),
-    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=16, reserved_smem=512, b_fragment=False,
+    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 _MMA = CudaRule(
     "gemm_mma", ("sm_80", "sm_86", "sm_89", "sm_90a"), (64, 128, 256), (8, *range(16, 129, 16)), (32, 64, 128), (4, 8, 16), (2, 5),
@@ -130,6 +131,15 @@ def clustered_split(schedule: Schedule) -> bool:
 def grid_blocks(schedule: Schedule, target: Target) -> int:
     """Blocks of a persistent grid: as many as the device holds at once, in whole clusters."""
     return target.units * schedule.min_blocks // schedule.cluster * schedule.cluster
+
+
+def shared_places(places: int, teams: int, steps: int) -> int:
+    """How many of the tiles (with ``cluster`` 2, of the pairs of tiles) of ``steps`` steps each a stream_k grid of so many blocks (pairs of
+    blocks) shares; the others are dealt out whole. 0 where the last wave is nearly full: what sharing it saves, adding up costs."""
+    rest = places % teams
+    if rest == 0 or (teams - rest) * steps <= SHARING_STEPS * teams:
+        return 0
+    return rest + (teams if places > teams and 2 * rest < teams else 0)
 
 
 def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:

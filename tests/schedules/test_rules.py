@@ -167,13 +167,13 @@ def test_an_mma_split_divides_the_steps():
 
 
 def test_shared_memory_by_hand():
-    """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, two 8-byte barriers: four stages, 32 columns of 128 halves to
+    """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, four 8-byte barriers: four stages, 32 columns of 128 halves to
     store through, and 512 bytes."""
     rest = 32 * 128 * 2 + 512
-    assert shared_memory(QuantFormat(4, 128), WGMMA) == 4 * (4096 + 8192 + 256 + 16) + rest
-    assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 16) + rest
-    assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 16) + rest
-    assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 16) + 16 * 128 * 2 + 512
+    assert shared_memory(QuantFormat(4, 128), WGMMA) == 4 * (4096 + 8192 + 256 + 32) + rest
+    assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
+    assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 32) + rest
+    assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
     assert set(PROGRAMS) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}
 
 

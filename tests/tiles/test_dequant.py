@@ -42,9 +42,8 @@ def call_names(dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int)
     """Of the parts of a stage, in order."""
     rows, records = THREADS[slabs] // 128 * slabs * 64, RECORDS[bits] // PARTS[slabs]
     flags = [str(flag).lower() for flag in (symmetric, scaled)]
-    shape = f"{TYPES[dtype]}, {bits}, {flags[0]}, {slabs}, {RECORDS[bits]}"
-    firsts = range(0, RECORDS[bits], records)
-    return [f"tilebit::dequantize<{shape}, {first}, {records}, {GROUP_STEPS}, {rows}, {flags[1]}>" for first in firsts]
+    shape = f"{TYPES[dtype]}, {bits}, {flags[0]}, {slabs}"
+    return [f"tilebit::dequantize<{shape}, {part}, {records}, {GROUP_STEPS}, {rows}, {flags[1]}>" for part in range(PARTS[slabs])]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +55,12 @@ def device() -> DeviceCode:
 def run_dequantize(
     device: DeviceCode, names: list[str], words: np.ndarray, scales: np.ndarray, zeros: np.ndarray, threads: int
 ) -> np.ndarray:
-    """uint16 [threads, elements], the parts' one after another."""
+    """uint16 [threads, elements], the parts' one after another. ``words``: a stage's records, [slab, record, 512]."""
     bits = int(names[0].split(", ")[1])
+    parts = words.reshape(words.shape[0], len(names), -1).swapaxes(0, 1).copy()  # as they lie in a stage
     out = np.full((len(names), threads, words.size * 32 // bits // threads // len(names)), 0x7E5A, dtype=np.uint16)
     for name, part in zip(names, out, strict=True):
-        device.call(name, [(part.ctypes.data, part.strides[0]), *((a.ctypes.data, 0) for a in (words, scales, zeros)), (0, 1)], threads)
+        device.call(name, [(part.ctypes.data, part.strides[0]), *((a.ctypes.data, 0) for a in (parts, scales, zeros)), (0, 1)], threads)
     return np.concatenate(list(out), axis=1)
 
 

@@ -22,7 +22,7 @@ from tilebit.autotune.problem import Problem, exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.rules.gemm import SLAB_N, TICKETS, legal
+from tilebit.schedules.rules.gemm import SLAB_N, TICKETS, legal, shared_places
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
@@ -67,8 +67,9 @@ FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, Fal
 STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
 # Whole waves of tiles and shares that cross their borders; two blocks that share x.
 PERSISTENT = (
-    (Workload(60, 190, 512, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
-    (Workload(75, 128, 448, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
+    (Workload(100, 190, 1024, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
+    (Workload(60, 190, 1472, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
+    (Workload(75, 128, 1600, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
     (
         Workload(70, 256, 380, QuantFormat(8, PER_CHANNEL, False), bias=True),
         Schedule("gemm_wgmma", 128, 32, 64, 3, 4, raster=2, stream_k=True, cluster=2),
@@ -155,15 +156,19 @@ def test_the_cases_cover_everything():
 
 
 def test_persistent_cases_have_waves_and_shares():
-    """Of whole tiles and of parts that begin in the middle of one: ``Order`` in device/order.cuh."""
-    found = 0
+    """Of whole tiles, of parts that begin in the middle of one, and of both; a last wave that is left short: ``Order`` in
+    device/order.cuh."""
+    found = set()
     for workload, schedule in PERSISTENT:
         assert legal(workload, schedule, HOPPER) == []
         teams = HOPPER.units // schedule.cluster
         places = -(-workload.n // SLAB_N) * SLAB_N // (schedule.block_n * schedule.cluster) * -(-workload.m // schedule.block_m)
-        steps = -(-workload.k // schedule.block_k)
-        found += schedule.stream_k and places >= 2 * teams and (places % teams + teams) * steps % teams > 0
-    assert found >= 2
+        if schedule.stream_k:
+            shared = shared_places(places, teams, -(-workload.k // schedule.block_k))
+            rest = places - shared
+            found.add((shared and shared // teams + 1, -(-rest // teams), rest % teams != 0))
+    # waves that are shared in part (0: none), whole waves, whether the last of them is short
+    assert found >= {(2, 3, False), (2, 1, False), (1, 2, False), (0, 2, True)}, found
 
 
 @cache

@@ -129,11 +129,11 @@ struct PairOf<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// SLABS 64-row slabs per warpgroup, RECORDS records (64 k at 4 bits, 32 k at 8) per stage, of which COUNT from FIRST on are wanted, GROUP_STEPS
-// k16 steps per scale group. a: this thread's A registers, by k16 step, then slab, 8 elements each. stage: uint32 [all slabs][RECORDS][512 words].
+// SLABS 64-row slabs per warpgroup, part PART of a stage: RECORDS records (64 k at 4 bits, 32 k at 8) a slab, GROUP_STEPS k16 steps per scale
+// group. a: this thread's A registers, by k16 step, then slab, 8 elements each. stage: uint32 [parts][slabs of the tile][RECORDS][512 words].
 // scales, zeros: [groups of the stage][STRIDE rows of the tile]; zeros is not read for symmetric formats.
 // Warpgroup g owns the SLABS slabs from g * SLABS on.
-template <typename T, int BITS, bool SYMMETRIC, int SLABS, int RECORDS, int FIRST, int COUNT, int GROUP_STEPS, int STRIDE, bool SCALED>
+template <typename T, int BITS, bool SYMMETRIC, int SLABS, int PART, int RECORDS, int GROUP_STEPS, int STRIDE, bool SCALED>
 __device__ __forceinline__ void dequantize(void* a, const void* stage, const void* scale_rows, const void* zero_rows, int thread) {
   using Pair = typename PairOf<T>::type;
   constexpr int WORDS = BITS / 4;       // words per k16 step
@@ -146,18 +146,18 @@ __device__ __forceinline__ void dequantize(void* a, const void* stage, const voi
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab) {
     const int r = (group * SLABS + slab) * 64 + row;
-    const uint32_t* source = reinterpret_cast<const uint32_t*>(stage) + ((group * SLABS + slab) * RECORDS) * 512 + lane * 4;
+    const uint32_t* source = reinterpret_cast<const uint32_t*>(stage) + (PART * (STRIDE / 64) + group * SLABS + slab) * RECORDS * 512 + lane * 4;
 #pragma unroll
-    for (int record = FIRST; record < FIRST + COUNT; ++record) {
+    for (int record = 0; record < RECORDS; ++record) {
       const uint4 line = *reinterpret_cast<const uint4*>(source + record * 512);
       const uint32_t words[4] = {line.x, line.y, line.z, line.w};
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        const int g = (record * STEPS + step) / GROUP_STEPS * STRIDE + r;
+        const int g = ((PART * RECORDS + record) * STEPS + step) / GROUP_STEPS * STRIDE + r;
         const T one = T(1.0f), implied = T(float(1 << (BITS - 1)));
         const Row<T, BITS> r0(SCALED ? scales[g] : one, SYMMETRIC ? implied : zeros[g]);
         const Row<T, BITS> r1(SCALED ? scales[g + 8] : one, SYMMETRIC ? implied : zeros[g + 8]);
-        unpack<SCALED>(words + step * WORDS, r0, r1, out + (((record - FIRST) * STEPS + step) * SLABS + slab) * 4);
+        unpack<SCALED>(words + step * WORDS, r0, r1, out + ((record * STEPS + step) * SLABS + slab) * 4);
       }
     }
   }

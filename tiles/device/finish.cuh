@@ -39,20 +39,26 @@ __device__ __forceinline__ Part hand_in(const float* accumulators, void* workspa
   return take_ticket<THREADS, BARRIER>(ticket, shares - 1, thread) == shares - 1 ? Part::ALL : Part::NOTHING;
 }
 
+// Registers `start`.. of one block's part of a tile.
+template <int COUNT, int REGISTERS, int THREADS, bool ONE>
+__device__ __forceinline__ void load_share(float* values, void* workspace, int start, int other, bool first, int thread) {
+  const float4* theirs = reinterpret_cast<const float4*>(share_of<REGISTERS * THREADS, ONE>(workspace, other, first));
+#pragma unroll
+  for (int i = 0; i < COUNT / 4; ++i) {
+    const float4 v = __ldcg(theirs + (start / 4 + i) * THREADS + thread);
+    values[4 * i] = v.x, values[4 * i + 1] = v.y, values[4 * i + 2] = v.z, values[4 * i + 3] = v.w;
+  }
+}
+
 // values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in the order of k.
 template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE>
 __device__ __forceinline__ void add_shares(float* values, void* workspace, int start, int first, int from, int last, int thread) {
 #pragma unroll 2
   for (int other = from; other <= last; other += TEAM) {
-    const float4* theirs = reinterpret_cast<const float4*>(share_of<REGISTERS * THREADS, ONE>(workspace, other, other == first));
+    float theirs[COUNT];
+    load_share<COUNT, REGISTERS, THREADS, ONE>(theirs, workspace, start, other, other == first, thread);
 #pragma unroll
-    for (int i = 0; i < COUNT / 4; ++i) {
-      const float4 v = __ldcg(theirs + (start / 4 + i) * THREADS + thread);
-      values[4 * i] += v.x;
-      values[4 * i + 1] += v.y;
-      values[4 * i + 2] += v.z;
-      values[4 * i + 3] += v.w;
-    }
+    for (int i = 0; i < COUNT; ++i) values[i] += theirs[i];
   }
 }
 
@@ -120,8 +126,8 @@ template <typename O, typename S, int THREADS, int BARRIER, bool SHARED>
 __device__ __forceinline__ void finish_tile(const float* accumulators, void* staging, void* workspace, void* y, const void* scales, const void* bias,
                                             int m, int iteration, int block, int thread) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
-  const O order(m);
-  const int n0 = O::n_block(m, block, iteration) * S::ROWS, m0 = O::m_block(m, block, iteration) * (S::TILE / S::ROWS);
+  const O order = O::kept();
+  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.m_block(block, iteration) * (S::TILE / S::ROWS);
   constexpr bool ONE = O::SPLIT > 1;
   int first = block, last = block;  // the blocks that hold parts of this tile
   int tile = block / O::SPLIT;
@@ -137,19 +143,33 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, (last - first) / O::TEAM + 1, block, block == first, thread);
     if (part == Part::NOTHING) return;
   }
+  constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
+  constexpr bool EARLY = SLABS == 1 && THREADS <= 256;  // others have no registers for it: 256 x 128 would spill 896 bytes
+  const bool sum = SHARED && part != Part::NOTHING;
+  const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
+  float early[SLABS * COUNT];  // that part of the next columns: on its way while these are stored
+  const auto load_early = [&](int chunk) {
+    load_share<COUNT, S::REGISTERS, THREADS, ONE>(early, workspace, S::start(0, chunk), other, other == first, thread);
+  };
+  if (EARLY && sum) load_early(0);
 #pragma unroll
   for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
-    if (m0 + chunk * (S::COUNT * 2) >= m) break;
-    float values[S::REGISTERS / S::CHUNKS];
+    if (m0 + chunk * (COUNT * 2) >= m) break;
+    float values[SLABS * COUNT];
 #pragma unroll
-    for (int slab = 0; slab < S::REGISTERS / S::SLAB_REGISTERS; ++slab) {
+    for (int slab = 0; slab < SLABS; ++slab) {
+      float* mine = values + slab * COUNT;
 #pragma unroll
-      for (int i = 0; i < S::COUNT; ++i) values[slab * S::COUNT + i] = SHARED && part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i];
-      if (SHARED && part != Part::NOTHING)
-        add_shares<S::COUNT, S::REGISTERS, THREADS, O::TEAM, ONE>(values + slab * S::COUNT, workspace, S::start(slab, chunk), first,
-                                                             part == Part::ALL ? first : first + O::TEAM, last, thread);
+      for (int i = 0; i < COUNT; ++i) {
+        mine[i] = SHARED && part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i];
+        if (EARLY && sum) mine[i] += early[i];
+      }
+      if (sum)
+        add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE>(mine, workspace, S::start(slab, chunk), first, EARLY ? other + O::TEAM : other, last,
+                                                             thread);
     }
-    S::store(values, staging, y, scales, bias, m, n0, m0 + chunk * (S::COUNT * 2), thread);
+    if (EARLY && sum && chunk + 1 < S::CHUNKS) load_early(chunk + 1);
+    S::store(values, staging, y, scales, bias, m, n0, m0 + chunk * (COUNT * 2), thread);
   }
 }
 

@@ -13,22 +13,29 @@ __device__ __forceinline__ int fresh(int value) {
   return value;
 }
 
+// Steps that sharing tiles costs a block: summing them up, and waiting for the others. 28672 x 4096, m = 512: of 128 x 256 tiles 3.4 a block, 1.4
+// of them shared, took 289,000 cycles on an H200, of which products take 222,000; rules/gemm.py has the same number.
+constexpr int SHARING_STEPS = 12;
+
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
 // With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps. Else
 // CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP
-// row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first places, between one and two a team, are
-// shared: their steps are cut into equal shares, the first `extra` of them one longer.
+// row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first `shared` places, less than 1.5 a team,
+// are shared: their steps are cut into equal shares, the first `extra` of them one longer. None is where the last wave is nearly full.
 template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP>
 struct Order {
   static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER;
-  int m_blocks, places, teams, waves, quota, extra;  // waves: of whole places, after the shares
+  int m_blocks, places, teams, shared, quota, extra;
+  Order() = default;
   __device__ __forceinline__ explicit Order(int m) {
     m_blocks = (m + BLOCK_M - 1) / BLOCK_M;
     places = N_PLACES * m_blocks;
     teams = gridDim.x / CLUSTER;
-    waves = max(places / teams - 1, 0);
-    const int steps = (places - waves * teams) * STEPS;
-    quota = steps / teams, extra = steps % teams;
+    const int rest = places % teams;
+    const bool nearly = rest == 0 || (teams - rest) * STEPS <= SHARING_STEPS * teams;
+    // Alone, few places would be cut into many parts, added up one by one: 0.39 of one a team there, 294,000 cycles; with a wave more 286,000.
+    shared = nearly ? 0 : rest + (places > teams && 2 * rest < teams ? teams : 0);
+    quota = shared * STEPS / teams, extra = shared * STEPS % teams;
   }
   __device__ __forceinline__ int share(int team) const { return quota + (team < extra); }
   __device__ __forceinline__ int begin(int team) const { return team * quota + min(team, extra); }
@@ -37,9 +44,11 @@ struct Order {
     const int longer = extra * (quota + 1);
     return step < longer ? step / (quota + 1) : extra + (step - longer) / max(quota, 1);
   }
+  // Places that the team has for itself, after its share.
+  __device__ __forceinline__ int whole(int team) const { return (places - shared - team + teams - 1) / teams; }
   __device__ __forceinline__ int place(int team, int i) const {
     const int late = i - share(team);
-    return late < 0 ? (begin(team) + i) / STEPS : places - (waves - late / STEPS) * teams + team;
+    return late < 0 ? (begin(team) + i) / STEPS : shared + late / STEPS * teams + team;
   }
   // Row tiles of the place's group.
   __device__ __forceinline__ int rows(int place) const { return GROUP == 1 ? 1 : min(GROUP, m_blocks - place / (N_PLACES * GROUP) * GROUP); }
@@ -49,7 +58,7 @@ struct Order {
   __device__ __forceinline__ static int iterations(int m, int block) {
     if constexpr (SPLITS > 1) return (block % SPLITS + 1) * STEPS / SPLITS - split_begin(block);
     const Order o(m);
-    return o.share(block / CLUSTER) + o.waves * STEPS;
+    return o.share(block / CLUSTER) + o.whole(block / CLUSTER) * STEPS;
   }
   __device__ __forceinline__ static int step(int m, int block, int i) {
     if constexpr (SPLITS > 1) return split_begin(block) + i;
@@ -57,32 +66,44 @@ struct Order {
     const int team = block / CLUSTER, late = i - o.share(team);
     return (late < 0 ? o.begin(team) + i : late) % STEPS;
   }
-  __device__ __forceinline__ static int n_block(int m, int block, int i) {
-    const Order o(m);
-    const int place = SPLITS > 1 ? block / SPLITS : o.place(block / CLUSTER, i), inside = place % (N_PLACES * GROUP), rows = o.rows(place);
-    return (rows == GROUP ? inside / GROUP : inside / rows) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
+  __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
+  __device__ __forceinline__ static int m_block(int m, int block, int i) { return Order(m).m_block(block, i); }
+  __device__ __forceinline__ int n_block(int block, int i) const {
+    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
+    return (height == GROUP ? inside / GROUP : inside / height) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
   }
-  __device__ __forceinline__ static int m_block(int m, int block, int i) {
-    const Order o(m);
-    const int place = SPLITS > 1 ? block / SPLITS : o.place(block / CLUSTER, i), inside = place % (N_PLACES * GROUP), rows = o.rows(place);
-    return place / (N_PLACES * GROUP) * GROUP + (rows == GROUP ? inside % GROUP : inside % rows);
+  __device__ __forceinline__ int m_block(int block, int i) const {
+    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
+    return where / (N_PLACES * GROUP) * GROUP + (height == GROUP ? inside % GROUP : inside % height);
+  }
+
+  // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call `keep` while the first stages are on their
+  // way: they have no registers to hold it, and at the end of a tile, when no product is under way, its divisions are 400 instructions in a row.
+  template <int BARRIER, int THREADS>
+  __device__ __forceinline__ static void keep(int m, int thread) {
+    if (thread == 0) kept() = Order(m);
+    sync_group<BARRIER, THREADS>(0);
+  }
+  __device__ __forceinline__ static Order& kept() {
+    __shared__ Order order;
+    return order;
   }
   // Pieces of tiles that a block multiplies one after another, and the iterations of one of them.
   __device__ __forceinline__ static int pieces(int m, int block) {
     if constexpr (SPLITS > 1) return 1;
-    const Order o(fresh(m));
-    return o.shared_pieces(block / CLUSTER) + o.waves;
+    const Order o = kept();
+    return o.shared_pieces(block / CLUSTER) + o.whole(block / CLUSTER);
   }
   __device__ __forceinline__ static int length(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block);
-    const Order o(fresh(m));
+    const Order o = kept();
     const int team = fresh(block) / CLUSTER;
     return o.after(team, piece) - o.after(team, piece - 1);
   }
   // The last iteration of a piece.
   __device__ __forceinline__ static int last(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block) - 1;
-    return Order(m).after(block / CLUSTER, piece) - 1;
+    return kept().after(block / CLUSTER, piece) - 1;
   }
   // The iterations of a team before a piece ends: at the border of a tile, or with its share; then tile by tile.
   __device__ __forceinline__ int after(int team, int piece) const {
@@ -91,7 +112,7 @@ struct Order {
   }
   __device__ __forceinline__ int shared_pieces(int team) const {
     const int first = begin(team), end = first + share(team);
-    return (end + STEPS - 1) / STEPS - first / STEPS;
+    return first == end ? 0 : (end + STEPS - 1) / STEPS - first / STEPS;
   }
 };
 

@@ -108,8 +108,8 @@ class Operands:
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
         arguments = (
-            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, self.records,
-            self.records // parts * part, self.records // parts, group_steps, s.block_n, _cpp(self.grouped),
+            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, part, self.records // parts, group_steps, s.block_n,
+            _cpp(self.grouped),
         )  # fmt: skip
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 

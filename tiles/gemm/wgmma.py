@@ -8,15 +8,17 @@ ones to the accumulators. Two warps load by TMA into ``num_stages`` stages, one 
 in a dependent launch it need not wait), one x. ``num_warps / 4`` warpgroups dequantize whole 64-row slabs (one conflict-free 128-bit load
 per thread and 2 KiB record) and multiply. A step is taken in two parts whose weights have registers of their own: while a part is
 multiplied, the next is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section 5; 128 x 256 is
-bound by power and gains nothing, 256 x 128 gains 4 to 8 %: 8192 x 28672, m = 1024: 756 us, so 698, H200). From there on 700 W are the
+bound by power and gains nothing, 256 x 128 gains 4 to 8 %: 8192 x 28672, m = 1024: 756 us, so 698, H200). Parts are loaded and released one
+by one, so that more of a stage is on its way (1 to 2 % of the cycles of large m). From there on 700 W are the
 bound: repeated for a second, Machete needs 682 us for that product at 1.5 to 1.6 GHz, cuBLAS in 16 bits 718; what saves energy (x loaded
 once for two blocks, weights dequantized once for 256 columns of x) saves time.
 
 One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
-blocks as the device holds at once: whole waves of tiles are dealt out one tile a block; what remains, between one and two waves, is cut
-into equal shares of steps, which cross tile borders, so that no SM idles in a last wave (Osama et al. 2023), and the next tile is loaded
-while one is stored. A tile that several blocks share is summed in the order of k.
+blocks as the device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a block, in whole waves
+(28672 x 4096, m = 4096: 2,185,000 cycles, so 2,064,000, H200); where a last wave would idle for longer than summing takes, it and sometimes
+one more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023). A tile that several blocks share is summed in the
+order of k. What is missing to 100 % there, by cycles: 6 % in the main loop, as in Machete, and 6,000 cycles a tile of 128 x 256 at its end.
 
 ``cluster`` blocks work on neighbouring tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
 step's weights are 8 KB and its x 64 KB.
@@ -58,7 +60,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     order = f"tilebit::Order<{p.n_pad // bn}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}>"
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
     columns, overlapped = p.staged_columns, p.records % 2 == 0
-    parts = 2 if overlapped else 1  # of a step, each of which has registers of its own for the weights
+    parts = 2 if overlapped else 1  # of a step, each of which has registers of its own for the weights, and is loaded by itself
+    lines = p.records // parts * 2  # half records of a slab in a part
     dequantize = [p.dequantize_call(part, parts) for part in range(parts)]
     finish = f"tilebit::finish_tile<{order}, {p.store_type()}, {consumers}, {BARRIER}, {str(shared).lower()}>"
     park = f"tilebit::park_tile<{bn * bm // consumers}, {consumers}, {BARRIER}>"
@@ -76,28 +79,36 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     tiles = p.n_pad // bn * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if schedule.stream_k else tiles * splits
 
-    @T.macro
-    def load_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i):
-        rows, lines, group = bx * (bn // 64), step * p.records * 2, p.group_of(step)
-        T.tma_copy(halves[rows : rows + bn // 64, lines : lines + p.records * 2, 0:256], Ws[i % stages, :, :, :], barrier=full[i % stages])
-        T.tma_copy(scales[group : group + p.step_groups, bx * bn : bx * bn + bn], Ss[i % stages, :, :], barrier=full[i % stages])
-        if p.asymmetric:
-            T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[i % stages, :, :], barrier=full[i % stages])
-
-    @T.macro
-    def load_x(x, Xs, full, step, by, i):
-        for part in T.unroll(parts):
-            k0 = step * bk + part * (bk // parts)
+    def load_weight(part):
+        @T.macro
+        def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
+            rows, line, group = bx * (bn // 64), (step * parts + part) * lines, p.group_of(step)
             T.tma_copy(
-                x[by * bm : by * bm + bm, k0 : k0 + bk // parts], Xs[i % stages, part, :, :], barrier=full[i % stages],
+                halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
+            )
+            if part == 0:  # for all parts, the last of which is dequantized before the first is released
+                T.tma_copy(scales[group : group + p.step_groups, bx * bn : bx * bn + bn], Ss[stage, :, :], barrier=full[stage * parts])
+            if part == 0 and p.asymmetric:
+                T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[stage, :, :], barrier=full[stage * parts])
+
+        return load
+
+    def load_x(part):
+        @T.macro
+        def load(x, Xs, full, step, by, stage):
+            k0 = (step * parts + part) * (bk // parts)
+            T.tma_copy(
+                x[by * bm : by * bm + bm, k0 : k0 + bk // parts], Xs[stage, part, :, :], barrier=full[stage * parts + part],
                 cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
             )  # fmt: skip
+
+        return load
 
     def multiplication(part):
         @T.macro
         def multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, clear):
             T.call_extern(
-                "handle", dequantize[part], W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
+                "handle", dequantize[part], W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
                 T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
             )  # fmt: skip
             T.wgmma_gemm(W, Xs[stage, part, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=clear)
@@ -106,6 +117,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         return multiply
 
     multiply, multiply_rest = multiplication(0), multiplication(parts - 1)
+    load_first_weight, load_other_weight = load_weight(0), load_weight(parts - 1)
+    load_first_x, load_other_x = load_x(0), load_x(parts - 1)
 
     @T.prim_func
     def main(
@@ -121,12 +134,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             thread = T.get_thread_binding()
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
-            Ws = T.alloc_shared((stages, bn // 64, p.records * 2, 256), "int32")
+            Ws = T.alloc_shared((stages, parts, bn // 64, lines, 256), "int32")
             Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)
             Zs = T.alloc_shared((stages, p.step_groups, bn), dtype) if p.asymmetric else Ss
             staging = T.alloc_shared((columns * bn,), dtype)
-            full = T.alloc_barrier([64] * stages)  # the lanes of the two loading warps
-            empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * stages)
+            full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
+            empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
             W = T.alloc_fragment((bn, bk // parts), dtype)
             W_rest = T.alloc_fragment((bn, bk // parts), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
@@ -141,21 +154,30 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if thread < 32:  # loads what no earlier kernel writes: need not wait for one
                     for i in T.serial(of("iterations", m, block)):
                         step, bx = of("step", m, block, i), of("n_block", m, block, i)
-                        T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
-                        load_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i)
-                        T.barrier_arrive(full[i % stages])
+                        T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
+                        load_first_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i % stages)
+                        T.barrier_arrive(full[i % stages * parts])
+                        if overlapped:
+                            T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
+                            load_other_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i % stages)
+                            T.barrier_arrive(full[i % stages * parts + 1])
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     for i in T.serial(of("iterations", m, block)):
                         step, by = of("step", m, block, i), of("m_block", m, block, i)
-                        T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
-                        load_x(x, Xs, full, step, by, i)
-                        T.barrier_arrive(full[i % stages])
+                        T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
+                        load_first_x(x, Xs, full, step, by, i % stages)
+                        T.barrier_arrive(full[i % stages * parts])
+                        if overlapped:
+                            T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
+                            load_other_x(x, Xs, full, step, by, i % stages)
+                            T.barrier_arrive(full[i % stages * parts + 1])
                 if clustered:
                     T.cluster_sync()
                     T.cluster_sync()
             else:
                 T.set_max_nreg(consumer_registers, 1)
+                T.call_extern("handle", f"{order}::keep<{BARRIER}, {consumers}>", m, thread - PRODUCERS)
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
@@ -163,11 +185,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 for piece in T.serial(of("pieces", m, block)):
                     steps = of("length", m, block, piece)
                     for j in T.serial(steps):
-                        T.mbarrier_wait_parity(full[stage], phase)
+                        T.mbarrier_wait_parity(full[stage * parts], phase)
                         multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)
                         if overlapped:
-                            T.call_extern("handle", release, T.address_of(empty[last]), thread, j)
+                            T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)
+                            T.mbarrier_wait_parity(full[stage * parts + 1], phase)
                             multiply_rest(W_rest, Xs, Y, Ws, Ss, Zs, thread, stage, False)
+                            T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)
                             last = stage
                         else:
                             last = stage
@@ -176,7 +200,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
                     if overlapped:
                         T.wait_wgmma(0)
-                        T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)
+                        T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, 1)
                     if clustered:
                         T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0, 0]), thread - PRODUCERS)
                     else:

@@ -36,6 +36,7 @@ W4, W4Z, W8, W8Z = (QuantFormat(bits, 64, symmetric) for bits in (4, 8) for symm
 CHANNEL = QuantFormat(4, PER_CHANNEL, True)
 SMALL = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
 TWO_SLABS = Schedule("gemm_wgmma", 128, 16, 64, 2, 8)
+DEEP = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # two records a part at 8 bits
 TALL = Schedule("gemm_wgmma", 128, 16, 64, 2, 4)
 MMA = Schedule("gemm_mma", 64, 32, 64, 2, 4)
 DIRECT = Schedule("gemm_mma", 64, 8, 64, 2, 4)
@@ -84,7 +85,7 @@ UNSCALED_ZERO = "__hsub2(scaled<SCALED>(__hsub2({0}, as_pair<half2>(0x64006400u)
 UPPER = "__hneg(__hadd(__ushort_as_half(0x5400), z))"
 SUMS = "make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3])"
 HALF_SUMS = "make_float4(" + ", ".join(f"__half2float(__float2half_rn(accumulators[4 * i + {j}]))" for j in range(4)) + ")"
-SOURCE = "((group * SLABS + slab) * RECORDS)"
+SOURCE = "group * SLABS + slab) * RECORDS"
 
 BUGS = (
     # the packed layout
@@ -104,9 +105,10 @@ BUGS = (
     device("bytes swapped at 8 bits", work(W8), SMALL, ("0x4140", "0x4041")),
     device("bytes swapped at 8 bits, bf16", work(W8Z, "bfloat16"), SMALL, ("0x7542", "0x7543")),
     device("bf16 magic off", work(W4, "bfloat16"), SMALL, ("0x43004300u", "0x43804380u")),
-    device("records of a stage reversed", work(W8), SMALL, ("record * 512", "(RECORDS - 1 - record) * 512")),
-    device("slabs of the warpgroups swapped", work(W4), TWO_SLABS, (SOURCE, "(((1 - group) * SLABS + slab) * RECORDS)")),
-    device("slabs of a warpgroup swapped", work(W4), TALL, (SOURCE, "((group * SLABS + (SLABS - 1 - slab)) * RECORDS)")),
+    device("records of a part reversed", work(W8, k=512), DEEP, ("record * 512", "(RECORDS - 1 - record) * 512")),
+    device("parts of a stage swapped", work(W8, k=512), DEEP, ("(PART * (STRIDE / 64)", "((1 - PART) * (STRIDE / 64)")),
+    device("slabs of the warpgroups swapped", work(W4), TWO_SLABS, (SOURCE, "(1 - group) * SLABS + slab) * RECORDS")),
+    device("slabs of a warpgroup swapped", work(W4), TALL, (SOURCE, "group * SLABS + (SLABS - 1 - slab)) * RECORDS")),
     # the operands' indices
     Bug(
         "scale group off by one", work(W4), SMALL,

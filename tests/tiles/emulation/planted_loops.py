@@ -14,7 +14,7 @@ CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
 SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
 STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
 HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a product is always under way
-BUSY = work(W4, m=60, n=192, k=512)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
+BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
 FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
 STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
@@ -25,12 +25,14 @@ FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
 RELEASE = "last = stage\n" + " " * 28 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
-RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last]), thread, j)\n'
+RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)\n'
+RELEASE_FIRST = 'T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)\n'
+REST = "multiply_rest(W_rest, Xs, Y, Ws, Ss, Zs, thread, stage, False)\n"
 DRAIN = "T.wait_wgmma(0)\n"
 LAST_RELEASE = DRAIN + " " * 24 + RELEASE_LAST.replace("j)", "1)")
 PRODUCT = "multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)\n"
-FREE = "T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)\n"
-LOAD = "load_weight(halves,"
+FREE = "T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)\n"
+LOAD = "load_first_weight(halves,"
 INDENT = " " * 20
 MEET = INDENT + "T.cluster_sync()\n"
 SUM = f'{INDENT}T.call_extern(\n{INDENT}    "handle", finish_split'
@@ -71,10 +73,18 @@ BUGS = (
     ),
     loop("second part of a step multiplied twice", work(W4, k=512), HALVES, ("multiplication(0)", "multiplication(parts - 1)")),
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
-    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[stage], phase)", "pass"), sign=""),
+    loop(
+        "second part of a stage not waited for", work(W4, k=512), HALVES,
+        ("T.mbarrier_wait_parity(full[stage * parts + 1], phase)", "pass"), sign="",
+    ),
+    loop(
+        "first part released before the last is dequantized", work(W4, k=512), HALVES,
+        (REST, RELEASE_FIRST + " " * 28 + REST), (REST + " " * 28 + RELEASE_FIRST, REST), sign="",
+    ),
+    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[stage * parts], phase)", "pass"), sign=""),
     loop(
         "full stage's parity wrong", work(W4), RING,
-        ("full[stage], phase)", "full[stage], phase ^ 1)"), sign="",
+        ("full[stage * parts], phase)", "full[stage * parts], phase ^ 1)"), sign="",
     ),
     loop("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
     loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
@@ -84,7 +94,7 @@ BUGS = (
     ),
     loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
     loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm : by * bm + bm,", "x[0:bm,")),
-    loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * stages)", "alloc_barrier([32] * stages)"), sign=""),
+    loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * (", "alloc_barrier([32] * ("), sign=""),
     loop(
         "x loaded before the kernel that writes it ends", work(W4), RING,
         (PREDECESSOR + INDENT + "for", "pass\n" + INDENT + "for"), sign="earlier kernel",
@@ -117,7 +127,7 @@ BUGS = (
     device("longer shares miscounted", BUSY, STREAM_K, ("team * quota + min(team, extra)", "team * quota"), sign=""),
     device(
         "order of the waves off by one", BUSY, STREAM_K,
-        ("places - (waves - late / STEPS) * teams", "places - (waves - late / STEPS - 1) * teams"), sign="",
+        ("shared + late / STEPS * teams + team", "shared + (late / STEPS + 1) * teams + team"), sign="",
     ),
     device(
         "owner of a step off by one", BUSY, STREAM_K,

@@ -1,7 +1,7 @@
 """The gate in front of every measurement of an attention kernel: is it right?
 
-Outputs are NaN-poisoned between guard bands, and two runs on the same input must give the same bits. What is checked, on a problem of edges
-and on a random one of the workload's size:
+Outputs are NaN-poisoned between guard bands, and two runs on the same input must give the same bits (``AttentionGate`` says when they need
+not). What is checked, on a problem of edges and on a random one of the workload's size:
 
 - decode, prefill: each sequence's relative error against fp64, at most twice that of torch in the same precision on the same values;
 - gather: every row equal to the cache's fp32 value rounded once;
@@ -37,20 +37,23 @@ Run = Callable[[AttentionProblem, Outputs], None]
 class AttentionGate:
     """The references of one workload, computed once, and the verdict on any number of kernels for it.
 
-    ``verify`` takes ``run(problem, outputs)``, which launches the kernel on ``problem.named(outputs)``."""
+    ``verify`` takes ``run(problem, outputs)``, which launches the kernel on ``problem.named(outputs)``. ``reproducible``: two runs on the
+    same input must give the same bits. False is for a call with a part that is not ours and whose last bits vary: each of the two runs
+    must then pass by itself, and ``Verdict.rel_err`` is that of the worse one."""
 
-    def __init__(self, edges: AttentionProblem, random: AttentionProblem) -> None:
-        self.random = random
+    def __init__(self, edges: AttentionProblem, random: AttentionProblem, *, reproducible: bool = True) -> None:
+        self.random, self.reproducible = random, reproducible
         self._checks = [("edges", _check_of(edges)), (random.workload.title, _check_of(random))]
 
     def verify(self, run: Run) -> Verdict:
         rel_err = None
         for name, check in self._checks:
             first, second = (_run(run, check.problem) for _ in range(2))
-            reasons = [f"{output}: {reason}" for output, guarded in first.items() for reason in check_guards(guarded)]
-            wrong, rel_err = check.verdict({output: guarded.y for output, guarded in first.items()})
-            reasons += wrong
-            if not reasons and not all(_same_bits(first[output].y, second[output].y) for output in first):
+            reasons, rel_err = _judged(check, first)
+            if not self.reproducible and not reasons:
+                reasons, again = _judged(check, second)
+                rel_err = max(rel_err, again)
+            elif not reasons and not all(_same_bits(first[output].y, second[output].y) for output in first):
                 reasons = ["two runs on the same input differ."]
             if reasons:
                 return Verdict(tuple(f"{name}: {reason}" for reason in reasons))
@@ -203,6 +206,13 @@ class _Appended:
         if name == "values" or not self.problem.workload.rotary:
             return torch.equal(got, expected)
         return float((got - expected).norm()) <= ROTARY_ERROR * float(expected.norm())
+
+
+def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutput]) -> tuple[list[str], float]:
+    """What is wrong with the outputs of one run and their guard bands, and the largest relative error."""
+    reasons = [f"{output}: {reason}" for output, guarded in run.items() for reason in check_guards(guarded)]
+    wrong, rel_err = check.verdict({output: guarded.y for output, guarded in run.items()})
+    return reasons + wrong, rel_err
 
 
 def _check_of(problem: AttentionProblem) -> _Attended | _Gathered | _Appended:

@@ -251,12 +251,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"this machine's device is {target.name}; accepted: an NVIDIA GPU (the bouts' sizes are a GPU's)")
     device = "cuda:0"
     build(workloads(whats), target, jobs=None)
-    common = {**process_fields(target), "timer": "tilebit", "clocks": clocks()}
+    common = {**process_fields(target), "timer": "tilebit"}
     path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
     makers = {"paged": paged_bouts, "queries": query_bouts, "append": append_bouts, "gather": gather_bouts}
     for what in whats:
         for bout in makers[what](device, target.l2):
-            rows = [{**common, **row} for row in measured(bout(), target, device)]
+            found = measured(bout(), target, device)
+            now = clocks()  # right after the bout: before the first, they are an idle GPU's
+            rows = [{**common, "clocks": now, **row} for row in found]
             write_rows(path, rows)
             for r in rows:
                 sizes = f"{r['batch']} x {r['kv_len']}, q_len {r['q_len']}"

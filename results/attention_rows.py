@@ -12,7 +12,9 @@ from .rows import OURS, json_rows, timed_row
 OURS_DEPENDENT = "tilebit_pdl"  # with dependent launch, which saves time only between kernels of one stream
 FLOAT = "kv16"
 FP8 = "kvfp8"
+OPS = ("decode", "prefill", "append", "gather")
 Place = tuple[str, int, int, int, int, int, int]  # op, batch, kv_len, q_len, heads_q, heads_kv, head_dim
+Line = tuple[str, tuple[int, int, int], tuple[int, int]]  # format, heads, case
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,18 @@ def shown_rows(rows: Iterable[AttentionRow], op: str) -> dict[Place, dict[str, A
         if row.place in places and (row.is_ours or row.stated or (row.place, row.run) in ours):
             shown.setdefault(row.place, {})[row.series] = row
     return shown
+
+
+def query_lines(rows: Iterable[AttentionRow]) -> dict[Line, dict[int, AttentionRow]]:
+    """By format, heads and case: tilebit's decode on contiguous caches by q_len, of the newest process with more than one. A row of
+    another process, with its own timer, would look like an effect of q_len."""
+    processes: dict[tuple[Line, str], dict[int, AttentionRow]] = {}
+    for row in sorted(rows, key=lambda row: row.date):
+        if row.op == "decode" and row.impl == OURS and not row.variant:
+            processes.setdefault(((row.format, row.heads, row.case), row.run), {})[row.q_len] = row
+    several = [(place, line) for (place, _), line in processes.items() if len(line) > 1]
+    newest = sorted(several, key=lambda item: max(row.date for row in item[1].values()))
+    return dict(newest)
 
 
 def beside(row: AttentionRow, rows: Sequence[AttentionRow]) -> list[AttentionRow]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .attention_rows import FLOAT, FP8, OURS_DEPENDENT, AttentionRow, beside, shown_rows, stated
+from tilebit.layouts.kv_formats import KVFormat
+
+from .attention_rows import FLOAT, FP8, OPS, OURS_DEPENDENT, AttentionRow, beside, query_lines, shown_rows, stated
 from .markdown import details, number, short_commit, slug, table
 from .problems import geometric_mean
 from .rows import OURS
@@ -26,7 +28,7 @@ ABOUT_DECODE = (
 ABOUT_BARS = (
     "A peer's time over tilebit's: above 1, tilebit is faster. Geometric means over the cases with heads 32/8 and 64/8; the worst case "
     "in brackets. FA3 and the fastest 16-bit peer ran in the same process, one after another; in the columns with a "
-    f"{STATED_MARK}, figures stated for another run count too."
+    f"{STATED_MARK}, figures stated for another run count too. The last column: least and most of the same cases, batch from {LARGE_BATCH}."
 )
 ABOUT_PREFILL = (
     "All rows of one prompt, causal, head_dim 128: median in µs; in brackets TFLOP/s (2 heads head_dim length²) and the time of the "
@@ -37,7 +39,11 @@ ABOUT_MOVERS = (
     "**append**: `q_len` new tokens for each sequence, in 16 bits or, where a window fills up, quantized and packed. **gather**: the whole "
     "cache as 16-bit rows. In brackets the share of the measured read rate that all moved bytes reach."
 )
-ABOUT_PAGED = "The time of the same decode step on a contiguous cache over that on pages in random order: 1 means that paging is free."
+ABOUT_QUERIES = "Several new tokens at once (speculative decoding), µs; a line's times are of one process:"
+ABOUT_PAGED = (
+    "The time of a decode step on a contiguous cache over that of the same step on pages in random order, in one process: 1 means that "
+    "paging is free, 0.90 that a step takes 11% longer."
+)
 ABOUT_PLOT = "decode, times faster than FA3 on a 16-bit cache"
 NO_ROWS = "No rows yet: results/attention_plugin.py and `python -m results.attention_measure` write them."
 
@@ -95,8 +101,8 @@ def against(rows: Sequence[AttentionRow], series: str, peers: Callable[[Attentio
 
 
 def bars_table(rows: Sequence[AttentionRow]) -> str:
-    """One line per format of tilebit's contiguous caches: the ratios to what each must beat, and the share of the read rate at batches
-    from ``LARGE_BATCH``; "" without a peer beside any."""
+    """One line per format of tilebit's contiguous caches: the ratios to what each must beat, and the share of the read rate with the main
+    heads at batches from ``LARGE_BATCH``; "" without a peer beside any."""
 
     def same_run(accepted: Callable[[AttentionRow], bool]) -> Callable[[AttentionRow], list[AttentionRow]]:
         return lambda ours: [row for row in beside(ours, rows) if accepted(row)]
@@ -123,7 +129,7 @@ def bars_table(rows: Sequence[AttentionRow]) -> str:
         )
     header = [
         "cache", "FA3, 16-bit", "FA3, 16-bit, heads 32/32", "fastest 16-bit", f"fastest fp8 cache {STATED_MARK}",
-        f"BitDecoding 4-bit {STATED_MARK}", f"of the read rate, batch from {LARGE_BATCH}",
+        f"BitDecoding 4-bit {STATED_MARK}", "of the read rate",
     ]  # fmt: skip
     return table(header, lines, numbers=False) if lines else ""
 
@@ -131,12 +137,13 @@ def bars_table(rows: Sequence[AttentionRow]) -> str:
 def _formats(rows: Sequence[AttentionRow]) -> list[str]:
     """tilebit's series on contiguous caches, the widest codes first."""
     found = {row.series: row for row in decode_rows(rows) if row.impl == OURS and not row.variant}
-    return sorted(found, key=lambda series: (-_size(found[series]), series))
+    return sorted(found, key=lambda series: (-_width(found[series]), series))
 
 
-def _size(row: AttentionRow) -> int:
-    """Whole bytes of a token of one head, or nothing where they are not known."""
-    return round((row.bytes or 0.0) / (row.batch * row.kv_len * row.heads_kv))
+def _width(row: AttentionRow) -> int:
+    """Bits of a channel's key and value."""
+    format = KVFormat.from_name(row.format)
+    return format.key_bits + format.value_bits
 
 
 def _mean(ratios: Sequence[Ratio], heads: Iterable[tuple[int, int, int]]) -> str:
@@ -149,7 +156,7 @@ def _mean(ratios: Sequence[Ratio], heads: Iterable[tuple[int, int, int]]) -> str
 
 
 def _shares(rows: Sequence[AttentionRow]) -> str:
-    shares = [row.share for row in rows if row.batch >= LARGE_BATCH and row.share]
+    shares = [row.share for row in rows if row.heads in MAIN_HEADS and row.batch >= LARGE_BATCH and row.share]
     return f"{min(shares):.0%} to {max(shares):.0%}" if shares else "-"
 
 
@@ -164,7 +171,7 @@ def _decode_parts(gpu: str, rows: Sequence[AttentionRow]) -> list[str]:
         lines = _lines([row for row in shown if row.heads == heads], rows, _decode_cell)
         parts.append(details(f"heads {heads[0]}/{heads[1]} x {heads[2]}: every case", lines))
     if more := _more_queries(rows):
-        parts += ["Several new tokens at once (speculative decoding), µs:", more]
+        parts += [ABOUT_QUERIES, more]
     return parts
 
 
@@ -172,7 +179,7 @@ def _lines(shown: Sequence[AttentionRow], rows: Sequence[AttentionRow], cell: Ca
     """Series down (tilebit, peers of the same process, stated), cases (batch x kv_len) across, then the largest error."""
     cases = sorted({row.case for row in shown})
     by_series: dict[str, dict[tuple[int, int], AttentionRow]] = {}
-    for row in sorted(shown, key=lambda row: (row.stated, row.is_peer, row.impl == OURS_DEPENDENT, -_size(row), row.series)):
+    for row in sorted(shown, key=_by_kind):
         by_series.setdefault(row.series + f" {STATED_MARK}" * row.stated, {})[row.case] = row
     lines = []
     for name, line in by_series.items():
@@ -180,6 +187,12 @@ def _lines(shown: Sequence[AttentionRow], rows: Sequence[AttentionRow], cell: Ca
         cells = [cell(line[case], rows) if case in line else "-" for case in cases]
         lines.append([name, *cells, f"{max(errors):.1e}" if errors else "-"])
     return table(["", *(f"{batch} x {length:,}" for batch, length in cases), "rel. error"], lines)
+
+
+def _by_kind(row: AttentionRow) -> tuple:
+    """Where a row's line stands: contiguous caches before paged ones, those by page size."""
+    paged = (row.page_size or 0) if row.variant else 0
+    return row.stated, row.is_peer, row.impl == OURS_DEPENDENT, -_width(row), row.format, paged, row.series
 
 
 def _decode_cell(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
@@ -193,15 +206,11 @@ def _decode_cell(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
 
 def _more_queries(rows: Sequence[AttentionRow]) -> str:
     """Decode by q_len, contiguous caches; "" where only one was measured."""
-    shown = [row for line in shown_rows(rows, "decode").values() for row in line.values() if row.impl == OURS and not row.variant]
-    by_line: dict[tuple, dict[int, AttentionRow]] = {}
-    for row in shown:
-        by_line.setdefault((row.format, row.heads, row.case), {})[row.q_len] = row
-    counts = sorted({q_len for line in by_line.values() if len(line) > 1 for q_len in line})
+    by_line = query_lines(rows)
+    counts = sorted({q_len for line in by_line.values() for q_len in line})
     lines = [
         [f"{format}, heads {heads[0]}/{heads[1]}, {case[0]} x {case[1]:,}", *(number(line[q].us) if q in line else "-" for q in counts)]
         for (format, heads, case), line in sorted(by_line.items())
-        if len(line) > 1
     ]
     return table(["", *(f"q_len {q_len}" for q_len in counts)], lines) if lines else ""
 
@@ -252,7 +261,7 @@ def _paged_parts(rows: Sequence[AttentionRow]) -> list[str]:
 def _mover_parts(rows: Sequence[AttentionRow]) -> list[str]:
     shown = [row for op in ("append", "gather") for line in shown_rows(rows, op).values() for row in line.values()]
     lines = []
-    for row in sorted(shown, key=lambda row: (row.op, row.q_len, row.batch, row.kv_len, -_size(row), row.series)):
+    for row in sorted(shown, key=lambda row: (row.op, row.q_len, row.batch, row.kv_len, row.variant, -_width(row), row.series)):
         sizes = [row.op, row.format, f"{row.batch} x {row.q_len if row.op == 'append' else row.kv_len:,}", row.variant or "-"]
         lines.append([*sizes, str(row.heads_kv), number(row.us) + (f" ({row.share:.0%})" if row.share else "")])
     if not lines:
@@ -262,10 +271,12 @@ def _mover_parts(rows: Sequence[AttentionRow]) -> list[str]:
 
 
 def _stamps(rows: Sequence[AttentionRow]) -> str:
-    """Which processes the rows come from: commit, date, versions, clocks."""
-    columns = ("run", "commit", "date", "driver", "cuda", "torch", "tilelang", "clocks in MHz (SM, memory)")
+    """Which processes the rows that are shown come from: commit, date, versions, clocks."""
+    columns = ("run", "commit", "date", "driver", "cuda", "torch", "tilelang", "clocks in MHz (SM, memory), read once, some while idle")
+    shown = [row for op in OPS for line in shown_rows(rows, op).values() for row in line.values()]
+    shown += [ratio.ours for ratio in paged_ratios(rows)] + [row for line in query_lines(rows).values() for row in line.values()]
     lines = []
-    for run in sorted({row.run for row in rows}):
+    for run in sorted({row.run for row in shown}):
         members = [row for row in rows if row.run == run]
         ours = next((row for row in members if row.impl == OURS), members[0])
         clocks = f"{ours.clocks['sm_mhz']}, {ours.clocks['memory_mhz']}" if ours.clocks else None

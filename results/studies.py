@@ -89,7 +89,8 @@ def attention_ablation_section(folder: Path) -> str:
         parts += [f"### {gpu}", table(["step", "idea", *times], lines, numbers=False)]
     about = (
         "Median µs of one decode step as the papers' ideas are added one after another, each with the best of its schedules, in one "
-        "process; in brackets, times faster than the first step."
+        "process; in brackets, times faster than the first step of that case that has a time. A dash: no kernel of that step passed the "
+        "gate or ran; under one in the first line, the factors are over a later step, and not to be compared with other cases'."
     )
     return "\n\n".join(["## What each idea adds to attention", about, *parts]) if parts else ""
 

@@ -123,15 +123,32 @@ def test_one_lost_token_of_many_is_seen():
     assert len(reasons) >= 1 and "kv_len=4000" in reasons[0] and "relative error" in reasons[0]
 
 
-def test_unstable_results_are_seen():
+def every_second(amount: float):
+    """A right kernel of whose every second call an output is off by ``amount``."""
     calls = []
 
-    def unstable(problem, outputs):
+    def run(problem, outputs):
         right(problem, outputs)
         calls.append(0)
-        outputs["out"][-1, 0, 0, 0] += 1e-4 * (len(calls) % 2)
+        outputs["out"][-1, 0, 0, 0] += amount * (len(calls) % 2 == 0)
 
-    assert "two runs on the same input differ" in gate_of(DECODE).verify(unstable).reasons[0]
+    return run
+
+
+def test_unstable_results_are_seen():
+    assert "two runs on the same input differ" in gate_of(DECODE).verify(every_second(1e-4)).reasons[0]
+
+
+def test_last_bits_may_vary_where_the_gate_is_told_so():
+    edges, random = edge_attention(DECODE, 0), random_attention(DECODE, 1)
+    gate = AttentionGate(edges, random, reproducible=False)
+    varying = gate.verify(every_second(1e-4))
+    assert varying.ok, varying.reasons
+    alike = gate.verify(right)
+    assert varying.rel_err is not None and alike.rel_err is not None and varying.rel_err > alike.rel_err  # the second run's
+    wrong = gate.verify(every_second(0.05))
+    assert not wrong.ok and "relative error" in " ".join(wrong.reasons), wrong.reasons
+    assert "1 elements after" in " ".join(gate.verify(spoiled("out", stray)).reasons)
 
 
 def flip(tensor: torch.Tensor) -> None:

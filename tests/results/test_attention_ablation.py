@@ -276,6 +276,28 @@ def test_a_case_gives_rows_that_the_page_reads(monkeypatch: pytest.MonkeyPatch, 
     assert "kv4_channel, 2 x 256, heads 4/2" in section and all(step.idea in section for step in (*kernels, DEPENDENT))
 
 
+@pytest.mark.parametrize(("bit", "passes"), [(0, True), (14, False)], ids=["last bit", "exponent"])
+def test_only_torchs_attention_may_vary_in_its_last_bits(bit: int, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of step 0 two runs may differ, when both are right; of a kernel of ours they may not."""
+    bench, kernels, _ = defined_bench(monkeypatch)
+    attended, calls = measure_attention._attended, list[int]()
+
+    def varying(out: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        out.view(torch.int16)[-1, 0, 0, 0] ^= (len(calls) % 2 == 0) << bit
+        return out
+
+    monkeypatch.setattr(measure_attention, "_attended", lambda problem, rows: varying(attended(problem, rows)))
+    assert (bench.verified(bench.contender(STEPS[0], kernels[STEPS[0]][0])) is not None) == passes
+    assert calls
+    ours = bench.contender(STEPS[3], kernels[STEPS[3]][0])
+    place = ours.kernel.params.index("out")
+    kernel: Any = SimpleNamespace(
+        params=ours.kernel.params, run=lambda *tensors: (ours.kernel.run(*tensors), varying(tensors[place])), run_dependent=None
+    )
+    assert bench.verified(replace(ours, kernel=kernel)) is None
+
+
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2], STEPS[3]], ids=lambda s: s.idea)
 def test_the_gate_sees_each_form_through(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that reads another sequence's pages is refused in every form."""

@@ -34,7 +34,7 @@ def lines_of(text: str) -> list[list[str]]:
 def test_ratios_are_geometric_means_over_the_cases_of_the_main_heads():
     heads_64 = {"heads_q": 64, "us": 20.0}
     rows = [row(), row("fa3", "kv16", 40.0), row(**heads_64), row("fa3", "kv16", **{**heads_64, "us": 20.0})]
-    rows += [row(heads_kv=32), row("fa3", "kv16", 25.0, heads_kv=32)]
+    rows += [row(heads_kv=32, floor_us=9.0), row("fa3", "kv16", 25.0, heads_kv=32)]  # its share of the read rate is not one of the main
     _, _, *lines = lines_of(bars_table(rows))
     assert lines == [["kv4_channel", "**2.00** (1.00 at 32 x 4,096)", "**2.50** (2.50 at 32 x 4,096)", *lines[0][3:]]]
     assert lines[0][3] == lines[0][1] and lines[0][4:6] == ["-", "-"] and lines[0][6] == "25% to 50%"
@@ -106,6 +106,35 @@ def test_movers_and_several_queries():
     assert [r.q_len for r in decode_rows(rows)] == [1, 1]
 
 
+def test_a_line_of_q_lens_is_of_one_process():
+    """The newest with several: a single row of a newer process, or one beside a peer, is no part of it."""
+    rows = [row(us=us, q_len=q_len) for q_len, us in ((1, 10.0), (2, 11.0))]
+    rows += [row(us=us, q_len=q_len, run="r2", date="2026-02-01") for q_len, us in ((1, 8.0), (4, 9.5))]
+    rows += [row(us=5.0, run="r3", date="2026-03-01"), row("fa3", "kv16", 40.0, run="r3", date="2026-03-01")]
+    section = attention_section({GPU: rows})
+    (line,) = (line for line in lines_of(section) if line[0] == "kv4_channel, heads 32/8, 32 x 4,096")
+    assert line[1:] == ["8.00", "9.50"] and "q_len 2" not in section
+    assert "5.00 (8.00x" in section  # the row beside a peer stands in the table of decode
+
+
+def test_caches_stand_from_wide_to_narrow_and_then_by_page_size():
+    names = [("kv8_channel", None), ("kv4_channel", None), *(("kv4_channel", size) for size in (16, 64, 128, 256)), ("kv2_channel", None)]
+    rows = [row(format=f, us=10.0 + (size or 0) / 100, variant=f"page {size}" if size else "", page_size=size or 128) for f, size in names]
+    rows += [row(format=f, op="append", variant=v, bytes=9.0) for f in ("kv4_channel", "kv16") for v in ("none fills up", "all fill up")]
+    lines = lines_of(attention_section({GPU: rows[::-1]}))
+    shown = [line[0] for line in lines if line[0].startswith("tilebit")]
+    assert shown == [f"tilebit {f}" + (f" page {size}" if size else "") for f, size in names]
+    appends = [(line[3], line[1]) for line in lines if line[0] == "append"]
+    assert appends == [(v, f) for v in ("all fill up", "none fills up") for f in ("kv16", "kv4_channel")]
+
+
+def test_processes_are_named_whose_rows_are_shown():
+    rows = [row(), row(run="r2", date="2026-02-01"), row(run="r2", variant="page 16", page_size=16)]
+    rows += [row(run="r3", q_len=q_len) for q_len in (1, 2)]
+    stamps = lines_of(attention_section({GPU: rows}).split("Processes that these rows come from")[1])
+    assert [line[0] for line in stamps[2:]] == ["r2", "r3"]
+
+
 def test_readme_has_the_ratios_of_devices_with_peers():
     assert readme_attention({}) == readme_attention({GPU: [row()]}) == NO_ROWS
     text = readme_attention({GPU: [row(), row("fa3", "kv16", 40.0)]})
@@ -137,6 +166,14 @@ def test_the_ablation_of_attention_stands_in_a_folder_of_its_own(tmp_path: Path)
     section = attention_ablation_section(tmp_path / "attention")
     assert lines_of(section)[-1] == ["1", "induced packing", "40.0 (2.50x)"] and "tried once" not in section
     assert "kv4_channel, 32 x 4,096, heads 32/8" in section and read_ablation(tmp_path) == []
+    later = {**base, "kv_len": 1024, "run": "a2"}
+    with file.open("a") as lines:
+        lines.writelines(
+            json.dumps({**later, "step": s, "idea": i, "us": us}) + "\n" for s, i, us in ((1, "packing", 30.0), (2, "warps", 10.0))
+        )
+    section = attention_ablation_section(tmp_path / "attention")
+    assert [line[3] for line in lines_of(section)[-3:]] == ["-", "30.0", "10.0 (3.00x)"]  # since the first that has a time, as it says
+    assert "first step of that case that has a time" in section
     file.write_text('{"gpu": "x"}\n')
     with pytest.raises(ValueError, match="line 1: run, step, idea"):
         attention_ablation_section(tmp_path / "attention")

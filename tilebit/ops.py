@@ -2,7 +2,7 @@
 
 The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it traces (torch.compile, export) with a
 dynamic number of rows, and is inference only. Everything is checked before a kernel is launched; a call that passes costs a few
-microseconds of host time.
+microseconds of host time, which is also why an eager call goes past the dispatcher where nothing can tell (``call``).
 """
 
 from __future__ import annotations
@@ -12,21 +12,35 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
 
 from . import dispatch
 from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
 from .layouts.formats import QuantFormat
 from .packed import PackedWeight
 
+try:
+    from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd.profiler import _is_profiler_enabled  # noqa: F401  read from its module at each call: it changes
+except ImportError:  # a torch that does not say who observes operators: then someone may, and ``call`` takes the operator
+
+    def _len_torch_dispatch_stack() -> int:
+        return 1
+
+
 MAX_CHECKED = 65536  # weights whose check is remembered
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that observe nothing
 _checked = dispatch.checked
 _library = torch.library.Library("tilebit", "DEF")
 _library.define(
     "gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size, bool dependent=False) -> "
     "Tensor"
 )
+_operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
 
 
 def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
@@ -49,15 +63,59 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
             f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
             f"one with tilebit.pack) and a torch.Tensor or None"
         )
+    shape, f = x.shape, packed.format
     if packed.perm is not None:
-        if x.ndim < 1 or x.shape[-1] != packed.k or x.device != packed.device:
+        if not shape or shape[-1] != packed.k or x.device != packed.device:
             _reject_x(x, packed.k, packed.device)
         x = x.index_select(-1, packed.perm)
-    elif x.ndim and x.shape[-1] != packed.k:
+    elif shape and shape[-1] != packed.k:
         _reject_x(x, packed.k, packed.device)
-    return torch.ops.tilebit.gemm.default(
-        x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format.bits, packed.format.group_size, dependent
+    return call(x, packed.weight, packed.scales, packed.zeros, bias, packed.n, f.bits, f.group_size, dependent)
+
+
+def call(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    dependent: bool,
+) -> Tensor:
+    """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two apart.
+
+    The dispatcher takes a third of a call's host time (4 of 12 us), only to arrive at ``_gemm``. It is needed where something observes
+    operators: a tracer (dynamo, torch.jit), a mode (fake tensors, make_fx, FLOP counts), a transform (vmap), the profiler, a tensor
+    subclass, autograd; and for a ``dependent`` that is no bool, which the schema refuses. Asking for all of them takes half a
+    microsecond; dynamo takes the first answer for a constant and traces the operator.
+
+    Two rare kinds of x would cost as much again to ask for and are refused by ``_gemm`` before it launches, so they come to the operator
+    that way: one of another device (meta: its fake answers) and a view with lazy signs (which the dispatcher writes out).
+    """
+    plain = (
+        not is_dynamo_compiling()
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and type(scales) in _PLAIN
+        and (zeros is None or type(zeros) in _PLAIN)
+        and (bias is None or type(bias) in _PLAIN)
+        and type(dependent) is bool
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and peek_interpreter_stack() is None
+        and not _is_tracing()
+        and not profiler._is_profiler_enabled
+        and not (is_grad_enabled() and (x.requires_grad or scales.requires_grad or (bias is not None and bias.requires_grad)))
     )
+    if plain:
+        try:
+            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+        except (RuntimeError, ValueError):
+            if (x.is_cuda or x.is_cpu) and not x.is_neg():
+                raise
+    return _operator(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
 
 
 def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependent: bool = False) -> None:

@@ -158,6 +158,14 @@ def test_compiles_without_graph_breaks(cpu_kernels):
     assert torch.equal(gemm(x, layer.packed, bias), expected)
 
 
+def test_a_parameter_in_the_place_of_a_buffer_is_used(cpu_kernels):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    assert bias is not None
+    layer = QuantLinear(packed, torch.zeros_like(bias))
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    assert torch.equal(layer(x), expected)
+
+
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
 from door_cases import FORMATS, ROWS, K, N, exact, workload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilebit
-from tilebit import dispatch, packs
+from tilebit import dispatch, ops, packs
 from tilebit import workspace as workspaces
 from tilebit.kernels import build
 from tilebit.schedules.target import cpu_target
@@ -178,6 +184,157 @@ def test_every_public_name_is_there(name):
     assert getattr(tilebit, name) is not None and name in dir(tilebit)
 
 
+# ---- the operator, and the direct way past it ----
+
+
+@pytest.fixture
+def reached(monkeypatch) -> list[str]:
+    """The calls that went through the operator."""
+    seen: list[str] = []
+    operator = ops._operator
+    monkeypatch.setattr(ops, "_operator", lambda *arguments: (seen.append("gemm"), operator(*arguments))[1])
+    return seen
+
+
+@cases
+def test_an_eager_call_goes_past_the_operator_to_the_same_bits(cpu_kernels, reached, case):
+    x, packed, bias, _ = exact(workload(case, 5))
+    x = torch.randn(5, K).to(x.dtype)
+    through = torch.ops.tilebit.gemm.default(
+        x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size
+    )
+    layer = tilebit.QuantLinear(packed, bias)
+    frozen = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert all(torch.equal(y, through) for y in (tilebit.gemm(x, packed, bias), tilebit.gemm(x, packed, frozen), layer(x)))
+            assert tilebit.gemm(x[:0], packed, bias).shape == (0, N)
+    assert not reached
+    with pytest.raises(ValueError, match=r"^x is float32"):
+        tilebit.gemm(x.float(), packed, bias)
+    assert not reached, "a call that is refused is not tried twice"
+
+
+class DispatchLog(TorchDispatchMode):
+    seen: tuple[str, ...] = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += (str(func),)
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionLog(TorchFunctionMode):
+    seen: tuple[str, ...] = ()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += (str(func),)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [DispatchLog, FunctionLog])
+def test_a_mode_sees_the_operator(cpu_kernels, mode):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    layer = tilebit.QuantLinear(packed, bias)
+    with mode() as log:
+        assert torch.equal(tilebit.gemm(x, packed, bias), expected) and torch.equal(layer(x), expected)
+    assert log.seen.count("tilebit.gemm.default") == 2
+
+
+def test_fake_and_meta_tensors_meet_the_fake(launches):
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    assert packed.zeros is not None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inside = tilebit.gemm(mode.from_tensor(x), packed, bias)
+    weight, scales, zeros = (mode.from_tensor(t) for t in (packed.weight, packed.scales, packed.zeros))
+    outside = tilebit.gemm(mode.from_tensor(x), tilebit.PackedWeight(weight, scales, zeros, N, K, packed.format, packed.dtype, "cpu"))
+    for y in (inside, outside):
+        assert isinstance(y, FakeTensor) and y.shape == (5, N) and y.dtype == x.dtype
+    y = tilebit.QuantLinear(packed, bias).to("meta")(x.to("meta"))
+    assert y.is_meta and y.shape == (5, N) and not launches.seen
+
+
+@pytest.mark.parametrize("options", [*({"tracing_mode": mode} for mode in ("real", "fake", "symbolic")), {"pre_dispatch": True}])
+def test_make_fx_records_the_operator(cpu_kernels, options):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    graph = make_fx(lambda x: tilebit.gemm(x, packed, bias), **options, _allow_non_fake_inputs=True)(x)
+    assert [node.target for node in graph.graph.nodes].count(torch.ops.tilebit.gemm.default) == 1
+    assert torch.equal(graph(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_and_export_record_the_operator(cpu_kernels):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    layer = tilebit.QuantLinear(packed, bias)
+    traced = cast(Any, torch.jit.trace(lambda x: tilebit.gemm(x, packed, bias), x, check_trace=False))
+    assert "tilebit::gemm" in str(traced.graph) and torch.equal(traced(x), expected)
+    for strict in (True, False):
+        exported = torch.export.export(layer, (x,), strict=strict)
+        assert "torch.ops.tilebit.gemm.default" in exported.graph_module.code and torch.equal(exported.module()(x), expected)
+
+
+def test_transforms_meet_the_operator(cpu_kernels, reached):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    y = torch.vmap(lambda row: tilebit.gemm(row, packed, bias))(x)
+    assert torch.equal(y, expected) and reached
+    reached.clear()
+    torch.vmap(lambda _: tilebit.gemm(x, packed, bias))(torch.zeros(2))
+    assert reached, "under a transform that x has no part in"
+    reached.clear()
+    torch.func.jvp(lambda x: tilebit.gemm(x, packed, bias), (x,), (x,))
+    assert reached
+
+
+def test_the_profiler_sees_the_operator(cpu_kernels, reached):
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tilebit.gemm(x, packed, bias)
+    assert "tilebit::gemm" in {event.key for event in profile.key_averages()}
+    reached.clear()
+    tilebit.gemm(x, packed, bias)
+    assert not reached, "once it has ended, calls are direct again"
+
+
+def test_what_requires_grad_meets_the_operator(cpu_kernels, reached):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    assert bias is not None
+    trained = tilebit.PackedWeight(
+        packed.weight, packed.scales.clone().requires_grad_(), packed.zeros, N, K, packed.format, packed.dtype, "cpu"
+    )
+    for arguments in ((x.clone().requires_grad_(), packed, bias), (x, packed, torch.nn.Parameter(bias)), (x, trained, bias)):
+        reached.clear()
+        y = tilebit.gemm(*arguments)
+        assert reached and y.requires_grad and torch.equal(y.detach(), expected)
+        reached.clear()
+        with torch.no_grad():
+            y = tilebit.gemm(*arguments)
+        assert not reached and not y.requires_grad
+
+
+class Observing(torch.Tensor):
+    """A subclass that observes through ``__torch_function__`` only."""
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "bias"])
+def test_a_subclass_meets_the_operator(cpu_kernels, reached, which):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
+    operands[which] = operands[which].as_subclass(Observing)
+    y = ops.call(**operands, n=N, bits=4, group_size=32, dependent=False)
+    assert reached and type(y) is Observing and torch.equal(y.as_subclass(torch.Tensor), expected)
+
+
+def test_lazy_signs_are_written_out_by_the_dispatcher(cpu_kernels):
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    lazy = torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
+    assert lazy.is_neg() and torch.equal(tilebit.gemm(lazy, packed, bias), expected)
+
+
+def test_dependent_must_be_a_bool(cpu_kernels):
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    with pytest.raises(RuntimeError, match="dependent"):
+        tilebit.gemm(x, packed, bias, "yes")  # type: ignore[arg-type]
+
+
 # ---- on a GPU ----
 
 
@@ -267,15 +424,13 @@ def test_peak_memory_is_the_output_and_the_workspace():
 def test_host_time_of_a_call(n, k):
     """With and without a workspace: the longer k is split."""
     x, packed, _, _ = exact(workload(FORMATS[0], 1, n, k), arch=gpu_arch(), device="cuda")
-    arguments = (x, packed.weight, packed.scales, None, None, n, 4, 128)
-    tilebit.prepare(packed, m=[1])  # which also registers the operator
-    op = torch.ops.tilebit.gemm.default
-    op(*arguments)
+    tilebit.prepare(packed, m=[1])
+    tilebit.gemm(x, packed)
     best = float("inf")
     for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(200):
-            op(*arguments)
+            tilebit.gemm(x, packed)
         best = min(best, (time.perf_counter() - start) / 200)
     assert best <= 10e-6, f"{best * 1e6:.1f} us"

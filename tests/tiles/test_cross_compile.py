@@ -126,36 +126,43 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
 
 
 def check_pipeline(source: str) -> None:
-    """What rare races depended on: each role waits for one barrier an iteration and arrives once, no stage is released before the product
-    that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
+    """What rare races depended on: each role waits for one barrier a part of an iteration and arrives once, no part of a stage is released
+    before the product that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
     body = source[source.rindex("main_kernel(") :]
     before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
     assert "wait_for_predecessor" not in before
-    check_order(
-        weights, "].wait(", ".expect_transaction(", "tma_load(halves_desc", "tma_load(scales_desc", "].arrive()", "wait_for_predecessor"
-    )
-    check_order(x, "].wait(", ".expect_transaction(", "(x_desc", "].arrive()", "wait_for_predecessor")
-    product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", "wait_wgmma<")
-    check_order(computing, "].wait(", *product, "tilebit::release<")
-    parts = computing.count(
-        "tilebit::dequantize<"
-    )  # in two parts: the product before, whose stage is released then, ends while one is under way
-    if parts == 2:
-        check_order(computing[computing.index("tilebit::release<") + 1 :], *product, "wait_wgmma<0>()", "tilebit::release<")
+    for role in (weights, x):  # each text ends where the next role begins, with its wait
+        assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex("].arrive()")
+    parts = computing.count("tilebit::dequantize<")
+    load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
+    check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
+    check_order(x, *("].wait(", ".expect_transaction(", "(x_desc", "].arrive()") * parts)
+    assert weights.count("tma_load(scales_desc") == 1
+    product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
+    if parts == 1:
+        check_order(computing, "].wait(", *product, "tilebit::release<")
+    else:  # a release: of the part before, whose product ends while one is under way
+        check_order(computing, *("].wait(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
     assert computing.count(f"wait_wgmma<{parts - 1}>()") == parts
     assert "x_desc" not in weights and "halves_desc" not in x
-    for role, hands_over, times in ((weights, "].arrive()", 1), (x, "].arrive()", 1), (computing, "tilebit::release<", parts)):
-        assert role.count("].wait(") == 1 and role.count(hands_over) == times
+    for role, hands_over, times in (
+        (weights, "].arrive()", parts),
+        (x, "].arrive()", parts),
+        (computing, "tilebit::release<", 2 * parts - 1),
+    ):
+        assert role.count("].wait(") == parts and role.count(hands_over) == times
 
 
 def check_order(text: str, *steps: str) -> None:
-    """The first occurrences of ``steps`` in ``text`` follow one another."""
-    places = [text.index(step) for step in steps]
-    assert places == sorted(places), steps
+    """``steps`` follow one another in ``text``: each is found behind the one before it, the first time that it occurs there."""
+    place = -1
+    for step in steps:
+        place = text.find(step, place + 1)
+        assert place >= 0, (step, steps)
 
 
 def check_early_requests(kernel: Kernel) -> None:
     """In a dependent launch the weights are on their way before the wait for the preceding kernel: the compiler must not move them."""
     sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
     if sass is not None:
-        check_order(sass, "UBLKCP", "ACQBULK")
+        assert 0 <= sass.find("UBLKCP") < sass.index("ACQBULK")

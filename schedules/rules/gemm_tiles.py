@@ -18,7 +18,7 @@ Legal = Callable[[Workload, Schedule, Target], list[str]]
 
 BLOCK_M = {"gemm_wgmma": (16, 32, 64, 128, 256), "gemm_mma": (8, 16, 32, 64, 128)}
 # (block_n, num_warps), the likely winner first. Sixteen warps on 256 rows gain nothing (28672 x 4096, m = 64: 36.8 us, eight 36.1). Twelve
-# on 192 fill a wave where others do not (6144 x 4096, m = 512, 128 tiles of 128 columns: 65,100 cycles, 128 x 256 84,600, H200).
+# on 192 fill a wave where others do not (6144 x 4096, m = 512, 128 tiles of 128 columns: 65,600 cycles, 128 x 256 84,600, H200).
 TILES = {"gemm_wgmma": ((128, 8), (256, 8), (128, 4), (64, 4), (192, 12)), "gemm_mma": ((128, 8), (256, 16), (64, 4))}
 BLOCK_K = (128, 64, 32)
 # Of these, how many legal ones are tried: half as deep was 3 to 32 % slower with wgmma (H200, m = 64 and 4096); mma.sync's targets have

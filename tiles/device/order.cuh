@@ -78,7 +78,7 @@ struct Order {
   }
 
   // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call `keep` while the first stages are on their
-  // way: they have no registers to hold it, and at the end of a tile, when no product is under way, its divisions are 400 instructions in a row.
+  // way: they have no registers to hold it, and at the end of a tile, when no product is under way, its divisions are 150 instructions in a row.
   template <int BARRIER, int THREADS>
   __device__ __forceinline__ static void keep(int m, int thread) {
     if (thread == 0) kept() = Order(m);

@@ -21,18 +21,17 @@ __device__ __forceinline__ void sync_threads() {
 }
 
 // Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
-// (past L1: __ldcg) what all have stored. One thread's fences do for all, which it meets at the barriers around them.
+// what all have stored.
 template <int THREADS, int BARRIER>
 __device__ __forceinline__ int take_ticket(unsigned int* ticket, int others, int thread) {
   __shared__ int arrived;
+  __threadfence();
   sync_threads<BARRIER, THREADS>();
-  if (thread == 0) {
-    __threadfence();
-    arrived = atomicInc(ticket, others);
-    __threadfence();
-  }
+  if (thread == 0) arrived = atomicInc(ticket, others);
   sync_threads<BARRIER, THREADS>();
-  return arrived;
+  const int before = arrived;
+  __threadfence();
+  return before;
 }
 
 // THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.

@@ -9,14 +9,14 @@ in a dependent launch it need not wait), one x. ``num_warps / 4`` warpgroups deq
 per thread and 2 KiB record) and multiply. A step is taken in two parts whose weights have registers of their own: while a part is
 multiplied, the next is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section 5; 128 x 256 is
 bound by power and gains nothing, 256 x 128 gains 4 to 8 %: 8192 x 28672, m = 1024: 756 us, so 698, H200). Parts are loaded and released one
-by one, so that more of a stage is on its way (1 to 2 % of the cycles of large m). From there on 700 W are the
+by one, so that more of a stage is on its way (1 to 2 % of the cycles of 256 x 128). From there on 700 W are the
 bound: repeated for a second, Machete needs 682 us for that product at 1.5 to 1.6 GHz, cuBLAS in 16 bits 718; what saves energy (x loaded
 once for two blocks, weights dequantized once for 256 columns of x) saves time.
 
 One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
 blocks as the device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a block, in whole waves
-(28672 x 4096, m = 4096: 2,185,000 cycles, so 2,064,000, H200); where a last wave would idle for longer than summing takes, it and sometimes
+(28672 x 4096, m = 4096: 2,185,000 cycles, so 2,107,000, H200); where a last wave would idle for longer than summing takes, it and sometimes
 one more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023). A tile that several blocks share is summed in the
 order of k. What is missing to 100 % there, by cycles: 6 % in the main loop, as in Machete, and 6,000 cycles a tile of 128 x 256 at its end.
 

@@ -39,10 +39,12 @@ struct Decode {
   static constexpr int SLICES = KEY_SCALES == PER_CHANNEL ? (PAGE < RESIDUAL ? RESIDUAL / PAGE : 1) : KEY_SCALES == PER_TOKEN ? PIECES : 0;
   static constexpr bool ONE_PAGE = PIECES == 1 && SLICES <= 1;  // has them all
   static constexpr int KEY_COPIES = PIECES + SLICES, VALUE_COPIES = VALUE_PARAMETERS ? 2 * PIECES : PIECES;
+  // At a slot's barrier: of the lane that asks for bulk copies, and of all lanes where they copy parameters from several pages.
+  static constexpr int ARRIVALS = BULK && !ONE_PAGE && KEY_COPIES + VALUE_COPIES > 2 * PIECES ? 33 : 1;
   static constexpr float LAZY = 32.0f;         // a lane's sum of P over some strips, so P, too: times a value's scale it must stay a finite half
   static constexpr float NOTHING = -1e30f;     // a maximum of no scores
   static constexpr int PART = COLUMNS * (HEAD_DIM + 2);  // floats of a partial result in the workspace: [column][channel], then [column]{max, sum}
-  static_assert(KEY_COPIES < 32 && VALUE_COPIES < 32, "a lane makes one copy of a slot");
+  static_assert(KEY_COPIES < 32 && VALUE_COPIES < 32, "a lane knows the page of one of them");
 
   const T* q;
   const char *pages, *windows;
@@ -121,6 +123,7 @@ struct Decode {
       constexpr int WINDOW_BYTES = RESIDUAL / 16 * Rows::BYTES;
       const char* from = windows + (int64_t(source) * heads + c.head) * (2 * WINDOW_BYTES) + (VALUES ? WINDOW_BYTES : 0);
       if (requests(stage, Rows::BYTES)) copy(slot(stage), from + (unit - c.u.packed_units) * Rows::BYTES, Rows::BYTES, stage);
+      if constexpr (ARRIVALS > 1) mbarrier_arrive_after_copies(barrier(stage));
       return;
     }
     // Of a page's tokens before the unit, how many bytes come before its codes, or its parameters.
@@ -133,7 +136,7 @@ struct Decode {
       const int in_page = token_of(c.u, unit) % PAGE;
       codes_at += in_page * TOKEN, parameters_at += BY_CHANNEL ? in_page / RESIDUAL * (HEAD_DIM * 4) : in_page * 4;
     }
-    const char* page = pages + uint64_t(uint32_t(source) * heads + c.head) * P::BYTES;  // 2^32 records would be 2 TiB
+    const char* page = record_of(source, c.head);
     const uint32_t parameters_to = slot(stage) + (VALUES ? VALUE_BYTES : KEY_BYTES);
     if constexpr (ONE_PAGE) {
       if (requests(stage, TOTAL)) {
@@ -141,9 +144,9 @@ struct Decode {
         if constexpr ((VALUES ? VALUE_COPIES : KEY_COPIES) > 1) copy(parameters_to, page + parameters_at, PARAMETERS, stage);
       }
     } else {
-      const bool codes = lane < PIECES;
-      copy_each(lane < (VALUES ? VALUE_COPIES : KEY_COPIES), codes ? slot(stage) + lane * CODES : parameters_to + (lane - PIECES) * PARAMETERS,
-                page + (codes ? codes_at : parameters_at), codes ? CODES : PARAMETERS, TOTAL, stage);
+      copy_pieces<CODES>(slot(stage), page + codes_at, stage);
+      if constexpr (PARAMETERS > 0) copy_slices<TOTAL - PIECES * CODES, PARAMETERS>(parameters_to, c.head, source, parameters_at);
+      if constexpr (ARRIVALS > 1) mbarrier_arrive_after_copies(barrier(stage));
     }
   }
   // Whether this lane makes the copies of a slot, of `total` bytes, that all lanes know: bulk copies are one lane's.
@@ -161,17 +164,28 @@ struct Decode {
       for (int at = lane * 16; at < bytes; at += 512) cp_async_16(to + at, from + at, true);
     }
   }
-  // Each lane that `has` one starts its copy; all together are `total` bytes.
-  __device__ __forceinline__ void copy_each(bool has, uint32_t to, const char* from, int bytes, int total, int stage) const {
+  __device__ __forceinline__ const char* record_of(int page, int head) const {
+    return pages + uint64_t(uint32_t(page) * heads + head) * P::BYTES;  // 2^32 records would be 2 TiB
+  }
+  // A slot's parameters, of which lane PIECES + i knows the page of the i-th slice: not bulk copies, which small ones hold up.
+  template <int BYTES, int SLICE>
+  __device__ __forceinline__ void copy_slices(uint32_t to, int head, int source, int at) const {
+#pragma unroll
+    for (int first = 0; first < BYTES; first += 512) {
+      const int byte = first + lane * 16, page = __shfl_sync(0xffffffffu, source, PIECES + min(byte, BYTES - 16) / SLICE);
+      if (byte < BYTES) cp_async_16(to + byte, record_of(page, head) + at + byte % SLICE, true);
+    }
+  }
+  // A slot's codes in PIECES of BYTES, of which lane i knows where the i-th comes `from`.
+  template <int BYTES>
+  __device__ __forceinline__ void copy_pieces(uint32_t to, const char* from, int stage) const {
     if constexpr (BULK) {
-      if (lane == 0) mbarrier_expect(barrier(stage), total);  // a copy that lands before it waits for it
-      if (has) copy(to, from, bytes, stage);
+      if (lane == 0) mbarrier_expect(barrier(stage), PIECES * BYTES);  // a copy that lands before it waits for it
+      if (lane < PIECES) copy(to + lane * BYTES, from, BYTES, stage);
     } else {  // one after another, all lanes together
-      const unsigned int owners = __ballot_sync(0xffffffffu, has);
-      for (int owner = 0; owner < most(KEY_COPIES, VALUE_COPIES) && owners >> owner; ++owner) {
-        const uint32_t to_there = __shfl_sync(0xffffffffu, to, owner);
-        const uint64_t from_there = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), owner);
-        copy(to_there, reinterpret_cast<const char*>(from_there), __shfl_sync(0xffffffffu, bytes, owner), stage);
+      for (int piece = 0; piece < PIECES; ++piece) {
+        const uint64_t from_there = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), piece);
+        copy(to + piece * BYTES, reinterpret_cast<const char*>(from_there), BYTES, stage);
       }
     }
   }
@@ -664,7 +678,7 @@ struct Decode {
     float* sums = reinterpret_cast<float*>(static_cast<char*>(shared) + RING_BYTES + BARRIER_BYTES);
     if constexpr (BULK) {
       policy = evict_first();
-      if (lane < STAGES) mbarrier_init(barrier(lane), 1);
+      if (lane < STAGES) mbarrier_init(barrier(lane), ARRIVALS);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       __syncwarp();
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,8 +65,9 @@ def cpu_rates() -> dict[str, float]:
     }
 
 
-def median_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
-    """Median over ``repeats`` of the host time of one of ``calls`` calls in a row, in microseconds; the GPU is idle before each."""
+def host_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
+    """Host time of one of ``calls`` calls in a row, in microseconds, in the quietest of ``repeats`` rounds: what other processes of the machine
+    add is no call's. The GPU is idle before each."""
     call()
     samples = []
     for _ in range(repeats):
@@ -77,7 +77,7 @@ def median_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
             call()
         samples.append((time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(samples)
+    return min(samples)
 
 
 def overheads(target: Target) -> list[dict[str, Any]]:
@@ -109,9 +109,9 @@ def call_overheads(n: int, k: int, target: Target, generator: torch.Generator) -
     extra = torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size()
     split = build([Workload(1, n, k, weight.format)], target)[0].manifest["schedule"]["split_k"]
     found = (
-        ("tilebit", "host time of one call", "us", median_us(lambda: tilebit.gemm(x, weight), 200)),
-        ("tilebit", "host time of one operator call", "us", median_us(lambda: op(*arguments), 200)),
-        ("torch", "host time of F.linear", "us", median_us(lambda: torch.nn.functional.linear(x, dense), 200)),
+        ("tilebit", "host time of one call", "us", host_us(lambda: tilebit.gemm(x, weight), 200)),
+        ("tilebit", "host time of one operator call", "us", host_us(lambda: op(*arguments), 200)),
+        ("torch", "host time of F.linear", "us", host_us(lambda: torch.nn.functional.linear(x, dense), 200)),
         ("tilebit", "peak memory of a warm call beyond its output", "bytes", extra),
     )
     return [{"impl": i, "what": w, "unit": u, "value": v, "n": n, "k": k, "m": 1, "split_k": split} for i, w, u, v in found]

@@ -138,6 +138,7 @@ def climb(bench: Bench, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[s
     winners: list[Contender] = []
     errors: dict[Contender, float] = {}
     tried: dict[int, int] = {}
+    able: list[Contender] = []  # that a dependent launch can start early
 
     def enter(step: Step, contenders: Sequence[Contender]) -> None:
         right = {}
@@ -149,16 +150,18 @@ def climb(bench: Bench, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[s
             times = dict(zip(right, bench.time([*right]), strict=True))
             best = min(right, key=lambda c: times[c].us)
             winners.append(best)
+            able.extend(c for c in right if c.step.form is TOGETHER and c.kernel.run_dependent is not None)
             errors[best], tried[step.number] = right[best], len(right)
 
     for step, made in kernels.items():
         with _going_on(f"step {step.number}"):
             enter(step, [bench.contender(step, kernel) for kernel in made])
-    able = [c for c in winners if c.step.form is TOGETHER and c.kernel.run_dependent is not None]
     if able:
+        fastest = [c for c in winners if c in able]
         with _going_on(f"step {DEPENDENT.number}"):
-            times = dict(zip(able, bench.time(able), strict=True))
-            enter(DEPENDENT, [replace(min(able, key=lambda c: times[c].us), step=DEPENDENT, dependent=True)])
+            times = dict(zip(fastest, bench.time(fastest), strict=True))
+            step = min(fastest, key=lambda c: times[c].us).step  # all its schedules: which is best depends on the way to launch
+            enter(DEPENDENT, [replace(c, step=DEPENDENT, dependent=True) for c in able if c.step is step])
     if not winners:
         return []
     return [row(bench.workload, c, timing, errors[c], tried[c.step.number]) for c, timing in zip(winners, bench.time(winners), strict=True)]

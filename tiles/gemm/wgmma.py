@@ -39,6 +39,7 @@ from .operands import BARRIER, Operands, gemm_params
 from .reference import gemm_reference
 
 HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "finish.cuh")
+MANY_ROWS, FEW_ROWS = 64, 16  # of the boxes
 PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 
 
@@ -95,12 +96,24 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     def load_x(part):
         @T.macro
-        def load(x, Xs, full, step, by, stage):
+        def load_rows(x, Xs, full, step, by, stage, first, rows):
             k0 = (step * parts + part) * (bk // parts)
             T.tma_copy(
-                x[by * bm : by * bm + bm, k0 : k0 + bk // parts], Xs[stage, part, :, :], barrier=full[stage * parts + part],
-                cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
+                x[by * bm + first : by * bm + first + rows, k0 : k0 + bk // parts], Xs[stage, part, first : first + rows, :],
+                barrier=full[stage * parts + part], cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
             )  # fmt: skip
+
+        @T.macro
+        def load(x, Xs, full, step, by, stage):
+            present = T.min(m - by * bm, bm)
+            if present > bm - FEW_ROWS:
+                load_rows(x, Xs, full, step, by, stage, 0, bm)
+            else:
+                many = (present + FEW_ROWS - 1) // MANY_ROWS
+                for box in T.serial(many):
+                    load_rows(x, Xs, full, step, by, stage, box * MANY_ROWS, MANY_ROWS)
+                for box in T.serial(T.ceildiv(present - many * MANY_ROWS, FEW_ROWS)):
+                    load_rows(x, Xs, full, step, by, stage, many * MANY_ROWS + box * FEW_ROWS, FEW_ROWS)
 
         return load
 

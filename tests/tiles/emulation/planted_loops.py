@@ -13,6 +13,7 @@ PAIR = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, cluster=2)
 CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
 SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
 STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
+BOXES = Schedule("gemm_wgmma", 64, 64, 64, 2, 4)  # x comes in several boxes, not all of which hold rows
 HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a product is always under way
 BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
@@ -93,7 +94,8 @@ BUGS = (
         ("Xs[stage, part, :, :]", "Xs[stage % (stages - 1), part, :, :]"),
     ),
     loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
-    loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm : by * bm + bm,", "x[0:bm,")),
+    loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm + first : by * bm +", "x[first :")),
+    loop("x of few rows left out", work(W4, m=70), BOXES, ("T.ceildiv(present - many * MANY_ROWS,", "T.ceildiv(present - 8 - many * MANY_ROWS,")),
     loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * (", "alloc_barrier([32] * ("), sign=""),
     loop(
         "x loaded before the kernel that writes it ends", work(W4), RING,

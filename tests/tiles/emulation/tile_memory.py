@@ -51,6 +51,8 @@ class Element:
 
     def fill(self, values: np.ndarray | int) -> None:
         """Write a whole region, ``values`` in the same order."""
+        if any(s < 0 or s + e > n for s, e, n in zip(self.start, self.extents, self.buffer.shape, strict=True)):
+            raise IllegalAccess(f"a write of {self.extents} at {self.start} of a buffer of {tuple(self.buffer.shape)}")
         where = tuple(slice(s, s + e) for s, e in zip(self.start, self.extents, strict=True))
         self.buffer.whole()[where] = np.reshape(values, self.extents) if isinstance(values, np.ndarray) else values
 

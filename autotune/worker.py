@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +81,17 @@ class DeviceWorker:
     def measure(self, kernel: str | os.PathLike[str], workload: AnyWorkload, schedule: Schedule, target: Target) -> Outcome:
         """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be
         started."""
+        return self.compare([kernel], workload, [schedule], target)[0]
+
+    def compare(
+        self, kernels: Sequence[str | os.PathLike[str]], workload: AnyWorkload, schedules: Sequence[Schedule], target: Target
+    ) -> list[Outcome]:
+        """Verify kernel directories of one workload, then time those that are right in alternation. Raises as ``measure`` does; what ends
+        the child is the outcome of all."""
         job = {
-            "kernel": str(kernel),
+            "kernels": [str(kernel) for kernel in kernels],
             "workload": workload.to_json(),
-            "schedule": schedule.to_json(),
+            "schedules": [schedule.to_json() for schedule in schedules],
             "target": target.to_json(),
             "seed": self.seed,
         }
@@ -94,10 +102,10 @@ class DeviceWorker:
                 words = self._end()
                 if -death.status in FOREIGN_SIGNALS and not last_chance:
                     continue
-                return Outcome("crash", _describe(death.status) + (f": {words}" if words else ""))
+                return [Outcome("crash", _describe(death.status) + (f": {words}" if words else ""))] * len(kernels)
             except TimeoutError:
                 self._end()
-                return Outcome("hang", f"it had not finished after {self.timeout:g} s and was ended")
+                return [Outcome("hang", f"it had not finished after {self.timeout * len(kernels):g} s and was ended")] * len(kernels)
         raise AssertionError("unreachable: the second turn returns")
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ class DeviceWorker:
         if self._process is not None:
             self._end()
 
-    def _run(self, job: dict[str, Any]) -> Outcome:
+    def _run(self, job: dict[str, Any]) -> list[Outcome]:
         self._start()
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -119,10 +127,10 @@ class DeviceWorker:
             self._end()
             raise WorkerError(f"{self.device} was not free within {TURN_SECONDS:g} s; another process holds {self.lock}") from None
         if answer["event"] == "started":
-            answer = self._answer(self.timeout)
+            answer = self._answer(self.timeout * len(job["kernels"]))
         if answer["fatal"]:
             self._end()
-        return Outcome(answer["status"], answer["reason"], *(answer.get(name) for name in ("us", "us_p20", "us_p80", "rel_err")))
+        return [Outcome(**result) for result in answer["results"]]
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:

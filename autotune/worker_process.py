@@ -32,6 +32,7 @@ from .problem import Problem, copied, exact_problem, random_problem, split_works
 from .verify import Gate
 
 AnyGate = Gate | AttentionGate
+Runner = tuple[LoadedKernel, dict[str, Tensor]]  # a kernel and its workspace
 MOST_COPIES = 64  # of an attention problem, whose cache may be much larger than what a call touches
 COPY_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # of all copies together
 _PR_SET_PDEATHSIG = 1
@@ -65,25 +66,32 @@ class _Bench:
         self._gate: tuple[tuple[AnyWorkload, str, int], AnyGate] | None = None
 
     def run(self, job: dict[str, Any], started: Callable[[], None]) -> dict[str, Any]:
-        """Verify and time the job's kernel. ``started`` is called when everything but the kernel is ready: from there a hang is the
-        kernel's."""
-        workload, schedule = workload_from_json(job["workload"]), Schedule.from_json(job["schedule"])
-        target = Target.from_json(job["target"])
+        """Verify the job's kernels and time the right ones in alternation. ``started`` is called when everything but the kernels is ready:
+        from there a hang is a kernel's. Returns the fields of an ``Outcome`` of each, and whether the device's context is lost."""
+        workload, target = workload_from_json(job["workload"]), Target.from_json(job["target"])
+        results: list[dict[str, Any]] = [{} for _ in job["kernels"]]
+        ready: dict[str, Runner] = {}
         try:
             gate = self._gate_for(workload, target.arch, job["seed"])
             started()
-            kernel = load_kernel(job["kernel"])
-            workspace = split_workspace(workload, schedule, target, self.device)
-            verdict = gate.verify(partial(launch, kernel, workspace))
-            if not verdict.ok:
-                return _result(WRONG, " ".join(verdict.reasons))
-            timing = self._time(kernel, workspace, gate.random, target)
+            for i, (path, schedule) in enumerate(zip(job["kernels"], job["schedules"], strict=True)):
+                kernel = load_kernel(path)
+                workspace = split_workspace(workload, Schedule.from_json(schedule), target, self.device)
+                verdict = gate.verify(partial(launch, kernel, workspace))
+                if verdict.ok:
+                    ready[str(i)] = kernel, workspace
+                    results[i] = {"status": "ok", "rel_err": verdict.rel_err}
+                else:
+                    results[i] = {"status": WRONG, "reason": " ".join(verdict.reasons)}
+            if ready:
+                for name, timing in self._time(ready, gate.random, target).items():
+                    results[int(name)] |= {"us": timing.us, "us_p20": timing.us_p20, "us_p80": timing.us_p80}
         except CorruptArtifact as error:
-            return _result("corrupt", str(error))
+            return _failed(results, "corrupt", str(error))
         except Exception as error:  # a kernel's own check, or CUDA's
             cuda = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-            return _result("crash" if cuda else "error", f"{type(error).__name__}: {error}", fatal=cuda)
-        return _result("ok", "", timing=timing, rel_err=verdict.rel_err)
+            return _failed(results, "crash" if cuda else "error", f"{type(error).__name__}: {error}", fatal=cuda)
+        return {"results": results, "fatal": False}
 
     def _gate_for(self, workload: AnyWorkload, arch: str, seed: int) -> AnyGate:
         key = (workload, arch, seed)
@@ -96,7 +104,7 @@ class _Bench:
             self._gate = (key, gate)
         return self._gate[1]
 
-    def _time(self, kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Problem | AttentionProblem, target: Target) -> Timing:
+    def _time(self, ready: dict[str, Runner], problem: Problem | AttentionProblem, target: Target) -> dict[str, Timing]:
         copies = copies_needed(problem.workload.bytes, target.l2)
         if isinstance(problem, AttentionProblem):
             most = COPY_BYTES[self.device.partition(":")[0]] // max(problem.bytes, 1)
@@ -104,8 +112,11 @@ class _Bench:
             named = [p.named(p.outputs()) for p in (problem, *(copied_attention(problem) for _ in range(copies - 1)))]
         else:
             named = [p.named(p.outputs()) for p in (problem, *(copied(problem) for _ in range(copies - 1)))]
-        calls = [partial(kernel.run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
-        return time_calls({"kernel": calls}, self.device)["kernel"]
+        calls = {
+            name: [partial(kernel.run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
+            for name, (kernel, workspace) in ready.items()
+        }
+        return time_calls(calls, self.device)
 
 
 def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Any, outputs: Any) -> None:
@@ -129,9 +140,9 @@ def _arguments(kernel: LoadedKernel, named: dict[str, Tensor]) -> list[Tensor]:
     return [named[name] for name in kernel.params]
 
 
-def _result(status: str, reason: str, timing: Timing | None = None, rel_err: float | None = None, fatal: bool = False) -> dict[str, Any]:
-    times = {"us": timing.us, "us_p20": timing.us_p20, "us_p80": timing.us_p80} if timing else {}
-    return {"status": status, "reason": reason, "rel_err": rel_err, "fatal": fatal, **times}
+def _failed(results: list[dict[str, Any]], status: str, reason: str, fatal: bool = False) -> dict[str, Any]:
+    """What is said when a job ends early: of kernels that are wrong that, of all others why it ended."""
+    return {"results": [r if r.get("status") == WRONG else {"status": status, "reason": reason} for r in results], "fatal": fatal}
 
 
 def _die_with(parent: int) -> None:

@@ -66,8 +66,8 @@ def cpu_rates() -> dict[str, float]:
 
 
 def host_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
-    """Host time of one of ``calls`` calls in a row, in microseconds, in the quietest of ``repeats`` rounds: what other processes of the machine
-    add is no call's. The GPU is idle before each."""
+    """Host time of one of ``calls`` calls in a row, in microseconds, in the quietest of ``repeats`` rounds: what other processes of the
+    machine add is no call's. The GPU is idle before each round."""
     call()
     samples = []
     for _ in range(repeats):

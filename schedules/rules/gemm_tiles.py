@@ -77,10 +77,12 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
 
 
 def _block_ms(program: str, m: int) -> list[int]:
-    """The smallest tile that covers m, and half of it from 128 rows up (twice the blocks, half the accumulators)."""
+    """The smallest tile that covers m; from 128 rows up also half of it (twice the blocks, half the accumulators), of 256 a quarter."""
     tiles = BLOCK_M[program]
     fitting = next((b for b in tiles if b >= m), tiles[-1])
-    return [fitting, fitting // 2] if fitting >= 128 else [fitting]
+    if fitting < 128:
+        return [fitting]
+    return [fitting, fitting // 2] if m > 256 or fitting < 256 else [256, 128, 64]
 
 
 def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:

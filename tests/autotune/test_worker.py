@@ -54,6 +54,18 @@ def test_a_right_kernel_is_timed(worker, cache):
     assert 0 < outcome.rel_err < 1e-3
 
 
+def test_right_kernels_are_timed_side_by_side(worker, tmp_path):
+    """One that is wrong costs the others nothing; one that ends the process all."""
+    cache = ArtifactCache(tmp_path)
+    slow, fast = publish(cache, 6, "right", microseconds=1000), publish(cache, 7, "right", microseconds=100)
+    order, wrong = [SCHEDULES[i] for i in (6, 1, 7)], publish(cache, 1, "wrong")
+    outcomes = worker.compare([slow, wrong, fast], WORKLOAD, order, CPU)
+    assert [o.status for o in outcomes] == ["ok", "wrong", "ok"] and "ok" not in outcomes[1].reason
+    assert outcomes[1].us is None and outcomes[0].us > 2 * outcomes[2].us > 2 * 100
+    outcomes = worker.compare([fast, publish(cache, 2, "segfault")], WORKLOAD, [SCHEDULES[7], SCHEDULES[2]], CPU)
+    assert [o.status for o in outcomes] == ["crash", "crash"] and "SIGSEGV" in outcomes[0].reason
+
+
 def test_the_process_survives_good_and_wrong_kernels(worker, cache):
     measure(worker, publish(cache, 0, "right"))
     pid = worker.pid

@@ -186,7 +186,8 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     said = capsys.readouterr().out
     path, records = *out.glob("*.jsonl"), *out.glob("candidates/*.jsonl")
     fresh, exhaustive = map(json.loads, path.read_text().splitlines())
-    tried = [TuningRecord.from_json(json.loads(text)) for text in records.read_text().splitlines()]
+    every = [TuningRecord.from_json(json.loads(text)) for text in records.read_text().splitlines()]
+    tried = list({(r.workload, r.schedule): r for r in every}.values())  # the last of each: the tuner times its fastest once more
     assert [r.schedule for r in tried] == turns and len(turns) == 3 + 5 and all(r.ok for r in tried)
     assert (fresh["op"], fresh["kind"], fresh["n"], fresh["m"], fresh["dtype"]) == ("selection", "fresh", 96, 3, "bfloat16")
     assert (fresh["source"], fresh["measured"], fresh["candidates"], fresh["failed"]) == ("model", 3, 3, 0) and not fresh["fallback"]

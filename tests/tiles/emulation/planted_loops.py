@@ -95,7 +95,10 @@ BUGS = (
     ),
     loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
     loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm + first : by * bm +", "x[first :")),
-    loop("x of few rows left out", work(W4, m=70), BOXES, ("T.ceildiv(present - many * MANY_ROWS,", "T.ceildiv(present - 8 - many * MANY_ROWS,")),
+    loop(
+        "x of few rows left out", work(W4, m=70), BOXES,
+        ("T.ceildiv(present - many * MANY_ROWS,", "T.ceildiv(present - 8 - many * MANY_ROWS,"),
+    ),
     loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * (", "alloc_barrier([32] * ("), sign=""),
     loop(
         "x loaded before the kernel that writes it ends", work(W4), RING,

@@ -75,6 +75,8 @@ PERSISTENT = (
         Schedule("gemm_wgmma", 128, 32, 64, 3, 4, raster=2, stream_k=True, cluster=2),
     ),
     (Workload(60, 384, 512, QuantFormat(4, 128, False), bias=True), Schedule("gemm_wgmma", 192, 16, 128, 2, 12, stream_k=True)),
+    (Workload(228, 64, 192, QuantFormat(4, 64, False)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4)),  # a tile whose x comes in boxes
+    (Workload(150, 128, 128, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4, cluster=2)),  # fewer rows than a box
     (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
     (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
 )

@@ -97,7 +97,7 @@ BUGS = (
     loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm + first : by * bm +", "x[first :")),
     loop(
         "x of few rows left out", work(W4, m=70), BOXES,
-        ("T.ceildiv(present - many * MANY_ROWS,", "T.ceildiv(present - 8 - many * MANY_ROWS,"),
+        ("box * MANY_ROWS + few * FEW_ROWS:", "box * MANY_ROWS + few * FEW_ROWS + 8:"),
     ),
     loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * (", "alloc_barrier([32] * ("), sign=""),
     loop(

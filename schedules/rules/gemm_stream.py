@@ -40,7 +40,7 @@ CLUSTER_SMS = {4: 0.94, 8: 0.91}
 FULL_WAVES = (0.8, 0.5, 0.0)  # of the SMs' places that a grid must fill; the next where few grids do
 ENOUGH = 16  # candidates that end the search for less full grids
 MOST_BLOCKS, SPLIT_BELOW = 8, 2  # blocks an SM, one after another; tiles an SM from which no split is tried
-SPLITS = (1, 2, 3, 4, 8)  # 3 for n such as 5120: 40 tiles of 128 rows
+SPLITS = (1, 2, 4, 8)  # clusters of three fill GPCs badly: 40 of them took two waves (5120 x 27648, m = 1: 32.2 us, of four 20.5, H200)
 RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
@@ -173,9 +173,12 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
         base = Schedule(program, block_n, block_m, BLOCK_K[-1], STAGES[0], 1, split_k, min_blocks)
         tiles = n_pad // block_n
         blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
-        enough = target.units * (min_blocks - 1) < blocks <= target.units * MOST_BLOCKS
+        enough = target.units * (min_blocks - 1) < blocks
         if n_pad % block_n == 0 and enough and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
             grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
+    few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]
+    # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the best of gemm_wgmma 138, H200).
+    grids = few or [grid for grid in grids if grid[1].block_n == max(g.block_n for _, g in grids)]
     # Small tiles take twice the instructions; few large blocks read x less often.
     grids.sort(key=lambda grid: (warp_rows(grid[1]) == WARP_ROWS[-1], n_pad // grid[1].block_n * grid[1].split_k, -grid[0]))
     found: list[Schedule] = []

@@ -85,6 +85,13 @@ def test_grids_are_nearly_whole_waves_where_they_can_be():
             assert blocks / (-(-blocks // places) * 132 * s.min_blocks) >= 0.8
 
 
+@pytest.mark.parametrize("m", [1, 16])
+def test_a_wide_weight_without_large_divisors_is_streamed_too(m):
+    """151936 = 128 x 1187 rows: more blocks than are tried of other weights, of the largest tile that divides them."""
+    found = [s for s in candidates(Workload(m, 151936, 5120), H200) or [] if s.program == "gemm_stream_bulk"]
+    assert len(found) >= 8 and {s.block_n for s in found} == {128}
+
+
 def test_clusters_take_less_than_all_sms():
     assert [cluster_sms(size, H200) for size in (1, 2, 4, 8)] == [132, 132, 124, 120]
 

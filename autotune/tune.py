@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..schedules.operations import AnyWorkload
 from ..schedules.ranker import known_ranker
-from ..schedules.records import TuningRecord
+from ..schedules.records import WRONG, TuningRecord
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh
 from ..schedules.target import Target, detect_target, driver_version
@@ -201,7 +201,8 @@ class _Run:
         )
 
     def _run_off(self, workload: AnyWorkload, records: list[TuningRecord]) -> list[TuningRecord]:
-        """``records`` with the times of the fastest few replaced by those that they reach in alternation, which are recorded, too."""
+        """``records`` with the times of the fastest few replaced by those that they reach in alternation, which are recorded, too; so is
+        one that is wrong this time. What ends the process may be any one's fault: then all keep their times."""
         working = sorted((r for r in records if r.ok and r.us is not None), key=lambda r: r.us or 0.0)
         near = [r for r in working[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (working[0].us or 0.0)]
         missing = [r for r in near if r.schedule not in self.kernels]  # of an earlier run
@@ -211,13 +212,13 @@ class _Run:
         if len(pairs) < 2:
             return records
         outcomes = self.measurer.compare([k.path for _, k in pairs], workload, [r.schedule for r, _ in pairs], self.target)
-        times = {}
+        again = {}
         for (r, _), o in zip(pairs, outcomes, strict=True):
-            if o.status == "ok":
-                timed = {"us": o.us, "us_p20": o.us_p20, "us_p80": o.us_p80, "rel_err": o.rel_err}
-                times[r.schedule] = replace(r, **timed, date=now(), commit=source_commit())
-                self._keep(times[r.schedule])
-        return [times.get(r.schedule, r) for r in records]
+            if o.status in ("ok", WRONG):
+                fields = {name: getattr(o, name) for name in ("status", "reason", "us", "us_p20", "us_p80", "rel_err")}
+                again[r.schedule] = replace(r, **fields, date=now(), commit=source_commit())
+                self._keep(again[r.schedule])
+        return [again.get(r.schedule, r) for r in records]
 
     def _prepared(
         self, workload: AnyWorkload, schedules: list[Schedule], deadline: float | None

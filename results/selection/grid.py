@@ -14,7 +14,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.schedules.workload import Workload
 
-PLACES = 200  # schedules that are measured of a workload: five to ten times as many as the tuner tries
+PLACES = 200  # schedules that are measured of a workload: some fifteen times as many as the tuner tries
 WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower would take most of the time
 RASTERS = (0, 2, 4, 8, 16, 32)  # 1 is plain order too
 SHARES = ((False, 1), (False, 2), (True, 1), (True, 2))  # stream_k and cluster of tiles that no split shares

@@ -222,7 +222,7 @@ def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
 
 
 def test_the_fastest_few_are_timed_side_by_side(cache, store):
-    """What counts, is recorded and is selected are the times of the run-off; a later run that measures nothing holds none."""
+    """What counts, is recorded and is selected is what came of the run-off; a later run that measures nothing holds none."""
     schedules = shortlist(WORKLOAD, CPU, 6) or []
     times = dict(zip(schedules, (3.0, 3.1, 3.2, 4.0, 3.05, 0.0), strict=True))
     measurer = Scripted(times, {schedules[0]: 3.3, schedules[4]: 3.15, schedules[2]: 0.0})
@@ -230,12 +230,25 @@ def test_the_fastest_few_are_timed_side_by_side(cache, store):
         [WORKLOAD], CPU, store=store, compiler=FaultyCompiler(cache), measurer=measurer, progress=False, max_candidates=6
     ).results
     assert measurer.compared == [[schedules[i] for i in (0, 4, 1, 2)]], "4.0 is too slow to be among them"
-    assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[1], 3.1) and result.measured == 6
-    last = {r.schedule: r.us for r in store.records() if r.ok}
-    assert [last[s] for s in schedules[:5]] == [3.3, 3.1, 3.2, 4.0, 3.15], "what failed only there keeps its time"
+    assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[1], 3.1)
+    assert (result.measured, result.failed) == (6, 2), "one of them was right once, and is wrong now"
+    last = {r.schedule: (r.status, r.us) for r in store.records()}
+    found = [("ok", 3.3), ("ok", 3.1), ("wrong", None), ("ok", 4.0), ("ok", 3.15), ("wrong", None)]
+    assert [last[s] for s in schedules] == found
     assert choose(WORKLOAD, CPU, store.records()).schedule == schedules[1]
     again, measurer, _ = scripted(cache, store, max_candidates=6)
     assert measurer.compared == [] and again.results[0].best == result.best
+
+
+def test_a_run_off_that_ends_the_process_changes_nothing(cache, store):
+    class Fragile(Scripted):
+        def compare(self, kernels, workload, schedules, target) -> list[Outcome]:
+            return [Outcome("crash", "scripted")] * len(kernels)
+
+    (result,) = tune(
+        [WORKLOAD], CPU, store=store, compiler=FaultyCompiler(cache), measurer=Fragile({}), progress=False, max_candidates=3
+    ).results
+    assert (result.measured, result.failed, len(store.records())) == (3, 0, 3) and all(r.us == 10.0 for r in store.records())
 
 
 def test_buckets_are_tuned_once(cache, store):

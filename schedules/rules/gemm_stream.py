@@ -178,7 +178,8 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
             grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
     few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]
     # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the best of gemm_wgmma 138, H200).
-    grids = few or [grid for grid in grids if grid[1].block_n == max(g.block_n for _, g in grids)]
+    widest = max((base.block_n for _, base in grids), default=0)
+    grids = few or [grid for grid in grids if grid[1].block_n == widest]
     # Small tiles take twice the instructions; few large blocks read x less often.
     grids.sort(key=lambda grid: (warp_rows(grid[1]) == WARP_ROWS[-1], n_pad // grid[1].block_n * grid[1].split_k, -grid[0]))
     found: list[Schedule] = []

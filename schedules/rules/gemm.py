@@ -33,7 +33,7 @@ MAX_CANDIDATES = 120
 
 # A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
 TICKETS = 16384
-SHARING_STEPS = 12  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
+SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def shared_places(places: int, teams: int, steps: int) -> int:
     rest = places % teams
     if rest == 0 or (teams - rest) * steps <= SHARING_STEPS * teams:
         return 0
-    return rest + (teams if places > teams and 2 * rest < teams else 0)
+    return rest + (teams if places > teams else 0)
 
 
 def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:

@@ -36,24 +36,14 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* address, uint32_t r0, ui
 }
 #endif
 
-// Where a staged tile of ROWS rows (of y^T) holds the eight elements `piece` of a column, in elements from its start. A matrix's eight columns
-// fall into different banks: by 16 bytes between columns, or by the pieces of a column trading places.
-template <int ROWS>
-struct Padded {
-  __device__ __forceinline__ static constexpr int offset(int column, int piece) { return column * (ROWS + 8) + piece * 8; }
-};
-template <int ROWS>
-struct Swizzled {
-  __device__ __forceinline__ static constexpr int offset(int column, int piece) { return column * ROWS + (piece ^ (column & 7)) * 8; }
-};
-
 // SLABS 64-row slabs per warpgroup, BLOCK_M columns, accumulators in MMA order: [slab][column / 8][row half][column parity].
-// staging: T, in the PLACES of a tile of all rows. The THREADS threads of `group`, ids 0..THREADS - 1, call it; the barrier first lets all of
-// them leave what lay there.
-template <typename T, int SLABS, int BLOCK_M, typename PLACES, int THREADS, int BARRIER>
-__device__ __forceinline__ void stage_transposed(const float* accumulators, void* staging, int thread, int group) {
+// staging: T [BLOCK_M][rows + 8], so that a matrix's eight columns fall into different banks. The block's THREADS threads call it; the barrier
+// first lets all of them leave what lay there.
+template <typename T, int SLABS, int BLOCK_M, int THREADS, int BARRIER>
+__device__ __forceinline__ void stage_transposed(const float* accumulators, void* staging, int thread) {
   static_assert(BLOCK_M % 16 == 0, "two 8-column matrices are stored at a time");
-  sync_group<BARRIER, THREADS>(group);
+  constexpr int PITCH = THREADS / 128 * SLABS * 64 + 8;
+  sync_group<BARRIER, THREADS>(0);
   const int lane = thread & 31, warp = (thread >> 5) & 3, warpgroup = thread >> 7;
   T* tile = reinterpret_cast<T*>(staging);
 #pragma unroll
@@ -66,7 +56,7 @@ __device__ __forceinline__ void stage_transposed(const float* accumulators, void
       const uint32_t r2 = pack_pair(v[4], v[5], T()), r3 = pack_pair(v[6], v[7], T());
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
       // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l addresses column l % 8 of matrix l / 8.
-      T* address = tile + PLACES::offset(c * 16 + (lane >> 4) * 8 + (lane & 7), piece + ((lane >> 3) & 1));
+      T* address = tile + (c * 16 + (lane >> 4) * 8 + (lane & 7)) * PITCH + (piece + ((lane >> 3) & 1)) * 8;
       stmatrix_x4_trans(address, r0, r1, r2, r3);
 #else
       const uint32_t values[4] = {r0, r1, r2, r3};
@@ -74,13 +64,13 @@ __device__ __forceinline__ void stage_transposed(const float* accumulators, void
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          T* p = tile + PLACES::offset(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e, piece + (i & 1)) + (lane >> 2);
+          T* p = tile + (c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e) * PITCH + (piece + (i & 1)) * 8 + (lane >> 2);
           *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(values[i] >> (16 * e));
         }
 #endif
     }
   }
-  sync_group<BARRIER, THREADS>(group);
+  sync_group<BARRIER, THREADS>(0);
 }
 
 }  // namespace tilebit

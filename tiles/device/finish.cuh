@@ -50,10 +50,10 @@ __device__ __forceinline__ void load_share(float* values, void* workspace, int s
   }
 }
 
-// values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in the order of k.
-template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE>
+// values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in the order of k, TOGETHER of them loaded at a time.
+template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE, int TOGETHER>
 __device__ __forceinline__ void add_shares(float* values, void* workspace, int start, int first, int from, int last, int thread) {
-#pragma unroll 2
+#pragma unroll TOGETHER
   for (int other = from; other <= last; other += TEAM) {
     float theirs[COUNT];
     load_share<COUNT, REGISTERS, THREADS, ONE>(theirs, workspace, start, other, other == first, thread);
@@ -63,17 +63,41 @@ __device__ __forceinline__ void add_shares(float* values, void* workspace, int s
 }
 
 // What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators in MMA order ([slab][column / 8]
-// [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup], swizzled: warpgroups do not wait for each other.
+// [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
 // Per-channel scales (SCALED) and a bias are applied here, in fp32.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, bool SCALED, bool BIAS>
 struct Store {
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
   static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
-  using Places = Swizzled<OWN_ROWS>;
+  static constexpr int PASSES = COLUMNS * PIECES / OWN;  // of a warpgroup over what it has staged, 16 bytes a thread
+  static_assert(COLUMNS % 16 == 0 && COLUMNS * PIECES % OWN == 0, "two matrices of eight columns are staged, every thread stores as many pieces");
 
   // The thread's first accumulator of a slab's columns `chunk`.
   __device__ __forceinline__ static constexpr int start(int slab, int chunk) { return slab * SLAB_REGISTERS + chunk * COUNT; }
+  // Where a warpgroup stages rows 8 piece.. of a column. The pieces of a column trade places, so that a matrix's eight columns fall into
+  // different banks.
+  __device__ __forceinline__ static constexpr int place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }
+
+  // A thread's way through a tile's end: what it needs of addresses, found once; all else are constant distances from there (a third of the
+  // instructions: a tile of 128 x 256 took 4,400 cycles to store, so 2,500; H200). Only where a warpgroup has three or four slabs do the
+  // pieces of a thread not lie one below the other.
+  static constexpr bool BELOW = OWN % PIECES == 0 && OWN / PIECES % 8 == 0;
+  T* staged;                 // where it stages its first matrix
+  const T* source;           // what it stores: its first piece, or all that the warpgroup has staged; the same of y
+  T* y;
+  int columns, rows;         // of y from there on
+  int own, group;
+
+  __device__ __forceinline__ Store(void* staging, void* whole, int m, int n0, int m0, int thread) : own(thread % OWN), group(thread / OWN) {
+    const int lane = own & 31, warp = own >> 5, column = BELOW ? own / PIECES : 0, at = BELOW ? own % PIECES : 0;
+    T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
+    staged = mine + place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1));
+    source = mine + place(column, at);
+    const int row = n0 + group * OWN_ROWS + at * 8;
+    y = static_cast<T*>(whole) + int64_t(m0 + column) * N + row;
+    columns = m - m0 - column, rows = N - row;
+  }
 
   __device__ __forceinline__ static void adjust(float* values, const void* scales, const void* bias, int n0, int thread) {
     if constexpr (SCALED || BIAS) {
@@ -96,25 +120,29 @@ struct Store {
     }
   }
 
-  // values: [slab][COUNT], the columns from m0 on.
-  __device__ __forceinline__ static void store(float* values, void* staging, void* y, const void* scales, const void* bias, int m, int n0, int m0,
-                                               int thread) {
-    adjust(values, scales, bias, n0, thread);
-    thread = fresh(thread);  // or the places of one chunk would be kept for the next: registers that a tile of 256 x 128 has not
-    const int group = thread / OWN, own = thread % OWN, first = n0 + group * OWN_ROWS;
-    T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
-    stage_transposed<T, SLABS, COLUMNS, Places, OWN, BARRIER + 1>(values, mine, own, group);
-    static_assert(COLUMNS * PIECES % OWN == 0, "every thread stores as many pieces");
-#pragma unroll 2
-    for (int start = 0; start < COLUMNS * PIECES; start += OWN) {
-      const int piece = fresh(start + own), column = piece / PIECES, at = piece % PIECES, row = first + at * 8;
-      if (m0 + column >= m || (N % BLOCK_N != 0 && row >= N)) continue;
-      const T* from = mine + Places::offset(column, at);
-      T* to = static_cast<T*>(y) + int64_t(m0 + column) * N + row;
+  // values: [slab][COUNT], of the columns `chunk` of the tile.
+  __device__ __forceinline__ void store(const float* values, int chunk) const {
+    sync_group<BARRIER + 1, OWN>(group);  // all have read what lay there
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int c = 0; c < COLUMNS / 16; ++c) {
+        // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l addresses column l % 8 of matrix l / 8.
+        const float* v = values + slab * COUNT + c * 8;
+        stmatrix_x4_trans(staged + slab * 64 + c * (16 * OWN_ROWS), pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()),
+                          pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
+      }
+    sync_group<BARRIER + 1, OWN>(group);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / PIECES, at = index % PIECES;
+      if (chunk * COLUMNS + column >= columns || (N % BLOCK_N != 0 && at * 8 >= rows)) continue;
+      const T* from = source + (BELOW ? column * OWN_ROWS : place(column, at));
+      T* to = y + int64_t(chunk * COLUMNS + column) * N + at * 8;
       if constexpr (N % 8 == 0) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
-        for (int i = 0; i < min(8, N - row); ++i) to[i] = from[i];
+        for (int i = 0; i < min(8, rows - at * 8); ++i) to[i] = from[i];
       }
     }
   }
@@ -138,38 +166,53 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     tile = place * O::TEAM + rank;
     first = order.owner(step) * O::TEAM + rank, last = order.owner(step + O::PLACE_STEPS - 1) * O::TEAM + rank;
   }
-  Part part = Part::NOTHING;
-  if (SHARED && first != last) {
-    part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, (last - first) / O::TEAM + 1, block, block == first, thread);
-    if (part == Part::NOTHING) return;
-  }
   constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
-  constexpr bool EARLY = SLABS == 1 && THREADS <= 256;  // others have no registers for it: 256 x 128 would spill 896 bytes
-  const bool sum = SHARED && part != Part::NOTHING;
+  const S store(staging, y, m, n0, m0, thread);
+  float values[SLABS * COUNT];
+  if (!SHARED || first == last) {
+#pragma unroll
+    for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
+      if (m0 + chunk * (COUNT * 2) >= m) return;
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = accumulators[S::start(slab, chunk) + i];
+      S::adjust(values, scales, bias, n0, thread);
+      store.store(values, chunk);
+    }
+    return;
+  }
+  const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, (last - first) / O::TEAM + 1, block, block == first, thread);
+  if (part == Part::NOTHING) return;
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
-  float early[SLABS * COUNT];  // that part of the next columns: on its way while these are stored
+  // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000 cycles, two 7,000). A tile of two slabs
+  // has no registers for any.
+  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0;
+  float early[AHEAD + 1][SLABS * COUNT];
   const auto load_early = [&](int chunk) {
-    load_share<COUNT, S::REGISTERS, THREADS, ONE>(early, workspace, S::start(0, chunk), other, other == first, thread);
+    if (chunk >= S::CHUNKS) return;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+      load_share<COUNT, S::REGISTERS, THREADS, ONE>(early[chunk % (AHEAD + 1)] + slab * COUNT, workspace, S::start(slab, chunk), other, other == first, thread);
   };
-  if (EARLY && sum) load_early(0);
+#pragma unroll
+  for (int chunk = 0; chunk < AHEAD; ++chunk) load_early(chunk);
 #pragma unroll
   for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
-    if (m0 + chunk * (COUNT * 2) >= m) break;
-    float values[SLABS * COUNT];
+    if (m0 + chunk * (COUNT * 2) >= m) return;
+    load_early(chunk + AHEAD);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      float* mine = values + slab * COUNT;
+      float *mine = values + slab * COUNT, *theirs = early[chunk % (AHEAD + 1)] + slab * COUNT;
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
-        mine[i] = SHARED && part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i];
-        if (EARLY && sum) mine[i] += early[i];
-      }
-      if (sum)
-        add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE>(mine, workspace, S::start(slab, chunk), first, EARLY ? other + O::TEAM : other, last,
-                                                             thread);
+      for (int i = 0; i < COUNT; ++i) mine[i] = (part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i]) + theirs[i];
     }
-    if (EARLY && sum && chunk + 1 < S::CHUNKS) load_early(chunk + 1);
-    S::store(values, staging, y, scales, bias, m, n0, m0 + chunk * (COUNT * 2), thread);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+      add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(values + slab * COUNT, workspace, S::start(slab, chunk), first,
+                                                                           other + O::TEAM, last, thread);
+    S::adjust(values, scales, bias, n0, thread);
+    store.store(values, chunk);
   }
 }
 
@@ -204,6 +247,7 @@ template <typename O, typename S, int THREADS, int SPLITS>
 __device__ __forceinline__ void finish_split(const void* parked, void* staging, void* y, const void* scales, const void* bias, int m, int block,
                                              int thread) {
   const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::m_block(m, block, 0) * (S::TILE / S::ROWS);
+  const S store(staging, y, m, n0, m0, thread);
   for (int chunk = block % SPLITS; chunk < S::CHUNKS; chunk += SPLITS) {
     if (m0 + chunk * (S::COUNT * 2) >= m) break;
     float values[S::REGISTERS / S::CHUNKS] = {};
@@ -217,7 +261,8 @@ __device__ __forceinline__ void finish_split(const void* parked, void* staging, 
           float* sum = values + slab * S::COUNT + 4 * i;
           sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
         }
-    S::store(values, staging, y, scales, bias, m, n0, m0 + chunk * (S::COUNT * 2), thread);
+    S::adjust(values, scales, bias, n0, thread);
+    store.store(values, chunk);
   }
 }
 

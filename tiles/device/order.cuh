@@ -13,14 +13,15 @@ __device__ __forceinline__ int fresh(int value) {
   return value;
 }
 
-// Steps that sharing tiles costs a block: summing them up, and waiting for the others. 28672 x 4096, m = 512: of 128 x 256 tiles 3.4 a block, 1.4
-// of them shared, took 289,000 cycles on an H200, of which products take 222,000; rules/gemm.py has the same number.
-constexpr int SHARING_STEPS = 12;
+// Steps that sharing tiles costs a block: handing a part in takes 6,900 cycles at 128 x 256, adding one up 5,000 more than storing a tile that
+// is whole, a step 2,150 (H200); the rest is that blocks end unevenly (28672 x 4096, m = 1024, where sharing saves 6.8 steps: 507,000 cycles
+// without, 519,000 with). rules/gemm.py has the same number.
+constexpr int SHARING_STEPS = 8;
 
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
 // With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps. Else
 // CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP
-// row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first `shared` places, less than 1.5 a team,
+// row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first `shared` places, less than two a team,
 // are shared: their steps are cut into equal shares, the first `extra` of them one longer. None is where the last wave is nearly full.
 template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP>
 struct Order {
@@ -33,8 +34,9 @@ struct Order {
     teams = gridDim.x / CLUSTER;
     const int rest = places % teams;
     const bool nearly = rest == 0 || (teams - rest) * STEPS <= SHARING_STEPS * teams;
-    // Alone, few places would be cut into many parts, added up one by one: 0.39 of one a team there, 294,000 cycles; with a wave more 286,000.
-    shared = nearly ? 0 : rest + (places > teams && 2 * rest < teams ? teams : 0);
+    // With a wave more: of shares shorter than a tile, some tiles have two parts that end at the same time, one of which waits for the other
+    // (28672 x 4096, H200; m = 256: 0.70 a team 162,500 cycles, 1.70 152,700; m = 512: 0.39 294,000, 1.39 286,000).
+    shared = nearly ? 0 : rest + (places > teams ? teams : 0);
     quota = shared * STEPS / teams, extra = shared * STEPS % teams;
   }
   __device__ __forceinline__ int share(int team) const { return quota + (team < extra); }

@@ -108,7 +108,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     if p.adjusted:
                         for r, c in T.Parallel(bn, bm):
                             Y[r, c] = p.finish(Y[r, c], scales, bias, T.min(bx * bn + r, p.n - 1))
-                    T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread, 0)
+                    T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
                             y[by * bm + c, bx * bn + r] = Ys[c, r]

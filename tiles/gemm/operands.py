@@ -116,7 +116,7 @@ class Operands:
     def stage_call(self) -> str:
         """``tilebit::stage_transposed`` with its template arguments (``device/epilogue.cuh``)."""
         s = self.schedule
-        arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, f"tilebit::Padded<{s.block_n}>", s.num_warps * 32, BARRIER)
+        arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, s.num_warps * 32, BARRIER)
         return f"tilebit::stage_transposed<{', '.join(map(str, arguments))}>"
 
     @property

@@ -131,16 +131,16 @@ BUGS = (
     device("per-channel scale lost", work(CHANNEL), SMALL, ("v = v * scale + offset", "v = v + offset")),
     device(
         "n tail not masked", work(W4, n=100), SMALL,
-        (" || (N % BLOCK_N != 0 && row >= N)", ""), ("min(8, N - row)", "8"), sign="after the output",
+        (" || (N % BLOCK_N != 0 && at * 8 >= rows)", ""), ("min(8, rows - at * 8)", "8"), sign="after the output",
     ),
-    device("m tail not masked", work(W4), SMALL, ("m0 + column >= m || ", ""), sign="after the output"),
+    device("m tail not masked", work(W4), SMALL, ("chunk * COLUMNS + column >= columns || ", ""), sign="after the output"),
     device(
         "matrices of the output swapped", work(W4), SMALL,
-        ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("piece + ((lane >> 3) & 1)", "piece + (lane >> 4)"),
+        ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("warp * 2 + ((lane >> 3) & 1)", "warp * 2 + (lane >> 4)"),
     ),
     device(
         "pieces of the output read in place", work(W4), SMALL,
-        ("mine + Places::offset(column, at)", "mine + Places::offset(column, at ^ (column & 7))"),
+        ("source = mine + place(column, at)", "source = mine + place(column, at ^ (column & 7))"),
     ),
     device(
         "columns of the output swapped, mma.sync", work(W4), MMA,

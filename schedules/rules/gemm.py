@@ -139,7 +139,7 @@ def shared_places(places: int, teams: int, steps: int) -> int:
     rest = places % teams
     if rest == 0 or (teams - rest) * steps <= SHARING_STEPS * teams:
         return 0
-    return rest + (teams if places > teams else 0)
+    return min(places, rest + teams)
 
 
 def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:

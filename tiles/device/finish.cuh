@@ -133,7 +133,7 @@ struct Store {
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
       }
     sync_group<BARRIER + 1, OWN>(group);
-#pragma unroll
+#pragma unroll 2
     for (int pass = 0; pass < PASSES; ++pass) {
       const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / PIECES, at = index % PIECES;
       if (chunk * COLUMNS + column >= columns || (N % BLOCK_N != 0 && at * 8 >= rows)) continue;
@@ -167,9 +167,9 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     first = order.owner(step) * O::TEAM + rank, last = order.owner(step + O::PLACE_STEPS - 1) * O::TEAM + rank;
   }
   constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
-  const S store(staging, y, m, n0, m0, thread);
   float values[SLABS * COUNT];
   if (!SHARED || first == last) {
+    const S store(staging, y, m, n0, m0, thread);
 #pragma unroll
     for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
       if (m0 + chunk * (COUNT * 2) >= m) return;
@@ -186,14 +186,12 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
   if (part == Part::NOTHING) return;
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000 cycles, two 7,000). A tile of two slabs
-  // has no registers for any.
-  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0;
-  float early[AHEAD + 1][SLABS * COUNT];
+  // has no registers for any (256 x 128 would spill 828 bytes).
+  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0, PLACES = AHEAD + 1;
+  float early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {
-    if (chunk >= S::CHUNKS) return;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-      load_share<COUNT, S::REGISTERS, THREADS, ONE>(early[chunk % (AHEAD + 1)] + slab * COUNT, workspace, S::start(slab, chunk), other, other == first, thread);
+    if (AHEAD && chunk < S::CHUNKS)
+      load_share<COUNT, S::REGISTERS, THREADS, ONE>(early[chunk % PLACES], workspace, S::start(0, chunk), other, other == first, thread);
   };
 #pragma unroll
   for (int chunk = 0; chunk < AHEAD; ++chunk) load_early(chunk);
@@ -203,16 +201,17 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     load_early(chunk + AHEAD);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      float *mine = values + slab * COUNT, *theirs = early[chunk % (AHEAD + 1)] + slab * COUNT;
+      float* mine = values + slab * COUNT;
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) mine[i] = (part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i]) + theirs[i];
+      for (int i = 0; i < COUNT; ++i) {
+        mine[i] = part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i];
+        if (AHEAD) mine[i] += early[chunk % PLACES][i];
+      }
+      add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(mine, workspace, S::start(slab, chunk), first,
+                                                                           AHEAD ? other + O::TEAM : other, last, thread);
     }
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab)
-      add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(values + slab * COUNT, workspace, S::start(slab, chunk), first,
-                                                                           other + O::TEAM, last, thread);
     S::adjust(values, scales, bias, n0, thread);
-    store.store(values, chunk);
+    S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk);  // without registers to spare, found anew
   }
 }
 

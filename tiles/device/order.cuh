@@ -36,7 +36,7 @@ struct Order {
     const bool nearly = rest == 0 || (teams - rest) * STEPS <= SHARING_STEPS * teams;
     // With a wave more: of shares shorter than a tile, some tiles have two parts that end at the same time, one of which waits for the other
     // (28672 x 4096, H200; m = 256: 0.70 a team 162,500 cycles, 1.70 152,700; m = 512: 0.39 294,000, 1.39 286,000).
-    shared = nearly ? 0 : rest + (places > teams ? teams : 0);
+    shared = nearly ? 0 : min(places, rest + teams);
     quota = shared * STEPS / teams, extra = shared * STEPS % teams;
   }
   __device__ __forceinline__ int share(int team) const { return quota + (team < extra); }

@@ -182,7 +182,8 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     }
     return;
   }
-  const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, (last - first) / O::TEAM + 1, block, block == first, thread);
+  const int shares = (last - first) / O::TEAM + 1;
+  const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, shares, block, block == first, thread);
   if (part == Part::NOTHING) return;
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000 cycles, two 7,000). A tile of two slabs

@@ -16,13 +16,17 @@ once for two blocks, weights dequantized once for 256 columns of x) saves time.
 One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
 blocks as the device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a block, in whole waves
-(28672 x 4096, m = 4096: 2,185,000 cycles, so 2,107,000, H200); where a last wave would idle for longer than summing takes, it and sometimes
-one more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023). A tile that several blocks share is summed in the
-order of k. What is missing to 100 % there, by cycles (28672 x 4096, m = 1024: 525,000, cuBLAS in 16 bits 489,000, products 459,000): 4,500
-a tile at its end, of which stores are 1,400; 20,000 that go when nobody waits for a stage, though no stage comes late and loading next to
-nothing changes nothing; 7,000 for dequantization. Tried in vain: a whole tile staged and stored by bulk copies while the next is multiplied
-(a stage less costs as much), stores by single warps, dequantizing between the products of a part, waiting for the next part ahead of the
-last product, no proxy fence.
+(28672 x 4096, m = 4096: 2,185,000 cycles, so 2,107,000, H200); where a last wave would idle for longer than summing takes, it and one
+more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023). A tile that several blocks share is summed in the
+order of k. Shares cost more where neither x nor W stays in the L2 cache: blocks that share are not at the same k any more (8192 x 28672,
+m = 1024: 837 us, without 703).
+
+What is missing to 100 %, by cycles of a tile of 128 x 256 x 4096 (H200): products 65,500, the loop 69,700, then 2,500 to store it. The loop
+is bound by the tensor cores themselves: a warp that issues a wgmma with weights in registers is held until the one before is nearly done
+(600 to 800 of the 1,090 cycles of a part), so nothing queues up, and it is no faster when barriers are asked early and words loaded a part
+ahead (no change), when waiting goes altogether (-4 %, wrong), when warpgroups start half a part to three steps apart, when dequantization
+goes between the products of a part, without the proxy fence, with next to nothing to load. Also in vain: a whole tile staged and stored by
+bulk copies while the next is multiplied (a stage less costs as much), stores by single warps.
 
 ``cluster`` blocks work on neighbouring tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
 step's weights are 8 KB and its x 64 KB.

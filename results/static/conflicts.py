@@ -21,16 +21,18 @@ from tilebit.schedules.schedule import Schedule
 LANE = np.arange(32)
 LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((?:half_t|bfloat16_t)\*\)\w+\)\[([^\]]*)\]")
 DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
-STAGING = ("tilebit::stage_transposed<", "tilebit::finish_tile<")  # calls after which the output tile goes through shared memory
+STAGING = "tilebit::stage_transposed<"  # the call of programs on mma.sync whose output tile goes through shared memory
 # What the functions below compute, as the headers write it.
 STREAM_X = ("PITCH = STEP_K * 2 + 16", "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16")
 STMATRIX = (
-    "PLACES::offset(c * 16 + (lane >> 4) * 8 + (lane & 7), piece + ((lane >> 3) & 1))",
-    "return column * ROWS + (piece ^ (column & 7)) * 8;",
+    "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
+    "place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1))",
+    "column = BELOW ? own / PIECES : 0, at = BELOW ? own % PIECES : 0",
+    "pass * OWN + own, column = index / PIECES, at = index % PIECES;",
 )
 SCATTERED = (
-    "PLACES::offset(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e, piece + (i & 1)) + (lane >> 2)",
-    "return column * (ROWS + 8) + piece * 8;",
+    "PITCH = THREADS / 128 * SLABS * 64 + 8;",
+    "(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e) * PITCH + (piece + (i & 1)) * 8 + (lane >> 2)",
 )
 SWIZZLE_BITS = {"0": 0, "1": 3, "2": 2, "3": 1}  # of a descriptor's layout type: none, 128, 64 and 32 bytes
 LOOP_TRIPS = 8  # values of a loop variable that are tried
@@ -45,10 +47,13 @@ def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
         _check(source, STREAM_X)
         found["x"] = _ldmatrix(2 * _stream_x(s), 4)
         return found
-    found["x"] = _descriptors(source, s) if s.program == "gemm_wgmma" else _generated(source)
-    if any(call in source for call in STAGING):
-        _check(source, STMATRIX + SCATTERED)
-        found["output tile"] = _stmatrix(s) if s.program == "gemm_wgmma" else _scattered(s)
+    if s.program == "gemm_wgmma":
+        _check(source, STMATRIX)
+        return {**found, "x": _descriptors(source, s), "output tile": _stmatrix(s)}
+    found["x"] = _generated(source)
+    if STAGING in source:
+        _check(source, SCATTERED)
+        found["output tile"] = _scattered(s)
     return found
 
 
@@ -105,15 +110,17 @@ def _descriptors(source: str, s: Schedule) -> int:
 
 
 def _stmatrix(s: Schedule) -> int:
-    """The epilogue's transposed stores of four 8 x 8 matrices into a warpgroup's swizzled columns (``epilogue.cuh``), and the 128-bit loads
-    that follow them (``finish.cuh``)."""
-    rows = s.block_n // (s.num_warps // 4)
+    """A warpgroup's transposed stores of four 8 x 8 matrices into its staged columns, whose pieces of 8 rows trade places, and the 128-bit
+    loads that follow them (``Store`` in ``finish.cuh``)."""
+    own_rows = s.block_n // (s.num_warps // 4)
+    pieces = own_rows // 8
 
-    def offset(column: np.ndarray, piece: np.ndarray) -> np.ndarray:
-        return column * rows + (piece ^ (column & 7)) * 8
+    def place(column: np.ndarray, piece: np.ndarray) -> np.ndarray:
+        return column * own_rows + (piece ^ (column & 7)) * 8
 
-    stores = _ldmatrix(2 * offset((LANE >> 4) * 8 + (LANE & 7), (LANE >> 3) & 1), 4)
-    return stores + shared_access(2 * offset(LANE // (rows // 8), LANE % (rows // 8)), 16).conflicts
+    stores = [place((LANE >> 4) * 8 + (LANE & 7), warp * 2 + ((LANE >> 3) & 1)) for warp in range(4)]
+    loads = [place(own // pieces, own % pieces) for own in (32 * warp + LANE for warp in range(4))]
+    return sum(_ldmatrix(2 * offsets, 4) for offsets in stores) + sum(shared_access(2 * offsets, 16).conflicts for offsets in loads)
 
 
 def _scattered(s: Schedule) -> int:

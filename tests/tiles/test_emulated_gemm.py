@@ -81,10 +81,6 @@ PERSISTENT = (
     (Workload(150, 128, 128, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4, cluster=2)),  # fewer rows than a box
     (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
     (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
-    # the last tile has a slab less than others, and warpgroups without any; shared tiles among them
-    (Workload(20, 250, 256, QuantFormat(4, 128, False), bias=True), Schedule("gemm_wgmma", 192, 16, 128, 2, 12)),
-    (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
-    (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
     # a warpgroup with three slabs, with four
     (Workload(20, 190, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4)),
     (Workload(40, 500, 128, QuantFormat(4, 64, True), bias=True), Schedule("gemm_wgmma", 256, 32, 64, 2, 4)),

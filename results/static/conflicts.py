@@ -48,8 +48,9 @@ def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
         found["x"] = _ldmatrix(2 * _stream_x(s), 4)
         return found
     if s.program == "gemm_wgmma":
+        found["x"] = _descriptors(source, s)
         _check(source, STMATRIX)
-        return {**found, "x": _descriptors(source, s), "output tile": _stmatrix(s)}
+        return {**found, "output tile": _stmatrix(s)}
     found["x"] = _generated(source)
     if STAGING in source:
         _check(source, SCATTERED)

@@ -10,12 +10,16 @@ from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
+from tilebit.tiles.gemm import mma, stream, wgmma
+from tilebit.tiles.headers import device_source
 
 ASYMMETRIC, CHANNEL = QuantFormat(4, 128, False), QuantFormat(8, PER_CHANNEL, True)
 T = "((int)threadIdx.x)"
 # An ldmatrix of 8 rows of 128 bytes, as TileLang writes it: all of a matrix's rows start in the same bank unless the index swizzles them.
 LDMATRIX = "tl::ptx_ldmatrix_x2((&(((half_t*)Xs)[({row} + {column})])), (&(B_local[0])));"
-STAGED = "\n".join((STAGING[0], *STMATRIX, *SCATTERED))
+STAGED = "\n".join((STAGING, *SCATTERED))
+DESCRIBED = "tl::initialize_wgmma_descriptor<{kind}, 1, 64>(desc_b, (&(((half_t*)Xs)[0])));"
+STORED = "\n".join(STMATRIX)
 ROW = f"((i_1 * 512) + (({T} & 7) * 64))"
 PLAIN = LDMATRIX.format(row=ROW, column=f"(((ki & 3) * 16) + ((({T} & 15) >> 3) * 8))")
 SWIZZLED = LDMATRIX.format(
@@ -88,8 +92,19 @@ def test_padded_rows_meet_no_bank_twice(block_m: int) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1, 2, 3])
 def test_hardware_swizzles(kind: int) -> None:
-    source = f"tl::initialize_wgmma_descriptor<{kind}, 1, 64>(desc_b, (&(((half_t*)Xs)[0])));"
-    assert conflicts(Schedule("gemm_wgmma", 128, 256, 128, 3, 8), source)["x"] == 0
+    assert conflicts(Schedule("gemm_wgmma", 128, 256, 128, 3, 8), DESCRIBED.format(kind=kind) + STORED)["x"] == 0
+
+
+@pytest.mark.parametrize(("block_n", "num_warps"), [(64, 4), (128, 4), (128, 8), (192, 4), (192, 12), (256, 4), (256, 8)])
+def test_staged_tiles_meet_no_bank_twice(block_n: int, num_warps: int) -> None:
+    found = conflicts(Schedule("gemm_wgmma", block_n, 64, 128, 3, num_warps), DESCRIBED.format(kind=1) + STORED)
+    assert found == {"packed line": 0, "scale": 0, "x": 0, "output tile": 0}
+
+
+def test_the_headers_compute_what_is_simulated() -> None:
+    for headers, expressions in ((wgmma.HEADERS, STMATRIX), (mma.HEADERS, SCATTERED), (stream.HEADERS, STREAM_X)):
+        source = device_source(headers)
+        assert [e for e in expressions if e not in source] == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +113,8 @@ def test_hardware_swizzles(kind: int) -> None:
         ("gemm_mma", "", "no ldmatrix"),
         ("gemm_wgmma", "", "no wgmma descriptor"),
         ("gemm_stream", STREAM_X[0], "does not compute"),
-        ("gemm_mma", SWIZZLED + STAGING[1], "does not compute"),
+        ("gemm_mma", SWIZZLED + STAGING, "does not compute"),
+        ("gemm_wgmma", DESCRIBED.format(kind=1), "does not compute"),
         ("gemm_mma", "tl::ptx_ldmatrix_x4((&(((half_t*)Xs)[f(1), 'x']", "cannot evaluate"),
     ],
 )

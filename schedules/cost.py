@@ -21,7 +21,8 @@ from math import hypot
 
 from ..layouts.formats import PER_CHANNEL
 from .rules import gemm_stream
-from .rules.gemm import PACKED_K, clustered_split, grid_blocks, shared_places, stage_bytes
+from .rules.gemm import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes
+from .rules.gemm_waves import cut_places, shared_places
 from .schedule import Schedule
 from .target import Target
 from .workload import Workload
@@ -110,11 +111,13 @@ def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate
 
 def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
     blocks, steps = tiles * s.split_k, _ceil(k_steps, s.split_k)
-    if s.stream_k:
+    if persistent(s):
         blocks = grid_blocks(s, target)
         places, teams = _ceil(tiles, s.cluster), blocks // s.cluster
-        shared = shared_places(places, teams, k_steps)
-        steps = _ceil(shared * k_steps, teams) + _ceil(places - shared, teams) * k_steps
+        shared = shared_places(places, teams, k_steps) if s.stream_k else 0
+        cut = cut_places(places, teams, s.tail)
+        strips = _ceil(cut * s.tail, teams)  # one after another, each about as long as its part of a tile
+        steps = _ceil(shared * k_steps + strips * k_steps * teams // s.tail, teams) + _ceil(places - shared - cut, teams) * k_steps
     cluster = s.split_k if clustered_split(s) else s.cluster
     sms = gemm_stream.cluster_sms(cluster, target)
     waves = _ceil(blocks, sms * s.min_blocks)
@@ -157,7 +160,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
     split, ends = 0.0, grid.waves
-    if s.stream_k:
+    if persistent(s):
         ends = _ceil(m_tiles * n_tiles, grid_blocks(s, target))
         if shared:  # a block writes one part, then whoever is last reads the others: as many as blocks come to a shared tile
             split = SHARED_US + sums * grid.resident * (1 + max(1.0, grid_blocks(s, target) / (shared * m_tiles * n_tiles)))

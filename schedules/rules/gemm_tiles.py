@@ -13,6 +13,7 @@ from itertools import product, zip_longest
 from ..schedule import Schedule
 from ..target import Target
 from ..workload import Workload
+from .gemm_waves import cut_places
 
 Legal = Callable[[Workload, Schedule, Target], list[str]]
 
@@ -31,6 +32,7 @@ SHALLOWER, SHALLOWER_M = 4, range(17, 65)  # stages that are tried too for so ma
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
+TAILS, TAIL_WAVES = (2, 4), 8  # strips of the tiles of a last wave, where there are not many whole ones before it
 NARROW = 64  # rows of W of the narrowest tile
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
@@ -44,13 +46,22 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
         grids = [replace(base, split_k=split) for split in _splits(workload, base, target)]
         if program == "gemm_wgmma" and workload.m > BLOCK_M[program][0]:
             grids.insert(1, replace(base, stream_k=True))
+        if program == "gemm_wgmma" and workload.m >= MANY_ROWS:
+            grids += [replace(base, tail=tail) for tail in TAILS]
         group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks), [])
         for grid, raster, cluster in product(grids, RASTERS, (1, 2)):
             schedule = replace(grid, raster=raster, cluster=cluster)
             wanted = workload.m >= (RASTER_M if raster else 0) and workload.m >= (MANY_ROWS if cluster > 1 else 0)
-            if wanted and not legal(workload, schedule, target):
+            if wanted and not legal(workload, schedule, target) and (schedule.tail == 1 or _cuts(workload, schedule, target)):
                 group.append(schedule)
     return in_turn(shapes.values())
+
+
+def _cuts(workload: Workload, schedule: Schedule, target: Target) -> bool:
+    """Whether the last wave is one of strips, not of whole tiles all the same, and a good part of the time."""
+    tiles = -(-workload.n // schedule.block_n) * -(-workload.m // schedule.block_m)
+    places, teams = tiles // schedule.cluster, target.units * schedule.min_blocks // schedule.cluster
+    return places < TAIL_WAVES * teams and cut_places(places, teams, schedule.tail) > 0
 
 
 def in_turn(lists: Iterable[list[Schedule]]) -> list[Schedule]:

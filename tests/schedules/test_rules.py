@@ -125,6 +125,11 @@ ILLEGAL = [
         "stream_k goes with program gemm_wgmma and split_k 2; accepted: gemm_wgmma and split_k 1",
     ),
     (replace(MMA, stream_k=True), A100, W4, "stream_k goes with program gemm_mma"),
+    (replace(WGMMA, tail=3), H200, W4, "tail is 3; accepted: 1, and by gemm_wgmma without stream_k and split_k 2, 4"),
+    (replace(WGMMA, stream_k=True, tail=2), H200, W4, "tail is 2; accepted: 1"),
+    (replace(WGMMA, split_k=2, tail=2), H200, W4, "tail is 2; accepted: 1"),
+    (replace(MMA, tail=2), A100, W4, "tail is 2; accepted: 1"),
+    (replace(WGMMA, block_m=32, tail=4), H200, W4, "block_m is 32 and tail 4; accepted: strips of 16"),
     (
         replace(WGMMA, block_n=256, block_m=16, num_stages=4, split_k=2),
         H200,

@@ -107,7 +107,8 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
         return TICKETS + 2 * grid_blocks(s, target) * tile
     if s.program == "gemm_cpu" or s.split_k == 1 or clustered_split(s):
         return 0
-    tiles = -(-workload.m // s.block_m) * (-(-workload.n // SLAB_N) * SLAB_N // s.block_n)
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
+    tiles = -(-workload.m // s.block_m) * -(-n_pad // s.block_n)
     return TICKETS + tiles * s.split_k * tile
 
 
@@ -218,8 +219,11 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, targe
             f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows)."
         )
     n_pad = -(-workload.n // SLAB_N) * SLAB_N
-    if n_pad % (s.block_n * s.cluster):
-        reasons.append(f"block_n is {s.block_n} and cluster {s.cluster}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
+    whole = s.block_n if rule.b_fragment else 1  # TMA fills what a tile of gemm_wgmma has beyond the last row with zeros
+    if n_pad % whole:
+        reasons.append(f"block_n is {s.block_n}; accepted by {rule.program} for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if -(-n_pad // s.block_n) % s.cluster:
+        reasons.append(f"cluster is {s.cluster}; accepted for {-(-n_pad // s.block_n)} tiles of {s.block_n} rows: divisors of that.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
     if s.block_k % packed_k == 0 and k_pad % s.block_k:

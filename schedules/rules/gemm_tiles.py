@@ -34,6 +34,7 @@ FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no f
 GAIN = 0.05  # and a further split must fill so much more
 TAILS, TAIL_WAVES = (2, 4), 8  # strips of the tiles of a last wave, where there are not many whole ones before it
 NARROW = 64  # rows of W of the narrowest tile
+WASTED = 16  # a last tile may lack this part of n: 10240 x 8192, m = 256, is a wave of 108 tiles of 192 x 128
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
 RASTERS = (0, 4, 8)
@@ -74,7 +75,9 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
     n_pad = -(-workload.n // NARROW) * NARROW
     sizes = product(_block_ms(program, workload.m), MIN_BLOCKS)
     for (block_m, min_blocks), (block_n, num_warps) in product(sizes, TILES[program]):
-        odd = n_pad % TILES[program][0][0] != 0  # only the narrowest tile divides it
+        odd = n_pad % TILES[program][0][0] != 0  # the narrowest tile wastes nothing
+        if (-n_pad % block_n) * WASTED > n_pad:
+            continue
         if not odd and (num_warps * min_blocks < FEWEST_WARPS or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
         left = BLOCK_KS[program]

@@ -22,7 +22,7 @@ from tilebit.autotune.problem import Problem, exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.rules.gemm import SLAB_N, TICKETS, legal
+from tilebit.schedules.rules.gemm import TICKETS, legal
 from tilebit.schedules.rules.gemm_waves import cut_places, shared_places
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
@@ -88,6 +88,11 @@ PERSISTENT = (
     (Workload(150, 384, 1150, QuantFormat(8, PER_CHANNEL, False), bias=True), Schedule("gemm_wgmma", 64, 64, 32, 4, 4, cluster=2, tail=4)),
     (Workload(300, 256, 128, QuantFormat(4, 32, False)), Schedule("gemm_wgmma", 128, 128, 64, 2, 8, raster=2, cluster=2, tail=2)),
     (Workload(30, 256, 64, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)),
+    # the last tile has a slab less than others, and warpgroups without any; shared tiles among them
+    (Workload(20, 250, 256, QuantFormat(4, 128, False), bias=True), Schedule("gemm_wgmma", 192, 16, 128, 2, 12)),
+    (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
+    (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
+    (Workload(100, 250, 256, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
     # a warpgroup with three slabs, with four
     (Workload(20, 190, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4)),
     (Workload(40, 500, 128, QuantFormat(4, 64, True), bias=True), Schedule("gemm_wgmma", 256, 32, 64, 2, 4)),
@@ -176,7 +181,7 @@ def test_persistent_cases_have_waves_and_shares():
     for workload, schedule in PERSISTENT:
         assert legal(workload, schedule, HOPPER) == []
         teams = HOPPER.units // schedule.cluster
-        places = -(-workload.n // SLAB_N) * SLAB_N // (schedule.block_n * schedule.cluster) * -(-workload.m // schedule.block_m)
+        places = -(-workload.n // (schedule.block_n * schedule.cluster)) * -(-workload.m // schedule.block_m)
         if schedule.stream_k:
             shared = shared_places(places, teams, -(-workload.k // schedule.block_k))
             rest = places - shared

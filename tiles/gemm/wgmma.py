@@ -70,7 +70,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     consumers, splits = schedule.num_warps * 32, schedule.split_k
     clustered = rules.clustered_split(schedule)
     shared = schedule.stream_k or (splits > 1 and not clustered)  # through a workspace
-    order = f"tilebit::Order<{p.n_pad // bn}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}, {tail}>"
+    order = f"tilebit::Order<{-(-p.n_pad // bn)}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}, {tail}>"
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
     columns, overlapped = p.staged_columns, p.records % 2 == 0
     parts = 2 if overlapped else 1  # of a step, each of which has registers of its own for the weights, and is loaded by itself
@@ -90,7 +90,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
     Bias = T.Tensor((p.n,), dtype) if workload.bias else None
     Workspace = T.Tensor((words,), "int32") if shared else None
-    tiles = p.n_pad // bn * T.ceildiv(m, bm)
+    tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * splits
 
     def run(kind, block):

@@ -9,10 +9,10 @@ what the paper leaves out: units that idle in the last wave, the pipeline's fill
 Mt is not cut to M, because a tile's rows past the end are multiplied too. The paper's overlap is the maximum; on GPUs neither hides the
 other wholly, and the root of the sum of squares is nearer to what was measured.
 
-Constants that say "fitted" are least squares over measurements on an H200, rounded: those of gemm_wgmma over the 652 of the shipped
-records, within each workload first and the fastest most (choices by the model alone: 1.026 times the best of a workload in the mean, 1.23
-at worst); those of the small-m programs over 900 others, counted as 6 % faster, which a later change to their copies brought. The others
-are counted or known."""
+Constants that say "fitted" are least squares over measurements on an H200 (4-bit, groups of 128, fp16; m = 1 to 4096), rounded. Those of
+gemm_wgmma are of its 652 shipped records, differences within a workload and fast schedules weighing most (choices by the model alone:
+1.026 times the best of a workload in the mean, 1.23 at worst). Those of the small-m programs are of about 1,500 earlier measurements of
+both, these programs counted as 6 % faster, which a later change to their copies brought. The others are counted or known."""
 
 from __future__ import annotations
 
@@ -91,14 +91,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of them at once, of ``steps`` stages each,
-    and the ``utilization`` that leaves."""
+    """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of them at once, of ``steps`` stages and
+    ``ends`` of tiles each, and the ``utilization`` that leaves; ``shared`` is the part of the tiles that its blocks share (stream_k)."""
 
     waves: int
     blocks: int
     resident: int
     steps: int
+    ends: int
     utilization: float
+    shared: float
 
 
 def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
@@ -109,23 +111,19 @@ def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate
 
 
 def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
-    blocks, steps = tiles * s.split_k, _ceil(k_steps, s.split_k)
+    blocks, steps, ends, shared = tiles * s.split_k, _ceil(k_steps, s.split_k), 1, 0
+    places = _ceil(tiles, s.cluster)
     if s.stream_k:
         blocks = grid_blocks(s, target)
-        places, teams = _ceil(tiles, s.cluster), blocks // s.cluster
+        ends, teams = _ceil(tiles, blocks), blocks // s.cluster
         shared = shared_places(places, teams, k_steps)
         steps = _ceil(shared * k_steps, teams) + _ceil(places - shared, teams) * k_steps
     cluster = s.split_k if clustered_split(s) else s.cluster
     sms = gemm_stream.cluster_sms(cluster, target)
     waves = _ceil(blocks, sms * s.min_blocks)
     busiest = (waves - 1) * s.min_blocks + _ceil(blocks - (waves - 1) * sms * s.min_blocks, sms)
-    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, tiles * k_steps / (busiest * steps * target.units))
-
-
-def _shared(tiles: int, k_steps: int, s: Schedule, target: Target) -> float:
-    """The part of the tiles that blocks of a stream_k grid share."""
-    places = _ceil(tiles, s.cluster)
-    return shared_places(places, grid_blocks(s, target) // s.cluster, k_steps) / places if s.stream_k else 0.0
+    utilization = tiles * k_steps / (busiest * steps * target.units)
+    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, utilization, shared / places)
 
 
 def _flow(in_flight: float) -> float:
@@ -140,14 +138,12 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     n, k, sms, clock = n_tiles * s.block_n, k_steps * s.block_k, target.units, target.dequant_gops / target.units / LANES
     grid = _grid(m_tiles * n_tiles, k_steps, s, target)
 
-    shared = _shared(m_tiles * n_tiles, k_steps, s, target)
-
     stage = stage_bytes(w.format, s)
     copied = stage - s.block_m * s.block_k * 2 * (1 - 1 / s.cluster)  # what a stage takes from the last cache
     cached = grid.blocks * grid.steps * sms * copied
     x = m_tiles * s.block_m * k * 2
     # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from memory every time.
-    far = cached * shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
+    far = cached * grid.shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
     memory = (_weight_bytes(w, n, k) + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
@@ -156,16 +152,14 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.steps / grid.resident
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
-    split, ends = 0.0, grid.waves
-    if s.stream_k:
-        ends = _ceil(m_tiles * n_tiles, grid_blocks(s, target))
-        if shared:  # a block writes one part, then whoever is last reads the others: as many as blocks come to a shared tile
-            split = SHARED_US + sums * grid.resident * (1 + max(1.0, grid_blocks(s, target) / (shared * m_tiles * n_tiles)))
+    split = 0.0
+    if grid.shared:  # a block writes one part, then whoever is last reads the others: as many as blocks come to a shared tile
+        split = SHARED_US + sums * grid.resident * (1 + max(1.0, grid_blocks(s, target) / (grid.shared * m_tiles * n_tiles)))
     elif clustered_split(s):
         split = sums * grid.blocks / s.split_k
     elif s.split_k > 1:
         split = SPLIT_US + sums * (grid.blocks + s.split_k / 2)  # all write at once, the last one reads alone and faster
-    return _total(target, m_tiles, load, dequant, mma, FILL_US * grid.waves + END_US * ends, split, LAUNCH_US, grid)
+    return _total(target, m_tiles, load, dequant, mma, (FILL_US + END_US * grid.ends) * grid.waves, split, LAUNCH_US, grid)
 
 
 def _stream(w: Workload, s: Schedule, target: Target) -> Estimate:
@@ -211,7 +205,7 @@ def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
     dequant = passes * CPU_DEQUANT_OPS[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
     mma = 2.0 * passes * s.block_m * n * k / (target.mma_tflops * 1e6) / share
     mma *= max(1.0, CPU_CHAINS / (2 * s.block_m * s.split_k))  # a task's tile is two vectors wide or more
-    grid = _Grid(waves, waves, 1, 1, utilization)
+    grid = _Grid(waves, waves, 1, 1, 1, utilization, 0.0)
     return _total(target, passes, load, dequant, mma, 0.0, 0.0, CPU_FORK_US if threads > 1 else 0.5, grid)
 
 

@@ -164,12 +164,12 @@ def test_small_m_schedules_in_the_measured_order(n, k, m, faster, slower):
 
 
 FASTER_TILES = (  # (n, k, m, faster, slower): two schedules of gemm_wgmma that were measured, at least 15 % apart
-    # parts of a cluster, added up in its shared memory, against parts that four blocks leave in the workspace
+    # parts of a cluster, added up in its shared memory, against parts that two to four blocks leave in the workspace
     (4096, 4096, 256, {"block_m": 128, "num_stages": 5, "split_k": 2}, {"stream_k": True}),
     (4096, 14336, 512, {"split_k": 2}, {"stream_k": True}),
+    (8192, 28672, 256, {"split_k": 2}, {"stream_k": True, "cluster": 2}),
     # whole waves in step against shares at many k, where x does not fit the last cache
     (8192, 28672, 1024, {"cluster": 2, "raster": 4}, {"stream_k": True}),
-    (8192, 28672, 256, {"split_k": 2}, {"stream_k": True, "cluster": 2}),
     # and shares where two thirds of a last wave would idle
     (57344, 8192, 256, {"stream_k": True, "cluster": 2}, {"block_n": 256, "block_m": 128, "num_stages": 4}),
 )  # fmt: skip

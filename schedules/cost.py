@@ -21,7 +21,8 @@ from math import hypot
 
 from ..layouts.formats import PER_CHANNEL
 from .rules import gemm_stream
-from .rules.gemm import PACKED_K, clustered_split, grid_blocks, shared_places, stage_bytes
+from .rules.gemm import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes
+from .rules.gemm_waves import cut_places, shared_places
 from .schedule import Schedule
 from .target import Target
 from .workload import Workload
@@ -92,13 +93,15 @@ class Estimate:
 @dataclass(frozen=True, slots=True)
 class _Grid:
     """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of them at once, of ``steps`` stages and
-    ``ends`` of tiles each, and the ``utilization`` that leaves; ``shared`` is the part of the tiles that its blocks share (stream_k)."""
+    ``ends`` of tiles each, and the ``utilization`` that leaves; ``shared`` is the part of the tiles that its blocks share (stream_k).
+    ``decoded`` counts stages of strips as whole ones: their weights are."""
 
     waves: int
     blocks: int
     resident: int
     steps: int
     ends: int
+    decoded: int
     utilization: float
     shared: float
 
@@ -112,18 +115,21 @@ def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate
 
 def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
     blocks, steps, ends, shared = tiles * s.split_k, _ceil(k_steps, s.split_k), 1, 0
-    places = _ceil(tiles, s.cluster)
-    if s.stream_k:
+    places, decoded = _ceil(tiles, s.cluster), steps
+    if persistent(s):
         blocks = grid_blocks(s, target)
         ends, teams = _ceil(tiles, blocks), blocks // s.cluster
-        shared = shared_places(places, teams, k_steps)
-        steps = _ceil(shared * k_steps, teams) + _ceil(places - shared, teams) * k_steps
+        shared = shared_places(places, teams, k_steps) if s.stream_k else 0
+        cut = cut_places(places, teams, s.tail)
+        strips = _ceil(cut * s.tail, teams) * k_steps
+        whole = _ceil(shared * k_steps, teams) + _ceil(places - shared - cut, teams) * k_steps
+        steps, decoded = whole + _ceil(strips, s.tail), whole + strips
     cluster = s.split_k if clustered_split(s) else s.cluster
     sms = gemm_stream.cluster_sms(cluster, target)
     waves = _ceil(blocks, sms * s.min_blocks)
     busiest = (waves - 1) * s.min_blocks + _ceil(blocks - (waves - 1) * sms * s.min_blocks, sms)
     utilization = tiles * k_steps / (busiest * steps * target.units)
-    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, utilization, shared / places)
+    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, decoded, utilization, shared / places)
 
 
 def _flow(in_flight: float) -> float:
@@ -148,8 +154,9 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
     dequant = DEQUANT_OPS[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
+    dequant *= grid.decoded / grid.steps
     mma = 2.0 * s.block_m * m_tiles * n * k / (target.mma_tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
-    mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.steps / grid.resident
+    mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
     split = 0.0
@@ -205,7 +212,7 @@ def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
     dequant = passes * CPU_DEQUANT_OPS[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
     mma = 2.0 * passes * s.block_m * n * k / (target.mma_tflops * 1e6) / share
     mma *= max(1.0, CPU_CHAINS / (2 * s.block_m * s.split_k))  # a task's tile is two vectors wide or more
-    grid = _Grid(waves, waves, 1, 1, 1, utilization, 0.0)
+    grid = _Grid(waves, waves, 1, 1, 1, 1, utilization, 0.0)
     return _total(target, passes, load, dequant, mma, 0.0, 0.0, CPU_FORK_US if threads > 1 else 0.5, grid)
 
 

@@ -15,8 +15,8 @@ class Schedule:
     ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on one
     SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order), ``stream_k`` whether blocks take equal shares of
     all tiles' steps, across tile borders, instead of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which
-    one of them loads for all. What a field means on a device, and which values are legal there, is said by the program's rule in
-    ``schedules/rules``.
+    one of them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are cut into (1: they are whole).
+    What a field means on a device, and which values are legal there, is said by the program's rule in ``schedules/rules``.
     """
 
     program: str
@@ -30,6 +30,7 @@ class Schedule:
     raster: int = 0
     stream_k: bool = False
     cluster: int = 1
+    tail: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

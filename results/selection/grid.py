@@ -17,12 +17,13 @@ from tilebit.schedules.workload import Workload
 PLACES = 200  # schedules that are measured of a workload: some fifteen times as many as the tuner tries
 WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower would take most of the time
 RASTERS = (0, 2, 4, 8, 16, 32)  # 1 is plain order too
-SHARES = ((False, 1), (False, 2), (True, 1), (True, 2))  # stream_k and cluster of tiles that no split shares
+# (stream_k, cluster, tail) of tiles that no split shares
+SHARES = tuple((stream_k, cluster, tail) for stream_k, tail in ((False, 1), (False, 2), (False, 4), (True, 1)) for cluster in (1, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """The values of a program's fields that its rule can accept at all; ``shares`` are (split_k, stream_k, cluster)."""
+    """The values of a program's fields that its rule can accept at all; ``shares`` are (split_k, stream_k, cluster, tail)."""
 
     block_n: Sequence[int]
     block_m: Sequence[int]
@@ -31,7 +32,7 @@ class _Axes:
     num_stages: Sequence[int]
     min_blocks: Sequence[int]
     rasters: Sequence[int]
-    shares: Sequence[tuple[int, bool, int]]
+    shares: Sequence[tuple[int, bool, int, int]]
 
 
 def full_grid(workload: Workload, target: Target) -> list[Schedule]:
@@ -79,8 +80,8 @@ def _legal_of(program: str, workload: Workload, target: Target) -> Iterator[Sche
             if gemm.legal(workload, base, target):
                 continue
             rasters = axes.rasters if block_m < workload.m else axes.rasters[:1]
-            for (split_k, stream_k, cluster), raster in product(axes.shares, rasters):
-                schedule = replace(base, split_k=split_k, stream_k=stream_k, cluster=cluster, raster=raster)
+            for (split_k, stream_k, cluster, tail), raster in product(axes.shares, rasters):
+                schedule = replace(base, split_k=split_k, stream_k=stream_k, cluster=cluster, tail=tail, raster=raster)
                 if not gemm.legal(workload, schedule, target):
                     yield schedule
 
@@ -96,7 +97,7 @@ def _axes(program: str, target: Target) -> _Axes:
             num_stages=(1,),
             min_blocks=(1,),
             rasters=(0,),
-            shares=[(split_k, False, 1) for split_k in (1, 2, 4)],
+            shares=[(split_k, False, 1, 1) for split_k in (1, 2, 4)],
         )
     if program in gemm_stream.ARCHES:
         return _Axes(
@@ -107,7 +108,7 @@ def _axes(program: str, target: Target) -> _Axes:
             num_stages=range(gemm_stream.STAGES[0], gemm_stream.STAGES[1] + 1),
             min_blocks=range(1, gemm_stream.MAX_MIN_BLOCKS + 1),
             rasters=(0,),
-            shares=[(split_k, False, 1) for split_k in range(1, gemm_stream.MAX_SPLIT_K + 1)],
+            shares=[(split_k, False, 1, 1) for split_k in range(1, gemm_stream.MAX_SPLIT_K + 1)],
         )
     rule = gemm.CUDA_RULES[program]
     return _Axes(
@@ -118,5 +119,5 @@ def _axes(program: str, target: Target) -> _Axes:
         num_stages=range(rule.stages[0], rule.stages[1] + 1),
         min_blocks=range(1, gemm.MAX_MIN_BLOCKS + 1),
         rasters=RASTERS,
-        shares=[*((1, *share) for share in SHARES), *((split_k, False, 1) for split_k in range(2, gemm.MAX_SPLIT_K + 1))],
+        shares=[*((1, *share) for share in SHARES), *((split_k, False, 1, 1) for split_k in range(2, gemm.MAX_SPLIT_K + 1))],
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tilebit.layouts.formats import PER_CHANNEL
 from tilebit.schedules.cost import KNEE_BYTES
 from tilebit.schedules.rules import gemm_stream
+from tilebit.schedules.rules.gemm import persistent
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.schedules.workload import Workload
@@ -51,8 +52,8 @@ def blocks_per_sm(registers: int, smem: int, threads: int, target: Target) -> in
 
 
 def grid_blocks(workload: Workload, schedule: Schedule, places: int) -> int:
-    """Blocks of the launch; ``places`` is what the device holds at once, which stream-k launches."""
-    if schedule.stream_k:
+    """Blocks of the launch; ``places`` is what the device holds at once, which a persistent grid is."""
+    if persistent(schedule):
         return places
     tiles = -(-workload.n // schedule.block_n) * -(-max(workload.m, 1) // schedule.block_m)
     return tiles * schedule.split_k

@@ -14,7 +14,7 @@ from .limits import latency_us
 
 KIB = 1024
 SHOWN = ("program", "block_n", "block_m", "block_k", "num_stages", "num_warps")
-SHORT = {"split_k": "k{}", "min_blocks": "b{}", "raster": "r{}", "stream_k": "stream-k"}
+SHORT = {"split_k": "k{}", "min_blocks": "b{}", "raster": "r{}", "stream_k": "stream-k", "tail": "tail {}"}
 COLUMNS = (
     "m", "schedule", "from", "regs", "spills", "smem KiB", "blocks / SM", "KiB in flight",
     "instr / KiB", "bits", "arith", "mma", "shared", "global", "other", "issue", "bit pipe", "tensor", "conflicts",

@@ -27,13 +27,13 @@ MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
+TAILS = (1, 2, 4)
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 MAX_CANDIDATES = 120
 
 # A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
 TICKETS = 16384
-SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
         return TICKETS + 2 * grid_blocks(s, target) * tile
     if s.program == "gemm_cpu" or s.split_k == 1 or clustered_split(s):
         return 0
-    tiles = -(-workload.m // s.block_m) * (-(-workload.n // SLAB_N) * SLAB_N // s.block_n)
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
+    tiles = -(-workload.m // s.block_m) * -(-n_pad // s.block_n)
     return TICKETS + tiles * s.split_k * tile
 
 
@@ -128,18 +129,14 @@ def clustered_split(schedule: Schedule) -> bool:
     return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == _WGMMA.program and schedule.split_k == 2))
 
 
+def persistent(schedule: Schedule) -> bool:
+    """Whether the grid is as many blocks as the device holds at once, which take one tile after another."""
+    return schedule.stream_k or schedule.tail > 1
+
+
 def grid_blocks(schedule: Schedule, target: Target) -> int:
     """Blocks of a persistent grid: as many as the device holds at once, in whole clusters."""
     return target.units * schedule.min_blocks // schedule.cluster * schedule.cluster
-
-
-def shared_places(places: int, teams: int, steps: int) -> int:
-    """How many of the tiles (with ``cluster`` 2, of the pairs of tiles) of ``steps`` steps each a stream_k grid of so many blocks (pairs of
-    blocks) shares; the others are dealt out whole. 0 where the last wave is nearly full: what sharing it saves, adding up costs."""
-    rest = places % teams
-    if rest == 0 or (teams - rest) * steps <= SHARING_STEPS * teams:
-        return 0
-    return min(places, rest + teams)
 
 
 def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:
@@ -201,12 +198,16 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, targe
             reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
     if s.stream_k and (rule.b_fragment or s.split_k > 1):
         reasons.append(f"stream_k goes with program {s.program} and split_k {s.split_k}; accepted: gemm_wgmma and split_k 1.")
+    if s.tail not in (TAILS if rule.program == "gemm_wgmma" and not s.stream_k and s.split_k == 1 else (1,)):
+        reasons.append(f"tail is {s.tail}; accepted: 1, and by gemm_wgmma without stream_k and split_k {', '.join(map(str, TAILS[1:]))}.")
     if s.split_k > 1 and s.cluster > 1:
         reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
     if s.cluster not in ((1,) if rule.b_fragment else CLUSTERS):
         reasons.append(f"cluster is {s.cluster}; accepted by {rule.program}: {'1' if rule.b_fragment else ', '.join(map(str, CLUSTERS))}.")
     if reasons:
         return reasons
+    if s.block_m // s.tail not in rule.block_m:
+        reasons.append(f"block_m is {s.block_m} and tail {s.tail}; accepted: strips of {', '.join(map(str, rule.block_m))} rows of x.")
     warpgroups = s.num_warps // 4
     if s.block_n // SLAB_N % warpgroups:
         reasons.append(
@@ -218,8 +219,11 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, targe
             f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows)."
         )
     n_pad = -(-workload.n // SLAB_N) * SLAB_N
-    if n_pad % (s.block_n * s.cluster):
-        reasons.append(f"block_n is {s.block_n} and cluster {s.cluster}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
+    whole = s.block_n if rule.b_fragment else 1  # TMA fills what a tile of gemm_wgmma has beyond the last row with zeros
+    if n_pad % whole:
+        reasons.append(f"block_n is {s.block_n}; accepted by {rule.program} for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if -(-n_pad // s.block_n) % s.cluster:
+        reasons.append(f"cluster is {s.cluster}; accepted for {-(-n_pad // s.block_n)} tiles of {s.block_n} rows: divisors of that.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
     if s.block_k % packed_k == 0 and k_pad % s.block_k:

@@ -13,6 +13,7 @@ from itertools import product, zip_longest
 from ..schedule import Schedule
 from ..target import Target
 from ..workload import Workload
+from .gemm_waves import cut_places
 
 Legal = Callable[[Workload, Schedule, Target], list[str]]
 
@@ -31,10 +32,13 @@ SHALLOWER, SHALLOWER_M = 4, range(17, 65)  # stages that are tried too for so ma
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
+TAILS, TAIL_WAVES = (2, 4), 8  # strips of the tiles of a last wave, where there are not many whole ones before it
 NARROW = 64  # rows of W of the narrowest tile
+# A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one of 108 tiles of 192 x 128.
+WASTED, WASTED_WAVES = 16, 1
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
-RASTERS = (0, 4, 8)
+RASTERS, TAIL_RASTERS = (0, 4, 8), (0, 4)
 
 
 def tile_candidates(program: str, workload: Workload, target: Target, legal: Legal) -> list[Schedule]:
@@ -44,13 +48,23 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
         grids = [replace(base, split_k=split) for split in _splits(workload, base, target)]
         if program == "gemm_wgmma" and workload.m > BLOCK_M[program][0]:
             grids.insert(1, replace(base, stream_k=True))
+        if program == "gemm_wgmma" and workload.m >= MANY_ROWS:
+            grids += [replace(base, tail=tail) for tail in _tails(workload, base, target)]
         group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks), [])
         for grid, raster, cluster in product(grids, RASTERS, (1, 2)):
             schedule = replace(grid, raster=raster, cluster=cluster)
             wanted = workload.m >= (RASTER_M if raster else 0) and workload.m >= (MANY_ROWS if cluster > 1 else 0)
-            if wanted and not legal(workload, schedule, target):
+            if wanted and not legal(workload, schedule, target) and (schedule.tail == 1 or raster in TAIL_RASTERS):
                 group.append(schedule)
     return in_turn(shapes.values())
+
+
+def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
+    """The cut into strips that leaves the shortest last wave, if there is one that is a good part of the time."""
+    tiles, places = -(-workload.n // base.block_n) * -(-workload.m // base.block_m), target.units * base.min_blocks
+    waves = {tail: -(-cut_places(tiles, places, tail) * tail // places) / tail for tail in TAILS}
+    found = [tail for tail in TAILS if 0 < waves[tail] < 1]
+    return sorted(found, key=waves.__getitem__)[:1] if tiles < TAIL_WAVES * places else []
 
 
 def in_turn(lists: Iterable[list[Schedule]]) -> list[Schedule]:
@@ -63,7 +77,10 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
     n_pad = -(-workload.n // NARROW) * NARROW
     sizes = product(_block_ms(program, workload.m), MIN_BLOCKS)
     for (block_m, min_blocks), (block_n, num_warps) in product(sizes, TILES[program]):
-        odd = n_pad % TILES[program][0][0] != 0  # only the narrowest tile divides it
+        odd = n_pad % TILES[program][0][0] != 0  # the narrowest tile wastes nothing
+        lacking, tiles = -n_pad % block_n, -(-n_pad // block_n) * -(-workload.m // block_m)
+        if lacking and (lacking * WASTED > n_pad or tiles > WASTED_WAVES * target.units * min_blocks):
+            continue
         if not odd and (num_warps * min_blocks < FEWEST_WARPS or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
         left = BLOCK_KS[program]

@@ -22,7 +22,8 @@ from tilebit.autotune.problem import Problem, exact_problem, random_problem
 from tilebit.autotune.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.rules.gemm import SLAB_N, TICKETS, legal, shared_places
+from tilebit.schedules.rules.gemm import TICKETS, legal
+from tilebit.schedules.rules.gemm_waves import cut_places, shared_places
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
@@ -81,6 +82,17 @@ PERSISTENT = (
     (Workload(150, 128, 128, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4, cluster=2)),  # fewer rows than a box
     (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
     (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
+    # a last wave of strips: some without rows; two rounds of them, without whole tiles before; in pairs of blocks; too many tiles for it
+    (Workload(100, 190, 512, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 32, 64, 3, 4, tail=2)),
+    (Workload(40, 128, 384, QuantFormat(4, 128, True), "bfloat16"), Schedule("gemm_wgmma", 64, 64, 128, 2, 4, tail=4)),
+    (Workload(150, 384, 1150, QuantFormat(8, PER_CHANNEL, False), bias=True), Schedule("gemm_wgmma", 64, 64, 32, 4, 4, cluster=2, tail=4)),
+    (Workload(300, 256, 128, QuantFormat(4, 32, False)), Schedule("gemm_wgmma", 128, 128, 64, 2, 8, raster=2, cluster=2, tail=2)),
+    (Workload(30, 256, 64, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)),
+    # the last tile has a slab less than others, and warpgroups without any; shared tiles among them
+    (Workload(20, 250, 256, QuantFormat(4, 128, False), bias=True), Schedule("gemm_wgmma", 192, 16, 128, 2, 12)),
+    (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
+    (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
+    (Workload(100, 250, 256, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
     # a warpgroup with three slabs, with four
     (Workload(20, 190, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4)),
     (Workload(40, 500, 128, QuantFormat(4, 64, True), bias=True), Schedule("gemm_wgmma", 256, 32, 64, 2, 4)),
@@ -119,7 +131,7 @@ def emulated(case: Case, order: str = "shuffled", seed: int = 0) -> EmulatedGemm
 
 def label(case: Case) -> str:
     w, s = case
-    division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}"
+    division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}-tail{s.tail}"
     return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{division}"
 
 
@@ -165,17 +177,21 @@ def test_the_cases_cover_everything():
 def test_persistent_cases_have_waves_and_shares():
     """Of whole tiles, of parts that begin in the middle of one, and of both; a last wave that is left short: ``Order`` in
     device/order.cuh."""
-    found = set()
+    found, strips = set(), set()
     for workload, schedule in PERSISTENT:
         assert legal(workload, schedule, HOPPER) == []
         teams = HOPPER.units // schedule.cluster
-        places = -(-workload.n // SLAB_N) * SLAB_N // (schedule.block_n * schedule.cluster) * -(-workload.m // schedule.block_m)
+        places = -(-workload.n // (schedule.block_n * schedule.cluster)) * -(-workload.m // schedule.block_m)
         if schedule.stream_k:
             shared = shared_places(places, teams, -(-workload.k // schedule.block_k))
             rest = places - shared
             found.add((shared and shared // teams + 1, -(-rest // teams), rest % teams != 0))
+        if schedule.tail > 1:
+            cut = cut_places(places, teams, schedule.tail)
+            strips.add(((places - cut) // teams, -(-cut * schedule.tail // teams)))
     # waves that are shared in part (0: none), whole waves, whether the last of them is short
     assert found >= {(2, 3, False), (2, 1, False), (1, 0, False), (0, 3, True)}, found
+    assert strips >= {(0, 0), (0, 2), (1, 1), (2, 1), (4, 2)}, strips  # whole waves, rounds of strips after them
 
 
 @cache

@@ -49,6 +49,8 @@ def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
         ((1280, 512, False), Schedule("gemm_wgmma", 64, 16, 2 * k, 4, 4, stream_k=True)),  # at m = 257 on 132 SMs a wave of whole tiles too
         ((512, 1024, True), Schedule("gemm_wgmma", 128, 32, k, 4, 8, min_blocks=2, cluster=2)),
         ((1280, 512, True), Schedule("gemm_wgmma", 64, 16, k, 4, 4, raster=3, stream_k=True, cluster=2)),
+        ((505, 1001, True), Schedule("gemm_wgmma", 128, 64, k, 3, 8, tail=4)),  # of every m so few tiles that all are cut into strips
+        ((1280, 512, False), Schedule("gemm_wgmma", 64, 32, 2 * k, 4, 4, raster=2, cluster=2, tail=2)),  # at m = 257 after a whole wave
         ((320, 1056, True), Schedule("gemm_mma", 64, 16, k, 3, 4)),
         ((512, 1024, False), Schedule("gemm_mma", 128, 32, 64, 3, 8, split_k=2)),
         ((505, 1001, True), Schedule("gemm_mma", 256, 64, k, 2, 16)),
@@ -78,6 +80,7 @@ RACES = [
     ((4096, 14336, 4096), Schedule("gemm_wgmma", 64, 128, 128, 2, 4, min_blocks=2), 500),
     ((4096, 14336, 4096), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, raster=8, stream_k=True, cluster=2), 500),
     ((200, 8192, 4096), Schedule("gemm_wgmma", 128, 64, 64, 4, 8, stream_k=True, cluster=2), 5000),
+    ((512, 28672, 4096), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, cluster=2, tail=2), 2000),
     # and it hung within 20,000 launches while all four producer warps waited on the barriers.
     ((1, 8192, 28672), Schedule("gemm_wgmma", 64, 16, 128, 4, 4, split_k=8, min_blocks=4), 20000),
     ((64, 4096, 4096), Schedule("gemm_wgmma", 128, 64, 128, 4, 8, split_k=2), 5000),

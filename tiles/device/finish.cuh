@@ -155,7 +155,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
                                             int m, int iteration, int block, int thread) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
   const O order = O::kept();
-  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.m_block(block, iteration) * (S::TILE / S::ROWS);
+  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
   constexpr bool ONE = O::SPLIT > 1;
   int first = block, last = block;  // the blocks that hold parts of this tile
   int tile = block / O::SPLIT;

@@ -15,7 +15,7 @@ __device__ __forceinline__ int fresh(int value) {
 
 // Steps that sharing tiles costs a block: handing a part in takes 6,900 cycles at 128 x 256, adding one up 5,000 more than storing a tile that
 // is whole, a step 2,150 (H200); the rest is that blocks end unevenly (28672 x 4096, m = 1024, where sharing saves 6.8 steps: 507,000 cycles
-// without, 519,000 with). rules/gemm.py has the same number.
+// without, 519,000 with). rules/gemm_waves.py has the same number.
 constexpr int SHARING_STEPS = 8;
 
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
@@ -23,10 +23,12 @@ constexpr int SHARING_STEPS = 8;
 // CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP
 // row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first `shared` places, less than two a team,
 // are shared: their steps are cut into equal shares, the first `extra` of them one longer. None is where the last wave is nearly full.
-template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP>
+// With TAIL > 1 none is shared: the last `cut` places, too few for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where
+// that takes fewer than TAIL rounds.
+template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1>
 struct Order {
   static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER;
-  int m_blocks, places, teams, shared, quota, extra;
+  int m_blocks, places, teams, shared, quota, extra, cut;
   Order() = default;
   __device__ __forceinline__ explicit Order(int m) {
     m_blocks = (m + BLOCK_M - 1) / BLOCK_M;
@@ -36,7 +38,8 @@ struct Order {
     const bool nearly = rest == 0 || (teams - rest) * STEPS <= SHARING_STEPS * teams;
     // With a wave more: of shares shorter than a tile, some tiles have two parts that end at the same time, one of which waits for the other
     // (28672 x 4096, H200; m = 256: 0.70 a team 162,500 cycles, 1.70 152,700; m = 512: 0.39 294,000, 1.39 286,000).
-    shared = nearly ? 0 : min(places, rest + teams);
+    shared = TAIL > 1 || nearly ? 0 : min(places, rest + teams);
+    cut = TAIL > 1 && rest * TAIL <= (TAIL - 1) * teams ? rest : 0;
     quota = shared * STEPS / teams, extra = shared * STEPS % teams;
   }
   __device__ __forceinline__ int share(int team) const { return quota + (team < extra); }
@@ -46,11 +49,17 @@ struct Order {
     const int longer = extra * (quota + 1);
     return step < longer ? step / (quota + 1) : extra + (step - longer) / max(quota, 1);
   }
-  // Places that the team has for itself, after its share.
-  __device__ __forceinline__ int whole(int team) const { return (places - shared - team + teams - 1) / teams; }
+  // Places that the team has for itself, after its share; strips of places that are cut, after these.
+  __device__ __forceinline__ int whole(int team) const { return (places - shared - cut - team + teams - 1) / teams; }
+  __device__ __forceinline__ int strips(int team) const { return TAIL > 1 ? (cut * TAIL - team + teams - 1) / teams : 0; }
+  // The strip that iteration i multiplies, counted over all places that are cut; negative: a whole tile.
+  __device__ __forceinline__ int strip(int team, int i) const {
+    const int late = i - whole(team) * STEPS;
+    return TAIL == 1 || late < 0 ? -1 : late / STEPS * teams + team;
+  }
   __device__ __forceinline__ int place(int team, int i) const {
-    const int late = i - share(team);
-    return late < 0 ? (begin(team) + i) / STEPS : shared + late / STEPS * teams + team;
+    const int late = i - share(team), strip = this->strip(team, i);
+    return strip >= 0 ? places - cut + strip / TAIL : late < 0 ? (begin(team) + i) / STEPS : shared + late / STEPS * teams + team;
   }
   // Row tiles of the place's group.
   __device__ __forceinline__ int rows(int place) const { return GROUP == 1 ? 1 : min(GROUP, m_blocks - place / (N_PLACES * GROUP) * GROUP); }
@@ -60,8 +69,10 @@ struct Order {
   __device__ __forceinline__ static int iterations(int m, int block) {
     if constexpr (SPLITS > 1) return (block % SPLITS + 1) * STEPS / SPLITS - split_begin(block);
     const Order o(m);
-    return o.share(block / CLUSTER) + o.whole(block / CLUSTER) * STEPS;
+    return o.share(block / CLUSTER) + (o.whole(block / CLUSTER) + o.strips(block / CLUSTER)) * STEPS;
   }
+  // The first of them that multiplies a strip.
+  __device__ __forceinline__ static int first_strip(int m, int block) { return Order(m).whole(block / CLUSTER) * STEPS; }
   __device__ __forceinline__ static int step(int m, int block, int i) {
     if constexpr (SPLITS > 1) return split_begin(block) + i;
     const Order o(m);
@@ -70,6 +81,7 @@ struct Order {
   }
   __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
   __device__ __forceinline__ static int m_block(int m, int block, int i) { return Order(m).m_block(block, i); }
+  __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
     return (height == GROUP ? inside / GROUP : inside / height) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
@@ -77,6 +89,10 @@ struct Order {
   __device__ __forceinline__ int m_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
     return where / (N_PLACES * GROUP) * GROUP + (height == GROUP ? inside % GROUP : inside % height);
+  }
+  // Of x and y.
+  __device__ __forceinline__ int first_row(int block, int i) const {
+    return m_block(block, i) * BLOCK_M + (TAIL == 1 ? 0 : max(0, strip(block / CLUSTER, i)) % TAIL * (BLOCK_M / TAIL));
   }
 
   // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call `keep` while the first stages are on their
@@ -90,12 +106,13 @@ struct Order {
     __shared__ Order order;
     return order;
   }
-  // Pieces of tiles that a block multiplies one after another, and the iterations of one of them.
+  // Pieces of tiles that a block multiplies one after another, and the iterations of one of them; strips come after them.
   __device__ __forceinline__ static int pieces(int m, int block) {
     if constexpr (SPLITS > 1) return 1;
     const Order o = kept();
     return o.shared_pieces(block / CLUSTER) + o.whole(block / CLUSTER);
   }
+  __device__ __forceinline__ static int strips(int m, int block) { return kept().strips(block / CLUSTER); }
   __device__ __forceinline__ static int length(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block);
     const Order o = kept();

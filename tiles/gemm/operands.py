@@ -126,11 +126,11 @@ class Operands:
         blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
         return STAGED_COLUMNS if self.schedule.block_m // blocks >= STAGED_COLUMNS else 16
 
-    def store_type(self) -> str:
-        """``tilebit::Store`` with its template arguments (``device/finish.cuh``)."""
+    def store_type(self, rows: int) -> str:
+        """``tilebit::Store`` with its template arguments (``device/finish.cuh``), of a tile of so many rows of x."""
         s, w = self.schedule, self.workload
         arguments = (
-            TYPES[w.dtype], self.n, self.slabs, s.block_n, s.block_m, self.staged_columns, s.num_warps * 32, BARRIER,
+            TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, min(self.staged_columns, rows), s.num_warps * 32, BARRIER,
             _cpp(not self.grouped), _cpp(w.bias),
         )  # fmt: skip
         return f"tilebit::Store<{', '.join(map(str, arguments))}>"

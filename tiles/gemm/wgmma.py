@@ -19,7 +19,8 @@ blocks as the device holds at once, and the next tile is loaded while one is sto
 (28672 x 4096, m = 4096: 2,185,000 cycles, so 2,107,000, H200); where a last wave would idle for longer than summing takes, it and one
 more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023). A tile that several blocks share is summed in the
 order of k. Shares cost more where neither x nor W stays in the L2 cache: blocks that share are not at the same k any more (8192 x 28672,
-m = 1024: 837 us, without 703).
+m = 1024: 837 us, without 703). With ``tail`` the tiles of a last, short wave are dealt out as strips of fewer rows of x instead, which
+repeat the dequantization and need no sums.
 
 What is missing to 100 %, by cycles of a tile of 128 x 256 x 4096 (H200): products 65,500, the loop 69,700, then 2,500 to store it. The loop
 is bound by the tensor cores themselves: a warp that issues a wgmma with weights in registers is held until the one before is nearly done
@@ -65,20 +66,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     p = Operands(workload, schedule)
     bn, bm, bk, dtype = schedule.block_n, schedule.block_m, schedule.block_k, workload.dtype
-    stages, cluster = schedule.num_stages, schedule.cluster
+    stages, cluster, tail = schedule.num_stages, schedule.cluster, schedule.tail
     consumers, splits = schedule.num_warps * 32, schedule.split_k
     clustered = rules.clustered_split(schedule)
     shared = schedule.stream_k or (splits > 1 and not clustered)  # through a workspace
-    order = f"tilebit::Order<{p.n_pad // bn}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}>"
+    order = f"tilebit::Order<{-(-p.n_pad // bn)}, {bm}, {p.steps}, {splits}, {cluster}, {max(1, schedule.raster)}, {tail}>"
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
     columns, overlapped = p.staged_columns, p.records % 2 == 0
     parts = 2 if overlapped else 1  # of a step, each of which has registers of its own for the weights, and is loaded by itself
     lines = p.records // parts * 2  # half records of a slab in a part
     dequantize = [p.dequantize_call(part, parts) for part in range(parts)]
-    finish = f"tilebit::finish_tile<{order}, {p.store_type()}, {consumers}, {BARRIER}, {str(shared).lower()}>"
+    heights = (bm, bm // tail)[: min(tail, 2)]  # rows of x of a whole tile and, where there are any, of a strip
+    finish = [f"tilebit::finish_tile<{order}, {p.store_type(rows)}, {consumers}, {BARRIER}, {str(shared).lower()}>" for rows in heights]
     park = f"tilebit::park_tile<{bn * bm // consumers}, {consumers}, {BARRIER}>"
     release = f"tilebit::release<{cluster}>"
-    finish_split = f"tilebit::finish_split<{order}, {p.store_type()}, {consumers}, {splits}>"
+    finish_split = f"tilebit::finish_split<{order}, {p.store_type(bm)}, {consumers}, {splits}>"
 
     def of(what: str, *where: Any) -> Any:
         """A member of ``tilebit::Order``, which the device computes: as TIR the divisions would be written out at every use."""
@@ -88,8 +90,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
     Bias = T.Tensor((p.n,), dtype) if workload.bias else None
     Workspace = T.Tensor((words,), "int32") if shared else None
-    tiles = p.n_pad // bn * T.ceildiv(m, bm)
-    blocks = rules.grid_blocks(schedule, target) if schedule.stream_k else tiles * splits
+    tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
+    blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * splits
+
+    def run(kind, block):
+        """The iterations of a block that multiply whole tiles, or parts of them; those that multiply strips."""
+        first, end = of("first_strip", m, block) if tail > 1 else None, of("iterations", m, block)
+        return (first, end) if kind else (0, end if first is None else first)
 
     def load_weight(part):
         @T.macro
@@ -105,49 +112,50 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
         return load
 
-    def load_x(part):
+    def load_x(part, height):
         @T.macro
-        def load_rows(x, Xs, full, step, by, stage, first, rows):
+        def load_rows(x, Xs, full, step, top, stage, first, rows):
             k0 = (step * parts + part) * (bk // parts)
             T.tma_copy(
-                x[by * bm + first : by * bm + first + rows, k0 : k0 + bk // parts], Xs[stage, part, first : first + rows, :],
+                x[top + first : top + first + rows, k0 : k0 + bk // parts], Xs[stage, part, first : first + rows, :],
                 barrier=full[stage * parts + part], cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
             )  # fmt: skip
 
         @T.macro
-        def load(x, Xs, full, step, by, stage):
-            if m - by * bm > bm - FEW_ROWS:
-                load_rows(x, Xs, full, step, by, stage, 0, bm)
-            elif bm >= MANY_ROWS:
-                for box in T.unroll(bm // MANY_ROWS):
-                    if m - by * bm > box * MANY_ROWS + MANY_ROWS - FEW_ROWS:
-                        load_rows(x, Xs, full, step, by, stage, box * MANY_ROWS, MANY_ROWS)
+        def load(x, Xs, full, step, top, stage):
+            if m - top > height - FEW_ROWS:
+                load_rows(x, Xs, full, step, top, stage, 0, height)
+            elif height >= MANY_ROWS:
+                for box in T.unroll(height // MANY_ROWS):
+                    if m - top > box * MANY_ROWS + MANY_ROWS - FEW_ROWS:
+                        load_rows(x, Xs, full, step, top, stage, box * MANY_ROWS, MANY_ROWS)
                     else:
                         for few in T.unroll(MANY_ROWS // FEW_ROWS - 1):
-                            if m - by * bm > box * MANY_ROWS + few * FEW_ROWS:
-                                load_rows(x, Xs, full, step, by, stage, box * MANY_ROWS + few * FEW_ROWS, FEW_ROWS)
+                            if m - top > box * MANY_ROWS + few * FEW_ROWS:
+                                load_rows(x, Xs, full, step, top, stage, box * MANY_ROWS + few * FEW_ROWS, FEW_ROWS)
             else:
-                for few in T.unroll(bm // FEW_ROWS):
-                    if m - by * bm > few * FEW_ROWS:
-                        load_rows(x, Xs, full, step, by, stage, few * FEW_ROWS, FEW_ROWS)
+                for few in T.unroll(height // FEW_ROWS):
+                    if m - top > few * FEW_ROWS:
+                        load_rows(x, Xs, full, step, top, stage, few * FEW_ROWS, FEW_ROWS)
 
         return load
 
-    def multiplication(part):
+    def multiplication(part, height):
         @T.macro
         def multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, clear):
             T.call_extern(
                 "handle", dequantize[part], W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
                 T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
             )  # fmt: skip
-            T.wgmma_gemm(W, Xs[stage, part, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=clear)
+            T.wgmma_gemm(W, Xs[stage, part, 0:height, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=clear)
             T.wait_wgmma(parts - 1)  # the other part's product, whose weights are overwritten next
 
         return multiply
 
-    multiply, multiply_rest = multiplication(0), multiplication(parts - 1)
+    multiply, multiply_rest = ([multiplication(part, rows) for rows in heights] for part in (0, parts - 1))
     load_first_weight, load_other_weight = load_weight(0), load_weight(parts - 1)
-    load_first_x, load_other_x = load_x(0), load_x(parts - 1)
+    load_first_x, load_other_x = ([load_x(part, rows) for rows in heights] for part in (0, parts - 1))
+    kinds = tuple(range(len(heights)))
 
     @T.prim_func
     def main(
@@ -172,6 +180,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             W = T.alloc_fragment((bn, bk // parts), dtype)
             W_rest = T.alloc_fragment((bn, bk // parts), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
+            sums = (Y, T.alloc_fragment((bn, bm // tail), "float32"))[: len(kinds)]
             T.import_source(device_source(HEADERS))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
@@ -179,7 +188,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", "tilebit::launch_dependents")
             if thread < PRODUCERS:
                 T.set_max_nreg(producer_registers, 0)
-                step, bx, by = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                step, bx, top = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
                 if thread < 32:  # loads what no earlier kernel writes: need not wait for one
                     for i in T.serial(of("iterations", m, block)):
                         step, bx = of("step", m, block, i), of("n_block", m, block, i)
@@ -192,15 +201,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                             T.barrier_arrive(full[i % stages * parts + 1])
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
-                    for i in T.serial(of("iterations", m, block)):
-                        step, by = of("step", m, block, i), of("m_block", m, block, i)
-                        T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
-                        load_first_x(x, Xs, full, step, by, i % stages)
-                        T.barrier_arrive(full[i % stages * parts])
-                        if overlapped:
-                            T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
-                            load_other_x(x, Xs, full, step, by, i % stages)
-                            T.barrier_arrive(full[i % stages * parts + 1])
+                    for kind in kinds:
+                        for i in T.serial(*run(kind, block)):
+                            step, top = of("step", m, block, i), of("first_row", m, block, i)
+                            T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
+                            load_first_x[kind](x, Xs, full, step, top, i % stages)
+                            T.barrier_arrive(full[i % stages * parts])
+                            if overlapped:
+                                T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
+                                load_other_x[kind](x, Xs, full, step, top, i % stages)
+                                T.barrier_arrive(full[i % stages * parts + 1])
                 if clustered:
                     T.cluster_sync()
                     T.cluster_sync()
@@ -211,34 +221,35 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
                 steps = T.alloc_var("int32")
-                for piece in T.serial(of("pieces", m, block)):
-                    steps = of("length", m, block, piece)
-                    for j in T.serial(steps):
-                        T.mbarrier_wait_parity(full[stage * parts], phase)
-                        multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)
+                for kind in kinds:
+                    for piece in T.serial(of("strips" if kind else "pieces", m, block)):
+                        steps = p.steps if kind else of("length", m, block, piece)
+                        for j in T.serial(steps):
+                            T.mbarrier_wait_parity(full[stage * parts], phase)
+                            multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
+                            if overlapped:
+                                T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)
+                                T.mbarrier_wait_parity(full[stage * parts + 1], phase)
+                                multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)
+                                T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)
+                                last = stage
+                            else:
+                                last = stage
+                                T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)
+                            phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
+                            stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
                         if overlapped:
-                            T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)
-                            T.mbarrier_wait_parity(full[stage * parts + 1], phase)
-                            multiply_rest(W_rest, Xs, Y, Ws, Ss, Zs, thread, stage, False)
-                            T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)
-                            last = stage
+                            T.wait_wgmma(0)
+                            T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, 1)
+                        if clustered:
+                            T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0, 0]), thread - PRODUCERS)
                         else:
-                            last = stage
-                            T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)
-                        phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
-                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                    if overlapped:
-                        T.wait_wgmma(0)
-                        T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, 1)
-                    if clustered:
-                        T.call_extern("handle", park, Y.access_ptr("r"), T.address_of(Xs[0, 0, 0, 0]), thread - PRODUCERS)
-                    else:
-                        T.call_extern(
-                            "handle", finish, Y.access_ptr("r"), T.address_of(staging[0]),
-                            T.address_of(workspace[0]) if shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
-                            T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
-                            m, of("last", m, block, piece), block, thread - PRODUCERS,
-                        )  # fmt: skip
+                            T.call_extern(
+                                "handle", finish[kind], sums[kind].access_ptr("r"), T.address_of(staging[0]),
+                                T.address_of(workspace[0]) if shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
+                                T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
+                                m, of("last", m, block, (of("pieces", m, block) + piece) if kind else piece), block, thread - PRODUCERS,
+                            )  # fmt: skip
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
                     T.cluster_sync()
                     T.call_extern(

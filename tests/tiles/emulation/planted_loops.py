@@ -14,6 +14,8 @@ CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
 SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
 STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
 BOXES = Schedule("gemm_wgmma", 64, 64, 64, 2, 4)  # x comes in several boxes, not all of which hold rows
+STRIPS = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)  # with 5 SMs: a last wave that is cut
+CUT = work(W4, m=100, n=192)
 HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a product is always under way
 BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
@@ -25,13 +27,13 @@ BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
 FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
-RELEASE = "last = stage\n" + " " * 28 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
+RELEASE = "last = stage\n" + " " * 32 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
 RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)\n'
 RELEASE_FIRST = 'T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)\n'
-REST = "multiply_rest(W_rest, Xs, Y, Ws, Ss, Zs, thread, stage, False)\n"
+REST = "multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)\n"
 DRAIN = "T.wait_wgmma(0)\n"
-LAST_RELEASE = DRAIN + " " * 24 + RELEASE_LAST.replace("j)", "1)")
-PRODUCT = "multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, j == 0)\n"
+LAST_RELEASE = DRAIN + " " * 28 + RELEASE_LAST.replace("j)", "1)")
+PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)\n"
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)\n"
 LOAD = "load_first_weight(halves,"
 INDENT = " " * 20
@@ -60,7 +62,7 @@ BUGS = (
     loop("sum starts anew at every step", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, True)")),
     loop(
         "stage released before the product", work(W4), RING,
-        (RELEASE, "pass\n"), (PRODUCT, RELEASE.replace(" " * 28, " " * 24) + " " * 24 + PRODUCT),
+        (RELEASE, "pass\n"), (PRODUCT, RELEASE.replace(" " * 32, " " * 28) + " " * 28 + PRODUCT),
     ),
     loop(
         "stage released before the product, in parts", work(W4, k=512), HALVES,
@@ -72,7 +74,10 @@ BUGS = (
         "last stage of a tile never released", work(W4, m=40, k=512), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True),
         (LAST_RELEASE, DRAIN), sign="nobody can go on",
     ),
-    loop("second part of a step multiplied twice", work(W4, k=512), HALVES, ("multiplication(0)", "multiplication(parts - 1)")),
+    loop(
+        "second part of a step multiplied twice", work(W4, k=512), HALVES,
+        ("for part in (0, parts - 1))\n    load_first_weight", "for part in (parts - 1, parts - 1))\n    load_first_weight"),
+    ),
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
     loop(
         "second part of a stage not waited for", work(W4, k=512), HALVES,
@@ -80,7 +85,7 @@ BUGS = (
     ),
     loop(
         "first part released before the last is dequantized", work(W4, k=512), HALVES,
-        (REST, RELEASE_FIRST + " " * 28 + REST), (REST + " " * 28 + RELEASE_FIRST, REST), sign="",
+        (REST, RELEASE_FIRST + " " * 32 + REST), (REST + " " * 32 + RELEASE_FIRST, REST), sign="",
     ),
     loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[stage * parts], phase)", "pass"), sign=""),
     loop(
@@ -91,10 +96,10 @@ BUGS = (
     loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
     loop(
         "last ring stage skipped", work(W4), Schedule("gemm_wgmma", 64, 16, 64, 3, 4),
-        ("Xs[stage, part, :, :]", "Xs[stage % (stages - 1), part, :, :]"),
+        ("Xs[stage, part, 0:height, :]", "Xs[stage % (stages - 1), part, 0:height, :]"),
     ),
     loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
-    loop("x of the wrong rows", work(W4, m=40), RING, ("x[by * bm + first : by * bm +", "x[first :")),
+    loop("x of the wrong rows", work(W4, m=40), RING, ("x[top + first : top + first + rows", "x[first : first + rows")),
     loop(
         "x of few rows left out", work(W4, m=70), BOXES,
         ("box * MANY_ROWS + few * FEW_ROWS:", "box * MANY_ROWS + few * FEW_ROWS + 8:"),
@@ -110,6 +115,14 @@ BUGS = (
     ),
     loop("shared x released by one block alone", work(W4), PAIR, ("schedule.num_warps * cluster", "schedule.num_warps"), sign=""),
     device("stage released in one block of two", work(W4), PAIR, ("lane < CLUSTER", "lane < 1"), sign="nobody can go on"),
+    # wgmma: strips of tiles
+    device("strip of a tile lost", CUT, STRIPS, ("% TAIL * (BLOCK_M / TAIL)", "% 1 * (BLOCK_M / TAIL)"), sign="NaN"),
+    device("strips of the wrong tile", CUT, STRIPS, ("places - cut + strip / TAIL", "places - cut + strip % TAIL"), sign=""),
+    device("strips of some blocks lost", CUT, STRIPS, ("(cut * TAIL - team + teams - 1)", "(cut * TAIL - team)"), sign="NaN"),
+    loop(
+        "strip's sums stored for the tile before", CUT, STRIPS,
+        ('(of("pieces", m, block) + piece) if kind', "piece if kind"), sign="",
+    ),
     # wgmma: shares of tiles
     loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (MEET + MEET, MEET), (MEET + SUM, SUM)),
     device(

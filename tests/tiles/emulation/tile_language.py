@@ -148,8 +148,8 @@ class TileLanguage:
     def if_then_else(self, condition: bool, then: int, otherwise: int) -> int:
         return then if condition else otherwise
 
-    def serial(self, count: int) -> range:
-        return range(count)
+    def serial(self, *bounds: int) -> range:
+        return range(*bounds)
 
     unroll = serial
 

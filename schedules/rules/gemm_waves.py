@@ -1,0 +1,21 @@
+"""The last wave of a persistent grid of ``gemm_wgmma``: which tiles its blocks share or cut (``Order`` in ``tiles/device/order.cuh``)."""
+
+from __future__ import annotations
+
+SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
+
+
+def shared_places(places: int, teams: int, steps: int) -> int:
+    """How many of the tiles (with ``cluster`` 2, of the pairs of tiles) of ``steps`` steps each a stream_k grid of so many blocks (pairs of
+    blocks) shares; the others are dealt out whole. 0 where the last wave is nearly full: what sharing it saves, adding up costs."""
+    rest = places % teams
+    if rest == 0 or (teams - rest) * steps <= SHARING_STEPS * teams:
+        return 0
+    return min(places, rest + teams)
+
+
+def cut_places(places: int, teams: int, tail: int) -> int:
+    """How many of the last tiles (with ``cluster`` 2, pairs of tiles) a grid of so many blocks (pairs of blocks) cuts into ``tail`` strips
+    each: those of a last wave, where their strips take fewer than ``tail`` rounds."""
+    rest = places % teams
+    return rest if rest * tail <= (tail - 1) * teams else 0

@@ -140,17 +140,18 @@ def check_pipeline(source: str) -> None:
     assert weights.count("tma_load(scales_desc") == 1
     product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
     if parts == 1:
-        check_order(computing, "].wait(", *product, "tilebit::release<")
+        check_order(computing, "await_stage(", *product, "tilebit::release<")
     else:  # a release: of the part before, whose product ends while one is under way
-        check_order(computing, *("].wait(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
+        check_order(computing, *("await_stage(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
     assert computing.count(f"wait_wgmma<{parts - 1}>()") == parts
     assert "x_desc" not in weights and "halves_desc" not in x
-    for role, hands_over, times in (
-        (weights, "].arrive()", parts),
-        (x, "].arrive()", parts),
-        (computing, "tilebit::release<", 2 * parts - 1),
+    for role, waits, hands_over, times in (
+        (weights, "].wait(", "].arrive()", parts),
+        (x, "].wait(", "].arrive()", parts),
+        (computing, "await_stage(", "tilebit::release<", 2 * parts - 1),
     ):
-        assert role.count("].wait(") == parts and role.count(hands_over) == times
+        assert role.count(waits) == parts and role.count(hands_over) == times
+    assert "].wait(" not in computing
 
 
 def check_order(text: str, *steps: str) -> None:

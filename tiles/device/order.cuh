@@ -79,6 +79,12 @@ struct Order {
     const int team = block / CLUSTER, late = i - o.share(team);
     return (late < 0 ? o.begin(team) + i : late) % STEPS;
   }
+  // Iterations that are left of the piece of a tile that iteration i belongs to, with i.
+  __device__ __forceinline__ static int left(int m, int block, int i) {
+    if constexpr (SPLITS > 1) return iterations(m, block) - i;
+    const int share = Order(m).share(block / CLUSTER), tile = STEPS - step(m, block, i);
+    return i < share ? min(tile, share - i) : tile;
+  }
   __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
   __device__ __forceinline__ static int m_block(int m, int block, int i) { return Order(m).m_block(block, i); }
   __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
@@ -134,6 +140,12 @@ struct Order {
     return first == end ? 0 : (end + STEPS - 1) / STEPS - first / STEPS;
   }
 };
+
+// A computing warp needs a stage, which mostly is there. TileLang's wait, like CUTLASS's, sleeps where a first look fails and wakes late
+// (10240 x 8192, m = 256, in tiles of 192 x 128: 115,400 cycles, so 106,900, H200).
+__device__ __forceinline__ void await_stage(void* barrier, int parity) {
+  mbarrier_wait(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), parity);
+}
 
 // A computing warp is done with a stage: one arrival at the stage's barrier in each block of the cluster, whose first block loads for all. The
 // arrival is predicated: around a branch ptxas would wait for every product before it goes on to the next (C7513).

@@ -22,12 +22,12 @@ order of k. Shares cost more where neither x nor W stays in the L2 cache: blocks
 m = 1024: 837 us, without 703). With ``tail`` the tiles of a last, short wave are dealt out as strips of fewer rows of x instead, which
 repeat the dequantization and need no sums.
 
-What is missing to 100 %, by cycles of a tile of 128 x 256 x 4096 (H200): products 65,500, the loop 69,700, then 2,500 to store it. The loop
-is bound by the tensor cores themselves: a warp that issues a wgmma with weights in registers is held until the one before is nearly done
-(600 to 800 of the 1,090 cycles of a part), so nothing queues up, and it is no faster when barriers are asked early and words loaded a part
-ahead (no change), when waiting goes altogether (-4 %, wrong), when warpgroups start half a part to three steps apart, when dequantization
-goes between the products of a part, without the proxy fence, with next to nothing to load. Also in vain: a whole tile staged and stored by
-bulk copies while the next is multiplied (a stage less costs as much), stores by single warps.
+What is missing to 100 %, by cycles of a tile of 128 x 256 x 14336 on every SM (H200): products 229,400, all 238,400; without dequantizing
+237,900, without loading too 236,400. A product needs its 128 cycles even while the same warps dequantize. What had held it up, at 136, were
+the loading warps, which found each step's place anew: their divisions, although on other warps, kept the tensor cores waiting (247,400; so a
+place is found once a tile), and waits that sleep (``await_stage``). In vain: barriers asked early, one arrival a warpgroup, warpgroups that
+start half a part to three steps apart or take turns, products without the proxy fence; a whole tile staged and stored by bulk copies while
+the next is multiplied (a stage less costs as much), stores by single warps.
 
 ``cluster`` blocks work on neighbouring tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
 step's weights are 8 KB and its x 64 KB.
@@ -189,9 +189,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if thread < PRODUCERS:
                 T.set_max_nreg(producer_registers, 0)
                 step, bx, top = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+                left = T.alloc_var("int32", init=0)  # iterations of a piece of a tile; where one begins is found once
                 if thread < 32:  # loads what no earlier kernel writes: need not wait for one
                     for i in T.serial(of("iterations", m, block)):
-                        step, bx = of("step", m, block, i), of("n_block", m, block, i)
+                        if left == 0:
+                            step, bx, left = of("step", m, block, i), of("n_block", m, block, i), of("left", m, block, i)
                         T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
                         load_first_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i % stages)
                         T.barrier_arrive(full[i % stages * parts])
@@ -199,11 +201,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                             T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
                             load_other_weight(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i % stages)
                             T.barrier_arrive(full[i % stages * parts + 1])
+                        step, left = step + 1, left - 1
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     for kind in kinds:
                         for i in T.serial(*run(kind, block)):
-                            step, top = of("step", m, block, i), of("first_row", m, block, i)
+                            if left == 0:
+                                step, top, left = of("step", m, block, i), of("first_row", m, block, i), of("left", m, block, i)
                             T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
                             load_first_x[kind](x, Xs, full, step, top, i % stages)
                             T.barrier_arrive(full[i % stages * parts])
@@ -211,6 +215,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                                 T.mbarrier_wait_parity(empty[i % stages * parts + 1], (i // stages & 1) ^ 1)
                                 load_other_x[kind](x, Xs, full, step, top, i % stages)
                                 T.barrier_arrive(full[i % stages * parts + 1])
+                            step, left = step + 1, left - 1
                 if clustered:
                     T.cluster_sync()
                     T.cluster_sync()
@@ -225,11 +230,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     for piece in T.serial(of("strips" if kind else "pieces", m, block)):
                         steps = p.steps if kind else of("length", m, block, piece)
                         for j in T.serial(steps):
-                            T.mbarrier_wait_parity(full[stage * parts], phase)
+                            T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage * parts]), phase)
                             multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
                             if overlapped:
                                 T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)
-                                T.mbarrier_wait_parity(full[stage * parts + 1], phase)
+                                T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage * parts + 1]), phase)
                                 multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)
                                 T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)
                                 last = stage

@@ -28,6 +28,7 @@ FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
 RELEASE = "last = stage\n" + " " * 32 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
+AWAIT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage * parts]), phase)\n'
 RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)\n'
 RELEASE_FIRST = 'T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)\n'
 REST = "multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)\n"
@@ -81,16 +82,16 @@ BUGS = (
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
     loop(
         "second part of a stage not waited for", work(W4, k=512), HALVES,
-        ("T.mbarrier_wait_parity(full[stage * parts + 1], phase)", "pass"), sign="",
+        ("T.address_of(full[stage * parts + 1]), phase", "T.address_of(full[stage * parts]), phase"), sign="",
     ),
     loop(
         "first part released before the last is dequantized", work(W4, k=512), HALVES,
         (REST, RELEASE_FIRST + " " * 32 + REST), (REST + " " * 32 + RELEASE_FIRST, REST), sign="",
     ),
-    loop("full stage not waited for", work(W4), RING, ("T.mbarrier_wait_parity(full[stage * parts], phase)", "pass"), sign=""),
+    loop("full stage not waited for", work(W4), RING, (AWAIT, "pass\n"), sign=""),
     loop(
         "full stage's parity wrong", work(W4), RING,
-        ("full[stage * parts], phase)", "full[stage * parts], phase ^ 1)"), sign="",
+        ("full[stage * parts]), phase)", "full[stage * parts]), phase ^ 1)"), sign="",
     ),
     loop("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
     loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
@@ -115,6 +116,8 @@ BUGS = (
     ),
     loop("shared x released by one block alone", work(W4), PAIR, ("schedule.num_warps * cluster", "schedule.num_warps"), sign=""),
     device("stage released in one block of two", work(W4), PAIR, ("lane < CLUSTER", "lane < 1"), sign="nobody can go on"),
+    loop("each step loaded like the first of its tile", work(W4), RING, ("step, left = step + 1, left - 1", "left = left - 1")),
+    device("piece of a shared tile as long as a tile", BUSY, STREAM_K, ("min(tile, share - i)", "tile")),
     # wgmma: strips of tiles
     device("strip of a tile lost", CUT, STRIPS, ("% TAIL * (BLOCK_M / TAIL)", "% 1 * (BLOCK_M / TAIL)"), sign="NaN"),
     device("strips of the wrong tile", CUT, STRIPS, ("places - cut + strip / TAIL", "places - cut + strip % TAIL"), sign=""),

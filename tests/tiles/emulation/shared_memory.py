@@ -51,6 +51,11 @@ class SharedMemory:
             self.taken.append(Buffer(shape, dtype, memory.view(STORED[dtype])))
         return self.taken[-1]
 
+    def barrier_at(self, address: int) -> Barrier:
+        """The barrier whose 64 bits are there."""
+        every = (array[i] for array in self.taken if isinstance(array, Barriers) for i in range(len(array.states)))
+        return next(barrier for barrier in every if barrier.address == address)
+
     def check(self) -> None:
         """Raises ``IllegalAccess`` when something beside an allocation was written."""
         for index, gap in enumerate(self._gaps):

@@ -27,6 +27,7 @@ from .shared_memory import BARRIER, Barrier, issue
 from .tile_memory import Buffer, Element, IllegalAccess, RegisterTile, ThreadLocal
 
 WAIT = "tilebit::wait_for_predecessor"
+AWAIT = "tilebit::await_stage"  # what other groups of threads must do first
 CLUSTER_WIDE = "tilebit::stream_gemm<"  # device functions in which the blocks of a cluster meet
 
 
@@ -165,6 +166,9 @@ class TileLanguage:
 
     # ---- what threads do ----
     def call_extern(self, _: str, name: str, *arguments: Any) -> None:
+        if name == AWAIT:
+            (address, _), parity = arguments
+            return self.mbarrier_wait_parity(self.group.block.shared.barrier_at(address), parity)
         assert self.device is not None and self.cluster is not None
         group, cluster = self.group, self.cluster
         group.waited |= name == WAIT

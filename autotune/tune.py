@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 from ..schedules.operations import AnyWorkload
@@ -33,7 +34,9 @@ from .worker import DeviceWorker, Outcome
 
 PATIENCE = 12  # measurements in a row without progress that end a workload's search
 # The fastest of a search, up to so many times as slow as the best, are timed once more in alternation: one by one each met its own clocks
-# (28672 x 4096, m = 1024, H200: the winner by 3 % of such times was 3.5 % behind the second, side by side).
+# (28672 x 4096, m = 1024, H200: the winner by 3 % of such times was 3.5 % behind the second, side by side). A board that is kept busy
+# clocks lower and all are slower then, by 3 % in the median and 16 % at most (49 workloads, H200). What is recorded is therefore brought
+# back to the level of the search: else one that was not among them wins with the time that it had alone (15 of those 49 workloads).
 FINALISTS, FINALIST_WITHIN = 4, 1.08
 
 
@@ -201,8 +204,9 @@ class _Run:
         )
 
     def _run_off(self, workload: AnyWorkload, records: list[TuningRecord]) -> list[TuningRecord]:
-        """``records`` with the times of the fastest few replaced by those that they reach in alternation, which are recorded, too; so is
-        one that is wrong this time. What ends the process may be any one's fault: then all keep their times."""
+        """``records`` with the times of the fastest few replaced by those that they reach in alternation, divided by how much slower the
+        median of them is there, which are recorded, too; so is one that is wrong this time. What ends the process may be any one's fault:
+        then all keep their times."""
         working = sorted((r for r in records if r.ok and r.us is not None), key=lambda r: r.us or 0.0)
         near = [r for r in working[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (working[0].us or 0.0)]
         missing = [r for r in near if r.schedule not in self.kernels]  # of an earlier run
@@ -212,10 +216,12 @@ class _Run:
         if len(pairs) < 2:
             return records
         outcomes = self.measurer.compare([k.path for _, k in pairs], workload, [r.schedule for r, _ in pairs], self.target)
+        slower = median([o.us / r.us for (r, _), o in zip(pairs, outcomes, strict=True) if o.us and r.us] or [1.0])
         again = {}
         for (r, _), o in zip(pairs, outcomes, strict=True):
             if o.status in ("ok", WRONG):
-                fields = {name: getattr(o, name) for name in ("status", "reason", "us", "us_p20", "us_p80", "rel_err")}
+                us, us_p20, us_p80 = (value and value / slower for value in (o.us, o.us_p20, o.us_p80))
+                fields = {"status": o.status, "reason": o.reason, "us": us, "us_p20": us_p20, "us_p80": us_p80, "rel_err": o.rel_err}
                 again[r.schedule] = replace(r, **fields, date=now(), commit=source_commit())
                 self._keep(again[r.schedule])
         return [again.get(r.schedule, r) for r in records]

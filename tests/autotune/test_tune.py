@@ -224,20 +224,33 @@ def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
 def test_the_fastest_few_are_timed_side_by_side(cache, store):
     """What counts, is recorded and is selected is what came of the run-off; a later run that measures nothing holds none."""
     schedules = shortlist(WORKLOAD, CPU, 6) or []
-    times = dict(zip(schedules, (3.0, 3.1, 3.2, 4.0, 3.05, 0.0), strict=True))
-    measurer = Scripted(times, {schedules[0]: 3.3, schedules[4]: 3.15, schedules[2]: 0.0})
+    times = dict(zip(schedules, (4.0, 4.25, 4.25, 5.0, 4.125, 0.0), strict=True))
+    measurer = Scripted(times, {schedules[0]: 5.0, schedules[4]: 4.75, schedules[1]: 4.25, schedules[2]: 0.0})
     (result,) = tune(
         [WORKLOAD], CPU, store=store, compiler=FaultyCompiler(cache), measurer=measurer, progress=False, max_candidates=6
     ).results
-    assert measurer.compared == [[schedules[i] for i in (0, 4, 1, 2)]], "4.0 is too slow to be among them"
-    assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[1], 3.1)
+    assert measurer.compared == [[schedules[i] for i in (0, 4, 1, 2)]], "5.0 is too slow to be among them"
+    slower = 4.75 / 4.125  # the median of them, side by side
+    assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[1], 4.25 / slower)
     assert (result.measured, result.failed) == (6, 2), "one of them was right once, and is wrong now"
     last = {r.schedule: (r.status, r.us) for r in store.records()}
-    found = [("ok", 3.3), ("ok", 3.1), ("wrong", None), ("ok", 4.0), ("ok", 3.15), ("wrong", None)]
+    found = [("ok", 5.0 / slower), ("ok", 4.25 / slower), ("wrong", None), ("ok", 5.0), ("ok", 4.75 / slower), ("wrong", None)]
     assert [last[s] for s in schedules] == found
     assert choose(WORKLOAD, CPU, store.records()).schedule == schedules[1]
     again, measurer, _ = scripted(cache, store, max_candidates=6)
     assert measurer.compared == [] and again.results[0].best == result.best
+
+
+def test_one_that_was_not_in_the_run_off_does_not_win_by_it(cache, store):
+    """All are slower side by side, where the device is kept busy: the fifth has only the time that it reached alone."""
+    schedules = shortlist(WORKLOAD, CPU, 5) or []
+    times = dict(zip(schedules, (4.0, 4.01, 4.02, 4.03, 4.04), strict=True))
+    measurer = Scripted(times, dict(zip(schedules, (4.5, 4.4, 4.48, 4.46, 9.9), strict=True)))
+    (result,) = tune(
+        [WORKLOAD], CPU, store=store, compiler=FaultyCompiler(cache), measurer=measurer, progress=False, max_candidates=5
+    ).results
+    assert measurer.compared == [schedules[:4]] and result.best is not None and result.best.schedule == schedules[1]
+    assert choose(WORKLOAD, CPU, store.records()).schedule == schedules[1]
 
 
 def test_a_run_off_that_ends_the_process_changes_nothing(cache, store):

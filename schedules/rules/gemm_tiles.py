@@ -32,9 +32,12 @@ SHALLOWER, SHALLOWER_M = 4, range(17, 65)  # stages that are tried too for so ma
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
-TAILS, TAIL_WAVES = (2, 4), 8  # strips of the tiles of a last wave, where there are not many whole ones before it
+# Strips of the tiles of a last wave, where there are not many whole ones before it. Beside stream_k, 128 x 256, in alternation (H200):
+# 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
+TAILS, TAIL_WAVES = (2, 4), 8
 NARROW = 64  # rows of W of the narrowest tile
-# A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one of 108 tiles of 192 x 128.
+# A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one of 108 tiles of 192 x 128,
+# 74.6 us in alternation, the best other 76.7 (H200).
 WASTED, WASTED_WAVES = 16, 1
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too

@@ -33,10 +33,10 @@ class TuningRecord:
     """One measured fact: ``schedule`` on ``workload`` (its sizes are buckets) took ``us`` on a device, or failed.
 
     ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the
-    packages that took part. ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds, ``rel_err`` the
-    largest relative error on random floats, of a 128 x 128 block or of a sequence; all None unless ``status`` is "ok". ``reason`` says why
-    another status was given. ``key`` is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what
-    a newer writer added."""
+    packages that took part. ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds (of a tuner's
+    finalists, which are timed in alternation, brought back to the level of its search), ``rel_err`` the largest relative error on random
+    floats, of a 128 x 128 block or of a sequence; all None unless ``status`` is "ok". ``reason`` says why another status was given. ``key``
+    is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer writer added."""
 
     workload: AnyWorkload
     schedule: Schedule

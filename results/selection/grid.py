@@ -10,6 +10,7 @@ from itertools import product
 from tilebit.schedules.cost import estimate
 from tilebit.schedules.rules import gemm, gemm_cpu, gemm_stream
 from tilebit.schedules.rules.gemm_tiles import in_turn
+from tilebit.schedules.rules.gemm_waves import TAILS
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.schedules.workload import Workload
@@ -18,7 +19,7 @@ PLACES = 200  # schedules that are measured of a workload: some fifteen times as
 WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower would take most of the time
 RASTERS = (0, 2, 4, 8, 16, 32)  # 1 is plain order too
 # (stream_k, cluster, tail) of tiles that no split shares
-SHARES = tuple((stream_k, cluster, tail) for stream_k, tail in ((False, 1), (False, 2), (False, 4), (True, 1)) for cluster in (1, 2))
+SHARES = (*((False, cluster, tail) for tail in (1, *TAILS) for cluster in (1, 2)), (True, 1, 1), (True, 2, 1))
 
 
 @dataclass(frozen=True, slots=True)

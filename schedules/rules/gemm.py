@@ -17,6 +17,7 @@ from ..workload import Workload
 from . import gemm_stream
 from .gemm_cpu import cpu_candidates, cpu_legal
 from .gemm_tiles import in_turn, tile_candidates
+from .gemm_waves import TAILS
 
 SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
@@ -27,7 +28,6 @@ MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
-TAILS = (1, 2, 4)
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 MAX_CANDIDATES = 120
@@ -198,8 +198,8 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, targe
             reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
     if s.stream_k and (rule.b_fragment or s.split_k > 1):
         reasons.append(f"stream_k goes with program {s.program} and split_k {s.split_k}; accepted: gemm_wgmma and split_k 1.")
-    if s.tail not in (TAILS if rule.program == "gemm_wgmma" and not s.stream_k and s.split_k == 1 else (1,)):
-        reasons.append(f"tail is {s.tail}; accepted: 1, and by gemm_wgmma without stream_k and split_k {', '.join(map(str, TAILS[1:]))}.")
+    if s.tail not in ((1, *TAILS) if rule.program == "gemm_wgmma" and not s.stream_k and s.split_k == 1 else (1,)):
+        reasons.append(f"tail is {s.tail}; accepted: 1, and by gemm_wgmma without stream_k and split_k {', '.join(map(str, TAILS))}.")
     if s.split_k > 1 and s.cluster > 1:
         reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
     if s.cluster not in ((1,) if rule.b_fragment else CLUSTERS):

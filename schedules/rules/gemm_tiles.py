@@ -1,8 +1,9 @@
 """The schedules of ``gemm_wgmma`` and ``gemm_mma`` that are worth trying for a workload: tiles that fit m, grids that fill the SMs.
 
-What won on an H200 (4 bits, groups of 128, six shapes): m = 32: 128 x 32 by four warps, two blocks an SM, or 256 x 32 by eight; m = 64:
-256 x 64, or 128 x 64 in splits; m = 128: 256 x 128 or 128 x 128 in splits; m = 256: 128 x 128 or 128 x 256; from 512 on 128 x 256 by eight
-warps, and where the last wave would be short stream_k, in clusters of two, row tiles visited in groups of four from m = 1024 on."""
+What won on an H200 (4 bits, groups of 128, seven shapes): m = 32: 256 x 32 by eight warps, or 192 x 32 by twelve in splits; m = 64:
+256 x 64, or 128 x 64 and 192 x 64 in splits; m = 128: 256 x 128, or 192 x 128 in splits; m = 256: 128 x 128, 192 x 128 or 128 x 256; from
+512 on 128 x 256 or 256 x 128 by eight warps (6144 x 4096: 192 x 128), and where the last wave would be short stream_k, row tiles visited in
+groups of four or eight at m = 4096."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from itertools import product, zip_longest
 from ..schedule import Schedule
 from ..target import Target
 from ..workload import Workload
-from .gemm_waves import cut_places
+from .gemm_waves import TAILS, cut_places
 
 Legal = Callable[[Workload, Schedule, Target], list[str]]
 
@@ -34,7 +35,7 @@ FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no f
 GAIN = 0.05  # and a further split must fill so much more
 # Strips of the tiles of a last wave, where there are not many whole ones before it. Beside stream_k, 128 x 256, in alternation (H200):
 # 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
-TAILS, TAIL_WAVES = (2, 4), 8
+TAIL_WAVES = 8
 NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one of 108 tiles of 192 x 128,
 # 74.6 us in alternation, the best other 76.7 (H200).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+TAILS = (2, 4)  # strips that a tile may be cut into
 SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
 
 

@@ -246,7 +246,7 @@ __device__ __forceinline__ float4 load_of_rank(const float4* address, int rank) 
 template <typename O, typename S, int THREADS, int SPLITS>
 __device__ __forceinline__ void finish_split(const void* parked, void* staging, void* y, const void* scales, const void* bias, int m, int block,
                                              int thread) {
-  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::m_block(m, block, 0) * (S::TILE / S::ROWS);
+  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
   const S store(staging, y, m, n0, m0, thread);
   for (int chunk = block % SPLITS; chunk < S::CHUNKS; chunk += SPLITS) {
     if (m0 + chunk * (S::COUNT * 2) >= m) break;

@@ -86,7 +86,6 @@ struct Order {
     return i < share ? min(tile, share - i) : tile;
   }
   __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
-  __device__ __forceinline__ static int m_block(int m, int block, int i) { return Order(m).m_block(block, i); }
   __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);

@@ -7,11 +7,11 @@ instruction's n, from 16 up (TurboMind sections 4.1-4.3). Accumulation is fp32; 
 ones to the accumulators. Two warps load by TMA into ``num_stages`` stages, one what no earlier kernel writes (weights, scales, zero points:
 in a dependent launch it need not wait), one x. ``num_warps / 4`` warpgroups dequantize whole 64-row slabs (one conflict-free 128-bit load
 per thread and 2 KiB record) and multiply. A step is taken in two parts whose weights have registers of their own: while a part is
-multiplied, the next is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section 5; 128 x 256 is
-bound by power and gains nothing, 256 x 128 gains 4 to 8 %: 8192 x 28672, m = 1024: 756 us, so 698, H200). Parts are loaded and released one
-by one, so that more of a stage is on its way (1 to 2 % of the cycles of 256 x 128). From there on 700 W are the
-bound: repeated for a second, Machete needs 682 us for that product at 1.5 to 1.6 GHz, cuBLAS in 16 bits 718; what saves energy (x loaded
-once for two blocks, weights dequantized once for 256 columns of x) saves time.
+multiplied, the next is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section 5; 128 x 256
+gained nothing, 256 x 128 gained 4 to 8 %: 8192 x 28672, m = 1024: 756 us, so 698, H200). Parts are loaded and released one
+by one, so that more of a stage is on its way (1 to 2 % of the cycles of 256 x 128). A kernel that runs alone for long is bound by 700 W:
+repeated for a second, Machete needs 682 us for that product at 1.5 to 1.6 GHz, cuBLAS in 16 bits 718; what saves energy (x loaded once for
+two blocks, weights dequantized once for 256 columns of x) saves time.
 
 One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
@@ -25,10 +25,10 @@ repeat the dequantization and need no sums.
 What is missing to 100 %, by cycles of a tile of 128 x 256 x 14336 on every SM (H200): products 229,400, all 238,400; without dequantizing
 237,900, without loading too 236,400. A product needs its 128 cycles even while the same warps dequantize. It needed 136 while loading warps
 found the place of each step anew: their divisions, although on other warps, kept the tensor cores waiting (247,400 cycles; so a place is
-found once a tile), and while waits slept (``await_stage``). In vain: one arrival a warpgroup, warpgroups that start half
-a part to three steps apart or take turns, products without the proxy fence; a whole tile staged and stored by bulk copies while the next is
-multiplied (a stage less costs as much), stores by single warps. A part's words loaded, and its barrier asked, before the product of the one
-before is waited for: up to 9 % slower (192 x 128), because a warp's loads queue up behind the products that it has issued.
+found once a tile), and while waits slept (``await_stage``). In vain: one arrival a warpgroup, warpgroups that start half a part to three
+steps apart or take turns, products without the proxy fence; a whole tile staged and stored by bulk copies while the next is multiplied (a
+stage less costs as much), stores by single warps. A part's barrier asked, and its words loaded, as soon as the products of the one before
+are issued: up to 9 % slower (192 x 128, in alternation).
 
 ``cluster`` blocks work on neighbouring tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
 step's weights are 8 KB and its x 64 KB.

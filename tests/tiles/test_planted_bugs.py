@@ -102,7 +102,7 @@ def test_a_sum_in_order_of_arrival_is_caught():
 def test_a_missing_barrier_is_seen():
     """Threads that do not wait for thread 0's ticket read an old one: the emulated block does not run them in step."""
     workload = work(W4, k=576)
-    unguarded = swap(("sync_threads<BARRIER, THREADS>();\n  const int before = arrived;", "const int before = arrived;"))
+    unguarded = swap(("sync_threads<BARRIER, THREADS>();\n  return arrived;", "return arrived;"))
     with pytest.raises(AssertionError, match="threads of a block disagree"):
         EmulatedGemm(workload, SPLIT, {"device": unguarded})(sound_problems(workload)[0], guarded_output((13, 128), torch.float16).y)
 

@@ -21,17 +21,19 @@ __device__ __forceinline__ void sync_threads() {
 }
 
 // Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
-// what all have stored.
+// what all have stored. One thread's fences are for all: what comes before a barrier comes before its fence, and what comes after, after.
+// A fence of every thread takes as long as all their stores, one by one: 3 % of 10240 x 8192, m = 512, stream_k (156.4 us, so 152.5, H200).
 template <int THREADS, int BARRIER>
 __device__ __forceinline__ int take_ticket(unsigned int* ticket, int others, int thread) {
   __shared__ int arrived;
-  __threadfence();
   sync_threads<BARRIER, THREADS>();
-  if (thread == 0) arrived = atomicInc(ticket, others);
+  if (thread == 0) {
+    __threadfence();
+    arrived = atomicInc(ticket, others);
+    __threadfence();
+  }
   sync_threads<BARRIER, THREADS>();
-  const int before = arrived;
-  __threadfence();
-  return before;
+  return arrived;
 }
 
 // THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.

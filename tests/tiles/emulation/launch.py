@@ -73,6 +73,7 @@ class Group:
     high: int
     allocated: int = 0
     waited: bool = False  # for the kernels before this one
+    meeting: int = 0  # of its cluster that it came to last
     products: list[Callable[[], None]] = field(default_factory=list)  # that are under way, the oldest first
 
     @property

@@ -39,7 +39,7 @@ FREE = "T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)
 LOAD = "load_first_weight(halves,"
 INDENT = " " * 20
 MEET = INDENT + "T.cluster_sync()\n"
-SUM = f'{INDENT}T.call_extern(\n{INDENT}    "handle", finish_split'
+SUM = f'{INDENT}T.call_extern("handle", add'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 
 
@@ -130,11 +130,12 @@ BUGS = (
     loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (MEET + MEET, MEET), (MEET + SUM, SUM)),
     device(
         "part of a cluster lost", work(W4, m=40), CLUSTERED,
-        ("for (int rank = 0; rank < SPLITS; ++rank)", "for (int rank = 1; rank < SPLITS; ++rank)"),
+        ("sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;\n    }\n  }\n}", "}\n  }\n}"),
     ),
+    device("halves of a cluster's tile exchanged", work(W4, m=40), CLUSTERED, ("i, e + j, 1 - rank)", "i, e + j, rank)")),
     device(
         "columns of a cluster's tile lost", work(W4, m=40), CLUSTERED,
-        ("chunk = block % SPLITS;", "chunk = 0;"), ("chunk += SPLITS", "chunk += 2 * SPLITS"), sign="NaN",
+        ("store.store(sums + i * H::COUNT, 2 * i + rank)", "store.store(sums + i * H::COUNT, 2 * i)"), sign="NaN",
     ),
     device(
         "share summed twice", work(W4), SHARED,

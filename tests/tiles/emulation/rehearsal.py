@@ -67,4 +67,5 @@ class Rehearsal(TileLanguage):
     def skipped(self, *_: Any, **__: Any) -> None:
         """Needs data or other threads."""
 
-    clear = copy = tma_copy = barrier_arrive = mbarrier_wait_parity = cluster_sync = gemm = wgmma_gemm = wait_wgmma = _may_touch = skipped
+    clear = copy = tma_copy = barrier_arrive = mbarrier_wait_parity = gemm = wgmma_gemm = wait_wgmma = _may_touch = skipped
+    cluster_sync = cluster_arrive_relaxed = cluster_wait = skipped

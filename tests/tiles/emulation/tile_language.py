@@ -214,12 +214,19 @@ class TileLanguage:
     def mbarrier_wait_parity(self, barrier: Barrier, parity: int) -> None:
         self.crew.pause(barrier.passed(parity), f"{barrier}, parity {parity}")
 
-    def cluster_sync(self) -> None:
-        cluster = self.cluster
+    def cluster_arrive_relaxed(self) -> None:
+        assert self.cluster is not None
+        self.group.meeting = self.cluster.synced // self.cluster.groups
+        self.cluster.synced += 1
+
+    def cluster_wait(self) -> None:
+        cluster, mine = self.cluster, self.group.meeting
         assert cluster is not None
-        mine = cluster.synced // cluster.groups
-        cluster.synced += 1
         self.crew.pause(lambda: cluster.synced >= (mine + 1) * cluster.groups, "the cluster")
+
+    def cluster_sync(self) -> None:
+        self.cluster_arrive_relaxed()
+        self.cluster_wait()
 
     def gemm(
         self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, transpose_B: bool, policy: str, clear_accum: bool = False

@@ -36,7 +36,7 @@ class Row:
 
     ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` compressed-tensors' name of the number format ("w4a16"; "fp16",
     "bf16" or "w16a16" for unquantized weights), ``group_size`` -1 or None without groups. ``us`` is the median in microseconds,
-    ``us_p20`` and ``us_p80`` its spread, ``rel_err`` the largest relative error of a block (where ``timer`` is "peer harness": that of
+    ``us_p20`` and ``us_p80`` its spread, ``rel_err`` the largest relative error of a block (where ``timer`` is the peer harness: that of
     the whole product). All rows of one process share ``run``. ``read_gbps`` and ``mma_tflops`` may carry the device's measured rates, for
     devices without a reference ``Target``.
     """

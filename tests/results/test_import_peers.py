@@ -37,9 +37,16 @@ def test_a_row_has_every_field_of_its_process():
     assert {name: peer[name] for name in ("run", "gpu", "driver", "cuda", "torch", "date")} == {
         name: NOTE[name] for name in ("run", "gpu", "driver", "cuda", "torch", "date")
     }
+    assert peer["timer"] == ours["timer"] == "peer harness"
     assert peer["commit"] is peer["schedule"] is None  # ours says nothing about theirs
     assert ours["commit"] == NOTE["commit"] and ours["schedule"] == NOTE["schedule"] and ours["run"] == peer["run"]
     assert [Row.from_json(row).series for row in rows] == ["marlin w4a16_g128_asym", "tilebit w4a16_g128_asym"]
+
+
+def test_rows_say_how_their_process_took_turns():
+    note = json.dumps({**NOTE, "timer": peers_plugin.TIMER})
+    rows, _ = import_rows([measured("marlin_u4zp"), measured("tilebit_w4a16_asym", note=note)], {})
+    assert [row["timer"] for row in rows] == [peers_plugin.TIMER] * 2
 
 
 def test_every_name_of_the_plug_in_and_the_baselines_has_a_kind():

@@ -140,6 +140,38 @@ def test_names_and_selection(monkeypatch: pytest.MonkeyPatch):
     assert [peer.name for peer in peers_plugin.peers()] == ["tilebit_w4a16_sym", "tilebit_w4a16_asym", "tilebit_w8a16_sym"]
 
 
+def test_every_round_replays_the_peers_in_an_order_of_its_own(harness: None, monkeypatch: pytest.MonkeyPatch):
+    """Replays of 2, 3 and 4 ms, which take turns; each is timed by its own events."""
+    peers_plugin.peers()
+    replay_times = sys.modules["gemm_peers"].replay_times
+    clock, replayed = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Graph:
+        def __init__(self, ms: float) -> None:
+            self.ms = ms
+
+        def replay(self) -> None:
+            replayed.append(self.ms)
+            clock[0] += self.ms
+
+    for name, stand_in in (("Event", Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    captured = [types.SimpleNamespace(g=Graph(ms), calls=calls) for ms, calls in ((2.0, 20), (3.0, 10), (4.0, 40))]
+    assert replay_times(captured, 20) == [pytest.approx((us, us, calls)) for us, calls in ((100.0, 20), (300.0, 10), (100.0, 40))]
+    rounds = [tuple(replayed[i : i + 3]) for i in range(0, 60, 3)]
+    assert len(set(rounds)) == 6 and all(sorted(r) == [2.0, 3.0, 4.0] for r in rounds)
+
+
 def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     built = []
     monkeypatch.setattr(peers_plugin, "build", lambda wanted, target, jobs: built.append((wanted, target.arch, jobs)))

@@ -115,8 +115,9 @@ def check_pipeline(source: str) -> None:
     for loop in loops:
         step = loop[: loop.index("tilebit::round_weights")]
         order = (
-            "].wait(", "wgmma_ss<", "].wait(", "wgmma_rs<", "wait_wgmma<1>", "tilebit::release<1>((&(empty_k", "tilebit::softmax_step",
-            "tilebit::weights_before_wait", "wait_wgmma<0>", "tilebit::release<1>((&(empty_v", "tilebit::rescale_rows",
+            "tilebit::await_stage((&(full_k", "wgmma_ss<", "tilebit::await_stage((&(full_v", "wgmma_rs<", "wait_wgmma<1>",
+            "tilebit::release<1>((&(empty_k", "tilebit::softmax_step", "tilebit::weights_before_wait", "wait_wgmma<0>",
+            "tilebit::release<1>((&(empty_v", "tilebit::rescale_rows",
         )  # fmt: skip
         at = 0
         for part in order:

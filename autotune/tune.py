@@ -28,7 +28,7 @@ from ..tiles.kernel import Kernel
 from ..tiles.pool import CompilePool
 from .progress import TuningBar
 from .provenance import now, package_versions, source_commit
-from .search import Patience, shortlist
+from .search import Patience, searched
 from .store import RecordStore
 from .worker import DeviceWorker, Outcome
 
@@ -109,7 +109,8 @@ def tune(
     """Measure the most promising schedules of each workload (sizes count as their buckets) and record them in ``store`` (default: the
     user's records).
 
-    ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them.
+    ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them. What
+    ``select`` gives is always among them, so that nothing is slower for having been tuned.
     ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
     ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
     shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or
@@ -166,7 +167,7 @@ class _Run:
 
     def tune(self, workload: AnyWorkload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
         """Search one workload until its candidates, its patience or its time are used up."""
-        schedules = shortlist(workload, self.target, max_candidates, self.ranker)
+        schedules = searched(workload, self.target, max_candidates, self.ranker)
         if not schedules:
             raise ValueError(
                 f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})"

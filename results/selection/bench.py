@@ -14,7 +14,7 @@ from filelock import FileLock
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
 from tilebit.autotune.problem import copied, exact_problem, random_problem, split_workspace
 from tilebit.autotune.provenance import now, package_versions, source_commit
-from tilebit.autotune.search import shortlist
+from tilebit.autotune.search import searched
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.tune import TunedWorkload, tune
 from tilebit.autotune.verify import Gate
@@ -59,7 +59,7 @@ class Bench:
         wanted = [
             CompileRequest(schedule.program, workload, schedule, self.target)
             for workload in (w.bucketed() for w in workloads)
-            for schedule in (choose(workload, self.target).schedule, *(shortlist(workload, self.target, None, ranker) or []))
+            for schedule in (choose(workload, self.target).schedule, *(searched(workload, self.target, None, ranker) or []))
         ]
         known = {record.key for record in self.store.records()}
         self.pool.compile([request for request in wanted if request.key not in known])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tilebit.autotune.search import shortlist
+from tilebit.autotune.search import searched
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.tune import tune
 from tilebit.autotune.worker import DeviceWorker, Outcome
@@ -119,7 +119,7 @@ def test_gpu_schedules_are_searched(op, tmp_path):
     assert result.best is not None and result.best.schedule == min(
         measurer.asked, key=lambda s: estimate(workload, s, H200).us / s.num_stages
     )
-    assert result.measured == len(measurer.asked) == len(shortlist(workload, H200) or [])
+    assert result.measured == len(measurer.asked) == len(searched(workload, H200) or [])
     nearby = replace(workload, batch=8, dtype="bfloat16")
     assert choose(nearby, H200, store.records()).source == "nearest"
 

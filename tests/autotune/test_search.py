@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 
-from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, SHARE, places, shortlist
+from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, SHARE, places, searched, shortlist
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import choose
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.workload import Workload
 
@@ -54,3 +56,19 @@ def test_measured_winners_are_measured_again(winner):
     n, k, block_n, block_m, stages, warps, split, resident = winner
     schedule = Schedule("gemm_stream_bulk", block_n, block_m, 128, stages, warps, split, resident)
     assert schedule in (shortlist(Workload(block_m, n, k, W4), H200) or [])
+
+
+def test_what_is_used_untuned_is_always_measured():
+    """select gives this one from a neighbour: the rules have no such split here, and without it tuning would have made m = 48 slower."""
+    workload, ranker = Workload(64, 3456, 1152, W4), known_ranker(H200)
+    untuned = choose(workload, H200)
+    short, measured = shortlist(workload, H200, 12, ranker) or [], searched(workload, H200, 12, ranker) or []
+    assert untuned.source != "tuned" and untuned.schedule not in short
+    assert measured == [untuned.schedule, *short[:-1]]
+
+
+@pytest.mark.parametrize("m", [1, 64, 1024])
+def test_what_is_used_is_not_measured_twice(m):
+    workload = Workload(m, 4096, 4096, W4)
+    measured = searched(workload, H200, 12, known_ranker(H200)) or []
+    assert choose(workload, H200).schedule in measured and len(set(measured)) == len(measured) == 12

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tilebit.autotune import search
-from tilebit.autotune.search import shortlist
+from tilebit.autotune.search import searched
 from tilebit.autotune.store import RecordStore, StoreError
 from tilebit.autotune.tune import TuneError, tune
 from tilebit.autotune.worker import DeviceWorker, Outcome
@@ -121,7 +121,7 @@ def store(tmp_path) -> RecordStore:
 
 @pytest.mark.slow
 def test_eight_faults_cost_eight_candidates(cache, store):
-    schedules = shortlist(WORKLOAD, CPU, 12) or []
+    schedules = searched(WORKLOAD, CPU, 12) or []
     faults = ["hang", "segfault", "wrong", "nan", "compile_raise", "compile_hang", "killed_once", "compile_crash"]  # and the torn record
     plan = dict(zip(schedules[1:], faults, strict=False))
     with CompilePool(jobs=1, cache=cache, timeout=COMPILE_TIMEOUT) as pool, DeviceWorker("cpu", cache.root / "locks", timeout=4) as worker:
@@ -211,7 +211,7 @@ def scripted(cache, store, times=None, workloads=(WORKLOAD,), **options):
 
 
 def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
-    schedules = shortlist(WORKLOAD, CPU, 6) or []
+    schedules = searched(WORKLOAD, CPU, 6) or []
     report, measurer, _ = scripted(cache, store, {schedules[4]: 3.0, schedules[0]: 0.0}, max_candidates=6)
     (result,) = report.results
     assert result.best is not None and (result.best.schedule, result.best.us) == (schedules[4], 3.0)
@@ -223,7 +223,7 @@ def test_best_of_the_measured_is_reported_recorded_and_selected(cache, store):
 
 def test_the_fastest_few_are_timed_side_by_side(cache, store):
     """What counts, is recorded and is selected is what came of the run-off; a later run that measures nothing holds none."""
-    schedules = shortlist(WORKLOAD, CPU, 6) or []
+    schedules = searched(WORKLOAD, CPU, 6) or []
     times = dict(zip(schedules, (4.0, 4.25, 4.25, 5.0, 4.125, 0.0), strict=True))
     measurer = Scripted(times, {schedules[0]: 5.0, schedules[4]: 4.75, schedules[1]: 4.25, schedules[2]: 0.0})
     (result,) = tune(
@@ -243,7 +243,7 @@ def test_the_fastest_few_are_timed_side_by_side(cache, store):
 
 def test_one_that_was_not_in_the_run_off_does_not_win_by_it(cache, store):
     """All are slower side by side, where the device is kept busy: the fifth has only the time that it reached alone."""
-    schedules = shortlist(WORKLOAD, CPU, 5) or []
+    schedules = searched(WORKLOAD, CPU, 5) or []
     times = dict(zip(schedules, (4.0, 4.01, 4.02, 4.03, 4.04), strict=True))
     measurer = Scripted(times, dict(zip(schedules, (4.5, 4.4, 4.48, 4.46, 9.9), strict=True)))
     (result,) = tune(

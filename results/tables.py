@@ -29,7 +29,8 @@ HOW_TO_READ = (
 )
 AGAINST_PEERS = (
     "The time of the fastest peer over tilebit's: above 1, tilebit is faster. Peers are the published kernels for the same weight bits, "
-    "group size and activation type, symmetric and asymmetric ones pooled, timed in the same process with replays interleaved; "
+    "group size and activation type, symmetric and asymmetric ones pooled, timed in the same process with replays interleaved "
+    "(newer rows: in an order that every round draws; a row names its timer); "
     f"differences within {1 - SLOWER:.0%} are not counted as lost."
 )
 LARGE_WEIGHTS = "Weights of 50 MB and more at m = 1: what is moved per second, against the device's measured read rate."

@@ -18,11 +18,9 @@ from .gemm_tiles import in_turn
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
 ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
 
-WARP_ROWS = (
-    64,
-    32,
-    16,
-)  # of W that one warp holds: the most that divide block_n (at 64, sums and products for 16 rows of x take 64 registers)
+# Of W that one warp holds: the most that divide block_n (at 64, sums and products for 16 rows of x take 64 registers). Blocks of 80 rows
+# fill a wave with 5120 x 27648, m = 1, where those of 64 leave a fifth of it empty, and take 27.6 us in place of 20.5 (H200).
+WARP_ROWS = (64, 32, 16)
 MAX_M = 16  # largest m for which these programs are tried: beyond it a tile reads W again
 MAX_BLOCK_N = 512
 BLOCK_M = (1, 2, 4, 8, 16)

@@ -228,7 +228,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
                 steps = T.alloc_var("int32")
-                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), "float32") if clustered else None  # of the sums
+                # Of the half of a shared tile that this block stores.
+                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), "float32") if clustered else None
                 for kind in kinds:
                     for piece in T.serial(of("strips" if kind else "pieces", m, block)):
                         steps = p.steps if kind else of("length", m, block, piece)

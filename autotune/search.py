@@ -50,14 +50,14 @@ def shortlist(workload: AnyWorkload, target: Target, size: int | None = None, ra
 
 
 def searched(workload: AnyWorkload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
-    """What the tuner measures: the ``shortlist``, in which the last gives way to what ``select`` would use untuned if that is missing. It
-    can be a neighbour's, which no rule would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist took 7.8)."""
+    """What the tuner measures, in this order: what ``select`` would use untuned, then the ``shortlist``, whose last gives way if that is
+    not of it. It can be a neighbour's, which no rule would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist
+    took 7.8)."""
     short = shortlist(workload, target, size, ranker)
-    if short:
-        untuned = choose(workload, target)
-        if untuned.source != "failed" and untuned.schedule not in short:
-            return [untuned.schedule, *short[:-1]]
-    return short
+    if not short:
+        return short
+    untuned = choose(workload, target)
+    return short if untuned.source == "failed" else list(dict.fromkeys([untuned.schedule, *short]))[: len(short)]
 
 
 class Patience:

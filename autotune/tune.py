@@ -110,7 +110,7 @@ def tune(
     user's records).
 
     ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them. What
-    ``select`` gives is always among them, so that nothing is slower for having been tuned.
+    ``select`` gives without these measurements is the first of them.
     ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
     ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
     shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or

@@ -24,7 +24,6 @@ from tilebit.bench import process_fields
 from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import choose
 from tilebit.schedules.target import Target
 from tilebit.schedules.workload import Workload
 from tilebit.tiles.compile import CompileFailure, CompileRequest
@@ -59,7 +58,7 @@ class Bench:
         wanted = [
             CompileRequest(schedule.program, workload, schedule, self.target)
             for workload in (w.bucketed() for w in workloads)
-            for schedule in (choose(workload, self.target).schedule, *(searched(workload, self.target, None, ranker) or []))
+            for schedule in searched(workload, self.target, None, ranker) or []
         ]
         known = {record.key for record in self.store.records()}
         self.pool.compile([request for request in wanted if request.key not in known])

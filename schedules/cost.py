@@ -48,7 +48,8 @@ SHARED_US = 1.7  # stream_k: blocks that end inside tiles wait for each other; f
 NEAR_CACHE = 0.5  # of the last cache: what all SMs find of x there, each half of the cache holding it for its own (H100, H200)
 
 # --- gemm_stream, gemm_stream_bulk: one warp takes this many instructions (counted) a step, a record, a record and tile of 16 rows
-STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 40, 30, 15  # the last two per 8 columns of x, and TILE_ISSUE once more
+STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 60, 25, 23
+COLUMNS_ISSUE = 5, 7  # of a record and of a tile of it, for 8 columns of x
 ISSUE = 0.75  # of an SM's issue slots that are used when it has nothing else to wait for; fitted
 CHAIN_US = 0.2  # a step's loads from shared memory, dependent products and next request, one after another; fitted
 STREAM_BURST = 1.2  # one SM's read rate over its share of the device's: idle SMs cost less when loading than when computing
@@ -186,7 +187,8 @@ def _stream(w: Workload, s: Schedule, target: Target) -> Estimate:
 
     records, columns = s.block_k // PACKED_K[w.format.bits], max(1, s.block_m // 8)
     tiles = gemm_stream.warp_rows(s) // 16
-    issued = STEP_ISSUE + records * (RECORD_ISSUE * columns + tiles * TILE_ISSUE * (1 + columns))
+    of_record, of_tile = (part * columns for part in COLUMNS_ISSUE)
+    issued = STEP_ISSUE + records * (RECORD_ISSUE + of_record + tiles * (TILE_ISSUE + of_tile))
     issued += s.block_m * s.block_k / (64 * gemm_stream.warps_n(s))  # 16-byte copies of x, four instructions each
     dequant = turns * grid.blocks * s.num_warps * issued / (4 * ISSUE * clock * 1e3)  # four schedulers
     chain = CHAIN_US * turns * grid.blocks / grid.resident

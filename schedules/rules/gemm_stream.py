@@ -18,9 +18,10 @@ from .gemm_tiles import in_turn
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
 ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
 
-# Of W that one warp holds: the most that divide block_n (at 64, sums and products for 16 rows of x take 64 registers). Blocks of 80 rows
-# fill a wave with 5120 x 27648, m = 1, where those of 64 leave a fifth of it empty, and take 27.6 us in place of 20.5 (H200).
-WARP_ROWS = (64, 32, 16)
+# Of W that one warp holds: the first that divides block_n (at 64, sums and products for 16 rows of x take 64 registers). A warp of 80 or 48
+# reads from two packed records of 64 rows. So n with a factor of five or three fills a wave by blocks of one warp's rows (in alternation,
+# m = 1, H200: 10240 x 8192 13.7 us, so 12.6; 6144 x 4096 6.8, so 5.9; 5120 x 27648 20.8, so 20.0, and 27.6 where warps of 16 share 80).
+WARP_ROWS = (64, 80, 48, 32, 16)
 MAX_M = 16  # largest m for which these programs are tried: beyond it a tile reads W again
 MAX_BLOCK_N = 512
 BLOCK_M = (1, 2, 4, 8, 16)
@@ -41,6 +42,9 @@ MOST_BLOCKS, SPLIT_BELOW = 8, 2  # blocks an SM, one after another; tiles an SM 
 SPLITS = (1, 2, 4, 8)  # clusters of three fill GPCs badly: 40 of them took two waves (5120 x 27648, m = 1: 32.2 us, of four 20.5, H200)
 RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
+# Rings of a block, for one 8-column tile of x and for two: with these 16 warps seldom have registers enough (28672 x 4096, m = 16, eight
+# warps 25.2 us, twelve 23.3, H200).
+RINGS = ((1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12, 16))
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
 BLOCK_SMEM_OVERHEAD = 1024
 LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
@@ -155,7 +159,7 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
 def registers_needed(schedule: Schedule) -> int:
     """Registers of a thread, about: sums, products, operands and addresses."""
     tiles, columns = warp_rows(schedule) // 16, max(1, schedule.block_m // 8)
-    return 2 * tiles * columns * 4 + tiles * 4 + columns * 8 + columns * 4 + 28
+    return 2 * tiles * columns * 4 + tiles * 4 + columns * 8 + columns * 4 + 24
 
 
 def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
@@ -193,7 +197,7 @@ def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Sched
     fewest, usual, most = WARPS
     for block_k in sorted(BLOCK_K, reverse=True):
         found = []
-        for in_flight, rings_k in product(IN_FLIGHT, (1, 2, 4, 8, 16)):
+        for in_flight, rings_k in product(IN_FLIGHT, RINGS[workload.m > 8]):
             s = replace(base, block_k=block_k, num_warps=warps_n(base) * rings_k)
             turns = -(-workload.k // (block_k * s.split_k * rings_k))
             stages = min(round(in_flight / (s.min_blocks * rings_k * weight_bytes(workload.format, s))), turns)

@@ -78,9 +78,10 @@ def test_every_limit_has_its_sentence(schedule, target, workload, sentence):
 
 
 @pytest.mark.parametrize(
-    ("block_n", "rows", "in_row"), [(16, 16, 1), (32, 32, 1), (64, 64, 1), (80, 16, 5), (96, 32, 3), (224, 32, 7), (256, 64, 4)]
+    ("block_n", "rows", "in_row"),
+    [(16, 16, 1), (32, 32, 1), (64, 64, 1), (80, 80, 1), (96, 48, 2), (112, 16, 7), (224, 32, 7), (256, 64, 4)],
 )
-def test_warps_hold_as_many_rows_as_divide_the_tile(block_n, rows, in_row):
+def test_warps_hold_rows_that_divide_the_tile(block_n, rows, in_row):
     schedule = replace(BULK, block_n=block_n, num_warps=2 * in_row)
     assert (warp_rows(schedule), warps_n(schedule), rings(schedule)) == (rows, in_row, 2)
 

@@ -63,6 +63,15 @@ STREAM_SCHEDULES = (
     Schedule("gemm_stream_bulk", 32, 2, 128, 3, 2),
     Schedule("gemm_stream_bulk", 64, 8, 32, 2, 2, split_k=2),
 )
+# Warps whose rows lie in two packed records, and rows of x that are not there, whose sums would spoil the others'.
+BETWEEN_RECORDS = (
+    (Workload(11, 320, 512, QuantFormat(4, 128, False), bias=True), Schedule("gemm_stream_bulk", 80, 16, 128, 2, 2)),
+    (Workload(5, 300, 500, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_stream_bulk", 160, 8, 64, 2, 4, split_k=2)),
+    (Workload(13, 190, 384, QuantFormat(8, PER_CHANNEL, False)), Schedule("gemm_stream_bulk", 48, 16, 32, 3, 2)),
+    (Workload(1, 192, 512, QuantFormat(4, 64, False)), Schedule("gemm_stream_bulk", 96, 1, 128, 2, 4)),
+    (Workload(12, 320, 256, QuantFormat(4, 128, True)), Schedule("gemm_stream", 80, 16, 64, 2, 2)),
+    (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
+)
 STREAM_SHAPES = ((16, 128, 512), (5, 100, 500), (1, 64, 384), (11, 128, 257))
 FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False)))
 STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
@@ -120,7 +129,7 @@ def in_turn(schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]
             yield workload, schedule
 
 
-CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS), *PERSISTENT, *in_turn(STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS))
+CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS), *PERSISTENT, *in_turn(STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS), *BETWEEN_RECORDS)
 SHARED = tuple(c for c in CASES if c[1].split_k > 1 or c[1].stream_k)
 
 

@@ -57,12 +57,14 @@ def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
         ((256, 2048, False), Schedule("gemm_mma", 64, 8, 64, 4, 4, split_k=4, min_blocks=2)),
         ((505, 1001, True), Schedule("gemm_stream", 64, 8, k, 3, 8)),
         ((512, 2112, False), Schedule("gemm_stream", 32, 2, 64, 4, 4, split_k=2)),
-        ((320, 1056, True), Schedule("gemm_stream", 80, 16, k, 2, 10)),
+        ((320, 1056, True), Schedule("gemm_stream", 80, 16, k, 2, 8)),
+        ((384, 1024, False), Schedule("gemm_stream", 96, 4, 2 * k, 2, 8)),
         ((320, 1024, True), Schedule("gemm_stream_bulk", 16, 1, 2 * k, 2, 16)),
         ((505, 1001, True), Schedule("gemm_stream_bulk", 32, 2, k, 4, 8, split_k=2)),
         ((512, 2112, False), Schedule("gemm_stream_bulk", 64, 4, 64, 3, 4, split_k=4, min_blocks=2)),
         ((256, 1001, True), Schedule("gemm_stream_bulk", 128, 8, k, 8, 4, split_k=3)),
-        ((320, 1056, False), Schedule("gemm_stream_bulk", 80, 16, k, 2, 15)),
+        ((320, 1056, False), Schedule("gemm_stream_bulk", 80, 16, k, 2, 8)),
+        ((384, 2048, True), Schedule("gemm_stream_bulk", 48, 8, 2 * k, 3, 8, split_k=2)),
         ((448, 1056, True), Schedule("gemm_stream_bulk", 224, 1, k, 3, 14)),
     ]
 
@@ -85,7 +87,7 @@ RACES = [
     ((1, 8192, 28672), Schedule("gemm_wgmma", 64, 16, 128, 4, 4, split_k=8, min_blocks=4), 20000),
     ((64, 4096, 4096), Schedule("gemm_wgmma", 128, 64, 128, 4, 8, split_k=2), 5000),
     ((1, 4096, 14336), Schedule("gemm_stream_bulk", 64, 1, 128, 4, 8, split_k=2), 20000),
-    ((16, 10240, 8192), Schedule("gemm_stream_bulk", 128, 16, 128, 2, 4, split_k=4, min_blocks=2), 5000),
+    ((16, 10240, 8192), Schedule("gemm_stream_bulk", 160, 16, 128, 2, 12, split_k=2), 5000),
     ((4, 4096, 4096), Schedule("gemm_stream", 32, 4, 128, 4, 8, split_k=2), 5000),
 ]
 # Layers that read what the one before wrote, in two buffers: n and k are equal. With stream_k they share tickets and sums as well.

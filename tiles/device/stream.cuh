@@ -44,25 +44,39 @@ struct Stream {
   __device__ __forceinline__ uint32_t mine(int stage) const { return slot(stage) + X_BYTES + wn * WARP_BYTES; }
   __device__ __forceinline__ uint32_t barrier(int stage) const { return barriers + (wk * STAGES + stage) * 8; }
 
+  // No step reaches past k: known at compile time, where it saves a dozen instructions a step.
+  __device__ __forceinline__ bool whole() const { return kx % STEP_K == 0; }
+
+  // A 16-row tile's line of a record, which holds 64 rows.
+  __device__ __forceinline__ const char* line(int row, int record) const {
+    return weight + (int64_t(row / 64) * k_tiles + record) * 2048 + row % 64 * 32;
+  }
+
   // Request this warp's weights, scales and zero points of a step.
   __device__ __forceinline__ void request_weight(int step, int stage) {
-    const int row = row0 + wn * ROWS;
-    const char* from = weight + (int64_t(row / 64) * k_tiles + step * RECORDS) * 2048 + row % 64 * 32;
+    const int row = row0 + wn * ROWS, record = step * RECORDS;
     const uint32_t to = mine(stage);
     const int first = GROUP_STEPS == 0 ? 0 : step * (STEP_K / 16) / (GROUP_STEPS ? GROUP_STEPS : 1);
-    if constexpr (BULK) {
+    constexpr bool NESTED = 64 % ROWS == 0;  // the warp's rows lie in one record
+    if constexpr (BULK && NESTED) {
       if (lane == 0) {
         mbarrier_expect(barrier(stage), WEIGHT_BYTES);
         constexpr int COPIES = TILES == 4 ? 1 : RECORDS;  // four tiles are all of a record: records follow each other
 #pragma unroll
         for (int r = 0; r < COPIES; ++r)
-          bulk_copy(to + r * TILES * 512, from + r * 2048, WEIGHT_BYTES / COPIES, barrier(stage), policy);
+          bulk_copy(to + r * TILES * 512, line(row, record + r), WEIGHT_BYTES / COPIES, barrier(stage), policy);
       }
+    } else if constexpr (BULK) {
+      if (lane == 0) mbarrier_expect(barrier(stage), WEIGHT_BYTES);
+      const int r = lane >> 1, above = min(ROWS, 64 - row % 64), start = lane & 1 ? above : 0;  // each lane what one record has of the rows
+      const int rows = lane & 1 ? ROWS - above : above;
+      if (r < RECORDS && rows > 0) bulk_copy(to + r * TILES * 512 + start * 32, line(row + start, record + r), rows * 32, barrier(stage), policy);
     } else {
 #pragma unroll
       for (int r = 0; r < RECORDS; ++r)
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) cp_async_16(to + (r * TILES + t) * 512 + lane * 16, from + r * 2048 + t * 512 + lane * 16, true);
+        for (int t = 0; t < TILES; ++t)
+          cp_async_16(to + (r * TILES + t) * 512 + lane * 16, (NESTED ? line(row, record + r) + t * 512 : line(row + t * 16, record + r)) + lane * 16, true);
     }
     // Not bulk copies: so small ones cost the weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, so 63.9, H200).
     constexpr int CHUNKS = ROWS * 2 / 16;
@@ -70,7 +84,7 @@ struct Stream {
     for (int i = 0; i < (GROUPS * CHUNKS + 31) / 32; ++i) {
       const int c = i * 32 + lane, g = c / CHUNKS, part = c % CHUNKS;
       if (c < GROUPS * CHUNKS) {
-        const bool inside = first + g < groups;  // the last step may reach past k: no scale there, or it could be NaN
+        const bool inside = whole() || first + g < groups;  // the last step may reach past k: no scale there, or it could be NaN
         const int64_t from_group = int64_t(inside ? first + g : 0) * n_pad + row + part * 8;
         cp_async_16(to + WEIGHT_BYTES + g * ROWS * 2 + part * 16, scales + from_group, inside);
         if constexpr (!SYMMETRIC) cp_async_16(to + WEIGHT_BYTES + SCALE_BYTES + g * ROWS * 2 + part * 16, zeros + from_group, inside);
@@ -78,15 +92,16 @@ struct Stream {
     }
   }
 
-  // Request this warp's share of the step's x; rows past m are left as they are (their columns of y are not stored), k past kx is zero.
+  // Request this warp's share of the step's x; k past kx is zero. So are rows past m where the sums of x
+  // are of all columns at once; else they are left as they are (their columns of y are not stored).
   __device__ __forceinline__ void request_x(int step, int stage) {
     constexpr int CHUNKS = STEP_K / 8, SHARE = WARPS_N * 32;
 #pragma unroll
     for (int i = 0; i < (COLUMNS * CHUNKS + SHARE - 1) / SHARE; ++i) {
       const int c = i * SHARE + wn * 32 + lane, row = c / CHUNKS, part = c % CHUNKS, column = step * STEP_K + part * 8;
-      if (row < COLUMNS && column0 + row < m) {
-        const bool inside = column < kx;
-        cp_async_16(slot(stage) + row * PITCH + part * 16, x + int64_t(column0 + row) * kx + (inside ? column : 0), inside);
+      if (row < COLUMNS && (NT > 1 || column0 + row < m)) {
+        const bool inside = (whole() || column < kx) && (NT == 1 || column0 + row < m);
+        cp_async_16(slot(stage) + row * PITCH + part * 16, x + (inside ? int64_t(column0 + row) * kx + column : 0), inside);
       }
     }
     if constexpr (BULK)
@@ -95,53 +110,82 @@ struct Stream {
       asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
+  // Adds FACTOR * x of a k16 step to `sum`. For two column tiles x is the first operand, in the registers in which both tiles' second operands
+  // lie: its rows r and r + 8 are the halves k 0..7 and 8..15 of the first tile, its halves the same of the second, and `ones` puts the first
+  // tile's sum into even columns and the second's into odd ones (one product in place of two: 28672 x 4096 at m = 16 up to 3 %, H200).
+  __device__ __forceinline__ static void add_x(float (&sum)[4], const uint32_t (&b)[NT][2], const uint32_t (&ones)[4]) {
+    if constexpr (NT == 1)
+      mma_m16n8k16(sum, ones, b[0], T());
+    else
+      mma_m16n8k16(sum, b[0], ones, T());
+  }
+  __device__ __forceinline__ void set_ones(uint32_t (&ones)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ones[i] = NT == 1 && (i & 1) ? R::ONES_HIGH : NT == 1 || i == ((lane >> 2) & 1) ? R::ONES_LOW : 0u;
+  }
+  // FACTOR * (sum of x) of this thread's columns of the column tiles, in rows r (i < 2) and r + 8; clears the sum.
+  __device__ __forceinline__ void take_sum(float (&sum)[4], float (&of)[NT][4]) const {
+#pragma unroll
+    for (int c = 0; c < NT; ++c) {
+      const float both = sum[c] + sum[c + 2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        of[c][i] = NT == 1 ? sum[i] : i < 2 ? __shfl_sync(0xffffffffu, both, (lane & 3) * 8 + i * 4) : of[c][i - 2] * (R::INVERSE_LOW / R::INVERSE_HIGH);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
+  }
+
+  // In units of q, with what raw codes carry. (Adding a constant 0 would take an instruction.)
+  __device__ __forceinline__ static float zero_point(const T* z, int row) {
+    if constexpr (SYMMETRIC) return R::OFFSET + float(1 << (BITS - 1));
+    return R::OFFSET == 0.0f ? to_float(z[row]) : R::OFFSET + to_float(z[row]);
+  }
+
   // acc[tile][column tile][4] += scale * (product - zero * sum of x), and clears the product and the sum.
-  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const T* s, const T* z) {
+  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4], const T* s, const T* z) {
+    float of_x[NT][4];
+    take_sum(sum, of_x);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const int row = t * 16 + (lane >> 2);
       const float s0 = to_float(s[row]), s1 = to_float(s[row + 8]);
-      const float implied = R::OFFSET + float(1 << (BITS - 1));
-      const float z0 = SYMMETRIC ? implied : R::OFFSET + to_float(z[row]), z1 = SYMMETRIC ? implied : R::OFFSET + to_float(z[row + 8]);
+      const float z0 = zero_point(z, row), z1 = zero_point(z, row + 8);
 #pragma unroll
       for (int c = 0; c < NT; ++c)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          acc[t][c][i] += (i < 2 ? s0 : s1) * (d[t][c][i] - (i < 2 ? z0 : z1) * sum[c][i]);
+          acc[t][c][i] += (i < 2 ? s0 : s1) * (d[t][c][i] - (i < 2 ? z0 : z1) * of_x[c][i]);
           d[t][c][i] = 0.0f;
         }
     }
-#pragma unroll
-    for (int c = 0; c < NT; ++c)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[c][i] = 0.0f;
   }
 
-  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const char* ring) {
-    const uint32_t ones[4] = {R::ONES_LOW, R::ONES_HIGH, R::ONES_LOW, R::ONES_HIGH};
-    // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are not there repeat others
-    const uint32_t matrix = slot(stage) + (lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16;
+  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4], const char* ring) {
+    // Matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x, which repeat where there are fewer; with two column
+    // tiles chunk lane / 8 % 2 of tile lane / 16.
+    const int chunk = NT == 1 ? lane >> 3 : (lane >> 3) & 1, row = NT == 1 ? (lane & 7) % COLUMNS : (lane >> 4) * 8 + (lane & 7);
+    const uint32_t matrix = slot(stage) + row * PITCH + chunk * 16;
+    uint32_t ones[4];
+    set_ones(ones);
     const uint32_t lines = mine(stage) + lane * 16;
     const T* s = reinterpret_cast<const T*>(ring + (mine(stage) - slots) + WEIGHT_BYTES);
 #pragma unroll
     for (int r = 0; r < RECORDS; ++r) {
-      uint32_t b[NT][ATOMS][2], words[TILES][4];
+      uint32_t b[ATOMS][NT][2], words[TILES][4];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) load_shared_128(lines + (r * TILES + t) * 512, words[t]);
 #pragma unroll
-      for (int c = 0; c < NT; ++c)
-#pragma unroll
-        for (int p = 0; p < ATOMS / 2; ++p) ldmatrix_x4(matrix + c * 8 * PITCH + r * RECORD_K * 2 + p * 64, &b[c][2 * p][0]);
+      for (int i = 0; i < ATOMS * NT / 2; ++i) ldmatrix_x4(matrix + r * RECORD_K * 2 + i * (64 / NT), &b[0][0][0] + i * 4);
 #pragma unroll
       for (int atom = 0; atom < ATOMS; ++atom) {
-#pragma unroll
-        for (int c = 0; c < NT; ++c) mma_m16n8k16(sum[c], ones, b[c][atom], T());
+        add_x(sum, b[atom], ones);
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           uint32_t a[4];
           R::unpack(words[t] + atom * WORDS, a);
 #pragma unroll
-          for (int c = 0; c < NT; ++c) mma_m16n8k16(d[t][c], a, b[c][atom], T());
+          for (int c = 0; c < NT; ++c) mma_m16n8k16(d[t][c], a, b[atom][c], T());
         }
         if constexpr (GROUPS > 1) {
           const int done = r * ATOMS + atom + 1;
@@ -156,7 +200,7 @@ struct Stream {
   }
 
   // The last partial sums: per-channel scales, which were left for here, and the powers of two that raw codes carry.
-  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4]) {
+  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4]) {
     if constexpr (GROUP_STEPS == 0) apply_group(acc, d, sum, scales + row0 + wn * ROWS, zeros + row0 + wn * ROWS);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -168,7 +212,7 @@ struct Stream {
 
   // This warp's sums over its share of the steps begin + wk, begin + wk + WARPS_K, ... below end.
   __device__ __forceinline__ void accumulate(int begin, int end, const char* ring, float (&acc)[TILES][NT][4]) {
-    float d[TILES][NT][4] = {}, sum[NT][4] = {};
+    float d[TILES][NT][4] = {}, sum[4] = {};
     if constexpr (BULK) {
       if (wn == 0 && lane < STAGES) mbarrier_init(barrier(lane), 33 * WARPS_N);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -219,7 +263,8 @@ __device__ __forceinline__ void stream_gemm(void* ring, const void* x, const voi
   s.weight = static_cast<const char*>(weight);
   s.m = m, s.kx = kx, s.k_tiles = k_tiles, s.n_pad = n_pad, s.groups = groups, s.row0 = blockIdx.x * ROWS, s.column0 = blockIdx.y * COLUMNS;
   s.slots = shared_address(ring), s.barriers = s.slots + S::RING_BYTES;
-  s.lane = thread & 31, s.wn = (thread >> 5) % S::WARPS_IN_ROW, s.wk = (thread >> 5) / S::WARPS_IN_ROW;
+  const int warp = __shfl_sync(0xffffffffu, thread >> 5, 0);  // so the compiler knows that it is the warp's
+  s.lane = thread & 31, s.wn = warp % S::WARPS_IN_ROW, s.wk = warp / S::WARPS_IN_ROW;
   if constexpr (S::BULKY) s.policy = evict_first();
   float acc[S::ROW_TILES][S::COLUMN_TILES][4] = {};
   s.accumulate(share * steps / splits, (share + 1) * steps / splits, static_cast<const char*>(ring), acc);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.workload import Workload
@@ -24,6 +26,9 @@ STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
 WIDE = Schedule("gemm_stream", 128, 8, 64, 2, 4)
 BULK = Schedule("gemm_stream_bulk", 64, 8, 64, 3, 2)
 BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
+SIXTEEN = Schedule("gemm_stream", 64, 16, 64, 2, 2)
+OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packed records
+MANY = work(W4Z, m=16)
 FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
@@ -164,11 +169,22 @@ BUGS = (
     # small m
     device("factor of the upper rows wrong", FEW_Z, STREAM, ("ONES_HIGH = 0x00100010u", "ONES_HIGH = 0x00010001u")),
     device("power of two of the upper rows wrong", FEW, STREAM, ("INVERSE_HIGH = 1048576.0f", "INVERSE_HIGH = 16777216.0f")),
-    device("zero point not subtracted", FEW_Z, STREAM, (" - (i < 2 ? z0 : z1) * sum[c][i]", "")),
-    device("sum of x not cleared", FEW_Z, STREAM, ("sum[c][i] = 0.0f;", ";")),
+    device("zero point not subtracted", FEW_Z, STREAM, (" - (i < 2 ? z0 : z1) * of_x[c][i]", "")),
+    device("sum of x not cleared", FEW_Z, STREAM, ("sum[i] = 0.0f;", ";")),
     device(
         "scale of the wrong group", work(FINE, m=5), STREAM,
         ("(GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS", "(GROUP_STEPS ? GROUP_STEPS : 1) - 1) % 1 * ROWS"),
+    ),
+    device("sums of two tiles of x exchanged", MANY, SIXTEEN, ("i == ((lane >> 2) & 1)", "i != ((lane >> 2) & 1)")),
+    device("half of a k16 step not in the sum of x", MANY, SIXTEEN, ("sum[c] + sum[c + 2]", "sum[c]")),
+    device(
+        "rows of x that are not there summed", work(W4Z, m=13), SIXTEEN,
+        ("(NT > 1 || column0 + row < m)", "column0 + row < m"), sign="",
+    ),
+    device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("line(row + t * 16, record + r)", "line(row, record + r) + t * 512")),
+    device(
+        "rows of the next record over the first", work(W4, m=5, n=320), replace(OFF, program="gemm_stream_bulk"),
+        ("TILES * 512 + start * 32", "TILES * 512"), sign="",
     ),
     device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(s[row + 8])", "to_float(s[row])")),
     device(
@@ -180,7 +196,7 @@ BUGS = (
     device("own copies taken for the neighbour's", FEW, WIDE, ('"memory");\n        sync_group<1, 32 * WARPS_N>(wk);', '"memory");')),
     device(
         "k tail of x not zero", work(W4, m=5, k=500), STREAM,
-        ("kx + (inside ? column : 0), inside)", "kx + (inside ? column : 0), true)"),
+        ("(whole() || column < kx)", "true"), sign="",
     ),
     device(
         "scales of a group past k read", work(FINE, m=5, k=480), STREAM,

@@ -18,7 +18,8 @@ from tilebit.tiles.device.twins import round_to, widen
 from .device_code import KernelFault
 
 STORED = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32}
-POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": -1515870811}
+# int32: NaN as 16-bit floats too, for memory that is declared as words
+POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": 0x7FDA7FDA}
 SLAB = 64  # rows that four warps hold
 
 

@@ -56,7 +56,7 @@ STREAM_BURST = 1.2  # one SM's read rate over its share of the device's: idle SM
 STREAM_FILL_US = 1.8
 STREAM_LAUNCH_US = 1.0
 STREAM_SPLIT_US = 0.2  # one ticket and its fence; fitted
-CLUSTER_US = 1.0  # a cluster starts together, and meets twice to add up its parts; fitted
+CLUSTER_US = 0.6  # a cluster starts together, and its blocks send each other their parts
 SUM_US = 0.023  # one partial sum read from shared memory and added; fitted
 
 CPU_DEQUANT_OPS = {4: 1.0, 8: 0.75}  # per weight, in lanes: unpack, convert, scale

@@ -216,9 +216,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
   }
 }
 
-// ---- a tile that the two blocks of a cluster share: each stores one half of its columns and leaves its part of the other for the other ----
-// 4096 x 4096, m = 256, 128 x 128: 25,100 cycles while both parked whole parts and met again after storing, so 24,100; 2,100 of these are a
-// block's 32 KB on their way from the other, 15 bytes a cycle (H200).
+// ---- a tile that the two blocks of a cluster share: each stores one half of its columns and sends its part of the other to the other ----
 
 // Columns in chunks of S::COLUMNS, of which block `rank` stores every second, from `rank` on. `sums` has a place for each of its own.
 template <typename S>
@@ -236,16 +234,26 @@ struct Halves {
   __device__ __forceinline__ static constexpr bool has(int i, int rank) { return 2 * i + rank < S::CHUNKS; }
 };
 
-// parked: float4 [own chunk of the other block][slab][register / 4][thread], over the stages of the pipeline, which every computing thread has
-// left.
-template <typename S, int THREADS, int BARRIER>
-__device__ __forceinline__ void park_half(const float* accumulators, float* sums, void* parked, int rank, int thread) {
+// Whether a block stores its `i`-th chunk: it has so many, and y some of the columns.
+template <typename O, typename S>
+__device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
+  const int rank = block % O::SPLIT;
+  return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
+}
+
+// sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both blocks have left; barriers: one for each
+// own chunk. `sums` takes what this block keeps.
+template <typename O, typename S, int THREADS>
+__device__ __forceinline__ void send_half(const float* accumulators, float* sums, void* sent, void* barriers, int m, int block, int thread) {
   using H = Halves<S>;
-  thread = fresh(thread);
-  sync_threads<BARRIER, THREADS>();
-  float4* place = static_cast<float4*>(parked) + thread;
+  m = fresh(m), block = fresh(block), thread = fresh(thread);
+  const int rank = block % O::SPLIT;
+  float4* place = static_cast<float4*>(sent) + thread;
 #pragma unroll
-  for (int i = 0; i < H::OWN_CHUNKS; ++i)
+  for (int i = 0; i < H::OWN_CHUNKS; ++i) {
+    uint64_t* barrier = static_cast<uint64_t*>(barriers) + i;
+    if (thread == 0) mbarrier_expect(shared_address(barrier), stores_chunk<O, S>(m, block, i) ? H::COUNT * THREADS * 4 : 0);
+    const bool wanted = stores_chunk<O, S>(m, block + 1 - 2 * rank, i);
 #pragma unroll
     for (int slab = 0; slab < H::SLABS; ++slab)
 #pragma unroll
@@ -256,52 +264,27 @@ __device__ __forceinline__ void park_half(const float* accumulators, float* sums
           sums[i * H::COUNT + slab * S::COUNT + e + j] = H::of(accumulators, slab, i, e + j, rank);
           theirs[j] = H::of(accumulators, slab, i, e + j, 1 - rank);
         }
-        if (H::has(i, 1 - rank)) *place = make_float4(theirs[0], theirs[1], theirs[2], theirs[3]);
+        if (wanted) send_to_rank(place, make_float4(theirs[0], theirs[1], theirs[2], theirs[3]), barrier, 1 - rank);
       }
-}
-
-// The float4 at `address` in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float4 load_of_rank(const float4* address, int rank) {
-#ifdef TILEBIT_HOST_EMULATION
-  return host_load_of_rank(address, rank);
-#else
-  uint32_t remote;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
-  return v;
-#endif
-}
-
-// Adds the other block's part, once the cluster has met.
-template <typename O, typename S, int THREADS>
-__device__ __forceinline__ void add_half(float* sums, const void* parked, int m, int block, int thread) {
-  using H = Halves<S>;
-  const int rank = block % O::SPLIT, columns = m - O::first_row(m, block, 0);
-  const float4* place = static_cast<const float4*>(parked) + thread;
-#pragma unroll
-  for (int i = 0; i < H::OWN_CHUNKS; ++i) {
-    if ((2 * i + rank) * (S::COUNT * 2) >= columns || !H::has(i, rank)) return;
-#pragma unroll
-    for (int e = 0; e < H::COUNT; e += 4) {
-      const float4 v = load_of_rank(place + (i * H::COUNT + e) / 4 * THREADS, 1 - rank);
-      float* sum = sums + i * H::COUNT + e;
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-    }
   }
 }
 
-template <typename O, typename S>
-__device__ __forceinline__ void store_half(float* sums, void* staging, void* y, const void* scales, const void* bias, int m, int block, int thread) {
+// Adds what has been sent of the block's own chunk I, and stores that.
+template <typename O, typename S, int THREADS, int I>
+__device__ __forceinline__ void store_chunk(float* sums, const void* sent, void* staging, void* y, const void* scales, const void* bias, int m,
+                                            int block, int thread) {
   using H = Halves<S>;
-  const int rank = block % O::SPLIT, n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
-  const S store(staging, y, m, n0, m0, thread);
+  if (!stores_chunk<O, S>(m, block, I)) return;
+  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
+  const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
+  float* chunk = sums + I * H::COUNT;
 #pragma unroll
-  for (int i = 0; i < H::OWN_CHUNKS; ++i) {
-    if (m0 + (2 * i + rank) * (S::COUNT * 2) >= m || !H::has(i, rank)) return;
-    S::adjust(sums + i * H::COUNT, scales, bias, n0, thread);
-    store.store(sums + i * H::COUNT, 2 * i + rank);
+  for (int e = 0; e < H::COUNT; e += 4) {
+    const float4 v = place[e / 4 * THREADS];
+    chunk[e] += v.x, chunk[e + 1] += v.y, chunk[e + 2] += v.z, chunk[e + 3] += v.w;
   }
+  S::adjust(chunk, scales, bias, n0, thread);
+  S(staging, y, m, n0, m0, thread).store(chunk, 2 * I + block % O::SPLIT);
 }
 
 }  // namespace tilebit

@@ -89,15 +89,24 @@ __device__ __forceinline__ uint64_t evict_first() {
 }
 
 // ---- clusters ----
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float load_of_rank(uint32_t address, int rank) {
-  uint32_t remote;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
-  return value;
+// A block has come to a point, and waits for the others of its cluster. Nothing that was written before is promised to be seen after: a
+// release at this scope is a fence of the whole GPU.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Barriers that were initialized are seen by the cluster once it has met.
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Stores to the same place in the shared memory of block `rank` of the cluster, whose barrier is told of the bytes once they are there.
+__device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* barrier, int rank) {
+#ifdef TILEBIT_HOST_EMULATION
+  host_send_to_rank(address, v, barrier, rank);
+#else
+  uint32_t to, told;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(address)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w), "r"(told)
+               : "memory");
+#endif
 }
 
 __device__ __forceinline__ float to_float(half v) { return __half2float(v); }

@@ -265,16 +265,22 @@ inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__byte
 }
 
 // ---- clusters ----
-inline void ptx_barrier_cluster_arrive_release_aligned() {}
+inline void ptx_barrier_cluster_arrive_relaxed_aligned() {}
 inline void ptx_barrier_cluster_wait_acquire_aligned() {
   tilebit_host::meet(tilebit_host::cluster_meeting, tilebit_host::running_blocks* tilebit_host::block_threads);
 }
 inline void ptx_mapa_shared__cluster_u32(uint32_t& remote, uint32_t address, int rank) {
   remote = uint32_t(rank + 1) << tilebit_host::RANK_SHIFT | address;
 }
-inline void ptx_ld_shared__cluster_f32(float& value, uint32_t address) { memcpy(&value, tilebit_host::at(address), 4); }
-inline float4 host_load_of_rank(const float4* address, int rank) {
-  float4 value;
-  memcpy(&value, tilebit_host::at(uint32_t(rank + 1) << tilebit_host::RANK_SHIFT | __cvta_generic_to_shared(address)), 16);
-  return value;
+// Lands when its barrier is waited for, where the blocks of the cluster run together; else at once.
+inline void host_send_to_rank(float4* address, float4 value, void* barrier, int rank) {
+  using namespace tilebit_host;
+  const uint32_t there = uint32_t(rank + 1) << RANK_SHIFT;
+  char* to = at(there | __cvta_generic_to_shared(address));
+  Mbarrier& told = mbarrier(there | __cvta_generic_to_shared(barrier));
+  sent_values.push_back(value);
+  const Copy copy = {to, reinterpret_cast<const char*>(&sent_values.back()), sizeof value, true, &told};
+  if (running_blocks == 1) return land(copy);
+  memset(to, SPOILT, sizeof value);
+  bulk_copies.push_back(copy);
 }

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <ucontext.h>
 #include <algorithm>
+#include <deque>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -65,7 +66,8 @@ static Place place;
 static Fiber fibers[MAX_THREADS];
 static Warp warps[MAX_THREADS / WARP];
 static Meeting meetings[MAX_BLOCKS][MAX_BARRIERS], cluster_meeting;
-static std::vector<Copy> bulk_copies;  // in flight
+static std::vector<Copy> bulk_copies;   // in flight
+static std::deque<float4> sent_values;  // to another block, whether they have landed or not
 static jmp_buf scheduler;
 static int current, block_threads, first_block, running_blocks;
 static bool in_fiber;
@@ -186,7 +188,7 @@ inline int run_some(int first, int count, bool& moved) {
 inline const char* run_fibers(Body& work, int blocks) {
   body = &work;
   memset(warps, 0, sizeof warps), memset(meetings, 0, sizeof meetings), memset(&cluster_meeting, 0, sizeof cluster_meeting);
-  bulk_copies.clear();
+  bulk_copies.clear(), sent_values.clear();
   running_blocks = blocks, fault = nullptr;
   const int count = blocks * block_threads;
   if (count > MAX_THREADS) return "more threads than the emulation has room for";

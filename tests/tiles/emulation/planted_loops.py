@@ -43,8 +43,8 @@ PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)\
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)\n"
 LOAD = "load_first_weight(halves,"
 INDENT = " " * 20
-MEET = INDENT + "T.cluster_sync()\n"
-SUM = f'{INDENT}T.call_extern("handle", add'
+LEFT = "T.cluster_arrive_relaxed()  # has left its stages\n" + INDENT + "T.cluster_wait()\n"
+SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 
 
@@ -132,15 +132,20 @@ BUGS = (
         ('(of("pieces", m, block) + piece) if kind', "piece if kind"), sign="",
     ),
     # wgmma: shares of tiles
-    loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (MEET + MEET, MEET), (MEET + SUM, SUM)),
-    device(
-        "part of a cluster lost", work(W4, m=40), CLUSTERED,
-        ("sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;\n    }\n  }\n}", "}\n  }\n}"),
+    loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (SENT, "pass"), sign=""),
+    loop(
+        "parts sent over stages in use", work(W4, m=40), CLUSTERED,
+        (LEFT, LEFT.replace("T.cluster_wait()", "pass")), sign="",
     ),
+    device(
+        "bytes of a sent part miscounted", work(W4, m=40), CLUSTERED,
+        ("H::COUNT * THREADS * 4 : 0", "H::COUNT * THREADS * 2 : 0"), sign="",
+    ),
+    device("part of a cluster lost", work(W4, m=40), CLUSTERED, ("chunk[e] += v.x, chunk[e + 1] += v.y", "chunk[e] += v.x")),
     device("halves of a cluster's tile exchanged", work(W4, m=40), CLUSTERED, ("i, e + j, 1 - rank)", "i, e + j, rank)")),
     device(
         "columns of a cluster's tile lost", work(W4, m=40), CLUSTERED,
-        ("store.store(sums + i * H::COUNT, 2 * i + rank)", "store.store(sums + i * H::COUNT, 2 * i)"), sign="NaN",
+        ("store(chunk, 2 * I + block % O::SPLIT)", "store(chunk, 2 * I)"), sign="NaN",
     ),
     device(
         "share summed twice", work(W4), SHARED,
@@ -209,12 +214,13 @@ BUGS = (
         ("mbarrier_expect(barrier(stage), WEIGHT_BYTES)", "mbarrier_expect(barrier(stage), WEIGHT_BYTES + 16)"), sign="threads",
     ),
     device("fewer arrivals than lanes", FEW, BULK, ("33 * WARPS_N", "32 * WARPS_N"), sign=""),
+    device("share of a cluster's block lost", FEW, BULK_SPLIT, ("for (int rank = 1; rank < splits", "for (int rank = 2; rank < splits")),
     device(
-        "share of a cluster's block lost", FEW, BULK_SPLIT,
-        ("for (int rank = 0; rank < splits; ++rank)", "for (int rank = 1; rank < splits; ++rank)"),
+        "sums read before they are sent", FEW, BULK_SPLIT,
+        ("    mbarrier_wait(shared_address(gathered), 0);\n", ""), sign="",
     ),
     device(
-        "sums read before the cluster met", FEW, BULK_SPLIT,
-        ("mine[e] = block_sum(e);\n    cluster_sync();", "mine[e] = block_sum(e);"), sign="",
+        "sums sent to the wrong place", FEW, BULK_SPLIT,
+        ("parts + share * each + piece % each", "parts + share * each + piece"), sign="",
     ),
 )  # fmt: skip

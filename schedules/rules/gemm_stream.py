@@ -42,9 +42,7 @@ MOST_BLOCKS, SPLIT_BELOW = 8, 2  # blocks an SM, one after another; tiles an SM 
 SPLITS = (1, 2, 4, 8)  # clusters of three fill GPCs badly: 40 of them took two waves (5120 x 27648, m = 1: 32.2 us, of four 20.5, H200)
 RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
-# Rings of a block, for one 8-column tile of x and for two: with these 16 warps seldom have registers enough (28672 x 4096, m = 16, eight
-# warps 25.2 us, twelve 23.3, H200).
-RINGS = ((1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 12, 16))
+RINGS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a block: twelve warps have registers that sixteen have not, and won at every m
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
 BLOCK_SMEM_OVERHEAD = 1024
 LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
@@ -199,7 +197,7 @@ def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Sched
     fewest, usual, most = WARPS
     for block_k in sorted(BLOCK_K, reverse=True):
         found = []
-        for in_flight, rings_k in product(IN_FLIGHT, RINGS[workload.m > 8]):
+        for in_flight, rings_k in product(IN_FLIGHT, RINGS):
             s = replace(base, block_k=block_k, num_warps=warps_n(base) * rings_k)
             turns = -(-workload.k // (block_k * s.split_k * rings_k))
             stages = min(round(in_flight / (s.min_blocks * rings_k * weight_bytes(workload.format, s))), turns)

@@ -40,7 +40,7 @@ from tilebit.schedules.workload import Workload, m_bucket
 
 SELECT = "TILEBIT_PEERS"
 GROUP = 128  # values of k per scale of the harness's codes
-BF16_SHAPES = ((28672, 4096), (4096, 14336))  # (n, k) measured in bfloat16 too: one wide weight, one deep
+BF16_SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192))  # (n, k) measured in bfloat16 too
 # name: (format, name of the harness's codes, dtype of x and y)
 KERNELS = {
     "tilebit_w4a16_sym": (QuantFormat(4, GROUP, True), "q4", "float16"),

@@ -4,15 +4,15 @@
 
 At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m`` rows of x; its ``num_warps`` warps take
 the steps of k (``block_k`` deep) in turn, and each streams the packed lines of its own rows through a ring of ``num_stages`` slots that no
-other warp touches: nobody waits for anybody before the last product. A warp holds 64, 32 or 16 rows, the most that divide block_n; where
-that is not all of them, neighbouring warps share the slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as
-they are (``device/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to the fp32 sums once a
-group. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes would take them eight conversions and
-eight FMAs where the tensor core takes one instruction, seven of whose eight columns are idle at m = 1 at no cost (fp16 sums would do with
-four FMAs, and lose what subnormal codes stand for).
+other warp touches: nobody waits for anybody before the last product. A warp holds 64, 80, 48, 32 or 16 rows, the first of these that
+divides block_n; where that is not all of them, neighbouring warps share the slots of x. ``split_k`` blocks share an output tile. Codes go
+to the tensor cores as they are (``device/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to
+the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes would take them
+eight conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns are idle at m = 1 at no cost
+(fp16 sums would do with four FMAs, and lose what subnormal codes stand for).
 
-``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, a cluster sums the shares of k through distributed shared memory, and weights are
-requested before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
+``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are requested
+before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
 
 TileLang has no per-warp pipelines (its barriers and its specialization are a block's), so the loop is CUDA, in ``device/stream.cuh``; the
 grid, the operands and the shared memory are declared here.

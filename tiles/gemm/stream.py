@@ -11,8 +11,8 @@ the fp32 sums once a group. Every sum has a fixed order. There is no path for CU
 eight conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns are idle at m = 1 at no cost
 (fp16 sums would do with four FMAs, and lose what subnormal codes stand for).
 
-``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are requested
-before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
+``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are
+requested before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
 
 TileLang has no per-warp pipelines (its barriers and its specialization are a block's), so the loop is CUDA, in ``device/stream.cuh``; the
 grid, the operands and the shared memory are declared here.

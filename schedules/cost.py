@@ -11,7 +11,7 @@ other wholly, and the root of the sum of squares is nearer to what was measured.
 
 Constants that say "fitted" are least squares over measurements on an H200 (4-bit, groups of 128, fp16; m = 1 to 4096), rounded. Those of
 gemm_wgmma are of 652 records, differences within a workload and fast schedules weighing most. Its loading warps have become leaner since;
-choices by the model alone are 1.034 times the best of a workload in the mean, 1.31 at worst, and fitting anew did no better. Those of the
+choices by the model alone are 1.037 times the best of a workload in the mean, 1.29 at worst, and fitting anew did no better. Those of the
 small-m programs are of about 1,500 earlier measurements of both, these programs counted as 6 % faster, which a later change to their copies
 brought. The others are counted or known."""
 

@@ -29,7 +29,7 @@ MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
-BLOCK_M_STEP = 16  # columns of a tile that gemm_wgmma stores at a time, at least
+LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 MAX_CANDIDATES = 120
 
@@ -255,7 +255,7 @@ def _resource_reasons(rule: CudaRule, format: QuantFormat, schedule: Schedule, t
     threads = s.min_blocks * (s.num_warps * 32 + rule.producer_threads)
     if threads > THREADS_PER_SM:
         reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
-    sent = s.block_n * max(s.block_m // 2, BLOCK_M_STEP) * 4  # what each block of a pair is sent: half a tile's sums
+    sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
     if s.program == _WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
     share, one = REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE

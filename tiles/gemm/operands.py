@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
-from ...schedules.rules.gemm import STAGED_COLUMNS, clustered_split
+from ...schedules.rules.gemm import LEAST_STAGED, STAGED_COLUMNS, clustered_split
 from ...schedules.schedule import Schedule
 from ...schedules.workload import Workload
 from ..headers import TYPES
@@ -124,7 +124,7 @@ class Operands:
         """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores it; of a tile whose parts a cluster adds
         up, few enough for every block of it to have some."""
         blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
-        return STAGED_COLUMNS if self.schedule.block_m // blocks >= STAGED_COLUMNS else 16
+        return STAGED_COLUMNS if self.schedule.block_m // blocks >= STAGED_COLUMNS else LEAST_STAGED
 
     def store_type(self, rows: int) -> str:
         """``tilebit::Store`` with its template arguments (``device/finish.cuh``), of a tile of so many rows of x."""

@@ -133,6 +133,8 @@ def check_pipeline(source: str) -> None:
     assert "wait_for_predecessor" not in before
     for role in (weights, x):  # each text ends where the next role begins, with its wait
         assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex("].arrive()")
+    computing, sending, received = computing.partition("tilebit::send_half<")  # of a tile that two blocks share
+    assert received.count("await_stage(") == received.count("tilebit::store_chunk<") and bool(sending) == ("store_chunk<" in received)
     parts = computing.count("tilebit::dequantize<")
     load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
     check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])

@@ -23,12 +23,7 @@ LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((?:half_t|bfloat16_t)\*
 DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
 STAGING = "tilebit::stage_transposed<"  # the call of programs on mma.sync whose output tile goes through shared memory
 # What the functions below compute, as the headers write it.
-STREAM_X = (
-    "PITCH = STEP_K * 2 + 16",
-    "NT == 1 ? lane >> 3 : (lane >> 3) & 1",
-    "NT == 1 ? (lane & 7) % COLUMNS : (lane >> 4) * 8 + (lane & 7)",
-    "row * PITCH + chunk * 16",
-)
+STREAM_X = ("PITCH = STEP_K * 2 + 16", "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16")
 STMATRIX = (
     "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
     "place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1))",
@@ -74,10 +69,7 @@ def _check(source: str, expressions: tuple[str, ...]) -> None:
 
 def _stream_x(s: Schedule) -> np.ndarray:
     """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and 16 bytes of padding."""
-    one = s.block_m <= 8
-    chunk = LANE >> 3 if one else (LANE >> 3) & 1
-    row = (LANE & 7) % s.block_m if one else (LANE >> 4) * 8 + (LANE & 7)
-    return row * (s.block_k + 8) + chunk * 8
+    return (LANE & 7) % s.block_m * (s.block_k + 8) + (LANE >> 3) * 8
 
 
 def _ldmatrix(addresses: np.ndarray, matrices: int) -> int:

@@ -30,8 +30,8 @@ RAW_PROBE = """
 template <typename T, int BITS> static void constants(float* numbers, uint16_t* ones) {
   using R = tilebit::Raw<T, BITS>;
   const float n[3] = {R::OFFSET, R::INVERSE_LOW, R::INVERSE_HIGH};
-  const uint32_t o[2] = {R::ONES_LOW, R::ONES_HIGH};
-  memcpy(numbers, n, sizeof n); memcpy(ones, o, sizeof o);
+  const uint32_t o = R::ONES;
+  memcpy(numbers, n, sizeof n); memcpy(ones, &o, sizeof o);
 }
 extern "C" void constants_float16_4(float* n, uint16_t* o) { constants<half, 4>(n, o); }
 extern "C" void constants_float16_8(float* n, uint16_t* o) { constants<half, 8>(n, o); }
@@ -41,9 +41,9 @@ extern "C" void constants_bfloat16_8(float* n, uint16_t* o) { constants<__nv_bfl
 
 
 def raw_constants(dtype: str, bits: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Of ``tilebit::Raw``: the offset, the inverse of the factor of each A element [8], and the bits of the factor as an operand, a pair
-    for rows r and one for rows r + 8 [2, 2]."""
-    numbers, ones = np.zeros(3, np.float32), np.zeros((2, 2), np.uint16)
+    """Of ``tilebit::Raw``: the offset, the inverse of the factor of each A element [8], and the bits of the factor of rows r as an
+    operand, a pair [2]."""
+    numbers, ones = np.zeros(3, np.float32), np.zeros(2, np.uint16)
     probe = getattr(build(SOURCE + RAW_PROBE), f"constants_{dtype}_{bits}")
     probe(ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(ones.ctypes.data))
     offset, low, high = (float(v) for v in numbers)
@@ -69,7 +69,7 @@ def test_every_code_at_every_place(device: DeviceCode, dtype: str, bits: int):
 
     offset, inverse, ones = raw_constants(dtype, bits)
     np.testing.assert_array_equal(twins.widen(got, dtype) * inverse - offset, codes)
-    np.testing.assert_array_equal(twins.widen(ones, dtype) * inverse[[0, 2]][:, None], 1.0)  # the operand whose product is FACTOR * sum(x)
+    np.testing.assert_array_equal(twins.widen(ones, dtype) * inverse[0], 1.0)  # the operand whose product is FACTOR * sum(x)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS)
@@ -81,8 +81,8 @@ def test_products_of_raw_codes_are_exact(dtype: str, bits: int):
     raw = twins.widen(twins.raw_codes(np.repeat(words[:, None], bits // 4, 1), dtype=dtype, bits=bits), dtype)
     x = twins.widen(np.arange({"float16": 0x7C00, "bfloat16": 0x7F80}[dtype], dtype=np.uint16), dtype)
     x = x[x <= 65504.0]
-    for half, factor in enumerate(twins.widen(ones, dtype)[:, 0]):
-        operands = np.append(raw[:, 2 * half], factor)
-        products = operands[:, None] * x
+    factor = twins.widen(ones, dtype)[0]
+    for half in (0, 1):
+        products = np.append(raw[:, 2 * half], factor)[:, None] * x
         np.testing.assert_array_equal(products.astype(np.float32), products)
-        np.testing.assert_array_equal(products[-1] * inverse[2 * half], x)
+    np.testing.assert_array_equal(factor * x * inverse[0], x)

@@ -2,7 +2,7 @@
 //
 // The operand is not q but raw(q) = FACTOR * q + OFFSET, exact in 16 bits; a row of the product is then
 //     sum (q - z) s x = s / FACTOR * (sum raw(q) x - (OFFSET / FACTOR + z) * FACTOR * sum x),
-// where FACTOR * sum x comes from the same tensor cores (an operand of constants FACTOR), once per group for all rows.
+// where FACTOR * sum x comes from the same tensor cores (an operand of constants, the FACTOR of rows r), once per group for all rows.
 //   fp16, 4 bits: a nibble in the low bits of a half is the subnormal q * 2^-24, one in the next four bits 16 q * 2^-24: a mask is all.
 //   fp16, 8 bits: a byte in the low bits of a half is q * 2^-24.
 //   bf16, 4 bits: subnormals of bf16 are out of reach of an fp32 accumulator, so a nibble sits under the exponent of 128: 128 + q.
@@ -19,7 +19,7 @@ template <>
 struct Raw<half, 4> {
   static constexpr float OFFSET = 0.0f;                              // in units of q
   static constexpr float INVERSE_LOW = 16777216.0f, INVERSE_HIGH = 1048576.0f;  // 1 / FACTOR of rows r and r + 8: 2^24, 2^20
-  static constexpr uint32_t ONES_LOW = 0x00010001u, ONES_HIGH = 0x00100010u;    // FACTOR as an operand
+  static constexpr uint32_t ONES = 0x00010001u;  // FACTOR of rows r as an operand
   __device__ __forceinline__ static void unpack(const uint32_t* words, uint32_t* a) {
     const uint32_t w = words[0], v = w >> 8;
     a[0] = w & 0x000f000fu;
@@ -33,7 +33,7 @@ template <>
 struct Raw<half, 8> {
   static constexpr float OFFSET = 0.0f;
   static constexpr float INVERSE_LOW = 16777216.0f, INVERSE_HIGH = 16777216.0f;
-  static constexpr uint32_t ONES_LOW = 0x00010001u, ONES_HIGH = 0x00010001u;
+  static constexpr uint32_t ONES = 0x00010001u;
   __device__ __forceinline__ static void unpack(const uint32_t* words, uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -47,7 +47,7 @@ template <>
 struct Raw<__nv_bfloat16, 4> {
   static constexpr float OFFSET = 128.0f;
   static constexpr float INVERSE_LOW = 1.0f, INVERSE_HIGH = 1.0f;
-  static constexpr uint32_t ONES_LOW = 0x3f803f80u, ONES_HIGH = 0x3f803f80u;
+  static constexpr uint32_t ONES = 0x3f803f80u;
   __device__ __forceinline__ static void unpack(const uint32_t* words, uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = lop3_and_or(words[0] >> (4 * i), 0x000f000fu, 0x43004300u);
@@ -58,7 +58,7 @@ template <>
 struct Raw<__nv_bfloat16, 8> {
   static constexpr float OFFSET = 0.0f;
   static constexpr float INVERSE_LOW = 1.0f, INVERSE_HIGH = 1.0f;
-  static constexpr uint32_t ONES_LOW = 0x3f803f80u, ONES_HIGH = 0x3f803f80u;
+  static constexpr uint32_t ONES = 0x3f803f80u;
   __device__ __forceinline__ static void unpack(const uint32_t* words, uint32_t* a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

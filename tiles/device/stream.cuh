@@ -31,6 +31,7 @@ struct Stream {
   static constexpr int THREADS = 32 * WARPS_N * WARPS_K;
   static constexpr int ROW_TILES = TILES, COLUMN_TILES = NT, WARPS_IN_ROW = WARPS_N, WARPS_IN_K = WARPS_K, X_COLUMNS = COLUMNS;
   static constexpr bool BULKY = BULK;
+  static_assert(GROUP_STEPS % 2 == 0, "two k16 steps of x are summed at once");
   static_assert(GROUP_STEPS == 0 || STEP_K / 16 % (GROUP_STEPS ? GROUP_STEPS : 1) == 0 || GROUP_STEPS % (STEP_K / 16) == 0, "a step and a group must nest");
   using R = Raw<T, BITS>;
 
@@ -93,16 +94,15 @@ struct Stream {
     }
   }
 
-  // Request this warp's share of the step's x; k past kx is zero. So are rows past m where the sums of x
-  // are of all columns at once; else they are left as they are (their columns of y are not stored).
+  // Request this warp's share of the step's x; rows past m are left as they are (their columns of y are not stored), k past kx is zero.
   __device__ __forceinline__ void request_x(int step, int stage) {
     constexpr int CHUNKS = STEP_K / 8, SHARE = WARPS_N * 32;
 #pragma unroll
     for (int i = 0; i < (COLUMNS * CHUNKS + SHARE - 1) / SHARE; ++i) {
       const int c = i * SHARE + wn * 32 + lane, row = c / CHUNKS, part = c % CHUNKS, column = step * STEP_K + part * 8;
-      if (row < COLUMNS && (NT > 1 || column0 + row < m)) {
-        const bool inside = (whole() || column < kx) && (NT == 1 || column0 + row < m);
-        cp_async_16(slot(stage) + row * PITCH + part * 16, x + (inside ? int64_t(column0 + row) * kx + column : 0), inside);
+      if (row < COLUMNS && column0 + row < m) {
+        const bool inside = whole() || column < kx;
+        cp_async_16(slot(stage) + row * PITCH + part * 16, x + int64_t(column0 + row) * kx + (inside ? column : 0), inside);
       }
     }
     if constexpr (BULK)
@@ -111,30 +111,23 @@ struct Stream {
       asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Adds FACTOR * x of a k16 step to `sum`. For two column tiles x is the first operand, in the registers in which both tiles' second operands
-  // lie: its rows r and r + 8 are the halves k 0..7 and 8..15 of the first tile, its halves the same of the second, and `ones` puts the first
-  // tile's sum into even columns and the second's into odd ones (one product in place of two: 28672 x 4096 at m = 16 up to 3 %, H200).
-  __device__ __forceinline__ static void add_x(float (&sum)[4], const uint32_t (&b)[NT][2], const uint32_t (&ones)[4]) {
-    if constexpr (NT == 1)
-      mma_m16n8k16(sum, ones, b[0], T());
-    else
-      mma_m16n8k16(sum, b[0], ones, T());
+  // Adds FACTOR * x of two k16 steps to a column tile's `sum`: x as the first operand, in the registers in which both steps' second operands
+  // lie. Rows r and r + 8 are halves k 0..7 and 8..15 of column r: one product in place of two, and no column meets another's numbers.
+  __device__ __forceinline__ static void add_x(float (&sum)[4], const uint32_t* b) {
+    const uint32_t ones[2] = {R::ONES, R::ONES};
+    mma_m16n8k16(sum, b, ones, T());
   }
-  __device__ __forceinline__ void set_ones(uint32_t (&ones)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ones[i] = NT == 1 && (i & 1) ? R::ONES_HIGH : NT == 1 || i == ((lane >> 2) & 1) ? R::ONES_LOW : 0u;
-  }
-  // FACTOR * (sum of x) of this thread's columns of the column tiles, in rows r (i < 2) and r + 8; clears the sum.
-  __device__ __forceinline__ void take_sum(float (&sum)[4], float (&of)[NT][4]) const {
+  // FACTOR * (sum of x) of this thread's columns of the column tiles, in rows r (i < 2) and r + 8; clears the sums.
+  __device__ __forceinline__ void take_sums(float (&sum)[NT][4], float (&of)[NT][4]) const {
 #pragma unroll
     for (int c = 0; c < NT; ++c) {
-      const float both = sum[c] + sum[c + 2];
+      const float both = sum[c][0] + sum[c][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        of[c][i] = NT == 1 ? sum[i] : i < 2 ? __shfl_sync(0xffffffffu, both, (lane & 3) * 8 + i * 4) : of[c][i - 2] * (R::INVERSE_LOW / R::INVERSE_HIGH);
+      for (int i = 0; i < 4; ++i) {
+        of[c][i] = i < 2 ? __shfl_sync(0xffffffffu, both, (lane & 3) * 8 + i * 4) : of[c][i - 2] * (R::INVERSE_LOW / R::INVERSE_HIGH);
+        sum[c][i] = 0.0f;
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
   }
 
   // In units of q, with what raw codes carry. (Adding a constant 0 would take an instruction.)
@@ -144,9 +137,9 @@ struct Stream {
   }
 
   // acc[tile][column tile][4] += scale * (product - zero * sum of x), and clears the product and the sum.
-  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4], const T* s, const T* z) {
+  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const T* s, const T* z) {
     float of_x[NT][4];
-    take_sum(sum, of_x);
+    take_sums(sum, of_x);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const int row = t * 16 + (lane >> 2);
@@ -162,31 +155,31 @@ struct Stream {
     }
   }
 
-  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4], const char* ring) {
-    // Matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x, which repeat where there are fewer; with two column
-    // tiles chunk lane / 8 % 2 of tile lane / 16.
-    const int chunk = NT == 1 ? lane >> 3 : (lane >> 3) & 1, row = NT == 1 ? (lane & 7) % COLUMNS : (lane >> 4) * 8 + (lane & 7);
-    const uint32_t matrix = slot(stage) + row * PITCH + chunk * 16;
-    uint32_t ones[4];
-    set_ones(ones);
+  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const char* ring) {
+    // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are not there repeat others
+    const uint32_t matrix = slot(stage) + (lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16;
     const uint32_t lines = mine(stage) + lane * 16;
     const T* s = reinterpret_cast<const T*>(ring + (mine(stage) - slots) + WEIGHT_BYTES);
 #pragma unroll
     for (int r = 0; r < RECORDS; ++r) {
-      uint32_t b[ATOMS][NT][2], words[TILES][4];
+      uint32_t b[NT][ATOMS][2], words[TILES][4];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) load_shared_128(lines + (r * TILES + t) * 512, words[t]);
 #pragma unroll
-      for (int i = 0; i < ATOMS * NT / 2; ++i) ldmatrix_x4(matrix + r * RECORD_K * 2 + i * (64 / NT), &b[0][0][0] + i * 4);
+      for (int c = 0; c < NT; ++c)
+#pragma unroll
+        for (int p = 0; p < ATOMS / 2; ++p) ldmatrix_x4(matrix + c * 8 * PITCH + r * RECORD_K * 2 + p * 64, &b[c][2 * p][0]);
 #pragma unroll
       for (int atom = 0; atom < ATOMS; ++atom) {
-        add_x(sum, b[atom], ones);
+#pragma unroll
+        for (int c = 0; c < NT; ++c)
+          if (atom % 2 == 0) add_x(sum[c], b[c][atom]);
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           uint32_t a[4];
           R::unpack(words[t] + atom * WORDS, a);
 #pragma unroll
-          for (int c = 0; c < NT; ++c) mma_m16n8k16(d[t][c], a, b[atom][c], T());
+          for (int c = 0; c < NT; ++c) mma_m16n8k16(d[t][c], a, b[c][atom], T());
         }
         if constexpr (GROUPS > 1) {
           const int done = r * ATOMS + atom + 1;
@@ -201,7 +194,7 @@ struct Stream {
   }
 
   // The last partial sums: per-channel scales, which were left for here, and the powers of two that raw codes carry.
-  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[4]) {
+  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4]) {
     if constexpr (GROUP_STEPS == 0) apply_group(acc, d, sum, scales + row0 + wn * ROWS, zeros + row0 + wn * ROWS);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -213,7 +206,7 @@ struct Stream {
 
   // This warp's sums over its share of the steps begin + wk, begin + wk + WARPS_K, ... below end.
   __device__ __forceinline__ void accumulate(int begin, int end, const char* ring, float (&acc)[TILES][NT][4]) {
-    float d[TILES][NT][4] = {}, sum[4] = {};
+    float d[TILES][NT][4] = {}, sum[NT][4] = {};
     if constexpr (BULK) {
       if (wn == 0 && lane < STAGES) mbarrier_init(barrier(lane), 33 * WARPS_N);
       fence_barriers();

@@ -172,20 +172,16 @@ BUGS = (
     device("first part added twice", BUSY, STREAM_K, ("part == Part::ALL ? first : first + O::TEAM", "first"), sign=""),
     device("ticket not reset", BUSY, STREAM_K, ("if (complete) *ticket = 0;", ""), sign=""),
     # small m
-    device("factor of the upper rows wrong", FEW_Z, STREAM, ("ONES_HIGH = 0x00100010u", "ONES_HIGH = 0x00010001u")),
     device("power of two of the upper rows wrong", FEW, STREAM, ("INVERSE_HIGH = 1048576.0f", "INVERSE_HIGH = 16777216.0f")),
     device("zero point not subtracted", FEW_Z, STREAM, (" - (i < 2 ? z0 : z1) * of_x[c][i]", "")),
-    device("sum of x not cleared", FEW_Z, STREAM, ("sum[i] = 0.0f;", ";")),
+    device("sum of x not cleared", FEW_Z, STREAM, ("sum[c][i] = 0.0f;", ";")),
     device(
         "scale of the wrong group", work(FINE, m=5), STREAM,
         ("(GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS", "(GROUP_STEPS ? GROUP_STEPS : 1) - 1) % 1 * ROWS"),
     ),
-    device("sums of two tiles of x exchanged", MANY, SIXTEEN, ("i == ((lane >> 2) & 1)", "i != ((lane >> 2) & 1)")),
-    device("half of a k16 step not in the sum of x", MANY, SIXTEEN, ("sum[c] + sum[c + 2]", "sum[c]")),
-    device(
-        "rows of x that are not there summed", work(W4Z, m=13), SIXTEEN,
-        ("(NT > 1 || column0 + row < m)", "column0 + row < m"), sign="",
-    ),
+    device("sum of x of every second k16 step only", MANY, SIXTEEN, ("if (atom % 2 == 0) add_x(sum[c]", "if (atom % 4 == 0) add_x(sum[c]")),
+    device("half of a k16 step not in the sum of x", MANY, SIXTEEN, ("sum[c][0] + sum[c][2]", "sum[c][0]")),
+    device("sum of another column of x", MANY, SIXTEEN, ("both, (lane & 3) * 8 + i * 4)", "both, (lane & 3) * 4 + i * 4)")),
     device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("line(row + t * 16, record + r)", "line(row, record + r) + t * 512")),
     device(
         "rows of the next record over the first", work(W4, m=5, n=320), replace(OFF, program="gemm_stream_bulk"),
@@ -201,7 +197,7 @@ BUGS = (
     device("own copies taken for the neighbour's", FEW, WIDE, ('"memory");\n        sync_group<1, 32 * WARPS_N>(wk);', '"memory");')),
     device(
         "k tail of x not zero", work(W4, m=5, k=500), STREAM,
-        ("(whole() || column < kx)", "true"), sign="",
+        ("inside = whole() || column < kx;", "inside = true;"), sign="",
     ),
     device(
         "scales of a group past k read", work(FINE, m=5, k=480), STREAM,

@@ -48,8 +48,8 @@ SHARED_US = 1.7  # stream_k: blocks that end inside tiles wait for each other; f
 NEAR_CACHE = 0.5  # of the last cache: what all SMs find of x there, each half of the cache holding it for its own (H100, H200)
 
 # --- gemm_stream, gemm_stream_bulk: one warp takes this many instructions (counted) a step, a record, a record and tile of 16 rows
-STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 60, 25, 23
-COLUMNS_ISSUE = 5, 7  # of a record and of a tile of it, for 8 columns of x
+STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 40, 8, 19
+COLUMNS_ISSUE = 5, 9  # of a record and of a tile of it, for 8 columns of x
 ISSUE = 0.75  # of an SM's issue slots that are used when it has nothing else to wait for; fitted
 CHAIN_US = 0.2  # a step's loads from shared memory, dependent products and next request, one after another; fitted
 STREAM_BURST = 1.2  # one SM's read rate over its share of the device's: idle SMs cost less when loading than when computing
@@ -189,7 +189,7 @@ def _stream(w: Workload, s: Schedule, target: Target) -> Estimate:
     tiles = gemm_stream.warp_rows(s) // 16
     of_record, of_tile = (part * columns for part in COLUMNS_ISSUE)
     issued = STEP_ISSUE + records * (RECORD_ISSUE + of_record + tiles * (TILE_ISSUE + of_tile))
-    issued += s.block_m * s.block_k / (64 * gemm_stream.warps_n(s))  # 16-byte copies of x, four instructions each
+    issued += 3 * s.block_m * s.block_k / (256 * gemm_stream.warps_n(s))  # 16-byte copies of x, three instructions each
     dequant = turns * grid.blocks * s.num_warps * issued / (4 * ISSUE * clock * 1e3)  # four schedulers
     chain = CHAIN_US * turns * grid.blocks / grid.resident
 

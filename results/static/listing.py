@@ -9,8 +9,8 @@ data of a later pass by asynchronous copies, which only the last passes skip. So
 in a persistent kernel, the end of a tile. A kernel without a loop (k so short that the compiler unrolled it) counts whole.
 
 **How much weight.** Each warp fetches packed weights as 512-byte lines, one 128-bit load a lane, and nothing else in every pass is fetched
-so wide: x comes by ldmatrix or is read by the tensor core, scales two bytes at a time. So 128-bit loads to registers times 512 is what one
-pass of one warp turns into products.
+so wide: x comes by ldmatrix or is read by the tensor core, scales come by ldmatrix or two bytes at a time. So 128-bit loads to registers
+times 512 is what one pass of one warp turns into products.
 """
 
 from __future__ import annotations

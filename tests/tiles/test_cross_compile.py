@@ -53,7 +53,7 @@ CASES = (
     ("sm_90a", Workload(8, 4096, 4096, B64, BFLOAT), Schedule("gemm_stream", 32, 8, 32, 6, 4)),
     ("sm_90a", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
     ("sm_90a", Workload(16, 4096, 4096, G64Z, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 64, 4, 8, split_k=4)),
-    ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 14, min_blocks=2)),
+    ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
     ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
 )

@@ -65,7 +65,9 @@ def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
         ((256, 1001, True), Schedule("gemm_stream_bulk", 128, 8, k, 8, 4, split_k=3)),
         ((320, 1056, False), Schedule("gemm_stream_bulk", 80, 16, k, 2, 8)),
         ((384, 2048, True), Schedule("gemm_stream_bulk", 48, 8, 2 * k, 3, 8, split_k=2)),
-        ((448, 1056, True), Schedule("gemm_stream_bulk", 224, 1, k, 3, 14)),
+        ((448, 1056, True), Schedule("gemm_stream_bulk", 448, 1, k, 3, 14)),
+        ((448, 1056, True), Schedule("gemm_stream_bulk", 112, 16, k, 2, 8)),
+        ((448, 1024, False), Schedule("gemm_stream", 224, 8, k, 2, 4)),
     ]
 
 
@@ -115,7 +117,7 @@ def test_the_schedules_are_legal_and_use_every_form() -> None:
         schedules = [s for _, s in _schedules(bits)]
         bulk = [s for s in schedules if s.program == "gemm_stream_bulk"]
         assert {s.program for s in schedules} == {p for p in rules.PROGRAMS if p != "gemm_cpu"}
-        assert {s.block_m for s in bulk} == {1, 2, 4, 8, 16} and {s.block_n for s in bulk} >= {16, 32, 64, 80, 128, 224}
+        assert {s.block_m for s in bulk} == {1, 2, 4, 8, 16} and {s.block_n for s in bulk} >= {16, 32, 64, 80, 112, 128, 448}
     for schedule in (s for bits in BITS for _, s in _schedules(bits)):
         met = [w for w, s in _every_case() if s == schedule]
         assert {w.dtype for w in met} == set(DTYPES) and {w.format.group_size for w in met} == set(GROUP_SIZES)

@@ -19,6 +19,7 @@ from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compi
 pytestmark = needs_host_compiler
 FORMATS = tuple(product(("float16", "bfloat16"), (4, 8)))
 SOURCE = device_source(("dequant.cuh", "raw.cuh"))
+ROWS_R = np.array([True, True, False, False] * 2)  # of the eight A elements: rows r; the others are of rows r + 8
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def device() -> DeviceCode:
 RAW_PROBE = """
 template <typename T, int BITS> static void constants(float* numbers, uint16_t* ones) {
   using R = tilebit::Raw<T, BITS>;
-  const float n[3] = {R::OFFSET, R::INVERSE_LOW, R::INVERSE_HIGH};
+  const float n[4] = {R::OFFSET, R::INVERSE_LOW, R::INVERSE_HIGH, R::BOTH_ROWS};
   const uint32_t o = R::ONES;
   memcpy(numbers, n, sizeof n); memcpy(ones, &o, sizeof o);
 }
@@ -40,14 +41,14 @@ extern "C" void constants_bfloat16_8(float* n, uint16_t* o) { constants<__nv_bfl
 """
 
 
-def raw_constants(dtype: str, bits: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Of ``tilebit::Raw``: the offset, the inverse of the factor of each A element [8], and the bits of the factor of rows r as an
-    operand, a pair [2]."""
-    numbers, ones = np.zeros(3, np.float32), np.zeros(2, np.uint16)
+def raw_constants(dtype: str, bits: int) -> tuple[float, np.ndarray, np.ndarray, bool]:
+    """Of ``tilebit::Raw``: the offset, the inverse of the factor of each A element [8], the bits of the factor of rows r as an operand, a
+    pair [2], and whether rows r carry the operands of rows r + 8 too."""
+    numbers, ones = np.zeros(4, np.float32), np.zeros(2, np.uint16)
     probe = getattr(build(SOURCE + RAW_PROBE), f"constants_{dtype}_{bits}")
     probe(ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(ones.ctypes.data))
-    offset, low, high = (float(v) for v in numbers)
-    return offset, np.array([low, low, high, high] * 2), ones
+    offset, low, high, both_rows = (float(v) for v in numbers)
+    return offset, np.array([low, low, high, high] * 2), ones, bool(both_rows)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), FORMATS)
@@ -67,8 +68,11 @@ def test_every_code_at_every_place(device: DeviceCode, dtype: str, bits: int):
     np.testing.assert_array_equal(got, twins.raw_codes(words, dtype=dtype, bits=bits))
     assert all(set(codes[:, i]) == set(range(count)) for i in place)
 
-    offset, inverse, ones = raw_constants(dtype, bits)
-    np.testing.assert_array_equal(twins.widen(got, dtype) * inverse - offset, codes)
+    offset, inverse, ones, both_rows = raw_constants(dtype, bits)
+    operands = twins.widen(got, dtype)
+    if both_rows:
+        operands = operands - np.where(ROWS_R, np.roll(operands, -2, axis=-1), 0.0)  # as sums of row r + 8 are taken from those of row r
+    np.testing.assert_array_equal(operands * inverse - offset, codes)
     np.testing.assert_array_equal(twins.widen(ones, dtype) * inverse[0], 1.0)  # the operand whose product is FACTOR * sum(x)
 
 
@@ -76,8 +80,9 @@ def test_every_code_at_every_place(device: DeviceCode, dtype: str, bits: int):
 def test_products_of_raw_codes_are_exact(dtype: str, bits: int):
     """A raw code, subnormal or not, times any x (up to fp16's largest) is exact in the fp32 of the tensor cores; so is what zero points
     subtract, FACTOR * x."""
-    _, inverse, ones = raw_constants(dtype, bits)
-    words = np.arange(1 << bits, dtype=np.uint32) * (0x11111111 if bits == 4 else 0x01010101)
+    _, inverse, ones, _ = raw_constants(dtype, bits)
+    pairs = np.arange(256, dtype=np.uint32)  # at 4 bits the codes of rows r and r + 8 come together: every two of them
+    words = pairs * 0x01010101
     raw = twins.widen(twins.raw_codes(np.repeat(words[:, None], bits // 4, 1), dtype=dtype, bits=bits), dtype)
     x = twins.widen(np.arange({"float16": 0x7C00, "bfloat16": 0x7F80}[dtype], dtype=np.uint16), dtype)
     x = x[x <= 65504.0]

@@ -29,6 +29,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t* r) {
                : "r"(address)
                : "memory");
 }
+// As above, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t address, uint32_t* r) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void load_shared_128(uint32_t address, uint32_t* r) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
@@ -64,6 +71,12 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
 }
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// True in one lane of the warp, of which the compiler knows that it is one: what that lane does takes no loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred mine;\nelect.sync _|mine, 0xffffffff;\nselp.u32 %0, 1, 0, mine;\n}" : "=r"(one));
+  return one;
 }
 // This thread's arrival once all its cp.async so far have landed.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {

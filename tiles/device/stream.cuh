@@ -35,12 +35,21 @@ struct Stream {
   static_assert(GROUP_STEPS == 0 || STEP_K / 16 % (GROUP_STEPS ? GROUP_STEPS : 1) == 0 || GROUP_STEPS % (STEP_K / 16) == 0, "a step and a group must nest");
   using R = Raw<T, BITS>;
 
+  // What a step's scales and zero points are copied in: pieces of 8 rows, first those of all scales.
+  static constexpr int CHUNKS = ROWS / 8, OF_SCALES = (GROUPS > 0 ? GROUPS : 1) * CHUNKS, PIECES = GROUPS > 0 ? OF_SCALES * (SYMMETRIC ? 1 : 2) : 0;
+  static constexpr int X_CHUNKS = STEP_K / 8, X_ROWS = 32 * WARPS_N / X_CHUNKS;  // of x: 16 bytes each of a row, rows that one pass copies
+
   const T *x, *scales, *zeros;
   const char* weight;
   int m, kx, k_tiles, n_pad, groups, row0, column0;
   uint32_t slots, barriers;
   uint64_t policy;
   int lane, wn, wk;
+  // Places at step 0, from which a step is one multiplication away. Found anew for every step, requests were 146 of a step's 711 instructions
+  // (5120 x 27648 at m = 16: 28.6 us, so 26.6, H200).
+  const char* lines;            // of the warp's weights: the record that holds its first row
+  int offset;                   // of that row in the record
+  uint32_t piece_from, x_from;  // of this lane: its piece of the scales or zero points, its chunk of x, in elements
 
   __device__ __forceinline__ uint32_t slot(int stage) const { return slots + (wk * STAGES + stage) * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t mine(int stage) const { return slot(stage) + X_BYTES + wn * WARP_BYTES; }
@@ -49,66 +58,84 @@ struct Stream {
   // No step reaches past k: known at compile time, where it saves a dozen instructions a step.
   __device__ __forceinline__ bool whole() const { return kx % STEP_K == 0; }
 
-  // A 16-row tile's line of a record, which holds 64 rows.
-  __device__ __forceinline__ const char* line(int row, int record) const {
-    return weight + (int64_t(row / 64) * k_tiles + record) * 2048 + row % 64 * 32;
+  __device__ __forceinline__ void find_places() {
+    const int row = row0 + wn * ROWS, x_row = (wn * 32 + lane) / X_CHUNKS;
+    lines = weight + int64_t(row / 64) * k_tiles * 2048;  // a record holds 64 rows, 32 bytes each
+    offset = row % 64;
+    piece_from = piece(lane);
+    x_from = x_row * kx + lane % X_CHUNKS * 8;
+  }
+  __device__ __forceinline__ uint32_t piece(int c) const {
+    return c % OF_SCALES / CHUNKS * n_pad + row0 + wn * ROWS + c % CHUNKS * 8;
   }
 
-  // Request this warp's weights, scales and zero points of a step.
+  // Request this warp's weights of a step.
   __device__ __forceinline__ void request_weight(int step, int stage) {
-    const int row = row0 + wn * ROWS, record = step * RECORDS;
+    constexpr int SPANNED = 64 % ROWS == 0 ? 1 : (ROWS + 48 + 63) / 64;  // records, one above another, in which the warp's rows may lie
     const uint32_t to = mine(stage);
-    const int first = GROUP_STEPS == 0 ? 0 : step * (STEP_K / 16) / (GROUP_STEPS ? GROUP_STEPS : 1);
-    constexpr bool NESTED = 64 % ROWS == 0;  // the warp's rows lie in one record
-    if constexpr (BULK && NESTED) {
-      if (lane == 0) {
+    const char* from = lines + int64_t(step) * (RECORDS * 2048);
+    if constexpr (BULK) {
+      if (elect_one()) {
         mbarrier_expect(barrier(stage), WEIGHT_BYTES);
         constexpr int COPIES = TILES == 4 ? 1 : RECORDS;  // four tiles are all of a record: records follow each other
 #pragma unroll
         for (int r = 0; r < COPIES; ++r)
-          bulk_copy(to + r * TILES * 512, line(row, record + r), WEIGHT_BYTES / COPIES, barrier(stage), policy);
+#pragma unroll
+          for (int above = 0; above < 64 * SPANNED; above += 64) {
+            const int first = max(above - offset, 0), rows = SPANNED == 1 ? ROWS : min(above + 64 - offset, ROWS) - first;
+            if (above < ROWS || rows > 0)
+              bulk_copy(to + (r * ROWS + first) * 32, from + above / 64 * k_tiles * 2048 + r * 2048 + max(offset - above, 0) * 32,
+                        rows * 32 * (RECORDS / COPIES), barrier(stage), policy);
+          }
       }
-    } else if constexpr (BULK) {
-      if (lane == 0) mbarrier_expect(barrier(stage), WEIGHT_BYTES);
-      const int r = lane >> 1, above = min(ROWS, 64 - row % 64), start = lane & 1 ? above : 0;  // each lane what one record has of the rows
-      const int rows = lane & 1 ? ROWS - above : above;
-      if (r < RECORDS && rows > 0) bulk_copy(to + r * TILES * 512 + start * 32, line(row + start, record + r), rows * 32, barrier(stage), policy);
     } else {
 #pragma unroll
       for (int r = 0; r < RECORDS; ++r)
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
-          cp_async_16(to + (r * TILES + t) * 512 + lane * 16, (NESTED ? line(row, record + r) + t * 512 : line(row + t * 16, record + r)) + lane * 16, true);
+        for (int t = 0; t < TILES; ++t) {
+          const int above = SPANNED == 1 ? 0 : (offset + t * 16) / 64;  // records
+          const char* line = from + (above * (k_tiles - 1) + r) * 2048 + (offset + t * 16) * 32;
+          cp_async_16(to + (r * TILES + t) * 512 + lane * 16, line + lane * 16, true);
+        }
     }
+  }
+
+  // Request this warp's scales and zero points of a step; in the loop next to x, because three idle loads come before each run of such copies.
+  __device__ __forceinline__ void request_scales(int step, int stage) {
+    const uint32_t to = mine(stage) + WEIGHT_BYTES;
     // Not bulk copies: so small ones cost the weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, so 63.9, H200).
-    constexpr int CHUNKS = ROWS * 2 / 16;
+    const int first = GROUP_STEPS == 0 ? 0 : step * (STEP_K / 16) / (GROUP_STEPS ? GROUP_STEPS : 1);
 #pragma unroll
-    for (int i = 0; i < (GROUPS * CHUNKS + 31) / 32; ++i) {
-      const int c = i * 32 + lane, g = c / CHUNKS, part = c % CHUNKS;
-      if (c < GROUPS * CHUNKS) {
-        const bool inside = whole() || first + g < groups;  // the last step may reach past k: no scale there, or it could be NaN
-        const int64_t from_group = int64_t(inside ? first + g : 0) * n_pad + row + part * 8;
-        cp_async_16(to + WEIGHT_BYTES + g * ROWS * 2 + part * 16, scales + from_group, inside);
-        if constexpr (!SYMMETRIC) cp_async_16(to + WEIGHT_BYTES + SCALE_BYTES + g * ROWS * 2 + part * 16, zeros + from_group, inside);
+    for (int i = 0; i < (PIECES + 31) / 32; ++i) {
+      const int c = i * 32 + lane;
+      if (c < PIECES) {
+        const bool inside = whole() || first + c % OF_SCALES / CHUNKS < groups;  // the last step may reach past k: no scale there, or it could be NaN
+        cp_async_16(to + c * 16, (c < OF_SCALES ? scales : zeros) + int64_t(first) * n_pad + (i == 0 ? piece_from : piece(c)), inside);
       }
     }
   }
 
   // Request this warp's share of the step's x; rows past m are left as they are (their columns of y are not stored), k past kx is zero.
   __device__ __forceinline__ void request_x(int step, int stage) {
-    constexpr int CHUNKS = STEP_K / 8, SHARE = WARPS_N * 32;
-#pragma unroll
-    for (int i = 0; i < (COLUMNS * CHUNKS + SHARE - 1) / SHARE; ++i) {
-      const int c = i * SHARE + wn * 32 + lane, row = c / CHUNKS, part = c % CHUNKS, column = step * STEP_K + part * 8;
-      if (row < COLUMNS && column0 + row < m) {
-        const bool inside = whole() || column < kx;
-        cp_async_16(slot(stage) + row * PITCH + part * 16, x + int64_t(column0 + row) * kx + (inside ? column : 0), inside);
-      }
-    }
+    if (COLUMNS == 1 || column0 + COLUMNS <= m)
+      copy_x<true>(step, stage);
+    else
+      copy_x<false>(step, stage);
     if constexpr (BULK)
       mbarrier_arrive_after_copies(barrier(stage));
     else
       asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  template <bool ALL>
+  __device__ __forceinline__ void copy_x(int step, int stage) {
+    const int row = (wn * 32 + lane) / X_CHUNKS;
+    const bool inside = whole() || step * STEP_K + lane % X_CHUNKS * 8 < kx;
+    const T* from = x + int64_t(column0) * kx + step * STEP_K + x_from;
+    const uint32_t to = slot(stage) + row * PITCH + lane % X_CHUNKS * 16;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += X_ROWS)
+      if ((i + X_ROWS <= COLUMNS || row + i < COLUMNS) && (ALL || column0 + row + i < m))
+        cp_async_16(to + i * PITCH, from + int64_t(i) * kx, inside);
   }
 
   // Adds FACTOR * x of two k16 steps to a column tile's `sum`: x as the first operand, in the registers in which both steps' second operands
@@ -131,35 +158,50 @@ struct Stream {
   }
 
   // In units of q, with what raw codes carry. (Adding a constant 0 would take an instruction.)
-  __device__ __forceinline__ static float zero_point(const T* z, int row) {
+  __device__ __forceinline__ static float zero_point(T z) {
     if constexpr (SYMMETRIC) return R::OFFSET + float(1 << (BITS - 1));
-    return R::OFFSET == 0.0f ? to_float(z[row]) : R::OFFSET + to_float(z[row]);
+    return R::OFFSET == 0.0f ? to_float(z) : R::OFFSET + to_float(z);
+  }
+
+  // Scale and zero point of rows r and r + 8 of each tile, a pair of 16 bits each (two of the last place are spare).
+  using Pairs = uint32_t[(2 * TILES + 3) / 4 * 4];
+  // Of a group of the step: 8 rows' scales and zero points are a matrix's even and odd rows, so that its transpose gives a lane its pair
+  // (64 rows: two loads, where one a number takes sixteen).
+  __device__ __forceinline__ void load_pairs(int stage, int group, Pairs& pairs) const {
+    const uint32_t from = mine(stage) + WEIGHT_BYTES + group * ROWS * 2 + (SYMMETRIC ? 0 : lane % 2 * SCALE_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; i += 4) ldmatrix_x4_transposed(from + min(i + (lane >> 3), 2 * TILES - 1) * 16, pairs + i);
   }
 
   // acc[tile][column tile][4] += scale * (product - zero * sum of x), and clears the product and the sum.
-  __device__ __forceinline__ void apply_group(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const T* s, const T* z) {
+  using Sums = float[TILES][NT][4];
+  __device__ __forceinline__ void apply_group(Sums& acc, Sums& d, float (&sum)[NT][4], const Pairs& pairs) {
     float of_x[NT][4];
     take_sums(sum, of_x);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const int row = t * 16 + (lane >> 2);
-      const float s0 = to_float(s[row]), s1 = to_float(s[row + 8]);
-      const float z0 = zero_point(z, row), z1 = zero_point(z, row + 8);
+      const T *low = reinterpret_cast<const T*>(pairs + 2 * t), *high = low + 2;
+      const float s0 = to_float(low[0]), s1 = to_float(high[0]);
+      const float z0 = zero_point(low[1]), z1 = zero_point(high[1]);
 #pragma unroll
       for (int c = 0; c < NT; ++c)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          acc[t][c][i] += (i < 2 ? s0 : s1) * (d[t][c][i] - (i < 2 ? z0 : z1) * of_x[c][i]);
-          d[t][c][i] = 0.0f;
+          const float product = R::BOTH_ROWS && i < 2 ? d[t][c][i] - d[t][c][i + 2] : d[t][c][i];
+          acc[t][c][i] += (i < 2 ? s0 : s1) * (product - (i < 2 ? z0 : z1) * of_x[c][i]);
         }
+#pragma unroll
+      for (int c = 0; c < NT; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[t][c][i] = 0.0f;
     }
   }
 
-  __device__ __forceinline__ void multiply(int stage, float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4], const char* ring) {
+  __device__ __forceinline__ void multiply(int stage, Sums& acc, Sums& d, float (&sum)[NT][4]) {
+    Pairs pairs;
     // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are not there repeat others
     const uint32_t matrix = slot(stage) + (lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16;
     const uint32_t lines = mine(stage) + lane * 16;
-    const T* s = reinterpret_cast<const T*>(ring + (mine(stage) - slots) + WEIGHT_BYTES);
 #pragma unroll
     for (int r = 0; r < RECORDS; ++r) {
       uint32_t b[NT][ATOMS][2], words[TILES][4];
@@ -184,18 +226,30 @@ struct Stream {
         if constexpr (GROUPS > 1) {
           const int done = r * ATOMS + atom + 1;
           if (done % (GROUP_STEPS ? GROUP_STEPS : 1) == 0) {
-            const T* group = s + (done / (GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS;
-            apply_group(acc, d, sum, group, group + SCALE_BYTES / 2);
+            load_pairs(stage, done / (GROUP_STEPS ? GROUP_STEPS : 1) - 1, pairs);
+            apply_group(acc, d, sum, pairs);
           }
         }
       }
     }
-    if constexpr (GROUPS == 1) apply_group(acc, d, sum, s, s + SCALE_BYTES / 2);  // a part of a group may be scaled like the whole
+    if constexpr (GROUPS == 1) {  // a part of a group may be scaled like the whole
+      load_pairs(stage, 0, pairs);
+      apply_group(acc, d, sum, pairs);
+    }
   }
 
   // The last partial sums: per-channel scales, which were left for here, and the powers of two that raw codes carry.
-  __device__ __forceinline__ void finish(float (&acc)[TILES][NT][4], float (&d)[TILES][NT][4], float (&sum)[NT][4]) {
-    if constexpr (GROUP_STEPS == 0) apply_group(acc, d, sum, scales + row0 + wn * ROWS, zeros + row0 + wn * ROWS);
+  __device__ __forceinline__ void finish(Sums& acc, Sums& d, float (&sum)[NT][4]) {
+    if constexpr (GROUP_STEPS == 0) {
+      Pairs pairs;
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; ++i) {
+        const int row = row0 + wn * ROWS + i * 8 + (lane >> 2);
+        T* pair = reinterpret_cast<T*>(pairs + i);
+        pair[0] = scales[row], pair[1] = zeros[row];
+      }
+      apply_group(acc, d, sum, pairs);
+    }
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -205,8 +259,10 @@ struct Stream {
   }
 
   // This warp's sums over its share of the steps begin + wk, begin + wk + WARPS_K, ... below end.
-  __device__ __forceinline__ void accumulate(int begin, int end, const char* ring, float (&acc)[TILES][NT][4]) {
-    float d[TILES][NT][4] = {}, sum[NT][4] = {};
+  __device__ __forceinline__ void accumulate(int begin, int end, Sums& acc) {
+    Sums d = {};
+    float sum[NT][4] = {};
+    find_places();
     if constexpr (BULK) {
       if (wn == 0 && lane < STAGES) mbarrier_init(barrier(lane), 33 * WARPS_N);
       fence_barriers();
@@ -215,7 +271,10 @@ struct Stream {
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage)
-      if (begin + wk + stage * WARPS_K < end) request_weight(begin + wk + stage * WARPS_K, stage);
+      if (begin + wk + stage * WARPS_K < end) {
+        request_weight(begin + wk + stage * WARPS_K, stage);
+        request_scales(begin + wk + stage * WARPS_K, stage);
+      }
     if constexpr (BULK) wait_for_predecessor();
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) request_x_or_nothing(begin + wk + stage * WARPS_K, end, stage);
@@ -227,10 +286,12 @@ struct Stream {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
         sync_group<1, 32 * WARPS_N>(wk);
       }
-      multiply(stage, acc, d, sum, ring);
-      sync_group<1, 32 * WARPS_N>(wk);  // all that share the slot have read it
+      multiply(stage, acc, d, sum);
       const int next = step + STAGES * WARPS_K;
+      __syncwarp();  // nobody else reads the warp's own weights
       if (next < end) request_weight(next, stage);
+      sync_group<1, 32 * WARPS_N>(wk);  // all that share the slot have read x
+      if (next < end) request_scales(next, stage);
       request_x_or_nothing(next, end, stage);
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
@@ -269,18 +330,19 @@ __device__ __forceinline__ void stream_gemm(void* ring, const void* x, const voi
       cluster_arrive();
     }
   float acc[S::ROW_TILES][S::COLUMN_TILES][4] = {};
-  s.accumulate(share * steps / splits, (share + 1) * steps / splits, static_cast<const char*>(ring), acc);
+  s.accumulate(share * steps / splits, (share + 1) * steps / splits, acc);
 
   __syncthreads();  // the ring becomes sums [k share of the block][column][SUM_PITCH]
   float* sums = static_cast<float*>(ring);
+  const int wn = (thread >> 5) % S::WARPS_IN_ROW, wk = (thread >> 5) / S::WARPS_IN_ROW;  // found anew: the loop has no registers for them
 #pragma unroll
   for (int t = 0; t < S::ROW_TILES; ++t)
 #pragma unroll
     for (int c = 0; c < S::COLUMN_TILES; ++c)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = c * 8 + (s.lane & 3) * 2 + (i & 1), row = (s.wn * S::ROW_TILES + t) * 16 + (s.lane >> 2) + (i >> 1) * 8;
-        if (column < COLUMNS) sums[(s.wk * COLUMNS + column) * S::SUM_PITCH + row] = acc[t][c][i];
+        const int column = c * 8 + (s.lane & 3) * 2 + (i & 1), row = (wn * S::ROW_TILES + t) * 16 + (s.lane >> 2) + (i >> 1) * 8;
+        if (column < COLUMNS) sums[(wk * COLUMNS + column) * S::SUM_PITCH + row] = acc[t][c][i];
       }
   __syncthreads();
   const auto store = [&](int e, float v) {

@@ -99,9 +99,12 @@ def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.
 
 def raw_codes(words: np.ndarray, *, dtype: str, bits: int) -> np.ndarray:
     """``tilebit::Raw<T, BITS>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step -> uint16 bits [..., 8], A elements in
-    register order, each factor * (code + offset)."""
+    register order, each factor * (code + offset), in fp16 at 4 bits plus that of row r + 8 in row r."""
     offset, low, high = _RAW[dtype, bits]
-    return round_to((_codes(words, bits) + offset) * np.where(_HIGH_ROWS, high, low), dtype)
+    values = (_codes(words, bits) + offset) * np.where(_HIGH_ROWS, high, low)
+    if (dtype, bits) == ("float16", 4):
+        values += np.where(_HIGH_ROWS, 0.0, np.roll(values, -2, axis=-1))
+    return round_to(values, dtype)
 
 
 def partial_index(tile: int, split: int, splits: int, registers: int, threads: int) -> np.ndarray:

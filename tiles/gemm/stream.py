@@ -4,7 +4,7 @@
 
 At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m`` rows of x; its ``num_warps`` warps take
 the steps of k (``block_k`` deep) in turn, and each streams the packed lines of its own rows through a ring of ``num_stages`` slots that no
-other warp touches: nobody waits for anybody before the last product. A warp holds 64, 80, 48, 32 or 16 rows, the first of these that
+other warp touches: nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 32 or 16 rows, the first of these that
 divides block_n; where that is not all of them, neighbouring warps share the slots of x. ``split_k`` blocks share an output tile. Codes go
 to the tensor cores as they are (``device/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to
 the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes would take them

@@ -149,6 +149,23 @@ inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t&
   });
   r0 = mine.r[0], r1 = mine.r[1], r2 = mine.r[2], r3 = mine.r[3];
 }
+// .trans: lane l receives elements (2 (l % 4) + half, l / 4) of each.
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  struct Lane {
+    const char* row;
+    uint32_t r[4];
+  } mine = {tilebit_host::at(address, 16), {0, 0, 0, 0}};
+  tilebit_host::collective("ldmatrix", &mine, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half) {
+          uint16_t element;
+          memcpy(&element, static_cast<Lane*>(lanes[8 * i + lane % 4 * 2 + half])->row + lane / 4 * 2, 2);
+          static_cast<Lane*>(lanes[lane])->r[i] |= uint32_t(element) << (16 * half);
+        }
+  });
+  r0 = mine.r[0], r1 = mine.r[1], r2 = mine.r[2], r3 = mine.r[3];
+}
 // stmatrix.m8n8.x4.trans.b16: after .trans, lane l holds elements (row 2 (l % 4) + e, column l / 4) of each matrix.
 inline void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   struct Lane {

@@ -177,17 +177,19 @@ BUGS = (
     device("sum of x not cleared", FEW_Z, STREAM, ("sum[c][i] = 0.0f;", ";")),
     device(
         "scale of the wrong group", work(FINE, m=5), STREAM,
-        ("(GROUP_STEPS ? GROUP_STEPS : 1) - 1) * ROWS", "(GROUP_STEPS ? GROUP_STEPS : 1) - 1) % 1 * ROWS"),
+        ("done / (GROUP_STEPS ? GROUP_STEPS : 1) - 1, pairs)", "0, pairs)"),
     ),
     device("sum of x of every second k16 step only", MANY, SIXTEEN, ("if (atom % 2 == 0) add_x(sum[c]", "if (atom % 4 == 0) add_x(sum[c]")),
     device("half of a k16 step not in the sum of x", MANY, SIXTEEN, ("sum[c][0] + sum[c][2]", "sum[c][0]")),
     device("sum of another column of x", MANY, SIXTEEN, ("both, (lane & 3) * 8 + i * 4)", "both, (lane & 3) * 4 + i * 4)")),
-    device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("line(row + t * 16, record + r)", "line(row, record + r) + t * 512")),
+    device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("above * (k_tiles - 1) + r", "r")),
     device(
         "rows of the next record over the first", work(W4, m=5, n=320), replace(OFF, program="gemm_stream_bulk"),
-        ("TILES * 512 + start * 32", "TILES * 512"), sign="",
+        ("(r * ROWS + first) * 32", "r * ROWS * 32"), sign="",
     ),
-    device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(s[row + 8])", "to_float(s[row])")),
+    device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(high[0])", "to_float(low[0])")),
+    device("scale for a zero point", FEW_Z, STREAM, ("lane % 2 * SCALE_BYTES", "0")),
+    device("codes of row r + 8 left in row r", FEW, STREAM, ("R::BOTH_ROWS && i < 2", "false")),
     device(
         "last slot not filled", FEW, STREAM,
         ("for (int stage = 0; stage < STAGES; ++stage)\n      if", "for (int stage = 0; stage < STAGES - 1; ++stage)\n      if"),
@@ -197,13 +199,15 @@ BUGS = (
     device("own copies taken for the neighbour's", FEW, WIDE, ('"memory");\n        sync_group<1, 32 * WARPS_N>(wk);', '"memory");')),
     device(
         "k tail of x not zero", work(W4, m=5, k=500), STREAM,
-        ("inside = whole() || column < kx;", "inside = true;"), sign="",
+        ("inside = whole() || step * STEP_K", "inside = true || step * STEP_K"), sign="",
     ),
     device(
         "scales of a group past k read", work(FINE, m=5, k=480), STREAM,
-        ("first + g < groups", "true"), sign="past the ends",
+        ("first + c % OF_SCALES / CHUNKS < groups", "true"), sign="past the ends",
     ),
-    device("warps' sums not met", FEW, STREAM, ("sums[(s.wk * COLUMNS + column)", "sums[(0 * COLUMNS + column)")),
+    device("warps' sums not met", FEW, STREAM, ("sums[(wk * COLUMNS + column)", "sums[(0 * COLUMNS + column)")),
+    device("rows of x read that are not there", FEW, STREAM, ("column0 + COLUMNS <= m", "true"), sign="past the ends"),
+    device("bytes expected by every lane", FEW, BULK, ("if (elect_one())", "if (elect_one() || true)"), sign=""),
     device("phase never turns", FEW, BULK, ("stage = 0, phase ^= 1", "stage = 0")),
     device(
         "bytes of a bulk copy miscounted", FEW, BULK,

@@ -87,14 +87,14 @@ def cluster_sms(size: int, target: Target) -> int:
 
 
 def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of shared memory of a block: the ring with its barriers, or the partial sums which take its place, and what a cluster's
-    blocks send each other.
+    """32-bit words of shared memory of a block: the ring with its barriers (two of a slot), or the partial sums which take its place, and
+    what a cluster's blocks send each other.
 
     ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the blocks of a dependent launch start
     early, and two of them on an SM that is idle make the kernel wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1
     us in a chain where the same kernel alone takes 9.4, H200)."""
     s = schedule
-    ring = rings(s) * s.num_stages * (slot_bytes(workload, s) + (8 if s.program == BULK else 0))
+    ring = rings(s) * s.num_stages * (slot_bytes(workload, s) + (16 if s.program == BULK else 0))
     sums = rings(s) * s.block_m * (s.block_n + 4) * 4
     gathered = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
     alone = target.smem_per_sm // (s.min_blocks + 1) - BLOCK_SMEM_OVERHEAD + 16 if s.program == BULK else 0

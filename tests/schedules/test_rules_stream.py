@@ -117,7 +117,7 @@ def test_shared_memory_by_hand():
     slot = 8 * (256 + 16) + 64 * 128 // 2 + 64 * 2
     assert slot_bytes(W4, ASYNC) == slot and weight_bytes(W4.format, ASYNC) == 4096
     assert shared_words(W4, ASYNC, A100) * 4 == 8 * 3 * slot
-    assert shared_words(W4, BULK, H200) * 4 == 8 * 3 * (slot + 8), "an mbarrier a slot; x and weights fill whole lines of 128 bytes"
+    assert shared_words(W4, BULK, H200) * 4 == 8 * 3 * (slot + 16), "two mbarriers a slot; x and weights fill whole lines of 128 bytes"
     narrow = replace(BULK, block_m=1)
     assert slot_bytes(W4, narrow) == 384 + 64 * 128 // 2 + 64 * 2, "one row of x, 272 bytes, takes three lines"
 
@@ -181,7 +181,7 @@ def test_rule_and_device_code_agree_on_shared_memory():
         assert (threads, rows, step_k) == (s.num_warps * 32, s.block_n, s.block_k)
         assert slot == slot_bytes(workload, s) and weights == weight_bytes(workload.format, s)
         assert slots == rings(s) * s.num_stages and ring == slots * slot and ring % 16 == 0
-        needed = max(ring + 8 * slots * (s.program == "gemm_stream_bulk"), sums)
+        needed = max(ring + 16 * slots * (s.program == "gemm_stream_bulk"), sums)
         given = shared_words(workload, s, H200) * 4
         if s.program == "gemm_stream":
             assert given == -(-needed // 16) * 16

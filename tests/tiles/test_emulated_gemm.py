@@ -71,6 +71,7 @@ BETWEEN_RECORDS = (
     (Workload(1, 192, 512, QuantFormat(4, 64, False)), Schedule("gemm_stream_bulk", 96, 1, 128, 2, 4)),
     (Workload(12, 320, 256, QuantFormat(4, 128, True)), Schedule("gemm_stream", 80, 16, 64, 2, 2)),
     (Workload(16, 448, 512, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 112, 16, 128, 2, 2)),  # rows in three records
+    (Workload(16, 256, 768, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),  # warps apart by a step
     (Workload(3, 430, 192, QuantFormat(8, 64, True), "bfloat16"), Schedule("gemm_stream", 224, 4, 64, 2, 4)),
     (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
 )

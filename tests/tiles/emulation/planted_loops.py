@@ -27,8 +27,9 @@ WIDE = Schedule("gemm_stream", 128, 8, 64, 2, 4)
 BULK = Schedule("gemm_stream_bulk", 64, 8, 64, 3, 2)
 BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
 SIXTEEN = Schedule("gemm_stream", 64, 16, 64, 2, 2)
+APART = Schedule("gemm_stream_bulk", 256, 16, 128, 2, 4)
 OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packed records
-MANY = work(W4Z, m=16)
+MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
@@ -207,6 +208,11 @@ BUGS = (
     ),
     device("warps' sums not met", FEW, STREAM, ("sums[(wk * COLUMNS + column)", "sums[(0 * COLUMNS + column)")),
     device("rows of x read that are not there", FEW, STREAM, ("column0 + COLUMNS <= m", "true"), sign="past the ends"),
+    device("x refilled while a neighbour reads it", WIDE_M, APART, ("mbarrier_wait(read(stage), phase);", ";"), sign=""),
+    device(
+        "x taken for read by all when one warp has", WIDE_M, APART,
+        ("mbarrier_init(read(lane), WARPS_N)", "mbarrier_init(read(lane), 1)"), sign="",
+    ),
     device("bytes expected by every lane", FEW, BULK, ("if (elect_one())", "if (elect_one() || true)"), sign=""),
     device("phase never turns", FEW, BULK, ("stage = 0, phase ^= 1", "stage = 0")),
     device(

@@ -23,7 +23,11 @@ LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((?:half_t|bfloat16_t)\*
 DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
 STAGING = "tilebit::stage_transposed<"  # the call of programs on mma.sync whose output tile goes through shared memory
 # What the functions below compute, as the headers write it.
-STREAM_X = ("PITCH = STEP_K * 2 + 16", "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16")
+STREAM = (
+    "PITCH = STEP_K * 2 + 16",
+    "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16",
+    "from + odd * SCALE_BYTES + (min(i + (lane >> 3), 2 * TILES - 1) ^ odd) * 16",
+)
 STMATRIX = (
     "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
     "place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1))",
@@ -35,6 +39,7 @@ SCATTERED = (
     "(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e) * PITCH + (piece + (i & 1)) * 8 + (lane >> 2)",
 )
 SWIZZLE_BITS = {"0": 0, "1": 3, "2": 2, "3": 1}  # of a descriptor's layout type: none, 128, 64 and 32 bytes
+SCALE_GROUP = 128  # the groups of the reports
 LOOP_TRIPS = 8  # values of a loop variable that are tried
 
 
@@ -44,9 +49,9 @@ def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
     s = schedule
     found = {"packed line": shared_access(16 * LANE, 16).conflicts, "scale": shared_access(2 * (LANE >> 2), 2).conflicts}
     if s.program in gemm_stream.ARCHES:
-        _check(source, STREAM_X)
-        found["x"] = _ldmatrix(2 * _stream_x(s), 4)
-        return found
+        _check(source, STREAM)
+        scales = sum(_ldmatrix(_stream_scales(s, LANE & odd), 4) for odd in (0, 1))  # without and with zero points
+        return {**found, "scale": scales, "x": _ldmatrix(2 * _stream_x(s), 4)}
     if s.program == "gemm_wgmma":
         found["x"] = _descriptors(source, s)
         _check(source, STMATRIX)
@@ -70,6 +75,12 @@ def _check(source: str, expressions: tuple[str, ...]) -> None:
 def _stream_x(s: Schedule) -> np.ndarray:
     """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and 16 bytes of padding."""
     return (LANE & 7) % s.block_m * (s.block_k + 8) + (LANE >> 3) * 8
+
+
+def _stream_scales(s: Schedule, odd: np.ndarray) -> np.ndarray:
+    """Bytes from the first scale of a group's: 8 rows each, zero points ``odd`` lanes."""
+    rows = gemm_stream.warp_rows(s)
+    return odd * max(1, s.block_k // SCALE_GROUP) * rows * 2 + (np.minimum(LANE >> 3, rows // 8 - 1) ^ odd) * 16
 
 
 def _ldmatrix(addresses: np.ndarray, matrices: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from results.static import limits
-from results.static.conflicts import SCATTERED, STAGING, STMATRIX, STREAM_X, conflicts
+from results.static.conflicts import SCATTERED, STAGING, STMATRIX, STREAM, conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
@@ -87,7 +87,7 @@ def test_conflicts_are_seen_in_generated_indices() -> None:
 
 @pytest.mark.parametrize("block_m", [1, 2, 4, 8, 16])
 def test_padded_rows_meet_no_bank_twice(block_m: int) -> None:
-    assert set(conflicts(Schedule("gemm_stream", 64, block_m, 128, 4, 8), "\n".join(STREAM_X)).values()) == {0}
+    assert set(conflicts(Schedule("gemm_stream", 64, block_m, 128, 4, 8), "\n".join(STREAM)).values()) == {0}
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2, 3])
@@ -102,7 +102,7 @@ def test_staged_tiles_meet_no_bank_twice(block_n: int, num_warps: int) -> None:
 
 
 def test_the_headers_compute_what_is_simulated() -> None:
-    for headers, expressions in ((wgmma.HEADERS, STMATRIX), (mma.HEADERS, SCATTERED), (stream.HEADERS, STREAM_X)):
+    for headers, expressions in ((wgmma.HEADERS, STMATRIX), (mma.HEADERS, SCATTERED), (stream.HEADERS, STREAM)):
         source = device_source(headers)
         assert [e for e in expressions if e not in source] == []
 
@@ -112,7 +112,7 @@ def test_the_headers_compute_what_is_simulated() -> None:
     [
         ("gemm_mma", "", "no ldmatrix"),
         ("gemm_wgmma", "", "no wgmma descriptor"),
-        ("gemm_stream", STREAM_X[0], "does not compute"),
+        ("gemm_stream", STREAM[0], "does not compute"),
         ("gemm_mma", SWIZZLED + STAGING, "does not compute"),
         ("gemm_wgmma", DESCRIBED.format(kind=1), "does not compute"),
         ("gemm_mma", "tl::ptx_ldmatrix_x4((&(((half_t*)Xs)[f(1), 'x']", "cannot evaluate"),

@@ -66,7 +66,7 @@ def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
         ((320, 1056, False), Schedule("gemm_stream_bulk", 80, 16, k, 2, 8)),
         ((384, 2048, True), Schedule("gemm_stream_bulk", 48, 8, 2 * k, 3, 8, split_k=2)),
         ((448, 1056, True), Schedule("gemm_stream_bulk", 448, 1, k, 3, 14)),
-        ((448, 2112, False), Schedule("gemm_stream_bulk", 448, 16, k, 2, 14, split_k=2)),
+        ((448, 2112, False), Schedule("gemm_stream_bulk", 448, 16, k, 2, 7, split_k=2)),
         ((256, 1001, True), Schedule("gemm_stream_bulk", 256, 16, k, 3, 8)),
         ((448, 1056, True), Schedule("gemm_stream_bulk", 112, 16, k, 2, 8)),
         ((448, 1024, False), Schedule("gemm_stream", 224, 8, k, 2, 4)),

@@ -169,12 +169,15 @@ struct Stream {
 
   // Scale and zero point of rows r and r + 8 of each tile, a pair of 16 bits each (two of the last place are spare).
   using Pairs = uint32_t[(2 * TILES + 3) / 4 * 4];
-  // Of a group of the step: 8 rows' scales and zero points are a matrix's even and odd rows, so that its transpose gives a lane its pair
-  // (64 rows: two loads, where one a number takes sixteen).
+  // Of a group of the step: 8 rows' scales are the even rows of a matrix, so that its transpose gives each lane its own; its odd rows are the
+  // zero points of the other 8 rows of the tile, which lie in other banks (64 rows: two loads, where one a number takes sixteen). So scales are
+  // where they belong, and zero points of rows r and r + 8 have changed places.
   __device__ __forceinline__ void load_pairs(int stage, int group, Pairs& pairs) const {
-    const uint32_t from = mine(stage) + WEIGHT_BYTES + group * ROWS * 2 + (SYMMETRIC ? 0 : lane % 2 * SCALE_BYTES);
+    const uint32_t from = mine(stage) + WEIGHT_BYTES + group * ROWS * 2;
+    const int odd = SYMMETRIC ? 0 : lane & 1;
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i += 4) ldmatrix_x4_transposed(from + min(i + (lane >> 3), 2 * TILES - 1) * 16, pairs + i);
+    for (int i = 0; i < 2 * TILES; i += 4)
+      ldmatrix_x4_transposed(from + odd * SCALE_BYTES + (min(i + (lane >> 3), 2 * TILES - 1) ^ odd) * 16, pairs + i);
   }
 
   // acc[tile][column tile][4] += scale * (product - zero * sum of x), and clears the product and the sum.
@@ -186,7 +189,7 @@ struct Stream {
     for (int t = 0; t < TILES; ++t) {
       const T *low = reinterpret_cast<const T*>(pairs + 2 * t), *high = low + 2;
       const float s0 = to_float(low[0]), s1 = to_float(high[0]);
-      const float z0 = zero_point(low[1]), z1 = zero_point(high[1]);
+      const float z0 = zero_point(high[1]), z1 = zero_point(low[1]);
 #pragma unroll
       for (int c = 0; c < NT; ++c)
 #pragma unroll
@@ -255,7 +258,7 @@ struct Stream {
       for (int i = 0; i < 2 * TILES; ++i) {
         const int row = row0 + wn * ROWS + i * 8 + (lane >> 2);
         T* pair = reinterpret_cast<T*>(pairs + i);
-        pair[0] = scales[row], pair[1] = zeros[row];
+        pair[0] = scales[row], pair[1] = zeros[i % 2 ? row - 8 : row + 8];
       }
       apply_group(acc, d, sum, pairs);
     }

@@ -189,7 +189,7 @@ BUGS = (
         ("(r * ROWS + first) * 32", "r * ROWS * 32"), sign="",
     ),
     device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(high[0])", "to_float(low[0])")),
-    device("scale for a zero point", FEW_Z, STREAM, ("lane % 2 * SCALE_BYTES", "0")),
+    device("scale for a zero point", FEW_Z, STREAM, ("odd * SCALE_BYTES", "0")),
     device("codes of row r + 8 left in row r", FEW, STREAM, ("R::BOTH_ROWS && i < 2", "false")),
     device(
         "last slot not filled", FEW, STREAM,

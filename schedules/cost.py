@@ -47,7 +47,7 @@ SPLIT_US = 1.1  # one ticket and its fence; fitted
 SHARED_US = 1.7  # stream_k: blocks that end inside tiles wait for each other; fitted
 NEAR_CACHE = 0.5  # of the last cache: what all SMs find of x there, each half of the cache holding it for its own (H100, H200)
 
-# --- gemm_stream, gemm_stream_bulk: one warp takes this many instructions (counted) a step, a record, a record and tile of 16 rows
+# --- gemm_stream, gemm_stream_bulk: one warp takes about this many instructions (counted) a step, a record, a record and tile of 16 rows
 STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 40, 8, 19
 COLUMNS_ISSUE = 5, 9  # of a record and of a tile of it, for 8 columns of x
 ISSUE = 0.75  # of an SM's issue slots that are used when it has nothing else to wait for; fitted

@@ -39,7 +39,6 @@ SCATTERED = (
     "(c * 16 + (i >> 1) * 8 + (lane & 3) * 2 + e) * PITCH + (piece + (i & 1)) * 8 + (lane >> 2)",
 )
 SWIZZLE_BITS = {"0": 0, "1": 3, "2": 2, "3": 1}  # of a descriptor's layout type: none, 128, 64 and 32 bytes
-SCALE_GROUP = 128  # the groups of the reports
 LOOP_TRIPS = 8  # values of a loop variable that are tried
 
 
@@ -50,7 +49,7 @@ def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
     found = {"packed line": shared_access(16 * LANE, 16).conflicts, "scale": shared_access(2 * (LANE >> 2), 2).conflicts}
     if s.program in gemm_stream.ARCHES:
         _check(source, STREAM)
-        scales = sum(_ldmatrix(_stream_scales(s, LANE & odd), 4) for odd in (0, 1))  # without and with zero points
+        scales = sum(_ldmatrix(_stream_scales(s, odd), 4) for odd in (0 * LANE, LANE & 1))  # without and with zero points
         return {**found, "scale": scales, "x": _ldmatrix(2 * _stream_x(s), 4)}
     if s.program == "gemm_wgmma":
         found["x"] = _descriptors(source, s)
@@ -78,9 +77,10 @@ def _stream_x(s: Schedule) -> np.ndarray:
 
 
 def _stream_scales(s: Schedule, odd: np.ndarray) -> np.ndarray:
-    """Bytes from the first scale of a group's: 8 rows each, zero points ``odd`` lanes."""
+    """Byte offsets that the lanes of gemm_stream's ldmatrix of scales supply, of 8 rows each: where ``odd`` is 1, of zero points, which
+    follow the scales of a step's one group (steps are no deeper than the groups of 128 that the reports are about)."""
     rows = gemm_stream.warp_rows(s)
-    return odd * max(1, s.block_k // SCALE_GROUP) * rows * 2 + (np.minimum(LANE >> 3, rows // 8 - 1) ^ odd) * 16
+    return odd * rows * 2 + (np.minimum(LANE >> 3, rows // 8 - 1) ^ odd) * 16
 
 
 def _ldmatrix(addresses: np.ndarray, matrices: int) -> int:

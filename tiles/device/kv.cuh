@@ -94,13 +94,6 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   return out;
 }
 
-// True in one lane of the warp, all of which call this; ptxas then knows that what follows is one lane's.
-__device__ __forceinline__ bool elect() {
-  uint32_t elected;
-  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
-  return elected;
-}
-
 // Where one work item of all sequences' lies; sequence b has count(b) of them, one after another. Called by all THREADS threads of a block.
 // `wanted(total)` names the item; where it is one, `sequence` is whose and `first` the first of that sequence.
 struct Place {

@@ -72,11 +72,11 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// True in one lane of the warp, of which the compiler knows that it is one: what that lane does takes no loop over lanes.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t one;
-  asm volatile("{\n.reg .pred mine;\nelect.sync _|mine, 0xffffffff;\nselp.u32 %0, 1, 0, mine;\n}" : "=r"(one));
-  return one;
+// True in one lane of the warp, all of which call this; ptxas then knows that what follows is one lane's, and makes no loop over lanes of it.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
+  return elected;
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");

@@ -49,7 +49,7 @@ struct Stream {
   uint64_t policy;
   int lane, wn, wk;
   // Places at step 0, from which a step is one multiplication away. Found anew for every step, requests were 146 of a step's 711 instructions
-  // (5120 x 27648 at m = 16: 28.6 us, so 26.6, H200).
+  // (5120 x 27648 at m = 16: 28.6 us, so 26.6, with copies by an elected lane and scales by ldmatrix; H200).
   const char* lines;            // of the warp's weights: the record that holds its first row
   int offset;                   // of that row in the record
   uint32_t piece_from, x_from;  // of this lane: its piece of the scales or zero points, its chunk of x, in elements
@@ -79,7 +79,7 @@ struct Stream {
     const uint32_t to = mine(stage);
     const char* from = lines + int64_t(step) * (RECORDS * 2048);
     if constexpr (BULK) {
-      if (elect_one()) {
+      if (elect()) {
         mbarrier_expect(barrier(stage), WEIGHT_BYTES);
         constexpr int COPIES = TILES == 4 ? 1 : RECORDS;  // four tiles are all of a record: records follow each other
 #pragma unroll
@@ -258,7 +258,7 @@ struct Stream {
       for (int i = 0; i < 2 * TILES; ++i) {
         const int row = row0 + wn * ROWS + i * 8 + (lane >> 2);
         T* pair = reinterpret_cast<T*>(pairs + i);
-        pair[0] = scales[row], pair[1] = zeros[i % 2 ? row - 8 : row + 8];
+        pair[0] = scales[row], pair[1] = zeros[i % 2 ? row - 8 : row + 8];  // as load_pairs leaves them
       }
       apply_group(acc, d, sum, pairs);
     }

@@ -213,7 +213,7 @@ BUGS = (
         "x taken for read by all when one warp has", WIDE_M, APART,
         ("mbarrier_init(read(lane), WARPS_N)", "mbarrier_init(read(lane), 1)"), sign="",
     ),
-    device("bytes expected by every lane", FEW, BULK, ("if (elect_one())", "if (elect_one() || true)"), sign=""),
+    device("bytes expected by every lane", FEW, BULK, ("if (elect())", "if (elect() || true)"), sign=""),
     device("phase never turns", FEW, BULK, ("stage = 0, phase ^= 1", "stage = 0")),
     device(
         "bytes of a bulk copy miscounted", FEW, BULK,

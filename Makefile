@@ -53,7 +53,7 @@ links:
 	@ln -sfn $(addprefix ../../../,$(wildcard tilebit/*) layouts schedules tiles autotune) build/tree/tilebit/
 
 demo: $(SETUP)
-	@$(PY) -m tilebit.demo
+	@$(PY) -m tilebit.command.demo
 
 lint: $(SETUP) links
 	@$(PY) -m ruff check .

@@ -19,13 +19,13 @@ from math import exp, isnan, log
 from pathlib import Path
 from typing import Any
 
-from ..schedules.cost import Estimate, estimate
-from ..schedules.features import features
+from ..schedules.gemm.cost import Estimate, estimate
+from ..schedules.gemm.features import features
+from ..schedules.gemm.rules import legal
+from ..schedules.gemm.workload import Workload
 from ..schedules.ranker import COMMAND, VERSION, Ranker, kind, load_ranker, trees_digest, user_model_path, vector
 from ..schedules.records import TuningRecord, latest, load_records, shipped_records, user_records
-from ..schedules.rules.gemm import legal
 from ..schedules.target import ARCHES, Target, cpu_target, detect_target, target_from_name
-from ..schedules.workload import Workload
 
 MIN_RECORDS, MIN_WORKLOADS = 200, 10  # fewer say more about their own shapes than about the device
 TREES = 200

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from ..schedules.gemm.workload import Workload
 from ..schedules.ranker import expected_us
 from ..schedules.schedule import Schedule
 from ..schedules.select import NEAR_ENOUGH, neighbours
-from ..schedules.workload import Workload
 from .provenance import now, source_commit
 from .ranker import Sample, add_options, asked, trained
 

@@ -22,10 +22,10 @@ from ..schedules.records import WRONG, TuningRecord
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh
 from ..schedules.target import Target, detect_target, driver_version
-from ..tiles.cache import ArtifactCache
-from ..tiles.compile import CompileFailure, CompileRequest
-from ..tiles.kernel import Kernel
-from ..tiles.pool import CompilePool
+from ..tiles.compiler.cache import ArtifactCache
+from ..tiles.compiler.compile import CompileFailure, CompileRequest
+from ..tiles.compiler.kernel import Kernel
+from ..tiles.compiler.pool import CompilePool
 from .progress import TuningBar
 from .provenance import now, package_versions, source_commit
 from .search import Patience, searched

@@ -20,16 +20,16 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..runtime import CorruptArtifact, LoadedKernel, load_kernel
-from ..schedules.attention import AttentionWorkload
+from ..schedules.attention.workload import AttentionWorkload
 from ..schedules.operations import AnyWorkload, workload_from_json
 from ..schedules.records import WRONG
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from .attention_problem import AttentionProblem, copied_attention, edge_attention, random_attention
-from .attention_verify import AttentionGate
 from .measure import Timing, copies_needed, time_calls
-from .problem import Problem, copied, exact_problem, random_problem, split_workspace
-from .verify import Gate
+from .problems.attention import AttentionProblem, copied_attention, edge_attention, random_attention
+from .problems.attention_verify import AttentionGate
+from .problems.gemm import Problem, copied, exact_problem, random_problem, split_workspace
+from .problems.verify import Gate
 
 AnyGate = Gate | AttentionGate
 Runner = tuple[LoadedKernel, dict[str, Tensor]]  # a kernel and its workspace

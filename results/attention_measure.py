@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from tilebit.autotune.attention_problem import AttentionProblem, attention_problem, copied_attention, edge_attention
-from tilebit.autotune.attention_verify import AttentionGate
 from tilebit.autotune.measure import copies_needed, time_calls
-from tilebit.bench import process_fields, write_rows
+from tilebit.autotune.problems.attention import AttentionProblem, attention_problem, copied_attention, edge_attention
+from tilebit.autotune.problems.attention_verify import AttentionGate
+from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.kv import PAGE_SIZES, RESIDUAL
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.runtime import LoadedKernel
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target

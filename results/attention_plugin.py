@@ -34,15 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilebit import attention_ops
-from tilebit.attention_dispatch import bucket
-from tilebit.bench import process_fields
-from tilebit.dispatch import device_target
+from tilebit.command.bench import process_fields
 from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.kv import RESIDUAL, KVLayout, window_words
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.ops import attention as attention_ops
+from tilebit.ops.attention_dispatch import bucket
+from tilebit.ops.dispatch import device_target
 from tilebit.runtime import LoadedKernel
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
@@ -293,8 +293,8 @@ def given_schedule(workload: AttentionWorkload, target: Target) -> Schedule | No
 
 def compiled(wanted: list[tuple[AttentionWorkload, Schedule]], target: Target, jobs: int | None) -> list[Any]:
     """A kernel per (workload, schedule), from the cache or compiled in ``jobs`` processes. Raises ``KernelUnavailable``."""
-    from tilebit.tiles.compile import CompileFailure, CompileRequest
-    from tilebit.tiles.pool import CompilePool
+    from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+    from tilebit.tiles.compiler.pool import CompilePool
 
     if not wanted:
         return []

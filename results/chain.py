@@ -22,13 +22,13 @@ from torch import Tensor
 
 import tilebit
 from tilebit.autotune.measure import copies_needed, time_calls
-from tilebit.bench import process_fields, write_rows
+from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import QuantFormat
-from tilebit.packed import PackedWeight
-from tilebit.quantize import QuantizedTensor
+from tilebit.schedules.gemm.workload import Workload, m_bucket
 from tilebit.schedules.target import Target, detect_target
-from tilebit.schedules.workload import Workload, m_bucket
+from tilebit.weights.packed import PackedWeight
+from tilebit.weights.quantize import QuantizedTensor
 
 HERE = Path(__file__).parent
 # (name, n, k) of a decoder layer of an 8B model, in the order of a forward pass.

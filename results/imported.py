@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilebit.bench import write_rows
+from tilebit.command.bench import write_rows
 
 
 def append_by_device(tool: str, folder: Path, rows: Sequence[dict[str, Any]], key: Sequence[str], left_out: Counter[str]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 import tilebit
-from tilebit.bench import measure_workloads, process_fields, write_rows
+from tilebit.command.bench import measure_workloads, process_fields, write_rows
 from tilebit.kernels import build
 from tilebit.layouts.formats import QuantFormat
-from tilebit.quantize import QuantizedTensor
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, detect_target
-from tilebit.schedules.workload import Workload
+from tilebit.weights.quantize import QuantizedTensor
 
 HERE = Path(__file__).parent
 GPU_SHAPES = ((4096, 4096), (14336, 4096), (28672, 4096), (4096, 14336), (8192, 28672))

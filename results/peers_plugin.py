@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 import tilebit
-from tilebit.bench import TORCH_DTYPES, process_fields
-from tilebit.dispatch import device_target
+from tilebit.command.bench import TORCH_DTYPES, process_fields
 from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.formats import QuantFormat
-from tilebit.quantize import QuantizedTensor
+from tilebit.ops.dispatch import device_target
+from tilebit.schedules.gemm.workload import Workload, m_bucket
 from tilebit.schedules.target import Target, detect_target, target_from_name
-from tilebit.schedules.workload import Workload, m_bucket
+from tilebit.weights.quantize import QuantizedTensor
 
 SELECT = "TILEBIT_PEERS"
 GROUP = 128  # values of k per scale of the harness's codes

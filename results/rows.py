@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import ARCHES, target_from_name
-from tilebit.schedules.workload import Workload
 
 R = TypeVar("R")
 OURS = "tilebit"  # impl of our rows; "tilebit_pdl": with dependent launch, which saves time only between kernels of one stream

@@ -8,11 +8,11 @@ from functools import cache
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import OPS, AttentionWorkload
-from tilebit.schedules.rules import attention as attention_rules
-from tilebit.schedules.rules.gemm import candidates, legal
+from tilebit.schedules.attention import rules as attention_rules
+from tilebit.schedules.attention.workload import OPS, AttentionWorkload
+from tilebit.schedules.gemm.rules import candidates, legal
+from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.target import ARCHES, target_from_name
-from tilebit.schedules.workload import DTYPES, Workload
 from tilebit.tiles.program import PROGRAM_MODULES
 
 from .tables import table

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Call, Timing, copies_needed, time_calls
-from tilebit.autotune.problem import Problem, copied, exact_problem, random_problem
-from tilebit.autotune.verify import Gate
-from tilebit.bench import process_fields, write_rows
-from tilebit.dispatch import Launcher, plan_for
+from tilebit.autotune.problems.gemm import Problem, copied, exact_problem, random_problem
+from tilebit.autotune.problems.verify import Gate
+from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import QuantFormat
+from tilebit.ops.dispatch import Launcher, plan_for
 from tilebit.schedules.distance import gemm_distance
+from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.target import Target, detect_target
-from tilebit.schedules.workload import M_BUCKETS, Workload
 
 from .studies import envelope
 

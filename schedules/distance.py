@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import log2
 
-from .attention import AttentionWorkload
+from .attention.workload import AttentionWorkload
+from .gemm.workload import Workload
 from .operations import AnyWorkload
 from .records import TuningRecord
 from .target import Target
-from .workload import Workload
 
 # A record further away than this says less than the cost model. One unit is a factor of two in n, k or m.
 MAX_DISTANCE = 3.0

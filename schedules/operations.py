@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import OPS, AttentionWorkload
-from .cost import Estimate
-from .cost import estimate as gemm_estimate
-from .cost_attention import attention_estimate
-from .rules import attention, gemm
+from .attention import rules as attention
+from .attention.cost import attention_estimate
+from .attention.workload import OPS, AttentionWorkload
+from .gemm import rules as gemm
+from .gemm.cost import Estimate
+from .gemm.cost import estimate as gemm_estimate
+from .gemm.workload import Workload
 from .schedule import Schedule
 from .target import Target
-from .workload import Workload
 
 AnyWorkload = Workload | AttentionWorkload
 

@@ -20,14 +20,14 @@ from importlib import resources
 from math import exp, isclose, nan
 from typing import Any
 
-from .cost import estimate
-from .features import features
+from .gemm.cost import estimate
+from .gemm.features import features
+from .gemm.workload import Workload
 from .operations import AnyWorkload
 from .operations import estimate as estimate_any
 from .records import records_path
 from .schedule import Schedule
 from .target import Target
-from .workload import Workload
 
 VERSION = 1  # of the document
 SUFFIX = ".ranker.json"

@@ -16,7 +16,7 @@ class Schedule:
     SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order), ``stream_k`` whether blocks take equal shares of
     all tiles' steps, across tile borders, instead of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which
     one of them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are cut into (1: they are whole).
-    What a field means on a device, and which values are legal there, is said by the program's rule in ``schedules/rules``.
+    What a field means on a device, and which values are legal there, is said by the program's rule in ``schedules``.
     """
 
     program: str

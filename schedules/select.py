@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
-from .cost import Estimate
 from .distance import MAX_DISTANCE, distance
+from .gemm.cost import Estimate
+from .gemm.workload import Workload
 from .operations import AnyWorkload, candidates, estimate, legal
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
 from .target import Target
-from .workload import Workload
 
 # A neighbour's schedule is taken over unless the model expects it to be this much slower here than its own best: a tile tuned for 16 rows
 # reads the weight twice for 32.
@@ -150,7 +150,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
         if estimate(workload, record.schedule, target).us <= bound:
             return Choice(record.schedule, "nearest", record, d)
     if not options:
-        raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see `candidates` and `legal` in schedules/rules")
+        raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see schedules/operations.py")
     usable = [s for s in options if s not in failed]
     if ranker is not None and served:
         judged = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))

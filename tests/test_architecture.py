@@ -101,8 +101,8 @@ def test_imports_point_one_way():
         ("layouts/x.py", "from ..schedules.target import Target"),
         ("schedules/x.py", "def f():\n    from ..tiles import program"),
         ("tiles/gemm/x.py", "from ...autotune import tune"),
-        ("autotune/x.py", "from tilebit.ops import gemm"),
-        ("tiles/x.py", "import tilebit.packed"),
+        ("autotune/x.py", "from tilebit.ops.gemm import gemm"),
+        ("tiles/x.py", "import tilebit.weights.packed"),
         ("tilebit/runtime.py", "from .layouts import formats"),
     ],
 )
@@ -135,7 +135,7 @@ def test_compilers_are_imported_where_they_are_used():
         for name, imports in first.items():
             needs[name] |= {c for i in imports for c in needs.get(i, set()) | needs.get(i.rpartition(".")[0], set())}
     found = {name: compilers for name, compilers in needs.items() if compilers}
-    assert all(name.count(".") == 3 and name.startswith("tilebit.tiles.") for name in found), found
+    assert all(name.count(".") >= 3 and name.startswith("tilebit.tiles.") for name in found), found
     assert not set(PROGRAM_MODULES.values()) & set(found), found
     assert all(len(compilers) == 1 for compilers in found.values()), found
 

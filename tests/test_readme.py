@@ -15,10 +15,10 @@ import torch
 from results.render import texts
 from results.support import attention_claims, claims
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.select import select
 from tilebit.schedules.target import ARCHES, target_from_name
-from tilebit.schedules.workload import DTYPES, Workload
 from tilebit.tiles.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ def test_the_attention_example_runs(tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
 def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
-    from tilebit.synthetic import write_checkpoint
+    from tilebit.weights.synthetic import write_checkpoint
 
     write_checkpoint(tmp_path / "model", family, {"model.layers.0.mlp.up_proj": (64, 128)})
     assert len(examples()) == 3 and "path/to/model" in examples()[2]
@@ -97,7 +97,7 @@ def test_command_lines_parse(line: str):
     """Every command line of README.md is one that the program accepts: command, options, values, nothing missing."""
     import typer.main
 
-    from tilebit.cli import app
+    from tilebit.command.cli import app
 
     command, (name, *words) = typer.main.get_command(app), shlex.split(line)
     while hasattr(command, "commands"):  # a group: its next word names a command
@@ -136,8 +136,8 @@ def test_attention_claims_have_a_program():
 def test_claims_for_this_machine_hold(device: str):
     """Every claimed format and type computes the product of its own dequantized weights, for sizes that fit no tile."""
     import tilebit
-    from tilebit import dispatch
-    from tilebit.quantize import quantize
+    from tilebit.ops import dispatch
+    from tilebit.weights.quantize import quantize
 
     m, n, k = 3, 72, 200
     target = dispatch.device_target(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))
@@ -159,7 +159,8 @@ def test_claims_for_this_machine_hold(device: str):
 def test_attention_claims_for_this_machine_hold(device: str):
     """Of the claimed caches, some of each kind and every type: prompts, new tokens and attention to them through the door, at lengths that
     fill no page, against fp64 on what the cache says that it holds."""
-    from tilebit import KVCache, dispatch
+    from tilebit import KVCache
+    from tilebit.ops import dispatch
     from tilebit.tiles.attention import reference
 
     target = dispatch.device_target(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))

@@ -10,54 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, load_checkpoint
+    from .cache.kvcache import KVCache
+    from .cache.sequences import CacheFull
     from .kernels import KernelUnavailable
-    from .kvcache import KVCache
     from .layouts.formats import QuantFormat
     from .layouts.kv_formats import KVFormat
-    from .modules import QuantLinear, quantize_model
-    from .ops import gemm, prepare
-    from .packed import PackedWeight, pack
-    from .quantize import QuantizedTensor
-    from .sequences import CacheFull
+    from .ops.gemm import gemm, prepare
+    from .weights.checkpoint import Checkpoint, load_checkpoint
+    from .weights.modules import QuantLinear, quantize_model
+    from .weights.packed import PackedWeight, pack
+    from .weights.quantize import QuantizedTensor
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CacheFull": "sequences",
-    "Checkpoint": "checkpoint",
-    "KVCache": "kvcache",
+    "CacheFull": "cache.sequences",
+    "Checkpoint": "weights.checkpoint",
+    "KVCache": "cache.kvcache",
     "KVFormat": "layouts.kv_formats",
     "KernelUnavailable": "kernels",
-    "PackedWeight": "packed",
+    "PackedWeight": "weights.packed",
     "QuantFormat": "layouts.formats",
-    "QuantLinear": "modules",
-    "QuantizedTensor": "quantize",
-    "gemm": "ops",
-    "load_checkpoint": "checkpoint",
-    "pack": "packed",
-    "prepare": "ops",
-    "quantize_model": "modules",
+    "QuantLinear": "weights.modules",
+    "QuantizedTensor": "weights.quantize",
+    "gemm": "ops.gemm",
+    "load_checkpoint": "weights.checkpoint",
+    "pack": "weights.packed",
+    "prepare": "ops.gemm",
+    "quantize_model": "weights.modules",
 }
-_MODULES = (
-    "attention",
-    "bench",
-    "checkpoint",
-    "demo",
-    "dispatch",
-    "doctor",
-    "kernels",
-    "kvcache",
-    "modules",
-    "ops",
-    "packed",
-    "packs",
-    "pictures",
-    "quantize",
-    "runtime",
-    "synthetic",
-    "workspace",
-)
+_MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")
 
 __all__ = [
     "CacheFull",

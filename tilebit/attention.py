@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import attention_ops  # registers torch.ops.tilebit.attention_*
-from .attention_dispatch import describe
+from .ops import attention as attention_ops  # registers torch.ops.tilebit.attention_*
+from .ops.attention_dispatch import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .kvcache import Batch, KVCache
+    from .cache.kvcache import Batch, KVCache
 
 
 def decode(

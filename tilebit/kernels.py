@@ -23,9 +23,9 @@ from .schedules.select import choose, explain
 from .schedules.target import Target
 
 if TYPE_CHECKING:
-    from .tiles.cache import ArtifactCache
-    from .tiles.compile import CompileFailure, CompileRequest
-    from .tiles.kernel import Kernel
+    from .tiles.compiler.cache import ArtifactCache
+    from .tiles.compiler.compile import CompileFailure, CompileRequest
+    from .tiles.compiler.kernel import Kernel
 
 NO_COMPILE = "TILEBIT_NO_COMPILE"
 TRIES = 8  # schedules tried for one workload
@@ -48,9 +48,9 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
 
     Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be compiled stay in the cache.
     """
-    from .tiles.cache import ArtifactCache
-    from .tiles.compile import CompileFailure
-    from .tiles.pool import CompilePool
+    from .tiles.compiler.cache import ArtifactCache
+    from .tiles.compiler.compile import CompileFailure
+    from .tiles.compiler.pool import CompilePool
 
     wanted, cache = list(workloads), ArtifactCache()
     ranked = [_ranked(workload, target) for workload in wanted]
@@ -99,7 +99,7 @@ def _next(
 ) -> tuple[Kernel | None, CompileRequest | None]:
     """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to be unfit or wrong; (None, None) when
     all are."""
-    from .tiles.compile import CompileRequest
+    from .tiles.compiler.compile import CompileRequest
 
     for schedule, record in ranked:
         request = CompileRequest(schedule.program, workload, schedule, target)
@@ -120,7 +120,7 @@ def _is_wrong(record: TuningRecord | None, request: CompileRequest) -> bool:
 
 
 def _why_none(workload: AnyWorkload, target: Target) -> str:
-    from .tiles.compile import CompileRequest
+    from .tiles.compiler.compile import CompileRequest
 
     tried = [r.record for r in explain(workload, target) if r.record is not None and not r.illegal]
     wrong = [r for r in tried if _is_wrong(r, CompileRequest(r.schedule.program, workload, r.schedule, target))]

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
+from .schedules.gemm.workload import Workload
 from .schedules.operations import AnyWorkload, workload_from_json
 from .schedules.target import Target
-from .schedules.workload import Workload
 
 PACK_SCHEMA = 1
 PACK_NAME = "pack.json"
@@ -163,7 +163,7 @@ def unload(pack: Pack) -> None:
 def _forget_plans() -> None:
     """Operations decide once which kernel serves a shape: let them decide again."""
     for name in ("dispatch", "attention_dispatch"):
-        dispatch = sys.modules.get(f"{__package__}.{name}")
+        dispatch = sys.modules.get(f"{__package__}.ops.{name}")
         if dispatch is not None:
             dispatch.forget()
 

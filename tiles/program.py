@@ -23,17 +23,17 @@ PROGRAM_MODULES = {
     "gemm_mma": "tilebit.tiles.gemm.mma",
     "gemm_stream": "tilebit.tiles.gemm.stream",
     "gemm_stream_bulk": "tilebit.tiles.gemm.stream_bulk",
-    "gemm_cpu": "tilebit.tiles.cpu.gemm",
+    "gemm_cpu": "tilebit.tiles.cpu.gemm.program",
     "attention_decode": "tilebit.tiles.attention.decode",
     "attention_decode_bulk": "tilebit.tiles.attention.decode_bulk",
     "attention_append": "tilebit.tiles.attention.append",
     "attention_gather": "tilebit.tiles.attention.gather",
     "attention_prefill": "tilebit.tiles.attention.prefill",
     "attention_prefill_mma": "tilebit.tiles.attention.prefill_mma",
-    "attention_decode_cpu": "tilebit.tiles.cpu.attention_decode",
-    "attention_append_cpu": "tilebit.tiles.cpu.attention_append",
-    "attention_gather_cpu": "tilebit.tiles.cpu.attention_gather",
-    "attention_prefill_cpu": "tilebit.tiles.cpu.attention_prefill",
+    "attention_decode_cpu": "tilebit.tiles.cpu.attention.decode",
+    "attention_append_cpu": "tilebit.tiles.cpu.attention.append",
+    "attention_gather_cpu": "tilebit.tiles.cpu.attention.gather",
+    "attention_prefill_cpu": "tilebit.tiles.cpu.attention.prefill",
 }
 
 

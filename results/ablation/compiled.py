@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 from tilebit.schedules.operations import AnyWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 
 class Numbered(Protocol):

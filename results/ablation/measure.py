@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problem import Problem, copied, exact_problem, random_problem, split_workspace
-from tilebit.autotune.verify import Gate
-from tilebit.bench import process_fields, write_rows
+from tilebit.autotune.problems.gemm import Problem, copied, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.verify import Gate
+from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import QuantFormat
 from tilebit.runtime import LoadedKernel
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.compiler.kernel import Kernel
 
 from . import naive
 from .compiled import compiled

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem, edge_attention
-from tilebit.autotune.attention_verify import AttentionGate, Outputs
 from tilebit.autotune.measure import Timing, time_calls
-from tilebit.bench import process_fields, write_rows
+from tilebit.autotune.problems.attention import AttentionProblem, edge_attention
+from tilebit.autotune.problems.attention_verify import AttentionGate, Outputs
+from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.runtime import LoadedKernel
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target
-from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.compiler.kernel import Kernel
 
 from ..attention_measure import contiguous, one_length, rotating, workload
 from . import row_major

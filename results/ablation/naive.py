@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilebit.autotune.problem import Problem, unpack_tiles
+from tilebit.autotune.problems.gemm import Problem, unpack_tiles
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.program import TileProgram
 
 NAME = "results.ablation.naive"

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem
-from tilebit.autotune.problem import unpack_tiles
+from tilebit.autotune.problems.attention import AttentionProblem
+from tilebit.autotune.problems.gemm import unpack_tiles
 from tilebit.layouts.kv import window_words
 from tilebit.layouts.packing import PackedLayout
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules import attention_decode as rules
+from tilebit.schedules.attention import decode as rules
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention.decode import HEADERS, decode_type
-from tilebit.tiles.headers import TYPES, device_source, literal
+from tilebit.tiles.compiler.headers import TYPES, device_source, literal
 from tilebit.tiles.program import TileProgram
 
 NAME = "results.ablation.row_major"

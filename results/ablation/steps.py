@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm import rules as rules
+from tilebit.schedules.gemm import stream as gemm_stream
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import TuningRecord, shipped_records
-from tilebit.schedules.rules import gemm as rules
-from tilebit.schedules.rules import gemm_stream
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
 
 from . import naive
 

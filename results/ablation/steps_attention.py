@@ -22,12 +22,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.autotune.problems.attention import AttentionProblem
+from tilebit.schedules.attention.decode import BLOCK_M, BLOCK_N, MAX_MIN_BLOCKS, STAGES
+from tilebit.schedules.attention.rules import ASYNC, BULK, MOVERS
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import candidates, estimate, legal
 from tilebit.schedules.records import TuningRecord, shipped_records
-from tilebit.schedules.rules.attention import ASYNC, BULK, MOVERS
-from tilebit.schedules.rules.attention_decode import BLOCK_M, BLOCK_N, MAX_MIN_BLOCKS, STAGES
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 

@@ -12,23 +12,23 @@ from typing import Any
 from filelock import FileLock
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problem import copied, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import copied, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.verify import Gate
 from tilebit.autotune.provenance import now, package_versions, source_commit
 from tilebit.autotune.search import searched
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.tune import TunedWorkload, tune
-from tilebit.autotune.verify import Gate
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.autotune.worker_process import launch
-from tilebit.bench import process_fields
+from tilebit.command.bench import process_fields
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 
 class BudgetOver(Exception):

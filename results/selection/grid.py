@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tilebit.schedules.cost import estimate
-from tilebit.schedules.rules import gemm, gemm_cpu, gemm_stream
-from tilebit.schedules.rules.gemm_tiles import in_turn
-from tilebit.schedules.rules.gemm_waves import TAILS
+from tilebit.schedules.gemm import cpu as gemm_cpu
+from tilebit.schedules.gemm import rules as gemm
+from tilebit.schedules.gemm import stream as gemm_stream
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.tiles import in_turn
+from tilebit.schedules.gemm.waves import TAILS
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
 
 PLACES = 200  # schedules that are measured of a workload: some fifteen times as many as the tuner tries
 WITHIN = 3.0  # times the cost model's fastest: what it expects to be slower would take most of the time

@@ -21,16 +21,16 @@ from typing import Any
 from tilebit.autotune.provenance import source_commit
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.worker import DeviceWorker
-from tilebit.bench import write_rows
+from tilebit.command.bench import write_rows
 from tilebit.kernels import build
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import user_model_path
 from tilebit.schedules.records import records_path, shipped_records, user_records
 from tilebit.schedules.select import choose, refresh
 from tilebit.schedules.target import Target, detect_target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.pool import CompilePool
 
 from ..rows import json_rows
 from .bench import Bench, BudgetOver

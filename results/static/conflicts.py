@@ -15,7 +15,7 @@ import numpy as np
 
 from tilebit.layouts.banks import shared_access
 from tilebit.layouts.swizzle import Swizzle
-from tilebit.schedules.rules import gemm_stream
+from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.schedule import Schedule
 
 LANE = np.arange(32)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilebit.layouts.formats import PER_CHANNEL
-from tilebit.schedules.cost import KNEE_BYTES
-from tilebit.schedules.rules import gemm_stream
-from tilebit.schedules.rules.gemm import persistent
+from tilebit.schedules.gemm import stream as gemm_stream
+from tilebit.schedules.gemm.cost import KNEE_BYTES
+from tilebit.schedules.gemm.rules import persistent
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload
 
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers are given to warps in units of this many

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import TuningRecord, shipped_records
-from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
 from tilebit.schedules.target import ARCHES, Target, target_from_name
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.cuda import CUBIN_NAME, SOURCE_NAME, find_nvcc, run_nvcc
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.lint import disassemble
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.cuda import CUBIN_NAME, SOURCE_NAME, find_nvcc, run_nvcc
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.lint import disassemble
+from tilebit.tiles.compiler.pool import CompilePool
 
 from . import limits
 from .conflicts import conflicts

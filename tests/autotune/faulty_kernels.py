@@ -12,11 +12,11 @@ import numpy as np
 from tvm_ffi import libinfo
 
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest, write_manifest
-from tilebit.tiles.host_plan import Param
-from tilebit.tiles.kernel import Kernel
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest, write_manifest
+from tilebit.tiles.compiler.host_plan import Param
+from tilebit.tiles.compiler.kernel import Kernel
 
 # What a kernel does instead of returning the right answer ("right": nothing).
 BEHAVIOURS = ("right", "hang", "segfault", "abort", "wrong", "nan", "stray", "unstable", "raise", "print", "killed", "killed_once")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import log2
 
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.ranker import kind
 from tilebit.schedules.records import TuningRecord
-from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload
 
 DEVICE = target_from_name("sm_90a")
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))

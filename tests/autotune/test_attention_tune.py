@@ -15,14 +15,14 @@ from tilebit.autotune.tune import tune
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.runtime import read_manifest
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import estimate
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose, explain
 from tilebit.schedules.target import detect_target, target_from_name
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest, compile_kernel, write_manifest
-from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel, write_manifest
+from tilebit.tiles.compiler.kernel import Kernel
 
 H200 = target_from_name("sm_90a")
 KV4 = KVFormat.from_name("kv4_channel")

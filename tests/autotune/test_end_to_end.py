@@ -13,10 +13,10 @@ from tilebit.autotune.provenance import package_versions, source_commit
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.tune import tune
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.select import choose, explain
 from tilebit.schedules.target import detect_target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
+from tilebit.tiles.compiler.cache import ArtifactCache
 
 WORKLOAD = Workload(4, 160, 256, QuantFormat(4, 64, symmetric=False), "bfloat16", bias=True)
 

@@ -8,10 +8,10 @@ import pytest
 
 from tilebit.autotune.measure import MIN_REPLAYS, copies_needed, time_calls
 from tilebit.autotune.search import Patience, shortlist
-from tilebit.schedules.cost import estimate
-from tilebit.schedules.rules.gemm import candidates
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
 
 H200 = target_from_name("sm_90a")
 

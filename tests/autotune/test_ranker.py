@@ -14,12 +14,12 @@ from tilebit.autotune import ranker as training
 from tilebit.autotune.ranker import main, record_target, records_digest, samples, to_text, too_few, train, trained
 from tilebit.autotune.regret import SOURCES, regrets, summary
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, places, shortlist
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.ranker import COMMAND, load_ranker
 from tilebit.schedules.records import shipped_records
-from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
 
 from .made_up import DEVICE, WORKLOADS, made_up_records, made_up_us
 

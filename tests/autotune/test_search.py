@@ -8,12 +8,12 @@ import pytest
 
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, SHARE, places, searched, shortlist
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.ranker import known_ranker
-from tilebit.schedules.rules.gemm import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
 
 H200 = target_from_name("sm_90a")
 W4 = QuantFormat(4, 128, False)

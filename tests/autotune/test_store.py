@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 
 from tilebit.autotune.store import RecordStore, StoreError
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import RecordWarning, TuningRecord, records_path
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.workload import Workload
 
 RECORD = TuningRecord(Workload(1, 4096, 4096), Schedule("gemm_cpu", 32, 1, 32), "test cpu", "cpu", 2, us=5.0, extra={"later": [1, 2]})
 OTHERS = [replace(RECORD, us=float(us)) for us in range(6, 10)]

@@ -22,14 +22,14 @@ from tilebit.autotune.store import RecordStore, StoreError
 from tilebit.autotune.tune import TuneError, tune
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.pool import CompilePool
 
 from . import faulty_program
 from .faulty_kernels import BEHAVIOURS, publish_kernel

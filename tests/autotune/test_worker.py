@@ -14,11 +14,11 @@ import pytest
 
 from tilebit.autotune.worker import DeviceWorker, WorkerError
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
 
 from .faulty_kernels import publish_kernel
 
@@ -150,7 +150,7 @@ def test_a_hanging_kernel_dies_with_its_tuner(cache, tmp_path):
         "import sys, threading, time\n"
         f"sys.path[:] = {sys.path!r}\n"
         "from tilebit.autotune.worker import DeviceWorker\n"
-        "from tilebit.schedules.workload import Workload\n"
+        "from tilebit.schedules.gemm.workload import Workload\n"
         "from tilebit.schedules.schedule import Schedule\n"
         "from tilebit.schedules.target import Target\n"
         f"w = DeviceWorker('cpu', {str(cache.root / 'orphans')!r}, timeout=600)\n"

@@ -73,7 +73,7 @@ def test_bad_requests_are_refused():
 def test_one_command_draws_any_cache(tmp_path):
     from typer.testing import CliRunner
 
-    from tilebit.cli import app
+    from tilebit.command.cli import app
 
     for name in ("kv4_channel:128", "k8_token_v2:64:32"):
         path = tmp_path / "page.svg"

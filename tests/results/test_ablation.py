@@ -21,18 +21,18 @@ from results.ablation.measure import WORKLOADS, climb
 from results.ablation.steps import DEPENDENT, SHALLOW, STEPS, TRIED, drawn
 from results.studies import ABLATION_FIELDS
 from tilebit.autotune.measure import Timing
-from tilebit.autotune.problem import Problem, exact_problem, random_problem
-from tilebit.autotune.verify import Gate
+from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
+from tilebit.autotune.problems.verify import Gate
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.rules import candidates, legal
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import TuningRecord
-from tilebit.schedules.rules.gemm import candidates, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 FORMAT = QuantFormat(4, 128, False)
 HOPPER = target_from_name("sm_90a")

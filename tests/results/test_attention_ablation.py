@@ -34,20 +34,20 @@ from results.ablation.steps_attention import (
     together,
 )  # fmt: skip
 from results.studies import ATTENTION_FIELDS, attention_ablation_section
-from tilebit.autotune.attention_problem import attention_problem, edge_attention, exact_attention, random_attention
-from tilebit.autotune.attention_verify import AttentionGate
 from tilebit.autotune.measure import Call, Timing
+from tilebit.autotune.problems.attention import attention_problem, edge_attention, exact_attention, random_attention
+from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.rules import ASYNC, BULK
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.records import TuningRecord
-from tilebit.schedules.rules.attention import ASYNC, BULK
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.headers import device_source
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.headers import device_source
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 HOPPER = target_from_name("sm_90a")
 SMALL = AttentionWorkload("decode", 2, 1, 256, 4, 2, 64, KVFormat.from_name("kv4_channel"))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from results import attention_plugin
 from results.import_attention import KIND, PROCESS
-from tilebit import attention_dispatch
 from tilebit.kernels import KernelUnavailable
 from tilebit.layouts.kv import KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules import attention as rules
+from tilebit.ops import attention_dispatch
+from tilebit.schedules.attention import rules as rules
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention import reference

@@ -15,7 +15,7 @@ import torch
 from results import peers_plugin
 from tilebit.kernels import KernelUnavailable
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.workload import Workload
+from tilebit.schedules.gemm.workload import Workload
 
 N, K, GROUP = 64, 256, 128
 

@@ -22,15 +22,15 @@ from results.studies import selection_section
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm import rules as gemm
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.records import TuningRecord
-from tilebit.schedules.rules import gemm
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import refresh
 from tilebit.schedules.target import ARCHES, Target, detect_target, target_from_name
-from tilebit.schedules.workload import M_BUCKETS, Workload
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.pool import CompilePool
 
 FORMAT = QuantFormat(4, 64, False)
 HOPPER = target_from_name("sm_90a")

@@ -7,11 +7,11 @@ import pytest
 from results.static import limits
 from results.static.conflicts import SCATTERED, STAGING, STMATRIX, STREAM, conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
+from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.gemm import mma, stream, wgmma
-from tilebit.tiles.headers import device_source
 
 ASYMMETRIC, CHANNEL = QuantFormat(4, 128, False), QuantFormat(8, PER_CHANNEL, True)
 T = "((int)threadIdx.x)"

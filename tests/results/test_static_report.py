@@ -14,14 +14,14 @@ from results.static.listing import KIB, Spent
 from results.static.page import page, schedule_text
 from results.static.report import GPU_ARCHES, HERE, MS, SHAPES, Case, cases, loop_fields, main, row
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.rules.gemm import candidates, legal
+from tilebit.schedules.gemm.rules import candidates, legal
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 FORMAT = QuantFormat(4, 128, False)
 

@@ -15,11 +15,11 @@ import torch
 from results import sweep
 from results.studies import envelope, sweep_section
 from tilebit.autotune.measure import Call, Timing
-from tilebit.autotune.problem import Problem
-from tilebit.dispatch import Launcher
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.ops.dispatch import Launcher
+from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.select import select
 from tilebit.schedules.target import ARCHES, detect_target, target_from_name
-from tilebit.schedules.workload import M_BUCKETS, Workload
 
 
 def test_every_bucket_is_met_at_its_first_m_inside_and_at_its_border() -> None:

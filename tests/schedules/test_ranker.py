@@ -18,13 +18,13 @@ from tests.autotune.made_up import DEVICE, made_up_records
 from tilebit.autotune.ranker import records_digest, samples, to_text, train
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules import ranker as reading
-from tilebit.schedules.cost import estimate
-from tilebit.schedules.features import features
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.features import features
+from tilebit.schedules.gemm.rules import candidates, legal
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.ranker import COMMAND, SUFFIX, Ranker, RankerWarning, kind, known_ranker, load_ranker, user_model_path
 from tilebit.schedules.records import TuningRecord, shipped_records
-from tilebit.schedules.rules.gemm import candidates, legal
 from tilebit.schedules.select import choose, explain, refresh
-from tilebit.schedules.workload import Workload
 
 W = Workload(16, 8192, 8192)
 OPTIONS = candidates(W, DEVICE) or []

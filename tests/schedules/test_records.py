@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import (
     RecordWarning,
     TuningRecord,
@@ -20,7 +21,6 @@ from tilebit.schedules.records import (
 )
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
 
 RECORD = TuningRecord(
     workload=Workload(16, 4096, 11008, QuantFormat(4, 64, False), "bfloat16", True),

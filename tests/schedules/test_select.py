@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
-from tilebit.schedules.cost import estimate
+from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.rules import candidates, legal
+from tilebit.schedules.gemm.workload import Workload, m_bucket
 from tilebit.schedules.records import STATUSES, TuningRecord
-from tilebit.schedules.rules.gemm import candidates, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import MAX_DISTANCE, NEAR_ENOUGH, choose, distance, explain, refresh, select
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload, m_bucket
 
 H200 = target_from_name("sm_90a")
 CPU = Target("cpu", "test cpu", 2, 0, 0, 32 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))

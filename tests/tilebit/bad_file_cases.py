@@ -12,12 +12,12 @@ from bad_tensor_cases import Bad
 from safetensors.torch import load_file, save_file
 
 from tilebit import packs
-from tilebit.checkpoint import CheckpointError, load_checkpoint
 from tilebit.runtime import REQUIRED_FIELDS, CorruptArtifact, load_kernel
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.records import TuningRecord
-from tilebit.schedules.workload import Workload
-from tilebit.synthetic import write_checkpoint
-from tilebit.tiles.cache import ArtifactCache
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.weights.checkpoint import CheckpointError, load_checkpoint
+from tilebit.weights.synthetic import write_checkpoint
 
 LAYER = "model.layers.0.q"
 

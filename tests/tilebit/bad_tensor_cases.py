@@ -12,18 +12,18 @@ from door_cases import K, N, exact, workload
 from torch import nn
 
 import tilebit
-from tilebit import ops as _ops  # registers torch.ops.tilebit
+from tilebit.command.pictures import picture, write
 from tilebit.layouts.checkpoints import checkpoint_layout
 from tilebit.layouts.formats import QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.packed import PackedWeight, arch_of, pack, unpack_words
-from tilebit.pictures import picture, write
-from tilebit.quantize import QuantizedTensor, quantize
-from tilebit.schedules.rules.gemm import candidates
+from tilebit.ops import gemm as _ops  # registers torch.ops.tilebit
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, cpu_target, detect_target, target_from_capability, target_from_name
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.program import TileProgram, program
+from tilebit.weights.packed import PackedWeight, arch_of, pack, unpack_words
+from tilebit.weights.quantize import QuantizedTensor, quantize
 
 
 @dataclass(frozen=True)

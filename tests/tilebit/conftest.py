@@ -21,7 +21,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Counts launches: ``Plan.launcher`` is the only way to one."""
-    from tilebit import dispatch
+    from tilebit.ops import dispatch
 
     counted = Launches([])
     real = dispatch.Plan.launcher
@@ -40,7 +40,7 @@ def cpu_kernels() -> None:
     from door_cases import FORMATS, ROWS, workload
 
     from tilebit.kernels import build
+    from tilebit.schedules.gemm.workload import m_bucket
     from tilebit.schedules.target import cpu_target
-    from tilebit.schedules.workload import m_bucket
 
     build([workload(case, m_bucket(m)) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilebit import attention_dispatch
-from tilebit.dispatch import ALIGNMENT, DTYPE_NAMES
+from tilebit.cache.rotary import rotated
 from tilebit.layouts import kv_quantize
 from tilebit.layouts.kv import RESIDUAL, KVLayout
-from tilebit.rotary import rotated
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.ops import attention_dispatch
+from tilebit.ops.dispatch import ALIGNMENT, DTYPE_NAMES
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.unpacked import unpack_cache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tilebit.autotune.problem import exact_problem
+from tilebit.autotune.problems.gemm import exact_problem
 from tilebit.layouts.formats import QuantFormat
-from tilebit.packed import PackedWeight
-from tilebit.schedules.workload import Workload
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.weights.packed import PackedWeight
 
 N, K = 70, 200  # no multiple of any tile, group or vector
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

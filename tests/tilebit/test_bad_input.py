@@ -11,10 +11,10 @@ from bad_tensor_cases import CASES as TENSORS
 from bad_tensor_cases import Bad
 from typer.testing import CliRunner
 
-from tilebit import dispatch
-from tilebit.cli import app
+from tilebit.command.cli import app
+from tilebit.ops import dispatch
 from tilebit.runtime import load_kernel
-from tilebit.tiles.cache import ArtifactCache, default_root
+from tilebit.tiles.compiler.cache import ArtifactCache, default_root
 
 CASES = [*TENSORS, *FILES]
 # How a message says what is accepted, or what to do.

@@ -14,9 +14,9 @@ from tilebit.schedules.operations import candidates, estimate
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.select import refresh, select
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles import pool
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler import pool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
 
 TARGET = target_from_name("sm_90a")
 UNTUNED = target_from_name("sm_80")  # nothing is shipped for it

@@ -22,12 +22,12 @@ from sample.artifacts import key_of, make_kernel
 from tilebit import packs
 from tilebit.layouts.formats import QuantFormat
 from tilebit.runtime import CorruptArtifact, read_manifest
-from tilebit.schedules.rules.gemm import candidates
+from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import cpu_target, target_from_name
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest, compile_kernel
-from tilebit.tiles.kernel import Kernel
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
+from tilebit.tiles.compiler.kernel import Kernel
 
 SHAPE = Workload(1, 64, 64)
 AVX2 = replace(cpu_target(), features=("avx2",))
@@ -220,7 +220,7 @@ for name in ("tilelang", "tvm"):
     assert importlib.util.find_spec(name) is None, name + " is visible"
 import numpy as np, torch
 from tilebit import packs
-from tilebit.schedules.workload import Workload
+from tilebit.schedules.gemm.workload import Workload
 pack = packs.load(sys.argv[1])
 entry = pack.kernels[0]
 kernel = pack.kernel_for(entry.workload, 3)

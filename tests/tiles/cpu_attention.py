@@ -10,15 +10,15 @@ from typing import Any
 from cpu_cases import runs_here, target
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem
-from tilebit.autotune.attention_verify import AttentionGate
+from tilebit.autotune.problems.attention import AttentionProblem
+from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 GROUPS = (1, 4, 7, 8, 16)
 PAGES = (16, 32, 64, 128, 256)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tilebit.layouts.packing import gemm_layout
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload
 
 FEATURES = {"avx512_bf16": ("avx512_bf16", "avx512", "avx2"), "avx512": ("avx512", "avx2"), "avx2": ("avx2",)}
 _FLAGS = {"avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}, "avx2": {"avx2", "fma", "f16c"}}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem, attention_problem
+from tilebit.autotune.problems.attention import AttentionProblem, attention_problem
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 
 NAMES = (
     "kv16", "kv8_channel", "kv8_token", "kv4_channel", "kv4_token", "kv2_channel", "kv2_token", "kvfp8", "k8_channel_v4", "k4_channel_v2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilebit.tiles.cuda import NvccError, find_nvcc
+from tilebit.tiles.compiler.cuda import NvccError, find_nvcc
 
 
 def have_nvcc() -> bool:

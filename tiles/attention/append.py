@@ -12,11 +12,11 @@ all the same, and the first block of each sequence writes what stays in the wind
 from typing import Any
 
 from ...layouts.kv import RESIDUAL, window_words
-from ...schedules.attention import AttentionWorkload
-from ...schedules.rules.attention import legal
+from ...schedules.attention.rules import legal
+from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source
+from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .decode import cache_arguments
 

@@ -18,12 +18,12 @@ from math import e, log2
 from typing import Any
 
 from ...layouts.kv import window_words
-from ...schedules.attention import AttentionWorkload
-from ...schedules.rules import attention_decode as rules
-from ...schedules.rules.attention import legal
+from ...schedules.attention import decode as rules
+from ...schedules.attention.rules import legal
+from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source, literal
+from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 from .reference import decode
 

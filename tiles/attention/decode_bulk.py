@@ -1,6 +1,6 @@
 """``attention_decode_bulk``: see ``decode.py``."""
 
-from ...schedules.rules import attention_decode as rules
+from ...schedules.attention import decode as rules
 from .decode import decode_program
 
 PROGRAM = decode_program(rules.BULK)

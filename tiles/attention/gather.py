@@ -9,11 +9,11 @@ in fp32, rounded once. The rows after a sequence's history are left alone: there
 from typing import Any
 
 from ...layouts.kv import KVLayout, window_words
-from ...schedules.attention import AttentionWorkload
-from ...schedules.rules.attention import legal
+from ...schedules.attention.rules import legal
+from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source
+from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .decode import cache_arguments
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from math import e, log2
 from typing import Any
 
-from ...schedules.attention import AttentionWorkload
-from ...schedules.rules import attention as rules
+from ...schedules.attention import rules as rules
+from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source, literal
+from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 from .reference import prefill as prefill_reference
 

@@ -7,11 +7,11 @@ The computation, the operands and the order of the work are ``attention_prefill`
 
 from typing import Any
 
-from ...schedules.attention import AttentionWorkload
-from ...schedules.rules import attention as rules
+from ...schedules.attention import rules as rules
+from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..headers import TYPES, device_source
+from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls, prefill_params
 from .reference import prefill as prefill_reference

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from . import vectors as v
-from .granules import LANES
+from .attention.granules import LANES
 from .vectors import T, tirx
 
 LOG2_E = math.log2(math.e)

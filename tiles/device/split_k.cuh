@@ -8,7 +8,7 @@
 
 namespace tilebit {
 
-constexpr int TICKETS = 16384;  // rules/gemm.py has the same number
+constexpr int TICKETS = 16384;  // schedules/gemm/rules.py has the same number
 
 // A named barrier of the computing threads alone: the producer warps of a specialized kernel take no part in it.
 template <int BARRIER, int THREADS>

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
-from ...schedules.rules.gemm import LEAST_STAGED, STAGED_COLUMNS, clustered_split
+from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
+from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
-from ...schedules.workload import Workload
-from ..headers import TYPES
+from ..compiler.headers import TYPES
 
 BARRIER = 7  # named barrier of the epilogue; the generated code uses 0 to 2
 

@@ -21,11 +21,11 @@ grid, the operands and the shared memory are declared here.
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
-from ...schedules.rules import gemm_stream as rules
+from ...schedules.gemm import stream as rules
+from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ...schedules.workload import Workload
-from ..headers import TYPES, device_source
+from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .operands import Operands, gemm_params
 from .reference import gemm_reference

@@ -39,11 +39,11 @@ still reads and keeps idle producer warps that can wait for ever: two rare races
 
 from typing import Any
 
-from ...schedules.rules import gemm as rules
+from ...schedules.gemm import rules as rules
+from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ...schedules.workload import Workload
-from ..headers import device_source
+from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import BARRIER, Operands, gemm_params
 from .reference import gemm_reference

@@ -11,10 +11,10 @@ import torch
 from cpu_attention import PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
 from kv_cases import FORMATS, poisoned_problem
 
-from tilebit.autotune.attention_problem import attention_problem
+from tilebit.autotune.problems.attention import attention_problem
 from tilebit.layouts.kv import HEAD_DIMS, RESIDUAL
 from tilebit.layouts.kv_quantize import pack_pages, quantize_group
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 
 pytestmark = pytest.mark.xdist_group("cpu_attention")
 

@@ -10,9 +10,9 @@ import torch
 from cpu_attention import GROUPS, ISA, PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
 from kv_cases import FORMATS, poisoned_problem
 
-from tilebit.autotune.attention_problem import attention_problem, exact_attention
+from tilebit.autotune.problems.attention import attention_problem, exact_attention
 from tilebit.layouts.kv import HEAD_DIMS
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 
 pytestmark = pytest.mark.xdist_group("cpu_attention")  # the kernels are compiled once, in one worker process
 

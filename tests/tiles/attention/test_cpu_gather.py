@@ -7,7 +7,7 @@ from cpu_attention import PAGES, case, compiled, edge_lengths, name_of, verdict
 from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.layouts.kv import HEAD_DIMS
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 
 pytestmark = pytest.mark.xdist_group("cpu_attention")
 CASES = [

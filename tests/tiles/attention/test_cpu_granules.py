@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tilebit.layouts.kv import HEAD_DIMS, key_granule, value_granule
-from tilebit.tiles.cpu.granules import LANES, key_rows, key_vectors, lane_sums, stride, value_rows, value_vectors
+from tilebit.tiles.cpu.attention.granules import LANES, key_rows, key_vectors, lane_sums, stride, value_rows, value_vectors
 
 BITS = (2, 4, 8, 16)
 

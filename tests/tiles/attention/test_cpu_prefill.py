@@ -8,7 +8,7 @@ import pytest
 import torch
 from cpu_attention import GROUPS, call, case, compiled, name_of, verdict, workload
 
-from tilebit.autotune.attention_problem import attention_problem
+from tilebit.autotune.problems.attention import attention_problem
 from tilebit.layouts.kv import HEAD_DIMS
 
 pytestmark = pytest.mark.xdist_group("cpu_attention")

@@ -9,13 +9,13 @@ import pytest
 from toolchain import needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.select import select
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 from tilebit.tiles.program import program
 
 

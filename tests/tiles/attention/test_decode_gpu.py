@@ -16,23 +16,23 @@ import torch
 from kv_cases import FORMATS, poisoned_problem
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem, attention_problem, exact_attention, torch_attention
-from tilebit.autotune.attention_verify import AttentionGate, sequence_errors
-from tilebit.autotune.problem import split_workspace
-from tilebit.autotune.verify import TORCH_FACTOR, GuardedOutput, check_guards, guarded_output
+from tilebit.autotune.problems.attention import AttentionProblem, attention_problem, exact_attention, torch_attention
+from tilebit.autotune.problems.attention_verify import AttentionGate, sequence_errors
+from tilebit.autotune.problems.gemm import split_workspace
+from tilebit.autotune.problems.verify import TORCH_FACTOR, GuardedOutput, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import DTYPES, AttentionWorkload
-from tilebit.schedules.rules.attention import ASYNC, candidates, legal, programs_for
-from tilebit.schedules.rules.gemm import TICKETS
+from tilebit.schedules.attention.rules import ASYNC, candidates, legal, programs_for
+from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.tiles.attention.unpacked import unpack_cache
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileFailure, CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -13,12 +13,12 @@ from emulation.emulated_attention import EmulatedAttention
 from kv_cases import FORMATS, poisoned_problem
 from torch import Tensor
 
-from tilebit.autotune.attention_problem import AttentionProblem
-from tilebit.autotune.attention_verify import AttentionGate
+from tilebit.autotune.problems.attention import AttentionProblem
+from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import DTYPES, AttentionWorkload
-from tilebit.schedules.rules.attention import legal
+from tilebit.schedules.attention.rules import legal
+from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention.unpacked import unpack_cache

@@ -19,10 +19,10 @@ from emulation.device_code import needs_host_compiler
 from emulation.emulated_attention import EmulatedAttention
 from kv_cases import FORMATS, poisoned_problem
 
-from tilebit.autotune.attention_problem import AttentionProblem
-from tilebit.autotune.attention_verify import AttentionGate
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules.attention import ASYNC, BULK, legal
+from tilebit.autotune.problems.attention import AttentionProblem
+from tilebit.autotune.problems.attention_verify import AttentionGate
+from tilebit.schedules.attention.rules import ASYNC, BULK, legal
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.attention.decode import KINDS

@@ -12,16 +12,16 @@ from emulation.device_code import DeviceCode, needs_host_compiler
 from emulation.emulated_attention import EmulatedAttention
 from kv_cases import FORMATS, poisoned_problem
 
-from tilebit.autotune.attention_verify import AttentionGate
+from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv import KVLayout
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.layouts.kv_quantize import decode_e4m3
-from tilebit.schedules.attention import DTYPES, AttentionWorkload
-from tilebit.schedules.rules.attention import legal
+from tilebit.schedules.attention.rules import legal
+from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention.decode import KINDS
-from tilebit.tiles.headers import device_source
+from tilebit.tiles.compiler.headers import device_source
 
 pytestmark = needs_host_compiler
 TARGET = target_from_name("sm_90a")

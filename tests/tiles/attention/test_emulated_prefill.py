@@ -12,7 +12,7 @@ import torch
 from emulation.device_code import ALONE, DeviceCode, needs_host_compiler
 
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.prefill import (
@@ -29,7 +29,7 @@ from tilebit.tiles.attention.prefill import (
     STEPS,
     PrefillCalls,
 )  # fmt: skip
-from tilebit.tiles.headers import device_source
+from tilebit.tiles.compiler.headers import device_source
 
 # What these headers use and the emulation does without: the store that never happens, a block's end, and turns.
 STAND_INS = """

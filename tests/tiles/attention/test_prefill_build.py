@@ -12,17 +12,17 @@ import pytest
 from toolchain import needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules.attention import legal
+from tilebit.schedules.attention.rules import legal
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention.prefill import PRODUCERS, warpgroup_registers
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.cuda import find_nvcc
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.lint import disassemble
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.cuda import find_nvcc
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.lint import disassemble
+from tilebit.tiles.compiler.pool import CompilePool
 from tilebit.tiles.program import program
 
 HALF, BFLOAT = "float16", "bfloat16"

@@ -16,19 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilebit.autotune.verify import check_guards, guarded_output
+from tilebit.autotune.problems.verify import check_guards, guarded_output
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules.attention import legal
+from tilebit.schedules.attention.rules import legal
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.unpacked import random_pages, unpack_cache
-from tilebit.tiles.cache import ArtifactCache
-from tilebit.tiles.compile import CompileRequest
-from tilebit.tiles.kernel import Kernel
-from tilebit.tiles.pool import CompilePool
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilebit.schedules.attention import AttentionWorkload
-from tilebit.schedules.rules.attention import workspace_words
-from tilebit.schedules.rules.gemm import TICKETS
+from tilebit.schedules.attention.rules import workspace_words
+from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.program import program, program_module

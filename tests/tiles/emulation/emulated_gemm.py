@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import tilebit.tiles.gemm
-from tilebit.autotune.problem import Problem, split_workspace
-from tilebit.schedules.rules.gemm import TICKETS
+from tilebit.autotune.problems.gemm import Problem, split_workspace
+from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.gemm.operands import gemm_params
 from tilebit.tiles.program import program_module
 

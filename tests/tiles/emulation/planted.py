@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tilebit.autotune.problem import Problem
+from tilebit.autotune.problems.gemm import Problem
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import PackedLayout, register_order
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.workload import Workload
 
 Edit = Callable[[str], str]
 

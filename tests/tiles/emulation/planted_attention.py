@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import AttentionWorkload
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 
 from .emulated_program import Edit

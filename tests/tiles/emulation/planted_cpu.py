@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.cpu import gemm
+from tilebit.tiles.cpu.gemm import program as gemm
 from tilebit.tiles.program import TileProgram
 
 from .planted import Edit, swap
 
 NAME = "emulation.planted_cpu"
-PACKAGE = "tilebit.tiles.cpu"
+PACKAGE = "tilebit.tiles.cpu.gemm"
 MODULES = ("inner", "loops")  # edited copies of these, in the order in which they import each other
 
 COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"

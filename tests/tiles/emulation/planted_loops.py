@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.workload import Workload
 
 from .planted import DIRECT, MMA, SPLIT, TWO_SLABS, W4, W4Z, Bug, device, swap, work
 

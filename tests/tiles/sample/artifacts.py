@@ -11,10 +11,10 @@ from typing import Any
 import tvm_ffi.libinfo
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target
-from tilebit.schedules.workload import Workload
-from tilebit.tiles.host_stub import c_compiler
+from tilebit.tiles.compiler.host_stub import c_compiler
 
 # y[i] += value for a contiguous float32 tensor y, so that a call is seen to have happened
 SOURCE = """

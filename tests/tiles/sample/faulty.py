@@ -5,8 +5,8 @@ import signal
 import sys
 import time
 
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.program import TileProgram
 
 HANG, SEGFAULT, EXIT, RAISE, NOISE, ILLEGAL, SURPRISE = range(1, 8)

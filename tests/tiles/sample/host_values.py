@@ -6,16 +6,16 @@ Usage: host_values.py program n k schedule.json arch m... Prints {"names": [...]
 import json
 import sys
 
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.program import program
 
 
 def main(name, n, k, schedule, arch, ms):
     target = target_from_name(arch)
     function = program(name).build(Workload(1, n, k), schedule, target)
-    from tilebit.tiles.cuda import lower_cuda
+    from tilebit.tiles.compiler.cuda import lower_cuda
 
     artifact = lower_cuda(function, target.arch)
     from tilelang import tvm

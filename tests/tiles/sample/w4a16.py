@@ -3,8 +3,8 @@
 Schedule: one group of 128 per ``block_k`` = 128; weights are [n / 64, k / 32, 256] uint32, scales and zeros [k / 128, n].
 """
 
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.workload import Workload
 from tilebit.tiles.program import TileProgram
 
 DEQUANTIZE = r"""

@@ -1,0 +1,181 @@
+"""Problems: operands of a GEMM made on the device, packed as the kernels read them, and the answers they must give.
+
+Weights are random words of the packed layout (random words are random codes), unpacked tile by tile for the reference: so a problem of
+any size is made on its device in one pass and nothing of the size of an unpacked weight is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...layouts.formats import PER_CHANNEL, QuantFormat
+from ...layouts.packing import PackedLayout, gemm_layout
+from ...schedules.gemm import rules as rules
+from ...schedules.gemm.workload import Workload
+from ...schedules.operations import AnyWorkload, workspace_words
+from ...schedules.schedule import Schedule
+from ...schedules.target import Target
+
+EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
+MAX_HALF = 65504.0
+MAX_BIAS = 64  # of the exact problem, an integer
+_NAN_BITS = 0x7FFFFFFF  # of a float32
+CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
+# (largest activation, scales), the most demanding first: scales far apart leave low bits that 16-bit sums lose even at small k.
+_EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One GEMM with its operands on a device.
+
+    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups,
+    n_pad] (asymmetric formats) and ``bias`` [n] (if the workload has one), as the kernels take them. Padding codes and scales are 0."""
+
+    workload: Workload
+    layout: PackedLayout
+    x: Tensor
+    operands: dict[str, Tensor]
+
+    def named(self, y: Tensor) -> dict[str, Tensor]:
+        """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the names of a kernel's parameters."""
+        return {**self.operands, "x": self.x[: y.shape[0]], "y": y}
+
+    def outputs(self) -> Tensor:
+        """A new y [m, n] to write to."""
+        return torch.empty(self.workload.m, self.workload.n, dtype=self.x.dtype, device=self.x.device)
+
+    def reference(self) -> Tensor:
+        """y = x @ w^T + bias in fp64, [m, n]."""
+        return self._product(torch.float64)
+
+    def torch_result(self) -> Tensor:
+        """The same product as torch computes it in the workload's dtype on the dequantized weight, [m, n]."""
+        return self._product(self.x.dtype)
+
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        w = self.workload
+        x = self.x.to(dtype)
+        y = torch.empty(w.m, w.n, dtype=dtype, device=x.device)
+        rows = max(1, CHUNK_ELEMENTS // (self.layout.tile_n * w.k)) * self.layout.tile_n
+        for start in range(0, w.n, rows):
+            stop = min(start + rows, w.n)
+            y[:, start:stop] = x @ self._weight_rows(start, stop, dtype).t()
+        if "bias" in self.operands:
+            y += self.operands["bias"].to(dtype)
+        return y
+
+    def _weight_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """(q - z) * s of rows ``start`` (a multiple of tile_n) to ``stop``, [stop - start, k], in ``dtype``."""
+        w, first = self.workload, start // self.layout.tile_n
+        last = -(-stop // self.layout.tile_n)
+        codes = unpack_tiles(self.operands["weight"][first:last], self.layout)[: stop - start, : w.k].to(dtype)
+        group = w.k if w.format.group_size == PER_CHANNEL else w.format.group_size
+        scales = _per_column(self.operands["scales"][:, start:stop], group, w.k, dtype)
+        if w.format.symmetric:
+            return (codes - w.format.symmetric_zero_point) * scales
+        return (codes - _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)) * scales
+
+
+def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> Tensor:
+    """[groups, rows] -> [rows, k], each group's value repeated over its columns."""
+    return parameters.t().to(dtype).repeat_interleave(group, dim=1)[:, :k]
+
+
+def unpack_tiles(words: Tensor, layout: PackedLayout) -> Tensor:
+    """int32 [tiles_n, tiles_k, words] of an n-major layout -> uint8 [tiles_n * tile_n, tiles_k * tile_k]."""
+    if layout.outer != "n_major":
+        raise ValueError(f"{layout.name}: tiles are stored {layout.outer}; accepted here: n_major")
+    tiles_n, tiles_k, _ = words.shape
+    shifts = torch.arange(0, 32, layout.bits, dtype=torch.int32, device=words.device)
+    codes = (words.unsqueeze(-1) >> shifts & ((1 << layout.bits) - 1)).to(torch.uint8).view(tiles_n, tiles_k, -1)
+    inverse = torch.from_numpy(layout.inverse_order()).to(words.device, torch.int64)
+    codes = codes.index_select(2, inverse).view(tiles_n, tiles_k, layout.tile_n, layout.tile_k)
+    return codes.transpose(1, 2).reshape(tiles_n * layout.tile_n, tiles_k * layout.tile_k)
+
+
+def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
+    """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a right kernel returns the
+    reference rounded once and comparing is ``torch.equal``.
+
+    Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both where k is so long that sums would need
+    more than 24 bits, or an fp16 result would pass 65504). Raises ``ValueError`` when k is too long for any of that.
+    """
+    largest, scales = _exact_ranges(workload)
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
+    bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
+    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), bias)
+
+
+def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
+    """A problem of random floats such as a model's layer has: x and bias normal, w of deviation about 1 / sqrt(k), any codes and zeros."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(workload.m, workload.k, generator=generator, device=device)
+    bias = torch.randn(workload.n, generator=generator, device=device)
+    unit = 2.0 / (workload.k**0.5 * (1 << workload.format.bits))
+    scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
+    return _problem(workload, arch, generator, x, scales, bias)
+
+
+def copied(problem: Problem) -> Problem:
+    """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
+    return Problem(problem.workload, problem.layout, problem.x.clone(), {name: t.clone() for name, t in problem.operands.items()})
+
+
+def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
+    """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial sums, which start as NaN: one that is
+    read before it is written shows. Empty for a kernel that takes none."""
+    words = workspace_words(workload, schedule, target)
+    if words == 0:
+        return {}
+    memory = torch.full((words,), _NAN_BITS, dtype=torch.int32, device=device)
+    memory[: rules.TICKETS] = 0
+    return {"workspace": memory}
+
+
+def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
+    """(largest activation, scales) that keep every sum of this workload exact in fp32 and, where possible, finite in fp16."""
+    f = workload.format
+    widest = f.max_code if not f.symmetric else f.symmetric_zero_point
+    exact = [(a, s) for a, s in _EXACT_CHOICES if (workload.k * a * widest * max(s) + MAX_BIAS) / min(s) < EXACT_INTEGERS]
+    if not exact:
+        raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {(EXACT_INTEGERS - MAX_BIAS - 1) // widest}")
+    finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < MAX_HALF]
+    return (finite or exact[-1:])[0]
+
+
+def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[float, ...]) -> float:
+    """Standard deviation of one output of the exact problem."""
+    codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6)
+    activations = largest * (largest + 1) / 3
+    return (k * codes * activations * sum(s * s for s in scales) / len(scales)) ** 0.5
+
+
+def _problem(workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, bias: Tensor) -> Problem:
+    """Random packed codes and zero points beside the given x and bias, with scales drawn from the values in ``scales``."""
+    f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
+    layout = gemm_layout(arch, f.bits)
+    shape, padded = layout.storage_shape(workload.n, workload.k), layout.padded(workload.n, workload.k)
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, device=device).to(torch.int32)
+    if padded != (workload.n, workload.k):
+        ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
+        words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0
+    columns = (f.groups(workload.k), padded[0])
+
+    def drawn(values: Tensor) -> Tensor:
+        picked = torch.randint(0, values.numel(), columns, generator=generator, device=device)
+        parameters = values[picked].to(dtype)
+        parameters[:, workload.n :] = 0
+        return parameters
+
+    operands = {"weight": words, "scales": drawn(scales)}
+    if not f.symmetric:
+        operands["zeros"] = drawn(torch.arange(f.max_code + 1, device=device))
+    if workload.bias:
+        operands["bias"] = bias.to(dtype)
+    return Problem(workload, layout, x.to(dtype), operands)

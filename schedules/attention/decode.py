@@ -1,0 +1,181 @@
+"""The rules of decode attention over a packed cache: ``attention_decode_bulk`` (sm_90a: bulk copies) and ``attention_decode`` (sm_80 and
+later: cp.async), see ``tiles/attention/decode.py``.
+
+The grid is persistent. Its warps take *units* of ``block_n`` tokens of one kv head through rings of their own, ``num_stages`` units deep;
+``block_m`` columns, (query, head of the group) pairs, are the width of a product. All blocks take equal shares of the units of all
+sequences (Stream-K, Osama et al. 2023), so that a block begins and ends inside a *segment* (a sequence, kv head and pass over columns):
+lengths alone decide who adds up what, in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+from ...layouts.kv import GRANULE
+from ..gemm.rules import BLOCK_SMEM_OVERHEAD, REGISTERS_PER_SM, THREADS_PER_SM, TICKETS
+from ..schedule import Schedule
+from ..target import Target
+from .workload import AttentionWorkload
+
+ASYNC, BULK = "attention_decode", "attention_decode_bulk"
+ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
+
+BLOCK_N = (16, 32, 64, 128)
+BLOCK_M = (8, 16, 32)
+STAGES = (2, 16)
+MAX_WARPS = 16
+MAX_MIN_BLOCKS = 8
+ALIGNMENT = 16  # bytes, of a section of a slot
+BARRIER_BYTES = 8
+SUM_PADDING = 4  # floats a column, which keep the warps' partial sums free of bank conflicts
+SPARE_REGISTERS = 44  # of addresses, codes on their way and running maxima
+SCALED_QUERIES = 12  # and of queries that take the keys' channel scales
+STATIC_SMEM = 64  # the ticket, and where the block's share begins
+# What is tried.
+# 32 x 4,096 tokens on an H200: at 4 bits 39.0 us with 8 warps and 39.6 with 12, at 8 bits 70.2 with 8 and 85.3 with 4. Fewer are for shared
+# memory that is short.
+WARPS_PER_SM = ((8, 12), (4, 16), (1, 4))
+IN_FLIGHT = (64 << 10, 80 << 10, 104 << 10, 144 << 10)  # bytes of the cache requested per SM; the knee lies in the first ones (H200)
+MIN_BLOCKS = (1, 2, 3, 4)
+NUM_WARPS = (4, 8, 2, 6, 12, 16)
+ENOUGH = 8  # candidates
+
+
+def unit_bytes(workload: AttentionWorkload, schedule: Schedule) -> tuple[int, int]:
+    """Bytes that a warp copies for the keys and for the values of one unit of packed tokens, their parameters (by channel those of the
+    whole group) included."""
+    f, n, d = workload.format, schedule.block_n, workload.head_dim
+    key_parameters = {"channel": 4 * d, "token": 4 * n}.get(f.key_scales, 0)
+    value_parameters = 4 * n if f.value_scales == "token" else 0
+    return n * d * f.key_bits // 8 + key_parameters, n * d * f.value_bits // 8 + value_parameters
+
+
+def slot_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """Bytes of one slot of a warp's ring: keys or values of a packed unit, or of 16 tokens of the residual window."""
+    return max(*unit_bytes(workload, schedule), GRANULE * workload.row_bytes // 2)
+
+
+def ring_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """Bytes of all warps' rings, without their barriers."""
+    return schedule.num_warps * schedule.num_stages * slot_bytes(workload, schedule)
+
+
+def shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial results (which have a place of their
+    own: the next piece is requested while they are added up): per column the channels' sums, a maximum and a denominator."""
+    s = schedule
+    results = s.num_warps * s.block_m * (workload.head_dim + SUM_PADDING + 2) * 4
+    barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
+    return ring_bytes(workload, s) + barriers + results
+
+
+def grid_blocks(schedule: Schedule, target: Target) -> int:
+    """Blocks of the persistent grid: as many as the device holds at once."""
+    return target.units * schedule.min_blocks
+
+
+def column_passes(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """How often a kv head's tokens are read: once for every ``block_m`` columns."""
+    return -(-workload.group * max(workload.q_len, 1) // schedule.block_m)
+
+
+def workspace_words(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
+    """32-bit words of the workspace: TICKETS, which a launch finds and leaves zero (it uses one a block: a block begins at most one segment
+    that others go on with), then for each block two partial results, those of the segments that it begins and ends in: per column
+    ``head_dim`` sums, a maximum and a denominator in fp32. 0 for a program that takes none. The same for all lengths, batches and q_len."""
+    s = schedule
+    if workload.op != "decode" or not target.is_cuda:
+        return 0
+    return TICKETS + grid_blocks(s, target) * 2 * s.block_m * (workload.head_dim + 2)
+
+
+def registers_needed(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """Registers of a thread below which it spills, about: queries (the B operand of keys) and output sums, scales, scores, and what
+    everything else takes. Where there are more, the compiler takes 20 more."""
+    tiles, columns = workload.head_dim // 16, schedule.block_m // 8
+    scaled = SCALED_QUERIES if workload.format.key_scales == "channel" else 0
+    return tiles * columns * (2 + 4) + tiles * 5 // 2 + columns * 16 + scaled + SPARE_REGISTERS
+
+
+def decode_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target`` (an arch of its program); empty: it can."""
+    s = schedule
+    ranges = {"num_stages": STAGES, "num_warps": (1, MAX_WARPS), "min_blocks": (1, MAX_MIN_BLOCKS)}
+    reasons = field_reasons(workload, s, {"block_n": BLOCK_N, "block_m": BLOCK_M}, ranges)
+    return reasons or resource_reasons(s, target, shared_bytes(workload, s) + STATIC_SMEM, registers_needed(workload, s), 255)
+
+
+def decode_candidates(program: str, workload: AttentionWorkload, target: Target) -> list[Schedule]:
+    """Legal schedules worth measuring: the narrowest product that holds all columns (of too many columns, both wide ones), rings that keep
+    IN_FLIGHT bytes on their way to an SM, WARPS_PER_SM warps."""
+    columns = workload.group * max(workload.q_len, 1)
+    widths = [m for m in BLOCK_M if m >= columns][:1] or [BLOCK_M[-1], BLOCK_M[-2]]
+    if all(registers_needed(workload, Schedule(program, 16, m, workload.head_dim)) > 255 for m in widths):
+        widths = [BLOCK_M[-2], BLOCK_M[0]]
+    found: list[Schedule] = []
+    for fewest, most in WARPS_PER_SM:
+        if len(found) < ENOUGH:
+            sizes = product(widths, IN_FLIGHT, BLOCK_N[::-1], MIN_BLOCKS, NUM_WARPS)
+            deepened = (
+                _deepened(Schedule(program, block_n, block_m, workload.head_dim, 1, warps, min_blocks=blocks), workload, target, in_flight)
+                for block_m, in_flight, block_n, blocks, warps in sizes
+                if fewest <= warps * blocks <= most
+            )
+            found = list(dict.fromkeys([*found, *(s for s in deepened if s is not None)]))
+    return found
+
+
+def _deepened(base: Schedule, workload: AttentionWorkload, target: Target, in_flight: int) -> Schedule | None:
+    """``base`` with rings that keep about ``in_flight`` bytes on their way to an SM, or the deepest that fit; None: none fit."""
+    wanted = round(2 * in_flight / (base.num_warps * base.min_blocks * sum(unit_bytes(workload, base))))
+    depths = range(min(max(wanted, STAGES[0]), STAGES[1]), STAGES[0] - 1, -1)
+    fitting = (replace(base, num_stages=depth) for depth in depths)
+    return next((s for s in fitting if not decode_legal(workload, s, target)), None)
+
+
+def field_reasons(
+    workload: AttentionWorkload, schedule: Schedule, sizes: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int, int]]
+) -> list[str]:
+    """Sentences about fields of an attention schedule that are none of ``sizes`` or outside ``ranges``, or that no such program has."""
+    s, reasons = schedule, []
+    for field, accepted in {"block_k": (workload.head_dim,), **sizes}.items():
+        if getattr(s, field) not in accepted:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
+    for field, (low, high) in ranges.items():
+        if not low <= getattr(s, field) <= high:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
+    if s.raster or s.stream_k or s.cluster != 1 or s.split_k != 1:
+        given = f"raster is {s.raster}, stream_k {s.stream_k}, cluster {s.cluster} and split_k {s.split_k}"
+        reasons.append(f"{given}; accepted by {s.program}: 0, False, 1 and 1.")
+    return reasons
+
+
+def resource_reasons(schedule: Schedule, target: Target, smem: int, registers: int, most_registers: int, extra_warps: int = 0) -> list[str]:
+    """Sentences about blocks of ``smem`` bytes whose computing threads need ``registers`` that do not fit on an SM of ``target``;
+    ``extra_warps`` compute nothing."""
+    s, reasons = schedule, []
+    if smem > target.smem:
+        reasons.append(
+            f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages, num_warps or a smaller block_n."
+        )
+    resident = s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD)
+    if s.min_blocks > 1 and resident > target.smem_per_sm:
+        reasons.append(
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks."
+        )
+    threads = s.min_blocks * (s.num_warps + extra_warps) * 32
+    if threads > THREADS_PER_SM:
+        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
+    share = most_registers if extra_warps else REGISTERS_PER_SM // threads // 8 * 8
+    if registers > min(share, most_registers):
+        reasons.append(
+            f"a thread needs about {registers} registers, {min(share, most_registers)} are free; "
+            "use a smaller block_m or block_n, or fewer num_warps or min_blocks."
+        )
+    return reasons
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,238 @@
+"""The analytic cost model: how long a schedule should take, in terms that can be read.
+
+LiquidGEMM's model (equations 3-6): one pass over the weight per row of tiles, each pass as long as loading and computing take,
+
+    T = ceil(M / Mt) * overlap(T_load, T_dequant + T_mma)
+
+with T_load = bytes / read rate (eq. 3), T_dequant = alpha * N * K / scalar rate and T_mma = 2 * Mt * N * K / tensor rate (eq. 4), plus
+what the paper leaves out: units that idle in the last wave, the pipeline's fill and hand-over, the reduction of a split k, the launch.
+Mt is not cut to M, because a tile's rows past the end are multiplied too. The paper's overlap is the maximum; on GPUs neither hides the
+other wholly, and the root of the sum of squares is nearer to what was measured.
+
+Constants that say "fitted" are least squares over measurements on an H200 (4-bit, groups of 128, fp16; m = 1 to 4096), rounded. Those of
+gemm_wgmma are of 652 records, differences within a workload and fast schedules weighing most. Its loading warps have become leaner since;
+choices by the model alone are 1.037 times the best of a workload in the mean, 1.29 at worst, and fitting anew did no better. Those of the
+small-m programs are of about 1,500 earlier measurements of both, these programs counted as 6 % faster, which a later change to their copies
+brought. The others are counted or known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import hypot
+
+from ...layouts.formats import PER_CHANNEL
+from ..schedule import Schedule
+from ..target import Target
+from . import stream as gemm_stream
+from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes
+from .waves import cut_places, shared_places
+from .workload import Workload
+
+# --- all GPU programs
+L2_SPEEDUP = 3.0  # read rate of the last cache over that of memory
+KNEE_BYTES = 64 * 1024  # bytes in flight per SM that saturate memory; half of it loses about a third
+EXCHANGE = 30.0  # bytes per clock that an SM's partial sums travel at, through the last cache or a cluster's network; fitted
+LANES = 128  # of Target.dequant_gops per SM and clock
+
+# --- gemm_wgmma, gemm_mma
+DEQUANT_OPS = {4: 2.2, 8: 2.6}  # alpha: what is not hidden of 1.25 and 1.5 counted per weight, with their waiting; fitted at 4 bits
+MMA_BURST = 1.36  # products that wait for dequantization run at a higher clock than the power limit leaves a plain product; fitted
+MMA_SPARE = 1.44  # and an SM's rate over its share when others idle; fitted
+STEP_US = 0.063  # one stage handed from producer to consumer and back; fitted
+IN_STEP = 2.6  # hand-over in a cluster over that in a block; fitted
+FILL_US = 1.2  # a block's first stage; fitted
+END_US = 0.8  # a tile's way out, while its block multiplies nothing; fitted
+LAUNCH_US = 1.7
+SPLIT_US = 1.1  # one ticket and its fence; fitted
+SHARED_US = 1.7  # stream_k: blocks that end inside tiles wait for each other; fitted
+NEAR_CACHE = 0.5  # of the last cache: what all SMs find of x there, each half of the cache holding it for its own (H100, H200)
+
+# --- gemm_stream, gemm_stream_bulk: one warp takes about this many instructions (counted) a step, a record, a record and tile of 16 rows
+STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 40, 8, 19
+COLUMNS_ISSUE = 5, 9  # of a record and of a tile of it, for 8 columns of x
+ISSUE = 0.75  # of an SM's issue slots that are used when it has nothing else to wait for; fitted
+CHAIN_US = 0.2  # a step's loads from shared memory, dependent products and next request, one after another; fitted
+STREAM_BURST = 1.2  # one SM's read rate over its share of the device's: idle SMs cost less when loading than when computing
+STREAM_FILL_US = 1.8
+STREAM_LAUNCH_US = 1.0
+STREAM_SPLIT_US = 0.2  # one ticket and its fence; fitted
+CLUSTER_US = 0.6  # a cluster starts together, and its blocks send each other their parts
+SUM_US = 0.023  # one partial sum read from shared memory and added; fitted
+
+CPU_DEQUANT_OPS = {4: 1.0, 8: 0.75}  # per weight, in lanes: unpack, convert, scale
+CPU_L2_SPEEDUP = 2.5
+CPU_CHAINS = 4  # independent accumulators that, with decoding in between, hide the latency of a fused multiply-add
+CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the model expects of one call, all times in microseconds.
+
+    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * overlap(``load_us``, ``dequant_us`` + ``mma_us``) + ``split_us``; overlap is the
+    root of the sum of squares on a GPU, the maximum on a CPU. The terms inside are those of one pass over the weight and already contain
+    the idling: ``utilization`` is the share of the units' time that is used (1: no idle unit), ``waves`` the number of blocks (CPU: task
+    steps) that the busiest place runs one after another. Of the small-m programs ``dequant_us`` is the time to issue all instructions,
+    ``mma_us`` the waiting of one warp for its products."""
+
+    us: float
+    passes: int
+    load_us: float
+    dequant_us: float
+    mma_us: float
+    pipeline_us: float
+    split_us: float
+    launch_us: float
+    waves: int
+    utilization: float
+
+    @property
+    def bound(self) -> str:
+        """The longer term: "load" or "compute"."""
+        return "load" if self.load_us >= self.dequant_us + self.mma_us else "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of them at once, of ``steps`` stages and
+    ``ends`` of tiles each, and the ``utilization`` that leaves; ``shared`` is the part of the tiles that its blocks share (stream_k).
+    ``decoded`` counts stages of strips as whole ones: their weights are."""
+
+    waves: int
+    blocks: int
+    resident: int
+    steps: int
+    ends: int
+    decoded: int
+    utilization: float
+    shared: float
+
+
+def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
+    """The model's expectation for ``schedule``; meant for legal ones (an illegal one gets a meaningless number, never an error)."""
+    if not target.is_cuda:
+        return _cpu(workload, schedule, target)
+    return (_stream if schedule.program in gemm_stream.ARCHES else _tiled)(workload, schedule, target)
+
+
+def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
+    blocks, steps, ends, shared = tiles * s.split_k, _ceil(k_steps, s.split_k), 1, 0
+    places, decoded = _ceil(tiles, s.cluster), steps
+    if persistent(s):
+        blocks = grid_blocks(s, target)
+        ends, teams = _ceil(tiles, blocks), blocks // s.cluster
+        shared = shared_places(places, teams, k_steps) if s.stream_k else 0
+        cut = cut_places(places, teams, s.tail)
+        strips = _ceil(cut * s.tail, teams) * k_steps
+        whole = _ceil(shared * k_steps, teams) + _ceil(places - shared - cut, teams) * k_steps
+        steps, decoded = whole + _ceil(strips, s.tail), whole + strips
+    cluster = s.split_k if clustered_split(s) else s.cluster
+    sms = gemm_stream.cluster_sms(cluster, target)
+    waves = _ceil(blocks, sms * s.min_blocks)
+    busiest = (waves - 1) * s.min_blocks + _ceil(blocks - (waves - 1) * sms * s.min_blocks, sms)
+    utilization = tiles * k_steps / (busiest * steps * target.units)
+    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, decoded, utilization, shared / places)
+
+
+def _flow(in_flight: float) -> float:
+    """The share of memory's rate that so many bytes in flight per SM bring."""
+    return min(1.0, (max(in_flight, 1.0) / KNEE_BYTES) ** 0.5)
+
+
+def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
+    """The GEMMs whose blocks multiply whole tiles stage by stage."""
+    m_tiles, n_tiles = _ceil(max(w.m, 1), s.block_m), _ceil(w.n, s.block_n)
+    k_steps = _ceil(w.k, s.block_k)
+    n, k, sms, clock = n_tiles * s.block_n, k_steps * s.block_k, target.units, target.dequant_gops / target.units / LANES
+    grid = _grid(m_tiles * n_tiles, k_steps, s, target)
+
+    stage = stage_bytes(w.format, s)
+    copied = stage - s.block_m * s.block_k * 2 * (1 - 1 / s.cluster)  # what a stage takes from the last cache
+    cached = grid.blocks * grid.steps * sms * copied
+    x = m_tiles * s.block_m * k * 2
+    # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from memory every time.
+    far = cached * grid.shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
+    memory = (_weight_bytes(w, n, k) + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
+    load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
+
+    dequant = DEQUANT_OPS[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
+    dequant *= grid.decoded / grid.steps
+    mma = 2.0 * s.block_m * m_tiles * n * k / (target.mma_tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
+    mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
+
+    sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
+    split = 0.0
+    if grid.shared:  # a block writes one part, then whoever is last reads the others: as many as blocks come to a shared tile
+        split = SHARED_US + sums * grid.resident * (1 + max(1.0, grid_blocks(s, target) / (grid.shared * m_tiles * n_tiles)))
+    elif clustered_split(s):
+        split = sums * grid.blocks / s.split_k
+    elif s.split_k > 1:
+        split = SPLIT_US + sums * (grid.blocks + s.split_k / 2)  # all write at once, the last one reads alone and faster
+    return _total(target, m_tiles, load, dequant, mma, (FILL_US + END_US * grid.ends) * grid.waves, split, LAUNCH_US, grid)
+
+
+def _stream(w: Workload, s: Schedule, target: Target) -> Estimate:
+    """The small-m GEMMs: rings of warps that wait for memory and for nobody else."""
+    m_tiles, n_tiles = _ceil(max(w.m, 1), s.block_m), _ceil(w.n, s.block_n)
+    k_steps = _ceil(w.k, s.block_k)
+    n, k, clock = n_tiles * s.block_n, k_steps * s.block_k, target.dequant_gops / target.units / LANES
+    rings = gemm_stream.rings(s)
+    grid = _grid(m_tiles * n_tiles, k_steps, s, target)
+    turns = _ceil(grid.steps, rings)
+    utilization = grid.utilization * grid.steps / (turns * rings)  # the last turn may have no step for some rings
+
+    x = n_tiles * min(max(w.m, 1), s.block_m) * m_tiles * k * 2  # bytes: every block reads it again
+    load = (m_tiles * _weight_bytes(w, n, k) + x / L2_SPEEDUP) / (target.read_gbps * 1e3) / min(1.0, utilization * STREAM_BURST)
+    load /= _flow(rings * min(s.num_stages, turns) * gemm_stream.weight_bytes(w.format, s) * grid.resident)
+
+    records, columns = s.block_k // PACKED_K[w.format.bits], max(1, s.block_m // 8)
+    tiles = gemm_stream.warp_rows(s) // 16
+    of_record, of_tile = (part * columns for part in COLUMNS_ISSUE)
+    issued = STEP_ISSUE + records * (RECORD_ISSUE + of_record + tiles * (TILE_ISSUE + of_tile))
+    issued += 3 * s.block_m * s.block_k / (256 * gemm_stream.warps_n(s))  # 16-byte copies of x, three instructions each
+    dequant = turns * grid.blocks * s.num_warps * issued / (4 * ISSUE * clock * 1e3)  # four schedulers
+    chain = CHAIN_US * turns * grid.blocks / grid.resident
+
+    split = SUM_US * rings * s.block_m * s.block_n / (s.num_warps * 32) * grid.blocks
+    if clustered_split(s):
+        split += CLUSTER_US
+    elif s.split_k > 1:
+        split += STREAM_SPLIT_US + s.block_n * s.block_m * 4 * (grid.blocks + s.split_k / 2) / (EXCHANGE * clock * 1e3)
+    return _total(target, m_tiles, load, dequant, chain, STREAM_FILL_US * grid.waves, split, STREAM_LAUNCH_US, grid)
+
+
+def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
+    threads = max(1, min(s.num_warps, target.units))
+    m = max(w.m, 1)
+    passes, tasks = _ceil(m, s.block_m), _ceil(w.n, s.block_n)
+    n, k = tasks * s.block_n, w.k
+    waves = _ceil(tasks, threads)
+    utilization = tasks / (waves * threads)
+    share = threads / target.units * utilization
+    memory = _weight_bytes(w, n, k) / (target.read_gbps * 1e3)
+    fits = s.block_n * k * w.format.bits // 8 < target.l2 / 2
+    load = memory * (1 + (passes - 1) / (CPU_L2_SPEEDUP if fits else 1.0)) / share  # later passes find the rows of a task in cache
+    dequant = passes * CPU_DEQUANT_OPS[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
+    mma = 2.0 * passes * s.block_m * n * k / (target.mma_tflops * 1e6) / share
+    mma *= max(1.0, CPU_CHAINS / (2 * s.block_m * s.split_k))  # a task's tile is two vectors wide or more
+    grid = _Grid(waves, waves, 1, 1, 1, 1, utilization, 0.0)
+    return _total(target, passes, load, dequant, mma, 0.0, 0.0, CPU_FORK_US if threads > 1 else 0.5, grid)
+
+
+def _total(
+    target: Target, passes: int, load: float, dequant: float, mma: float, pipeline: float, split: float, launch: float, grid: _Grid
+) -> Estimate:
+    """``load``, ``dequant`` and ``mma`` are those of all passes."""
+    body = hypot(load, dequant + mma) if target.is_cuda else max(load, dequant + mma)
+    us = launch + pipeline + body + split
+    return Estimate(us, passes, load / passes, dequant / passes, mma / passes, pipeline, split, launch, grid.waves, grid.utilization)
+
+
+def _weight_bytes(w: Workload, n: int, k: int) -> float:
+    """Bytes of codes and group parameters of a padded weight."""
+    groups = 1 if w.format.group_size == PER_CHANNEL else _ceil(k, w.format.group_size)
+    return n * k * w.format.bits / 8 + n * groups * (2 if w.format.symmetric else 4)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,272 @@
+"""The GEMM rules: what each program accepts on each target, and the schedules worth trying for a workload.
+
+``gemm_wgmma`` (sm_90a): a TMA producer warpgroup and one or two consumer warpgroups; the dequantized weight is wgmma's register operand,
+so a consumer warpgroup holds whole 64-row slabs of W and wgmma's n is ``block_m``.
+``gemm_mma`` (sm_80 and later): the same tile as mma.sync on four warps per 64-row slab, fed by cp.async.
+``gemm_stream_bulk``, ``gemm_stream``: see ``stream.py``. ``gemm_cpu``: see ``cpu.py``. What is tried: ``tiles.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...layouts.formats import PER_CHANNEL, QuantFormat
+from ..schedule import Schedule
+from ..target import Target
+from . import stream as gemm_stream
+from .cpu import cpu_candidates, cpu_legal
+from .tiles import in_turn, tile_candidates
+from .waves import TAILS
+from .workload import Workload
+
+SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
+PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
+REGISTERS_PER_SM = 65536
+THREADS_PER_SM = 2048
+BLOCK_SMEM_OVERHEAD = 1024  # bytes of an SM's shared memory that each resident block costs beyond what it asked for
+MAX_SPLIT_K = 16
+MAX_MIN_BLOCKS = 4
+MAX_RASTER = 32
+CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
+WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
+LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
+STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
+MAX_CANDIDATES = 120
+
+# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
+TICKETS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRule:
+    """The constants of one CUDA program; change a limit here and ``legal`` follows.
+
+    ``registers`` is what one computing thread may hold when a block has an SM to itself, ``spare_registers`` what addresses, scales and
+    loop state take of it; ``b_fragment`` says whether the small operand passes through registers (mma.sync) or is read from shared memory
+    (wgmma)."""
+
+    program: str
+    arches: tuple[str, ...]
+    block_n: tuple[int, ...]
+    block_m: tuple[int, ...]
+    block_k: tuple[int, ...]
+    num_warps: tuple[int, ...]
+    stages: tuple[int, int]
+    producer_threads: int
+    registers: int
+    spare_registers: int
+    barrier_bytes: int  # per stage
+    reserved_smem: int  # alignment and the split-k ticket
+    b_fragment: bool
+
+
+_WGMMA = CudaRule(
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 12, 16), (2, 8),
+    producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
+)  # fmt: skip
+_MMA = CudaRule(
+    "gemm_mma", ("sm_80", "sm_86", "sm_89", "sm_90a"), (64, 128, 256), (8, *range(16, 129, 16)), (32, 64, 128), (4, 8, 16), (2, 5),
+    producer_threads=0, registers=255, spare_registers=50, barrier_bytes=0, reserved_smem=16, b_fragment=True,
+)  # fmt: skip
+CUDA_RULES = {rule.program: rule for rule in (_WGMMA, _MMA)}
+PROGRAMS = (*CUDA_RULES, *gemm_stream.ARCHES, "gemm_cpu")
+
+# The program whose candidates are tried on an arch. gemm_mma is legal on sm_90a too (its code runs there) but never the faster one.
+_PREFERRED = {"sm_80": "gemm_mma", "sm_86": "gemm_mma", "sm_89": "gemm_mma", "sm_90a": "gemm_wgmma", "cpu": "gemm_cpu"}
+
+
+def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
+    if schedule.program not in PROGRAMS:
+        return [f"program is {schedule.program!r}; accepted: {', '.join(PROGRAMS)}."]
+    if schedule.program == "gemm_cpu":
+        return cpu_legal(workload, schedule, target)
+    if schedule.program in gemm_stream.ARCHES:
+        return gemm_stream.stream_legal(workload, schedule, target)
+    rule = CUDA_RULES[schedule.program]
+    reasons = _field_reasons(rule, workload, schedule, target)
+    return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
+
+
+def candidates(workload: Workload, target: Target) -> list[Schedule] | None:
+    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order, programs in turn; None: no
+    program runs there."""
+    preferred = _PREFERRED.get(target.arch)
+    if preferred is None:
+        return None
+    if preferred == "gemm_cpu":
+        return cpu_candidates(workload, target) or None
+    few = gemm_stream.stream_candidates(workload, target)
+    return in_turn([few, tile_candidates(preferred, workload, target, legal)])[:MAX_CANDIDATES]
+
+
+def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
+    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and the fp32 sums; 0: it takes none."""
+    s = schedule
+    tile = s.block_n * s.block_m
+    if s.stream_k:
+        return TICKETS + 2 * grid_blocks(s, target) * tile
+    if s.program == "gemm_cpu" or s.split_k == 1 or clustered_split(s):
+        return 0
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
+    tiles = -(-workload.m // s.block_m) * -(-n_pad // s.block_n)
+    return TICKETS + tiles * s.split_k * tile
+
+
+def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
+    """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that a launch gives to both."""
+    consumers = schedule.num_warps * 32
+    threads = consumers + _WGMMA.producer_threads
+    share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+    producer = min(40, share) if schedule.min_blocks == 1 else 24
+    return producer, min(240, (share * threads - producer * _WGMMA.producer_threads) // consumers // 8 * 8)
+
+
+def clustered_split(schedule: Schedule) -> bool:
+    """Whether the blocks that share a tile are a thread-block cluster, which adds its parts up without a workspace.
+
+    ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without one (4096 x 14336 at m = 64, 32
+    of them: 37.8 us, two waves; 22.7 through a workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
+    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == _WGMMA.program and schedule.split_k == 2))
+
+
+def persistent(schedule: Schedule) -> bool:
+    """Whether the grid is as many blocks as the device holds at once, which take one tile after another."""
+    return schedule.stream_k or schedule.tail > 1
+
+
+def grid_blocks(schedule: Schedule, target: Target) -> int:
+    """Blocks of a persistent grid: as many as the device holds at once, in whole clusters."""
+    return target.units * schedule.min_blocks // schedule.cluster * schedule.cluster
+
+
+def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:
+    """Shared memory of one pipeline stage in bytes: packed weight tile, 16-bit x tile, and the group parameters of the tile."""
+    groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
+    parameters = schedule.block_n * 2 * groups * (1 if format.symmetric else 2)
+    return schedule.block_n * schedule.block_k * format.bits // 8 + schedule.block_m * schedule.block_k * 2 + parameters
+
+
+def shared_memory(format: QuantFormat, schedule: Schedule) -> int:
+    """Shared memory of one block of a CUDA program in bytes."""
+    rule = CUDA_RULES[schedule.program]
+    pipeline = schedule.num_stages * (stage_bytes(format, schedule) + rule.barrier_bytes)
+    if rule.b_fragment:
+        return (
+            max(pipeline, schedule.block_m * (schedule.block_n + 8) * 2) + rule.reserved_smem
+        )  # the tile to store takes the pipeline's place
+    return pipeline + _staging_bytes(schedule) + rule.reserved_smem  # the next tile is on its way while one is stored
+
+
+def _staging_bytes(schedule: Schedule) -> int:
+    """Shared memory through which a block of ``gemm_wgmma`` stores its tile."""
+    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2
+
+
+def registers_needed(schedule: Schedule) -> int:
+    """32-bit registers that one computing thread needs for its fp32 accumulators and its 16-bit operand fragments."""
+    rule = CUDA_RULES[schedule.program]
+    threads = schedule.num_warps * 32
+    accumulators = schedule.block_n * schedule.block_m // threads
+    a_fragment = schedule.block_n * schedule.block_k // threads // 2
+    b_fragment = schedule.block_m * 16 // 32 // 2 if rule.b_fragment else 0  # one k16 step: every warp reads all of block_m
+    return accumulators + a_fragment + b_fragment
+
+
+def _register_budget(rule: CudaRule, schedule: Schedule) -> int:
+    if not rule.b_fragment:
+        return wgmma_registers(schedule)[1] - rule.spare_registers
+    if schedule.min_blocks == 1:
+        return rule.registers - rule.spare_registers
+    threads = schedule.num_warps * 32 + rule.producer_threads  # without register reallocation all threads get the same share
+    share = REGISTERS_PER_SM // (threads * schedule.min_blocks) // 8 * 8
+    return min(rule.registers, share) - rule.spare_registers
+
+
+def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    s, reasons = schedule, []
+    if target.arch not in rule.arches:
+        reasons.append(f"{rule.program} does not run on {target.arch}; accepted: {', '.join(rule.arches)}.")
+    for field in ("block_n", "block_m", "block_k", "num_warps"):
+        value, accepted = getattr(s, field), getattr(rule, field)
+        if value not in accepted:
+            reasons.append(f"{field} is {value}; accepted: {', '.join(map(str, accepted))}.")
+    for field, low, high in (
+        ("num_stages", *rule.stages), ("split_k", 1, MAX_SPLIT_K), ("min_blocks", 1, MAX_MIN_BLOCKS), ("raster", 0, MAX_RASTER),
+    ):  # fmt: skip
+        value = getattr(s, field)
+        if not low <= value <= high:
+            reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
+    if s.stream_k and (rule.b_fragment or s.split_k > 1):
+        reasons.append(f"stream_k goes with program {s.program} and split_k {s.split_k}; accepted: gemm_wgmma and split_k 1.")
+    if s.tail not in ((1, *TAILS) if rule.program == "gemm_wgmma" and not s.stream_k and s.split_k == 1 else (1,)):
+        reasons.append(f"tail is {s.tail}; accepted: 1, and by gemm_wgmma without stream_k and split_k {', '.join(map(str, TAILS))}.")
+    if s.split_k > 1 and s.cluster > 1:
+        reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
+    if s.cluster not in ((1,) if rule.b_fragment else CLUSTERS):
+        reasons.append(f"cluster is {s.cluster}; accepted by {rule.program}: {'1' if rule.b_fragment else ', '.join(map(str, CLUSTERS))}.")
+    if reasons:
+        return reasons
+    if s.block_m // s.tail not in rule.block_m:
+        reasons.append(f"block_m is {s.block_m} and tail {s.tail}; accepted: strips of {', '.join(map(str, rule.block_m))} rows of x.")
+    warpgroups = s.num_warps // 4
+    if s.block_n // SLAB_N % warpgroups:
+        reasons.append(
+            f"block_n is {s.block_n}, {s.block_n // SLAB_N} slabs of {SLAB_N} rows, "
+            f"which {warpgroups} groups of four warps cannot share evenly."
+        )
+    if rule.b_fragment and warpgroups * SLAB_N != s.block_n:
+        reasons.append(
+            f"block_n is {s.block_n} with {s.num_warps} warps; accepted: 16 rows a warp (two slabs a warp would interleave their rows)."
+        )
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
+    whole = s.block_n if rule.b_fragment else 1  # TMA fills what a tile of gemm_wgmma has beyond the last row with zeros
+    if n_pad % whole:
+        reasons.append(f"block_n is {s.block_n}; accepted by {rule.program} for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if -(-n_pad // s.block_n) % s.cluster:
+        reasons.append(f"cluster is {s.cluster}; accepted for {-(-n_pad // s.block_n)} tiles of {s.block_n} rows: divisors of that.")
+    packed_k = PACKED_K[workload.format.bits]
+    k_pad = -(-workload.k // packed_k) * packed_k
+    if s.block_k % packed_k == 0 and k_pad % s.block_k:
+        reasons.append(f"block_k is {s.block_k}; accepted for k {workload.k} (padded to {k_pad}): its divisors.")
+    if s.block_k % packed_k:
+        reasons.append(f"block_k is {s.block_k}; accepted at {workload.format.bits} bits: multiples of {packed_k} (the packed tile).")
+    group = workload.format.group_size
+    if group != PER_CHANNEL and s.block_k % group and group % s.block_k:
+        reasons.append(f"block_k is {s.block_k}; accepted: a multiple or a divisor of group_size {group}.")
+    steps = -(-workload.k // s.block_k)
+    if rule.b_fragment and steps % s.split_k:  # the cp.async pipeline is unrolled at its ends and needs a constant length
+        reasons.append(f"split_k is {s.split_k}; accepted by {rule.program} for {steps} steps of {s.block_k}: its divisors.")
+    if s.split_k > steps:
+        reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps} steps of {s.block_k}: a split would be empty.")
+    return reasons
+
+
+def _resource_reasons(rule: CudaRule, format: QuantFormat, schedule: Schedule, target: Target) -> list[str]:
+    s, reasons = schedule, []
+    smem = shared_memory(format, s)
+    if smem > target.smem:
+        reasons.append(f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages or a smaller tile.")
+    resident = s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD)
+    if s.min_blocks > 1 and resident > target.smem_per_sm:
+        reasons.append(
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks."
+        )
+    threads = s.min_blocks * (s.num_warps * 32 + rule.producer_threads)
+    if threads > THREADS_PER_SM:
+        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
+    sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
+    if s.program == _WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
+        reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
+    share, one = REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
+    if s.program == _WGMMA.program and share < one:
+        reasons.append(
+            f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."
+        )
+    needed, budget = registers_needed(s), _register_budget(rule, s)
+    if needed > budget:
+        reasons.append(
+            f"a thread needs {needed} registers for accumulators and fragments, {budget} are free; "
+            "use a smaller tile, more num_warps or fewer min_blocks."
+        )
+    return reasons

@@ -1,0 +1,211 @@
+"""The rules of the small-m programs: ``gemm_stream_bulk`` (sm_90a) and ``gemm_stream`` (sm_80 and later), see ``tiles/gemm/stream.py``.
+
+``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps of ``block_k``, with ``num_stages``
+steps in flight each; ``split_k`` blocks share an output tile (``gemm_stream_bulk``: as one cluster).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from ...layouts.formats import PER_CHANNEL, QuantFormat
+from ..schedule import Schedule
+from ..target import Target
+from .tiles import in_turn
+from .workload import Workload
+
+ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
+ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
+
+# Of W that one warp holds: the first that divides block_n (at 64, sums and products for 16 rows of x take 64 registers). A warp of 80, 112
+# or 48 reads from two packed records of 64 rows or three. So n with a factor of five or three fills a wave by blocks of one warp's rows (in
+# alternation, m = 1, H200: 10240 x 8192 13.7 us, so 12.6; 6144 x 4096 6.8, so 5.9; 5120 x 27648 20.8, so 20.0, and 27.6 where warps of 16
+# share 80), n with a factor of seven by one or two warps' rows (57344 x 8192, m = 16: beside other kernels, at the power limit, 71.4 us by
+# blocks of 224 and 75.5 of 512, but alone 69.4 and 63.6).
+WARP_ROWS = (64, 80, 112, 48, 32, 16)
+MAX_M = 16  # largest m for which these programs are tried: beyond it a tile reads W again
+MAX_BLOCK_N = 512
+BLOCK_M = (1, 2, 4, 8, 16)
+BLOCK_K = (32, 64, 128)
+MAX_WARPS = 16
+MAX_RINGS = 15  # rings that several warps share have a named barrier each
+STAGES = (2, 8)
+MAX_SPLIT_K = 8  # the portable size of a thread-block cluster
+MAX_MIN_BLOCKS = 8
+PACKED_K = {4: 64, 8: 32}
+# Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of four, an SM a block, took two waves: 4096 x
+# 14336 at m = 16, 25.8 us against 15.4 for clusters of two).
+CLUSTER_SMS = {4: 0.94, 8: 0.91}
+# What is tried.
+FULL_WAVES = (0.8, 0.5, 0.0)  # of the SMs' places that a grid must fill; the next where few grids do
+ENOUGH = 16  # candidates that end the search for less full grids
+MOST_BLOCKS, SPLIT_BELOW = 8, 2  # blocks an SM, one after another; tiles an SM from which no split is tried
+SPLITS = (1, 2, 4, 8)  # clusters of three fill GPCs badly: 40 of them took two waves (5120 x 27648, m = 1: 32.2 us, of four 20.5, H200)
+RESIDENT = (1, 2, 3, 4)  # blocks an SM
+WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
+RINGS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a block: twelve warps have registers that sixteen have not, and won at every m
+IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
+BLOCK_SMEM_OVERHEAD = 1024
+LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
+STATIC_SMEM = 16  # the ticket of gemm_stream
+THREADS_PER_SM = 2048
+
+
+def slot_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points, for bulk copies
+    each on a line of its own (``Stream`` in ``tiles/device/stream.cuh``)."""
+    f, s, line = workload.format, schedule, LINE[schedule.program]
+    groups = 0 if f.group_size == PER_CHANNEL else max(1, s.block_k // f.group_size)
+    scales = s.block_n * 2 * groups * (1 if f.symmetric else 2)
+    x, of_warp = s.block_m * (s.block_k * 2 + 16), (weight_bytes(f, s) + scales) // warps_n(s)
+    return -(-x // line) * line + warps_n(s) * -(-of_warp // line) * line
+
+
+def weight_bytes(format: QuantFormat, schedule: Schedule) -> int:
+    """Bytes of packed weights of one slot."""
+    return schedule.block_n * schedule.block_k * format.bits // 8
+
+
+def warp_rows(schedule: Schedule) -> int:
+    """Rows of W that one warp holds."""
+    return next((rows for rows in WARP_ROWS if schedule.block_n % rows == 0), WARP_ROWS[-1])
+
+
+def warps_n(schedule: Schedule) -> int:
+    """Warps that hold neighbouring rows of W and share a ring's x; groups of them share k."""
+    return max(1, schedule.block_n // warp_rows(schedule))
+
+
+def rings(schedule: Schedule) -> int:
+    """Groups of warps that share k, each with a ring of its own."""
+    return max(1, schedule.num_warps // warps_n(schedule))
+
+
+def cluster_sms(size: int, target: Target) -> int:
+    """SMs that whole clusters of ``size`` blocks can take, one block an SM: a cluster lies in one GPC, which seldom holds a multiple."""
+    return int(target.units * CLUSTER_SMS.get(size, 1.0)) // size * size
+
+
+def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
+    """32-bit words of shared memory of a block: the ring with its barriers (two of a slot), or the partial sums which take its place, and
+    what a cluster's blocks send each other.
+
+    ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the blocks of a dependent launch start
+    early, and two of them on an SM that is idle make the kernel wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1
+    us in a chain where the same kernel alone takes 9.4, H200)."""
+    s = schedule
+    ring = rings(s) * s.num_stages * (slot_bytes(workload, s) + (16 if s.program == BULK else 0))
+    sums = rings(s) * s.block_m * (s.block_n + 4) * 4
+    gathered = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
+    alone = target.smem_per_sm // (s.min_blocks + 1) - BLOCK_SMEM_OVERHEAD + 16 if s.program == BULK else 0
+    return max(-(-max(ring, sums) // 16) * 4 + gathered // 4, -(-alone // 16) * 4)
+
+
+def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
+    s, f, reasons = schedule, workload.format, []
+    if target.arch not in ARCHES[s.program]:
+        reasons.append(f"{s.program} does not run on {target.arch}; accepted: {', '.join(ARCHES[s.program])}.")
+    for field, accepted in (("block_m", BLOCK_M), ("block_k", BLOCK_K)):
+        if getattr(s, field) not in accepted:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
+    if s.block_n % WARP_ROWS[-1] or not 0 < s.block_n <= MAX_BLOCK_N:
+        reasons.append(f"block_n is {s.block_n}; accepted: multiples of {WARP_ROWS[-1]} up to {MAX_BLOCK_N}.")
+    for field, low, high in (
+        ("num_warps", 1, MAX_WARPS),
+        ("num_stages", *STAGES),
+        ("split_k", 1, MAX_SPLIT_K),
+        ("min_blocks", 1, MAX_MIN_BLOCKS),
+    ):
+        if not low <= getattr(s, field) <= high:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
+    if s.raster or s.stream_k or s.cluster != 1:
+        reasons.append(f"raster is {s.raster}, stream_k {s.stream_k} and cluster {s.cluster}; accepted by {s.program}: 0, False and 1.")
+    if reasons:
+        return reasons
+    n_pad, packed_k = -(-workload.n // 64) * 64, PACKED_K[f.bits]
+    k_pad = -(-workload.k // packed_k) * packed_k
+    if n_pad % s.block_n:
+        reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): its divisors.")
+    if s.block_k % packed_k or k_pad % s.block_k:
+        reasons.append(
+            f"block_k is {s.block_k}; accepted for k {workload.k} at {f.bits} bits: multiples of {packed_k} that divide {k_pad} (k padded)."
+        )
+    if f.group_size != PER_CHANNEL and s.block_k % f.group_size and f.group_size % s.block_k:
+        reasons.append(f"block_k is {s.block_k}; accepted: a multiple or a divisor of group_size {f.group_size}.")
+    if s.num_warps % warps_n(s):
+        reasons.append(
+            f"num_warps is {s.num_warps}; accepted for block_n {s.block_n}: multiples of {warps_n(s)} ({warp_rows(s)} rows a warp)."
+        )
+    elif warps_n(s) > 1 and rings(s) > MAX_RINGS:
+        reasons.append(f"num_warps is {s.num_warps}, {rings(s)} groups of {warps_n(s)}; accepted: at most {MAX_RINGS} groups.")
+    if s.split_k > k_pad // s.block_k:
+        reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {k_pad // s.block_k} steps of {s.block_k}: a share would be empty.")
+    if reasons:
+        return reasons
+    smem = shared_words(workload, s, target) * 4 + STATIC_SMEM
+    if s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD) > target.smem_per_sm or smem > target.smem:
+        reasons.append(
+            f"{s.min_blocks} blocks need {s.min_blocks * smem} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
+            "use fewer num_stages, num_warps or min_blocks."
+        )
+    if s.min_blocks * s.num_warps * 32 > THREADS_PER_SM:
+        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {THREADS_PER_SM}.")
+    needed, share = registers_needed(s), 65536 // (s.min_blocks * s.num_warps * 32) // 8 * 8
+    if needed > min(share, 255):
+        reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")
+    return reasons
+
+
+def registers_needed(schedule: Schedule) -> int:
+    """Registers of a thread, about: sums, products, operands and addresses."""
+    tiles, columns = warp_rows(schedule) // 16, max(1, schedule.block_m // 8)
+    return 2 * tiles * columns * 4 + tiles * 4 + columns * 8 + columns * 4 + 24
+
+
+def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
+    """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole ones where there are few), the
+    deepest steps, rings that keep IN_FLIGHT bytes of weights on their way to an SM. Blocks in turn, the likely winners first."""
+    if not 0 < workload.m <= MAX_M:
+        return []
+    program = BULK if target.arch in ARCHES[BULK] else ASYNC
+    block_m = next(b for b in BLOCK_M if b >= workload.m)
+    n_pad = -(-workload.n // 64) * 64
+    grids = []
+    for block_n, split_k, min_blocks in product(range(WARP_ROWS[-1], MAX_BLOCK_N + 1, WARP_ROWS[-1]), SPLITS, RESIDENT):
+        base = Schedule(program, block_n, block_m, BLOCK_K[-1], STAGES[0], 1, split_k, min_blocks)
+        tiles = n_pad // block_n
+        blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
+        enough = target.units * (min_blocks - 1) < blocks
+        if n_pad % block_n == 0 and enough and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
+            grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
+    few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]
+    # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the best of gemm_wgmma 138, H200).
+    widest = max((base.block_n for _, base in grids), default=0)
+    grids = few or [grid for grid in grids if grid[1].block_n == widest]
+    # Small tiles take twice the instructions; few large blocks read x less often.
+    grids.sort(key=lambda grid: (warp_rows(grid[1]) == WARP_ROWS[-1], n_pad // grid[1].block_n * grid[1].split_k, -grid[0]))
+    found: list[Schedule] = []
+    for fullest in FULL_WAVES:
+        found = in_turn([_pipelines(base, workload, target) for full, base in grids if full >= fullest])
+        if len(found) >= ENOUGH:
+            break
+    return found
+
+
+def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Schedule]:
+    """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than WARPS[1] and few stages first."""
+    fewest, usual, most = WARPS
+    for block_k in sorted(BLOCK_K, reverse=True):
+        found = []
+        for in_flight, rings_k in product(IN_FLIGHT, RINGS):
+            s = replace(base, block_k=block_k, num_warps=warps_n(base) * rings_k)
+            turns = -(-workload.k // (block_k * s.split_k * rings_k))
+            stages = min(round(in_flight / (s.min_blocks * rings_k * weight_bytes(workload.format, s))), turns)
+            if fewest <= s.num_warps * s.min_blocks <= most:
+                found.append(replace(s, num_stages=min(max(stages, STAGES[0]), STAGES[1])))
+        found = [s for s in dict.fromkeys(found) if not stream_legal(workload, s, target)]
+        if found:
+            return sorted(found, key=lambda s: s.num_warps * s.min_blocks > usual)
+    return []

@@ -1,0 +1,105 @@
+"""What is asked: the problem a kernel is chosen, compiled and measured for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ...layouts.formats import QuantFormat
+
+DTYPES = ("float16", "bfloat16")
+
+# One tuned schedule per bucket; a bucket serves every m up to its bound, the last one every larger m.
+M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def m_bucket(m: int) -> int:
+    """The bucket that serves ``m`` rows (m >= 1)."""
+    for bound in M_BUCKETS:
+        if m <= bound:
+            return bound
+    return M_BUCKETS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One weight-only GEMM, ``y[m, n] = x[m, k] @ w[n, k]^T (+ bias[n])``.
+
+    ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation is fp32. ``m`` is the number of rows the
+    schedule is chosen for; compiled kernels accept any m. Raises ``ValueError`` when a field is out of range.
+    """
+
+    DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on
+    SIZES: ClassVar[tuple[str, ...]] = ("m", "n", "k")  # whole numbers
+
+    m: int
+    n: int
+    k: int
+    format: QuantFormat = QuantFormat()
+    dtype: str = "float16"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.m < 0 or self.n < 1 or self.k < 1:
+            raise ValueError(f"(m, n, k) is ({self.m}, {self.n}, {self.k}); accepted: m >= 0, n >= 1, k >= 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
+
+    @property
+    def op(self) -> str:
+        return "gemm"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of codes, scales and zero points (unpadded)."""
+        codes = self.n * self.k * self.format.bits // 8
+        return codes + self.n * self.format.groups(self.k) * (2 if self.format.symmetric else 4)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one call must move at least: weights once, x once, y once."""
+        return self.weight_bytes + 2 * self.m * (self.k + self.n) + (2 * self.n if self.bias else 0)
+
+    def with_m(self, m: int) -> Workload:
+        return replace(self, m=m)
+
+    def bucketed(self) -> Workload:
+        """The workload whose tuned schedule serves this one."""
+        return self.with_m(m_bucket(self.m))
+
+    def static(self) -> Workload:
+        """Equal for all workloads that one compiled kernel serves."""
+        return self.with_m(0)
+
+    @property
+    def title(self) -> str:
+        """What a person calls it: ``m=4 n=4096 k=4096 w4a16_g128``."""
+        return f"m={self.m} n={self.n} k={self.k} {self.format.name}"
+
+    @property
+    def served(self) -> str:
+        """``title`` without what a compiled kernel does not depend on, and with the dtype."""
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "format": self.format.to_json(),
+            "dtype": self.dtype,
+            "bias": self.bias,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Workload:
+        if data.get("op", "gemm") != "gemm":
+            raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
+        return cls(
+            m=data["m"], n=data["n"], k=data["k"], format=QuantFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"]
+        )

@@ -1,0 +1,101 @@
+"""What is tried: the schedules that won when everything was measured, and few others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.schedules.gemm.rules import MAX_CANDIDATES, candidates, legal
+from tilebit.schedules.gemm.stream import cluster_sms, stream_candidates
+from tilebit.schedules.gemm.tiles import in_turn, tile_candidates
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+
+H200 = target_from_name("sm_90a")
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a")
+W4 = QuantFormat(4, 128, False)
+
+# n, k, then block_n, block_m, num_stages, num_warps, split_k, min_blocks of the fastest gemm_stream_bulk with steps of 128, H200
+FEW_ROWS = (
+    (4096, 4096, 32, 1, 2, 16, 1, 1), (4096, 14336, 64, 1, 2, 8, 2, 1), (28672, 4096, 256, 1, 2, 16, 1, 1),
+    (28672, 4096, 128, 1, 2, 8, 1, 2), (10240, 8192, 128, 1, 2, 4, 4, 3), (57344, 8192, 64, 1, 2, 8, 1, 2),
+    (8192, 28672, 64, 1, 2, 8, 1, 1), (8192, 28672, 64, 1, 2, 4, 2, 2),
+    (4096, 4096, 64, 16, 2, 8, 2, 1), (4096, 14336, 64, 16, 2, 8, 2, 1), (6144, 4096, 96, 16, 3, 12, 2, 1),
+    (28672, 4096, 256, 16, 2, 4, 2, 2), (10240, 8192, 128, 16, 2, 4, 4, 3), (57344, 8192, 256, 16, 3, 4, 1, 2),
+    (8192, 28672, 128, 16, 2, 8, 2, 1),
+)  # fmt: skip
+
+# n, k, m, then block_n, block_m, num_warps, split_k, min_blocks, stream_k, cluster, raster of the fastest gemm_wgmma, H200
+MORE_ROWS = (
+    (4096, 14336, 32, 128, 32, 8, 4, 1, False, 1, 0), (28672, 4096, 32, 256, 32, 8, 1, 1, False, 1, 0),
+    (28672, 4096, 32, 128, 32, 4, 1, 2, False, 1, 0), (10240, 8192, 32, 128, 32, 4, 1, 2, True, 1, 0),
+    (28672, 4096, 64, 256, 64, 8, 1, 1, False, 1, 0), (4096, 14336, 64, 128, 64, 8, 4, 1, False, 1, 0),
+    (28672, 4096, 128, 256, 128, 8, 1, 1, False, 1, 0), (4096, 14336, 128, 128, 128, 8, 4, 1, False, 1, 0),
+    (10240, 8192, 128, 128, 128, 8, 1, 1, True, 1, 0), (4096, 4096, 256, 128, 128, 8, 2, 1, False, 1, 0),
+    (4096, 14336, 256, 128, 256, 8, 4, 1, False, 1, 0), (10240, 8192, 256, 128, 256, 8, 1, 1, True, 2, 0),
+    (28672, 4096, 512, 128, 256, 8, 1, 1, True, 1, 0), (4096, 14336, 4096, 128, 256, 8, 1, 1, False, 1, 4),
+    (10240, 8192, 4096, 128, 256, 8, 1, 1, True, 2, 4), (28672, 4096, 4096, 128, 256, 8, 1, 1, True, 2, 8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("winner", FEW_ROWS, ids=str)
+def test_small_m_winners_are_tried(winner):
+    n, k, block_n, block_m, stages, warps, split, resident = winner
+    schedule = Schedule("gemm_stream_bulk", block_n, block_m, 128, stages, warps, split, resident)
+    assert schedule in (candidates(Workload(block_m, n, k, W4), H200) or [])
+
+
+@pytest.mark.parametrize("winner", MORE_ROWS, ids=str)
+def test_winners_are_tried(winner):
+    n, k, m, block_n, block_m, warps, split, resident, stream_k, cluster, raster = winner
+    found = candidates(Workload(m, n, k, W4), H200) or []
+    fields = {(s.block_n, s.block_m, s.num_warps, s.split_k, s.min_blocks, s.stream_k, s.cluster, s.raster) for s in found}
+    assert (block_n, block_m, warps, split, resident, stream_k, cluster, raster) in fields
+    assert len(found) <= 64
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("n", [4096, 57344, 1000, 64])
+def test_a_cut_leaves_both_families(arch, n):
+    for m in (1, 16):
+        found = candidates(Workload(m, n, 4096, W4), target_from_name(arch)) or []
+        first = Counter(s.program for s in found[:20])
+        assert len(first) == 2 and min(first.values()) >= min(3, len(found) // 4) and len(found) <= MAX_CANDIDATES
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("format", [W4, QuantFormat(8, 32), QuantFormat(4, PER_CHANNEL), QuantFormat(8, 64, False)], ids=str)
+def test_every_shape_has_candidates_of_every_family(arch, format):
+    target = target_from_name(arch)
+    tiled = "gemm_wgmma" if arch == "sm_90a" else "gemm_mma"
+    for n, k in ((1, 1), (64, 64), (4160, 4160), (1000, 500), (128256, 4096)):
+        for m in (1, 2, 16, 17, 64, 300, 5000):
+            workload = Workload(m, n, k, format)
+            assert tile_candidates(tiled, workload, target, legal), workload
+            assert bool(stream_candidates(workload, target)) == (m <= 16), workload
+
+
+def test_grids_are_nearly_whole_waves_where_they_can_be():
+    for n, k in ((4096, 4096), (28672, 4096), (10240, 8192)):
+        for s in stream_candidates(Workload(1, n, k, W4), H200):
+            blocks, places = n // s.block_n * s.split_k, cluster_sms(s.split_k, H200) * s.min_blocks
+            assert blocks / (-(-blocks // places) * 132 * s.min_blocks) >= 0.8
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_a_wide_weight_without_large_divisors_is_streamed_too(m):
+    """151936 = 128 x 1187 rows: more blocks than are tried of other weights, of the largest tile that divides them."""
+    found = [s for s in candidates(Workload(m, 151936, 5120), H200) or [] if s.program == "gemm_stream_bulk"]
+    assert len(found) >= 8 and {s.block_n for s in found} == {128}
+
+
+def test_clusters_take_less_than_all_sms():
+    assert [cluster_sms(size, H200) for size in (1, 2, 4, 8)] == [132, 132, 124, 120]
+
+
+def test_in_turn():
+    a, b, c = (Schedule("gemm_cpu", i, 1, 32) for i in (32, 64, 96))
+    assert in_turn([[a, b], [], [c, a, b]]) == [a, c, b]

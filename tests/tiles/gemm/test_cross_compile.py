@@ -1,0 +1,171 @@
+"""Every CUDA program compiled for every architecture it runs on, without a GPU, over schedules that between them use each value that
+matters.
+
+One kernel a test, so that test workers share them out. Each must come out as the schedule promised: linted, without spills, within shared
+memory, on the tensor cores, with wide loads, with the parameters of its workload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toolchain import needs_nvcc
+
+from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.schedules.gemm.rules import legal, workspace_words
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.cuda import find_nvcc
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.lint import disassemble
+from tilebit.tiles.compiler.pool import CompilePool
+from tilebit.tiles.program import program
+
+HALF, BFLOAT = "float16", "bfloat16"
+G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
+B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
+    QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
+)
+
+# arch, workload, schedule (block_n, block_m, block_k, stages, warps)
+CASES = (
+    ("sm_90a", Workload(4096, 4096, 4096, G128Z, HALF), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, raster=8)),
+    ("sm_90a", Workload(512, 8192, 4096, G128, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, raster=4, stream_k=True, cluster=2)),
+    ("sm_90a", Workload(16, 4096, 4096, G64Z, HALF), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=3, min_blocks=2)),
+    ("sm_90a", Workload(16, 10240, 8192, B64, BFLOAT, bias=True), Schedule("gemm_wgmma", 256, 16, 64, 5, 16, cluster=2)),
+    ("sm_90a", Workload(64, 505, 1001, G32, HALF, bias=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4)),
+    ("sm_90a", Workload(32, 505, 1001, B_CHANNEL_Z, HALF), Schedule("gemm_wgmma", 64, 32, 32, 8, 4, split_k=2)),
+    ("sm_90a", Workload(256, 57344, 8192, B128Z, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, stream_k=True)),
+    ("sm_90a", Workload(512, 6144, 4096, G128Z, HALF), Schedule("gemm_wgmma", 192, 128, 128, 4, 12, stream_k=True, cluster=2)),
+    ("sm_80", Workload(1, 4096, 4096, G128, HALF), Schedule("gemm_mma", 64, 8, 128, 4, 4, split_k=2, min_blocks=2)),
+    ("sm_86", Workload(256, 57344, 8192, B_CHANNEL, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 64, 3, 8, raster=4)),
+    ("sm_89", Workload(64, 505, 1001, B32Z, HALF), Schedule("gemm_mma", 256, 32, 32, 3, 16)),
+    ("sm_90a", Workload(512, 4096, 4096, G64Z, BFLOAT), Schedule("gemm_mma", 128, 128, 64, 2, 8)),
+    ("sm_80", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream", 16, 1, 128, 4, 8, split_k=2)),
+    ("sm_86", Workload(16, 505, 1001, G32, BFLOAT, bias=True), Schedule("gemm_stream", 64, 16, 64, 3, 4)),
+    ("sm_89", Workload(4, 4096, 4096, B_CHANNEL_Z, HALF), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
+    ("sm_90a", Workload(8, 4096, 4096, B64, BFLOAT), Schedule("gemm_stream", 32, 8, 32, 6, 4)),
+    ("sm_90a", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
+    ("sm_90a", Workload(16, 4096, 4096, G64Z, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 64, 4, 8, split_k=4)),
+    ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 4, min_blocks=2)),
+    ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
+    ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
+)
+TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
+
+
+def label(case: tuple[str, Workload, Schedule]) -> str:
+    arch, w, s = case
+    return f"{arch}-{s.program}-{w.format.name}-{w.dtype}-m{w.m}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}"
+
+
+def test_the_cases_use_every_value_and_are_legal():
+    for arch, workload, schedule in CASES:
+        assert legal(workload, schedule, target_from_name(arch)) == [], (workload, schedule)
+    for name in (*TILED, *STREAMED):
+        mine = [(a, w, s) for a, w, s in CASES if s.program == name]
+        assert {a for a, _, _ in mine} == set(program(name).arches)
+        assert {w.dtype for _, w, _ in mine} == {HALF, BFLOAT}
+        assert {(w.format.bits, w.format.symmetric) for _, w, _ in mine} == {(b, s) for b in (4, 8) for s in (True, False)}
+        assert {w.format.group_size for _, w, _ in mine} == {32, 64, 128, PER_CHANNEL}
+        assert {w.bias for _, w, _ in mine} == {True, False}
+        assert {s.block_k for _, _, s in mine} == {32, 64, 128}
+        assert any(s.split_k > 1 for _, _, s in mine) and any(s.min_blocks > 1 for _, _, s in mine)
+        assert any(w.n % 64 and w.k % 8 for _, w, _ in mine)
+    for name in TILED:
+        schedules = [s for _, _, s in CASES if s.program == name]
+        three = name == "gemm_wgmma"  # warpgroups, and slabs
+        assert {s.block_n for s in schedules} == {64, 128, 256} | ({192} if three else set())
+        assert {s.num_warps for s in schedules} == {4, 8, 16} | ({12} if three else set())
+        assert any(s.raster for s in schedules)
+    wgmma = [(w, s) for _, w, s in CASES if s.program == "gemm_wgmma"]
+    assert {(s.stream_k, s.cluster > 1) for _, s in wgmma} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert any(-(-w.k // s.block_k) % s.split_k for w, s in wgmma), "shares of different length"
+    streamed = [s for _, _, s in CASES if s.program in STREAMED]
+    assert {s.block_m for s in streamed} == {1, 2, 4, 8, 16}
+    assert {next(rows for rows in (64, 32, 16) if s.block_n % rows == 0) for s in streamed} == {16, 32, 64}, "rows of a warp"
+    assert any(s.block_n > 64 for s in streamed), "warps that share x"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[CompilePool]:
+    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+        yield one
+
+
+@needs_nvcc
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Schedule]):
+    arch, workload, schedule = case
+    target = target_from_name(arch)
+    (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target)])
+    assert isinstance(kernel, Kernel), kernel
+    resources, code = kernel.resources, kernel.resources["instructions"]
+    assert kernel.manifest["lint"] == []  # not even a warning: these schedules are the ones we would ship
+    assert resources["spills"] == 0 and resources["stack"] == 0
+    assert 0 < resources["smem"] <= target.smem
+    assert resources["registers"] * resources["threads"] * schedule.min_blocks <= 65536
+    assert resources["threads"] == schedule.num_warps * 32 + (128 if schedule.program == "gemm_wgmma" else 0)
+    assert code["wgmma" if schedule.program == "gemm_wgmma" else "mma"] > 0
+    assert code["wide_shared_loads"] > 0 and code["float_atomics"] == 0
+    assert bool(code["dependent_waits"]) == (schedule.program in ("gemm_wgmma", "gemm_stream_bulk"))
+    zeros = [] if workload.format.symmetric else ["zeros"]
+    bias = ["bias"] if workload.bias else []
+    workspace = ["workspace"] if workspace_words(workload, schedule, target) else []
+    assert kernel.params == ("x", "weight", "scales", *zeros, *bias, *workspace, "y")
+    if schedule.program == "gemm_wgmma":
+        check_pipeline((kernel.path / "kernel.cu").read_text())
+    if schedule.program == "gemm_stream_bulk":
+        check_early_requests(kernel)
+
+
+def check_pipeline(source: str) -> None:
+    """What rare races depended on: each role waits for one barrier a part of an iteration and arrives once, no part of a stage is released
+    before the product that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
+    body = source[source.rindex("main_kernel(") :]
+    before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    assert "wait_for_predecessor" not in before
+    for role in (weights, x):  # each text ends where the next role begins, with its wait
+        assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex("].arrive()")
+    computing, sending, received = computing.partition("tilebit::send_half<")  # of a tile that two blocks share
+    assert received.count("await_stage(") == received.count("tilebit::store_chunk<") and bool(sending) == ("store_chunk<" in received)
+    parts = computing.count("tilebit::dequantize<")
+    load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
+    check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
+    check_order(x, *("].wait(", ".expect_transaction(", "(x_desc", "].arrive()") * parts)
+    assert weights.count("tma_load(scales_desc") == 1
+    product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
+    if parts == 1:
+        check_order(computing, "await_stage(", *product, "tilebit::release<")
+    else:  # a release: of the part before, whose product ends while one is under way
+        check_order(computing, *("await_stage(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
+    assert computing.count(f"wait_wgmma<{parts - 1}>()") == parts
+    assert "x_desc" not in weights and "halves_desc" not in x
+    for role, waits, hands_over, times in (
+        (weights, "].wait(", "].arrive()", parts),
+        (x, "].wait(", "].arrive()", parts),
+        (computing, "await_stage(", "tilebit::release<", 2 * parts - 1),
+    ):
+        assert role.count(waits) == parts and role.count(hands_over) == times
+    assert "].wait(" not in computing
+
+
+def check_order(text: str, *steps: str) -> None:
+    """``steps`` follow one another in ``text``: each is found behind the one before it, the first time that it occurs there."""
+    place = -1
+    for step in steps:
+        place = text.find(step, place + 1)
+        assert place >= 0, (step, steps)
+
+
+def check_early_requests(kernel: Kernel) -> None:
+    """In a dependent launch the weights are on their way before the wait for the preceding kernel: the compiler must not move them."""
+    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
+    if sass is not None:
+        assert 0 <= sass.find("UBLKCP") < sass.index("ACQBULK")

@@ -1,0 +1,372 @@
+"""A paged KV cache of low-bit keys and values, with a 16-bit residual window for every sequence: memory, sequences, and the ops on them.
+
+    cache = KVCache(num_pages=4096, slots=64, heads_kv=8, head_dim=128, format="kv4_channel", device="cuda")
+    sequences = cache.allocate(4)
+    out = cache.prefill(sequences, q, k, v, cu_seqlens)         # prompts: attention over 16-bit rows, then they join the cache
+    cache.append(sequences, k, v)                               # a new token each
+    out, _ = cache.attend(sequences, q)
+
+With several layers, or in a CUDA graph, the two halves of an append are called on their own. ``advance`` finds pages and sets lengths, once
+a step, on the host; ``append(batch, ...)`` writes rows of one layer and only launches. A ``Batch`` keeps its tensors where they are, so
+that a graph which was captured with it replays with whatever lengths, tables and sequences it has been given since:
+
+    batch = cache.batch(sequences)
+    for token in ...:
+        cache.advance(batch)                                    # in the graph: append(batch, k, v, layer=i), attend(batch, q, layer=i)
+        graph.replay()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts.kv import RESIDUAL
+from ..layouts.kv_formats import KVFormat
+from ..ops import attention as ops
+from ..ops.attention_dispatch import describe
+from .batch import Batch
+from .memory import CacheMemory
+from .rotary import rotated
+from .sequences import SequenceTable
+
+
+class KVCache(CacheMemory):
+    """Keys and values of up to ``slots`` sequences in ``num_pages`` pages of ``page_size`` tokens (16, 32, 64, 128 or 256), for each of
+    ``num_layers`` layers with ``heads_kv`` heads of ``head_dim`` channels.
+
+    ``format`` is a ``KVFormat`` or its name, ``dtype`` that of q, k and v (torch.float16 or torch.bfloat16). ``max_tokens`` bounds one
+    sequence (default: all pages): the width of block tables, and what schedules are chosen for. ``head_scales`` fp32 [2, heads_kv] or
+    [num_layers, 2, heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of ``memory_bytes``, zero at first.
+
+    The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token`` bytes each; the rest wait in 16 bits in
+    its window. A handle names a sequence and is never used twice. Methods take handles or a ``Batch`` of them. Inference only. Raises
+    ``ValueError`` for calls that do not fit and ``CacheFull`` when pages or slots run out, both before anything has changed.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        slots: int,
+        heads_kv: int,
+        head_dim: int,
+        format: KVFormat | str = "kv4_channel",
+        dtype: torch.dtype = torch.float16,
+        page_size: int = 128,
+        device: torch.device | str = "cpu",
+        num_layers: int = 1,
+        max_tokens: int | None = None,
+        head_scales: Tensor | None = None,
+    ) -> None:
+        super().__init__(num_pages, slots, heads_kv, head_dim, format, dtype, page_size, device, num_layers, head_scales)
+        self.max_tokens = num_pages * page_size + RESIDUAL - 1 if max_tokens is None else max_tokens
+        max_pages = max(1, -(-(self.max_tokens // RESIDUAL * RESIDUAL) // page_size))
+        self.table = SequenceTable(num_pages, slots, page_size, max_pages)
+        self._batch = Batch(self.table, (), 0, self.device)
+
+    @classmethod
+    def contiguous(cls, batch: int, max_tokens: int, heads_kv: int, head_dim: int, **options: Any) -> tuple[KVCache, list[int]]:
+        """(a cache for ``batch`` sequences of up to ``max_tokens`` tokens, their handles), each in consecutive pages of its own.
+
+        ``options`` are the constructor's others.
+        """
+        page_size = options.get("page_size", RESIDUAL)
+        per_sequence = max(1, -(-(max_tokens // RESIDUAL * RESIDUAL) // page_size))
+        cache = cls(batch * per_sequence, batch, heads_kv, head_dim, max_tokens=max_tokens, **options)
+        return cache, cache.allocate(batch, max_tokens)
+
+    # ---- sequences ----
+
+    def allocate(self, count: int = 1, tokens: int = 0) -> list[int]:
+        """Handles of ``count`` new, empty sequences; pages for ``tokens`` of each are reserved (consecutive ones, in a new cache)."""
+        return self.table.allocate(count, tokens)
+
+    def free(self, handle: int) -> None:
+        """Forget a sequence: its slot is free again, and its pages are unless a fork shares them."""
+        self.table.free(handle)
+
+    def fork(self, handle: int) -> int:
+        """A new sequence with the same tokens. Packed pages are shared; the window is copied, and a half-filled page of 256 tokens."""
+        new, copies = self.table.fork(handle)
+        self.copy_pages(copies)
+        self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
+        return new
+
+    def truncate(self, handle: int, length: int) -> None:
+        """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be taken apart: ``length`` must be at
+        least the packed length, or a multiple of 128. ``revocable_tokens`` says how many can be appended and dropped again."""
+        self.copy_pages(self.table.truncate(handle, length))
+
+    def length(self, handle: int) -> int:
+        """Tokens of a sequence."""
+        return self.table.sequence(handle).length
+
+    def revocable_tokens(self, handle: int) -> int:
+        """How many tokens can be appended so that ``truncate`` can drop any number of them again: those that do not fill the window."""
+        return RESIDUAL - 1 - self.length(handle) % RESIDUAL
+
+    @property
+    def sequences(self) -> list[int]:
+        """Handles of all live sequences, the oldest first."""
+        return list(self.table.sequences)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that belong to no sequence."""
+        return self.table.free_pages
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences there may be."""
+        return self.table.free_slots
+
+    # ---- steps ----
+
+    def batch(self, sequences: Sequence[int], size: int | None = None) -> Batch:
+        """Tensors on the device that describe ``sequences`` to the ops; ``size`` rows (default: as many), the last ones empty."""
+        return Batch(self.table, sequences, len(sequences) if size is None else size, self.device)
+
+    def advance(self, sequences: Sequence[int] | Batch, counts: int | Sequence[int] = 1) -> Batch:
+        """Make room for ``counts`` new tokens of each sequence and set lengths, tables and rows of the batch: once a step, before
+        ``append`` writes them in every layer. Host work and at most two small copies to the device; not to be captured."""
+        batch = self._as_batch(sequences)
+        wanted = [counts] * len(batch.handles) if isinstance(counts, int) else list(counts)
+        self.table.extend(batch.handles, wanted)
+        batch.update(wanted)
+        return batch
+
+    def append(
+        self,
+        sequences: Sequence[int] | Batch,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cos_sin: Tensor | None = None,
+        rotary: str = "half",
+        layer: int = 0,
+        dependent: bool = False,
+    ) -> None:
+        """Put new rows at the end of each sequence.
+
+        ``k``, ``v`` [tokens, heads_kv, head_dim], sequences one after another, as many rows each, or as ``cu_seqlens`` says ([batch + 1]
+        numbers on the host); or [batch, rows, heads_kv, head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half"
+        or "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been advanced by the rows to write. With
+        ``dependent`` the preceding kernel may write anything.
+        """
+        k, v = self._rows("k", k), self._rows("v", v)
+        batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
+        self._check_rows(batch, k, v, counts, cos_sin, layer)
+        if counts is not None:
+            self.advance(batch, counts)
+        try:
+            self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent)
+        except Exception:
+            self._take_back(batch, counts)
+            raise
+
+    def attend(
+        self,
+        sequences: Sequence[int] | Batch,
+        q: Tensor,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        window: int = 0,
+        sink_tokens: int = 0,
+        soft_cap: float = 0.0,
+        return_lse: bool = False,
+        layer: int = 0,
+        dependent: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's newest tokens attends to it.
+
+        Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0. With ``dependent`` the preceding kernel may
+        be ``append``, since ``advance`` settles lengths and tables before it, or whatever computes q after that. The launch is a plain one
+        all the same when sequences have changed since the batch was last used, and after an advance by more than q_len tokens: a graph that
+        was captured with ``dependent`` replays with up to q_len new tokens of each sequence.
+        """
+        batch = self._as_batch(sequences)
+        self._check_layer(layer)
+        if q.ndim == 4 and q.shape[0] != batch.size:
+            raise ValueError(f"q is {describe(q)}; accepted: {batch.size} rows [batch, q_len, heads_q, head_dim], one for each sequence")
+        changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
+        early = dependent and not changed and q.ndim == 4 and batch.most_new <= q.shape[1]
+        return ops.DECODE(
+            q, self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, batch.lengths, self.scales(layer), sinks,
+            self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse, early,
+        )  # fmt: skip
+
+    def prefill(
+        self,
+        sequences: Sequence[int] | Batch,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        cos_sin: Tensor | None = None,
+        rotary: str = "half",
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        window: int = 0,
+        sink_tokens: int = 0,
+        soft_cap: float = 0.0,
+        return_lse: bool = False,
+        layer: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """(out like q [tokens, heads_q, head_dim], log-sum-exp [tokens, heads_q]) of new rows, which then join the cache.
+
+        Each new row attends to what its sequence holds in the cache (dequantized) and to the new rows up to its own in 16 bits. ``k``,
+        ``v``, ``cu_seqlens``, ``cos_sin``, ``rotary`` as in ``append`` (q comes turned already), the others as in
+        ``tilebit.attention.prefill``.
+        Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured: lengths decide its shapes.
+        """
+        k, v = self._rows("k", k), self._rows("v", v)
+        batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
+        self._check_rows(batch, k, v, counts, cos_sin, layer)
+        if q.ndim != 3 or q.shape[0] != k.shape[0] or q.shape[2] != self.head_dim:
+            raise ValueError(f"q is {describe(q)}; accepted: [{k.shape[0]}, heads_q, {self.head_dim}], rows like k's {k.shape[0]}")
+        if counts is not None:
+            self.advance(batch, counts)
+        try:
+            batch.refresh()
+            if cos_sin is not None:
+                k = rotated(k, batch.positions(), cos_sin, rotary)
+            all_k, all_v = self._with_history(batch, k, v, layer)
+            options = (sinks, scale, window, sink_tokens, soft_cap, return_lse)
+            result = ops.PREFILL(q, all_k, all_v, batch.cu_seqlens, batch.cu_kv, *options)
+            self._write(batch, k, v, None, "", layer)
+        except Exception:
+            self._take_back(batch, counts)
+            raise
+        return result
+
+    def gather(self, sequences: Sequence[int] | Batch, layer: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds, dequantized."""
+        batch = self._as_batch(sequences)
+        self._check_layer(layer)
+        batch.refresh()
+        lengths = [self.length(handle) for handle in batch.handles]
+        bounds = torch.tensor([0, *lengths, *[0] * (batch.size - len(lengths))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        k, v = ops.GATHER(
+            *self._operands(batch, layer, batch.lengths), bounds.to(self.device), self.scales(layer), self.format.name, self.page_size,
+            sum(lengths), self.head_dim, self.dtype,
+        )  # fmt: skip
+        return list(zip(k.split(lengths), v.split(lengths), strict=True))
+
+    # ---- state ----
+
+    def state(self) -> dict[str, Any]:
+        """Everything that ``load_state`` of such a cache needs, with copies of the pages and windows in use: fit for ``torch.save``."""
+        used = sorted({page for s in self.table.sequences.values() for page in s.pages})
+        slots = [s.slot for s in self.table.sequences.values()]
+        return {"config": self.config(), "table": self.table.state(), **self.kept(used, slots)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Hold what the cache held when ``state`` was taken; handles are the ones of then. This cache must have the same format, page size,
+        dtype, heads and layers, and at least the pages and slots in use; its own sequences are gone. Raises ``ValueError``."""
+        if state["config"] != self.config():
+            raise ValueError(f"the state is of a cache {state['config']}; accepted here: {self.config()}")
+        self.table.load_state(state["table"])
+        self.restore(state)
+
+    def __repr__(self) -> str:
+        used = self.table.num_pages - self.free_pages
+        return (
+            f"KVCache({self.format.name}, {self.num_layers} x {self.heads_kv} heads of {self.head_dim}, {len(self.sequences)} sequences, "
+            f"{used} of {self.table.num_pages} pages of {self.page_size} tokens, {self.memory_bytes} bytes on {self.device})"
+        )
+
+    # ---- inside ----
+
+    def _operands(self, batch: Batch, layer: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, lengths
+
+    def _as_batch(self, sequences: Sequence[int] | Batch) -> Batch:
+        """A list of handles as a batch; the latest one is kept, since a step uses it more than once."""
+        if isinstance(sequences, Batch):
+            if sequences.table is not self.table:
+                raise ValueError("the batch belongs to another cache; accepted: one that this cache's batch() returned")
+            return sequences
+        if self._batch.handles != tuple(sequences):
+            self._batch = self.batch(sequences)
+        return self._batch
+
+    def _begin(
+        self, sequences: Sequence[int] | Batch, rows: int, cu_seqlens: Sequence[int] | Tensor | None
+    ) -> tuple[Batch, list[int] | None]:
+        """(batch, how many rows each sequence gets; None: what the batch was advanced by)."""
+        batch = self._as_batch(sequences)
+        if isinstance(sequences, Batch):
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens is given with a Batch; accepted: None, since advance(batch, counts) has said it")
+            return batch, None
+        if self.num_layers > 1:
+            raise ValueError(
+                f"this cache has {self.num_layers} layers; accepted: batch = advance(handles, counts) once, then each layer with it"
+            )
+        if cu_seqlens is None:
+            if len(batch.handles) == 0 or rows % len(batch.handles):
+                raise ValueError(f"k has {rows} rows for {len(batch.handles)} sequences; accepted: as many for each, or with cu_seqlens")
+            return batch, [rows // len(batch.handles)] * len(batch.handles)
+        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        counts = [end - start for start, end in pairwise(bounds)]
+        if len(counts) != len(batch.handles) or bounds[0] != 0 or bounds[-1] != rows or min(counts, default=0) < 0:
+            raise ValueError(
+                f"cu_seqlens is {bounds[:10]}; accepted: {len(batch.handles) + 1} numbers from 0 to k's {rows} rows, none below the last"
+            )
+        return batch, counts
+
+    def _take_back(self, batch: Batch, counts: list[int] | None) -> None:
+        """Undo what this call advanced a batch by, so that a failed call changes no length."""
+        if counts is not None:
+            self.table.retract(batch.handles, counts)
+            batch.update([0] * len(counts))
+
+    def _rows(self, name: str, rows: Tensor) -> Tensor:
+        flat = rows.flatten(0, 1) if rows.ndim == 4 else rows
+        if flat.ndim != 3 or flat.shape[1:] != (self.heads_kv, self.head_dim) or rows.dtype != self.dtype or rows.device != self.device:
+            raise ValueError(
+                f"{name} is {describe(rows)}; accepted: {self.dtype} [tokens, {self.heads_kv}, {self.head_dim}] or [batch, rows, "
+                f"{self.heads_kv}, {self.head_dim}] on {self.device}"
+            )
+        return flat
+
+    def _check_rows(self, batch: Batch, k: Tensor, v: Tensor, counts: list[int] | None, cos_sin: Tensor | None, layer: int) -> None:
+        self._check_layer(layer)
+        if k.shape != v.shape:
+            raise ValueError(f"k is {describe(k)} and v {describe(v)}; accepted: the same shape")
+        if counts is None and k.shape[0] < sum(batch.counts):
+            raise ValueError(f"k has {k.shape[0]} rows and the batch was advanced by {sum(batch.counts)}; accepted: at least as many")
+        added = counts if counts is not None else [0] * len(batch.handles)
+        longest = max((self.length(h) + n for h, n in zip(batch.handles, added, strict=True)), default=0)
+        if cos_sin is not None and (cos_sin.ndim != 2 or cos_sin.shape[0] < longest or cos_sin.shape[1] != self.head_dim):
+            raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: float32 [{longest} positions or more, {self.head_dim}]")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer is {layer}; accepted: 0 to {self.num_layers - 1}")
+
+    def _write(self, batch: Batch, k: Tensor, v: Tensor, cos_sin: Tensor | None, rotary: str, layer: int, dependent: bool = False) -> None:
+        batch.refresh()
+        ops.APPEND(
+            k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
+            self.scales(layer), cos_sin, self.format.name, self.page_size, rotary, dependent,
+        )  # fmt: skip
+
+    def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the cache holds, then the new ones."""
+        total = sum(batch.past_lengths) + sum(batch.counts)
+        if total == sum(batch.counts):
+            return k, v
+        rows = batch.new_rows()
+        all_k, all_v = (k.new_empty((total, self.heads_kv, self.head_dim)) for _ in range(2))
+        ops.GATHER_OUT(
+            *self._operands(batch, layer, batch.past), batch.cu_kv, self.scales(layer), self.format.name, self.page_size,
+            out_k=all_k, out_v=all_v,
+        )  # fmt: skip
+        all_k.index_copy_(0, rows, k[: rows.numel()])
+        all_v.index_copy_(0, rows, v[: rows.numel()])
+        return all_k, all_v

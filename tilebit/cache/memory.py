@@ -1,0 +1,111 @@
+"""The memory of a KV cache: pages, residual windows and head scales of every layer, in one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts.kv import ORDER, KVLayout, window_words
+from ..layouts.kv_formats import KVFormat
+from ..ops.attention_dispatch import describe
+from ..ops.dispatch import DTYPE_NAMES
+
+ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
+
+
+class CacheMemory:
+    """``num_pages`` pages of ``page_size`` tokens and ``slots`` residual windows for each of ``num_layers`` layers of ``heads_kv`` heads.
+
+    ``pages[layer]`` is int32 [num_pages, heads_kv, page words], ``windows[layer]`` int32 [slots, heads_kv, window words], both views of
+    ``memory``, which is zero at first; ``head_scales`` is fp32 [num_layers, 2, heads_kv] for fp8 formats, else None. Raises ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        slots: int,
+        heads_kv: int,
+        head_dim: int,
+        format: KVFormat | str,
+        dtype: torch.dtype,
+        page_size: int,
+        device: torch.device | str,
+        num_layers: int,
+        head_scales: Tensor | None,
+    ) -> None:
+        for name, value in (("num_pages", num_pages), ("slots", slots), ("heads_kv", heads_kv), ("num_layers", num_layers)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; accepted: whole numbers from 1")
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"dtype is {dtype}; accepted: torch.float16 and torch.bfloat16")
+        self.format = KVFormat.from_name(format) if isinstance(format, str) else format
+        self.layout = KVLayout(self.format, head_dim, page_size)
+        self.heads_kv, self.head_dim, self.page_size, self.dtype, self.num_layers = heads_kv, head_dim, page_size, dtype, num_layers
+        sizes = (num_pages * heads_kv * self.layout.page_words, slots * heads_kv * window_words(head_dim))
+        padded = [-(-size // ALIGNED_WORDS) * ALIGNED_WORDS for size in sizes]
+        self.memory = torch.zeros(num_layers, sum(padded), dtype=torch.int32, device=device)
+        self.device = self.memory.device
+        self.pages = tuple(layer[: sizes[0]].view(num_pages, heads_kv, -1) for layer in self.memory)
+        self.windows = tuple(layer[padded[0] :][: sizes[1]].view(slots, heads_kv, -1) for layer in self.memory)
+        self.head_scales = self._checked_scales(head_scales)
+
+    @property
+    def memory_per_token(self) -> int:
+        """Bytes of a packed token, all layers and heads, keys and values with their parameters."""
+        return self.num_layers * self.heads_kv * self.layout.token_bytes
+
+    @property
+    def memory_per_window(self) -> int:
+        """Bytes of a sequence's residual window, all layers and heads."""
+        return self.num_layers * self.heads_kv * window_words(self.head_dim) * 4
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the allocation: ``num_pages * page_size * memory_per_token + slots * memory_per_window``, rounded up for each layer."""
+        return self.memory.numel() * self.memory.element_size()
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in copies:
+            for pages in self.pages:
+                pages[target].copy_(pages[source])
+
+    def copy_window(self, source: int, target: int) -> None:
+        for windows in self.windows:
+            windows[target].copy_(windows[source])
+
+    def kept(self, pages: Sequence[int], slots: Sequence[int]) -> dict[str, Any]:
+        """Copies of these pages and windows, and of the head scales: what ``restore`` takes."""
+        return {
+            "pages": (list(pages), torch.stack([own[list(pages)] for own in self.pages])),
+            "windows": (list(slots), torch.stack([own[list(slots)] for own in self.windows])),
+            "head_scales": None if self.head_scales is None else self.head_scales.clone(),
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        for own, (index, values) in ((self.pages, kept["pages"]), (self.windows, kept["windows"])):
+            for layer, layer_values in zip(own, values, strict=True):
+                layer[index] = layer_values.to(self.device)
+        if self.head_scales is not None:
+            self.head_scales.copy_(kept["head_scales"])
+
+    def config(self) -> dict[str, Any]:
+        names = ("page_size", "heads_kv", "head_dim", "num_layers")
+        return {"order": ORDER, "format": self.format.name, "dtype": str(self.dtype), **{name: getattr(self, name) for name in names}}
+
+    def _checked_scales(self, given: Tensor | None) -> Tensor | None:
+        shape = (self.num_layers, 2, self.heads_kv)
+        if not self.format.has_head_scales:
+            if given is not None:
+                raise ValueError(f"head_scales are given and {self.format.name} has none; accepted: None; only fp8 formats have them")
+            return None
+        if given is None:
+            return torch.ones(shape, dtype=torch.float32, device=self.device)
+        if given.dtype != torch.float32 or given.shape not in (shape, shape[1:]):
+            raise ValueError(f"head_scales are {describe(given)}; accepted: float32 {list(shape[1:])} or {list(shape)}")
+        return given.to(self.device).expand(shape).contiguous()
+
+    def scales(self, layer: int) -> Tensor | None:
+        return None if self.head_scales is None else self.head_scales[layer]

@@ -1,0 +1,159 @@
+"""Measure tilebit against torch on this machine: one process, implementations interleaved, one row per measurement."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autotune.measure import copies_needed, time_calls
+from ..autotune.problems.gemm import Problem, copied, random_problem, unpack_tiles
+from ..autotune.problems.verify import worst_tile_error
+from ..autotune.provenance import now, package_versions, source_commit
+from ..kernels import find_kernel
+from ..ops import gemm as _ops  # noqa: F401  registers torch.ops.tilebit
+from ..runtime import LoadedKernel
+from ..schedules.gemm.workload import Workload, m_bucket
+from ..schedules.target import Target, detect_target, driver_version
+
+TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+INT4_GROUPS = (32, 64, 128)
+MAX_COPIES = 16
+
+Call = Callable[[], Tensor]
+
+
+def measure_workloads(workloads: Iterable[Workload], device: str) -> Iterator[list[dict[str, Any]]]:
+    """For each workload, its rows: tilebit's op, torch's linear in 16 bits (cuBLAS on a GPU), and on the CPU torch's own int4 kernel
+    where it can serve the format. Every row has the fields of results/README.md; ``us`` is the median of one call in microseconds,
+    operands rotate so that none stays in a cache.
+
+    ``device`` is "cpu" or "cuda[:i]". Raises ``KernelUnavailable`` when a kernel cannot be had.
+    """
+    target = detect_target(device)
+    common = process_fields(target)
+    for workload in workloads:
+        yield [{**common, **row} for row in _measure(workload, device, target)]
+
+
+def process_fields(target: Target) -> dict[str, Any]:
+    """The fields that all rows of this process share."""
+    versions = package_versions()
+    return {
+        "op": "gemm",
+        "run": uuid.uuid4().hex[:12],
+        "gpu": target.name,
+        "arch": target.arch,
+        "units": target.units,
+        "driver": driver_version() if target.is_cuda else None,
+        "cuda": torch.version.cuda if target.is_cuda else None,
+        "torch": torch.__version__,
+        "tilelang": versions.get("tilelang"),
+        "tvm": versions.get("apache-tvm"),
+        "threads": None if target.is_cuda else torch.get_num_threads(),
+        "commit": source_commit() or None,
+        "date": now(),
+    }
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Append ``rows`` to ``path`` as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, Any]]:
+    first = random_problem(workload, 0, target.arch, device)
+    copies = min(MAX_COPIES, copies_needed(sum(t.numel() * t.element_size() for t in first.operands.values()), target.l2))
+    problems = [first, *(copied(first) for _ in range(copies - 1))]
+    weight = _dequantized(first)
+    dense = min(MAX_COPIES, copies_needed(weight.numel() * weight.element_size(), target.l2))
+    weights = [weight, *(weight.clone() for _ in range(dense - 1))]
+    implementations: dict[str, tuple[list[Call], dict[str, Any]]] = {
+        "tilebit": ([_ours(p) for p in problems], _our_fields(workload, target)),
+        "cublas" if target.is_cuda else "torch": ([_dense(first, w) for w in weights], _dense_fields(workload)),
+    }
+    peer = _int4_peer(first, copies) if not target.is_cuda else None
+    if peer is not None:
+        implementations["torch-int4"] = (peer, {**_format_fields(workload), "schedule": None})
+    reference = first.reference()
+    timings = time_calls({name: calls for name, (calls, _) in implementations.items()}, device)
+    return [
+        {
+            "impl": name,
+            **fields,
+            "dtype": workload.dtype,
+            "m": workload.m,
+            "n": workload.n,
+            "k": workload.k,
+            "us": round(timings[name].us, 3),
+            "us_p20": round(timings[name].us_p20, 3),
+            "us_p80": round(timings[name].us_p80, 3),
+            "rel_err": worst_tile_error(calls[0](), reference),
+        }
+        for name, (calls, fields) in implementations.items()
+    ]
+
+
+def _ours(problem: Problem) -> Call:
+    w, o = problem.workload, problem.operands
+    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("bias"), w.n, w.format.bits, w.format.group_size)
+    return lambda: torch.ops.tilebit.gemm.default(*arguments)
+
+
+def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
+    kernel: LoadedKernel = find_kernel(workload.with_m(m_bucket(workload.m)), target)
+    return {**_format_fields(workload), "schedule": kernel.manifest["schedule"]}
+
+
+def _format_fields(workload: Workload) -> dict[str, Any]:
+    f = workload.format
+    return {"format": f"w{f.bits}a16", "group_size": f.group_size, "symmetric": f.symmetric}
+
+
+def _dense(problem: Problem, weight: Tensor) -> Call:
+    x, bias = problem.x, problem.operands.get("bias")
+    return lambda: torch.nn.functional.linear(x, weight, bias)
+
+
+def _dense_fields(workload: Workload) -> dict[str, Any]:
+    return {"format": {"float16": "fp16", "bfloat16": "bf16"}[workload.dtype], "group_size": None, "schedule": None}
+
+
+def _codes(problem: Problem) -> Tensor:
+    return unpack_tiles(problem.operands["weight"], problem.layout)[: problem.workload.n, : problem.workload.k]
+
+
+def _dequantized(problem: Problem) -> Tensor:
+    """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
+    w, o = problem.workload, problem.operands
+    group = w.k if w.format.group_size == -1 else w.format.group_size
+
+    def by_column(values: Tensor) -> Tensor:
+        return values[:, : w.n].t().float().repeat_interleave(group, dim=1)[:, : w.k]
+
+    zeros = float(w.format.symmetric_zero_point) if w.format.symmetric else by_column(o["zeros"])
+    return ((_codes(problem).float() - zeros) * by_column(o["scales"])).to(TORCH_DTYPES[w.dtype])
+
+
+def _int4_peer(problem: Problem, copies: int) -> list[Call] | None:
+    """Calls of torch's weight-only int4 kernel for CPUs; None where this torch has none or it cannot serve the format."""
+    w = problem.workload
+    f = w.format
+    convert = getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
+    multiply = getattr(torch, "_weight_int4pack_mm_for_cpu", None)
+    if convert is None or multiply is None or f.bits != 4 or f.group_size not in INT4_GROUPS or w.k % f.group_size or w.n % 16 or w.bias:
+        return None
+    scales = problem.operands["scales"][:, : w.n]
+    zeros = problem.operands["zeros"][:, : w.n].float() if not f.symmetric else torch.full_like(scales, 8.0, dtype=torch.float32)
+    offset = (8.0 - zeros) * scales.float()  # its weights are (q - 8) * scale + offset
+    parameters = torch.stack((scales, offset.to(scales.dtype)), dim=-1).contiguous()
+    packed = convert(_codes(problem).to(torch.int32), 1)
+    return [partial(multiply, problem.x, packed.clone(), f.group_size, parameters.clone()) for _ in range(copies)]

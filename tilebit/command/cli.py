@@ -1,0 +1,252 @@
+"""The command line: ``tilebit compile | tune | bench | explain | show | pack | attention | doctor``.
+
+Exit codes: 0 done, 1 the task failed (the reason is on stderr), 2 bad usage. With ``--json`` stdout holds JSON alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .attention import attention
+from .output import failures, new_table, print_json, print_parts, usage
+from .tasks import (
+    Budget,
+    Jobs,
+    Json,
+    Limit,
+    PackPath,
+    TargetName,
+    compile_kernels,
+    explain_schedules,
+    named_target,
+    pack_kernels,
+    tune_schedules,
+)
+
+if TYPE_CHECKING:
+    from ..schedules.gemm.workload import Workload
+    from ..schedules.target import Target
+
+app = typer.Typer(
+    name="tilebit",
+    help="Low-bit GEMM and attention kernels: compile them, tune them on this device, measure them, ship them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(attention, name="attention")
+
+N = Annotated[int, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)]
+K = Annotated[int, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)]
+Ms = Annotated[
+    list[int] | None,
+    typer.Option("--m", "-m", help="Rows of x; repeat it for several. Default: 1, 16, 64, 256 and 4096 (on the CPU: 1 and 32).", min=1),
+]
+Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]
+Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
+
+DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
+
+
+def main() -> None:
+    """The ``tilebit`` command."""
+    app(prog_name="tilebit")
+
+
+@app.command("compile")
+def compile_command(
+    n: N,
+    k: K,
+    m: Ms = None,
+    format: Format = "w4a16_g128",
+    dtype: Dtype = "float16",
+    bias: Bias = False,
+    target: TargetName = "auto",
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
+
+
+@app.command()
+def tune(
+    n: N,
+    k: K,
+    m: Ms = None,
+    format: Format = "w4a16_g128",
+    dtype: Dtype = "float16",
+    bias: Bias = False,
+    target: TargetName = "auto",
+    budget: Budget = None,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice."""
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
+
+
+@app.command()
+def bench(
+    n: N,
+    k: K,
+    m: Ms = None,
+    format: Format = "w4a16_g128",
+    dtype: Dtype = "bfloat16",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:i]: where to measure.")] = "auto",
+    out: Annotated[Path | None, typer.Option("--out", help="Append the rows to this JSON-lines file.", dir_okay=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Time tilebit and torch on this machine, interleaved in one process: torch's 16-bit linear (cuBLAS on a GPU) and, on the CPU, its
+    int4 kernel."""
+    chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
+    rows: list[dict[str, Any]] = []
+    with failures():
+        from .bench import measure_workloads, write_rows
+
+        for measured in measure_workloads(workloads, device if device != "auto" else ("cuda:0" if chosen.is_cuda else "cpu")):
+            rows += measured
+            if out is not None:
+                write_rows(out, measured)
+    if as_json:
+        print_json(rows)
+        return
+    table = new_table(f"[{n}, {k}] {dtype} on {chosen.name}", "m", "implementation", "us", "p20..p80", "against torch", "rel. error")
+    dense = {row["m"]: row["us"] for row in rows if row["impl"] in ("torch", "cublas")}
+    for row in rows:
+        name = f"{row['impl']} {row['format']}" + (f" g{row['group_size']}" if row["group_size"] else "")
+        table.add_row(
+            str(row["m"]),
+            name,
+            f"{row['us']:.2f}",
+            f"{row['us_p20']:.2f}..{row['us_p80']:.2f}",
+            f"{dense[row['m']] / row['us']:.2f}x",
+            f"{row['rel_err']:.1e}",
+        )
+    print_parts(table, f"rows: {out}" if out is not None else "")
+
+
+@app.command()
+def explain(
+    n: N,
+    k: K,
+    m: Annotated[int, typer.Option("--m", "-m", help="Rows of x.", min=1)] = 1,
+    format: Format = "w4a16_g128",
+    dtype: Dtype = "float16",
+    bias: Bias = False,
+    target: TargetName = "auto",
+    limit: Limit = 20,
+    as_json: Json = False,
+) -> None:
+    """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target)
+    explain_schedules(workload, chosen, limit, as_json)
+
+
+@app.command()
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A packed weight (sm_90a:4, cpu:8), a KV cache (format:head_dim[:page_size], as kv4_channel:128), a checkpoint layout "
+            "(awq:4) or a fragment (wgmma_a:k16). 'list' prints names."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write, .svg or .png. Default: NAME.svg here.", dir_okay=False)
+    ] = None,
+    by: Annotated[
+        str, typer.Option("--by", help="How a packed layout is drawn: word (storage order) or element (the weight matrix).")
+    ] = "word",
+    as_json: Json = False,
+) -> None:
+    """Draw which thread and register holds which element of a fragment, which bit of a packed layout holds which weight, or which lane owns
+    which token and channel of a KV cache and where its scales lie."""
+    from .pictures import names, picture, write
+
+    if name == "list":
+        if as_json:
+            print_json(names())
+        else:
+            typer.echo("\n".join(names()))
+        return
+    path = out or Path(name.replace(":", "_") + ".svg")
+    try:
+        drawn = picture(name, by)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if path.suffix not in (".svg", ".png"):
+        raise typer.BadParameter(f"{str(path)!r} ends in {path.suffix!r}; accepted: .svg, .png", param_hint="--out")
+    with failures():
+        write(drawn, path)
+    if as_json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        typer.echo(str(path))
+
+
+@app.command()
+def pack(
+    path: PackPath,
+    n: N,
+    k: K,
+    m: Ms = None,
+    format: Format = "w4a16_g128",
+    dtype: Dtype = "float16",
+    bias: Bias = False,
+    target: TargetName = "auto",
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Compile kernels and export them as a pack: a directory that loads with torch and apache-tvm-ffi alone (tilebit.packs.load)."""
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    pack_kernels(path, workloads, chosen, jobs, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do with tilebit, what is missing, and how to get it. Exits with 1 if it cannot compile and run for its
+    own device."""
+    from .doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        table = new_table("This machine", "", "found", "what to do")
+        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
+        from rich.markup import escape
+
+        for f in diagnosis.findings:
+            table.add_row(f"{marks[f.status]} {f.name}", escape(f.found), escape(f.do))
+        can = new_table("It can", "", "")
+        for task, possible in diagnosis.abilities.items():
+            can.add_row(task, "[green]yes[/]" if possible else "[red]no[/]")
+        print_parts(table, can)
+    if not diagnosis.healthy:
+        raise typer.Exit(1)
+
+
+def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str) -> tuple[Target, list[Workload]]:
+    """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
+    from ..layouts.formats import QuantFormat
+    from ..schedules.gemm.workload import Workload
+
+    target = named_target(arch)
+    with usage():
+        parsed = QuantFormat.parse(format)
+        return target, [Workload(m, n, k, parsed, dtype, bias) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
+
+
+def _subject(workload: Workload) -> str:
+    return f"{workload.format.name} [{workload.n}, {workload.k}] {workload.dtype}"
+
+
+if __name__ == "__main__":
+    main()

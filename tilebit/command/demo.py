@@ -1,0 +1,177 @@
+"""``make demo``: 4-bit checkpoints of each family, made on the spot, imported, packed, compiled, tuned on this machine's device, called
+from PyTorch, checked against fp64 and timed beside torch. Downloads nothing; takes a minute or two on two cores.
+
+    python -m tilebit.command.demo [--budget SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..autotune.measure import copies_needed, time_calls
+from ..autotune.problems.verify import worst_tile_error
+from ..autotune.tune import tune
+from ..kernels import build
+from ..ops import dispatch
+from ..schedules.gemm.workload import Workload
+from ..schedules.target import Target, detect_target
+from ..weights.checkpoint import load_checkpoint
+from ..weights.modules import QuantLinear
+from ..weights.synthetic import write_checkpoint
+
+BUDGET_S = 40.0  # of tuning, over all shapes
+CANDIDATES = 6  # schedules tried per workload: a taste; `tilebit tune` tries them all
+FAMILIES = ("awq", "gptq", "compressed-tensors")
+GROUP_SIZE = 128
+DTYPE = torch.bfloat16  # the type that torch is fastest in on CPUs, so the comparison is with its best
+# (n, k) of the layers of every checkpoint, and the rows that are timed: small enough for a CPU, large enough that a GPU has work.
+SHAPES = {False: ((4096, 4096),), True: ((14336, 4096),)}  # by Target.is_cuda
+ROWS = {False: (1, 32), True: (1, 16, 256)}
+MAX_COPIES = 16  # operand sets that timing rotates over
+# A correct kernel rounds once from fp32: twice that, per 128 x 128 block, is the limit.
+ERROR_LIMIT = 2 * torch.finfo(DTYPE).eps
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the final table: times in microseconds, ``error`` the worst block against fp64."""
+
+    family: str
+    n: int
+    k: int
+    m: int
+    ours: float
+    torchs: float
+    error: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= ERROR_LIMIT
+
+
+def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int, int]] | None = None) -> list[Line]:
+    """The whole demonstration; prints its steps and returns what it measured. ``shapes`` replaces the default (n, k). Raises what a step
+    raises."""
+    target = detect_target()
+    device = "cuda" if target.is_cuda else "cpu"
+    shapes = shapes or SHAPES[target.is_cuda]
+    console.print(f"[bold]tilebit demo[/] on {target.name} ({target.arch}, {target.units} {'SMs' if target.is_cuda else 'cores'})\n")
+    with tempfile.TemporaryDirectory(prefix="tilebit-demo-") as folder:
+        layers = {f"layers.{i}": shape for i, shape in enumerate(shapes)}
+        with _step(console, f"write {len(FAMILIES)} checkpoints of {len(layers)} layer{'s' * (len(layers) > 1)}: {', '.join(FAMILIES)}"):
+            weights = {
+                f: write_checkpoint(Path(folder) / f, f, layers, group_size=GROUP_SIZE, symmetric=f != "awq", dtype=DTYPE) for f in FAMILIES
+            }
+        with _step(console, "import them and pack the weights for this device"):
+            modules = {
+                (family, name): QuantLinear.from_checkpoint(load_checkpoint(Path(folder) / family), name, DTYPE, device)
+                for family in FAMILIES
+                for name in layers
+            }
+    workloads = list(
+        dict.fromkeys(
+            Workload(m, q.out_features, q.in_features, q.format, "bfloat16") for q in modules.values() for m in ROWS[target.is_cuda]
+        )
+    )
+    with _step(console, f"compile {len(workloads)} kernels, one for each shape, format and number of rows"):
+        build(workloads, target, jobs=None)
+    with _step(console, f"tune them for at most {budget_s:g} s (what is measured is kept for later runs)"):
+        report = tune(workloads, target, budget_s=budget_s, progress=console.is_terminal, max_candidates=CANDIDATES, jobs=CANDIDATES)
+        dispatch.forget()
+    console.print(
+        f"      {sum(r.measured for r in report.results)} schedules measured, {sum(r.reused for r in report.results)} known from before"
+    )
+    lines = []
+    with _step(console, "call them from PyTorch, check against fp64, time them beside torch"):
+        for (family, name), module in modules.items():
+            weight = weights[family][name].to(device)
+            for m in ROWS[target.is_cuda]:
+                lines.append(_measure(family, module, weight, m, target))
+    return lines
+
+
+def _measure(family: str, module: QuantLinear, weight: Tensor, m: int, target: Target) -> Line:
+    """Check and time ``module`` on ``m`` rows; ``weight`` is its dequantized weight in fp32."""
+    n, k = weight.shape
+    x = torch.randn(m, k, device=weight.device).to(DTYPE)
+    # The packed scales are the checkpoint's, in the same dtype: the reference is exact.
+    error = worst_tile_error(module(x), x.double() @ weight.double().t())
+    dense = weight.to(DTYPE)
+    copies = min(MAX_COPIES, copies_needed(module.packed.nbytes, target.l2))
+    layers = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
+    copies = min(MAX_COPIES, copies_needed(dense.numel() * dense.element_size(), target.l2))
+    weights = [dense, *(dense.clone() for _ in range(copies - 1))]
+    times = time_calls(
+        {"tilebit": [lambda q=q: q(x) for q in layers], "torch": [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]},
+        "cuda:0" if target.is_cuda else "cpu",
+    )
+    return Line(family, n, k, m, times["tilebit"].us, times["torch"].us, error)
+
+
+@contextmanager
+def _step(console: Console, title: str) -> Iterator[None]:
+    console.print(f"  ... {title}")
+    start = time.monotonic()
+    yield
+    console.print(f"      done in {time.monotonic() - start:.1f} s")
+
+
+def result_table(lines: Sequence[Line]) -> Table:
+    """What was measured, one row per checkpoint family, shape and number of rows."""
+    table = Table(
+        title=f"y = x @ w^T, w of 4 bits in groups of {GROUP_SIZE}, x in {str(DTYPE).removeprefix('torch.')}", title_justify="left"
+    )
+    for column in ("checkpoint", "n", "k", "rows", "tilebit us", "torch us", "ratio", "error", ""):
+        table.add_column(column, justify="left" if column in ("checkpoint", "") else "right", no_wrap=True)
+    for line in lines:
+        verdict = "[green]right[/]" if line.right else "[red]WRONG[/]"
+        values = (
+            str(line.n),
+            str(line.k),
+            str(line.m),
+            f"{line.ours:.1f}",
+            f"{line.torchs:.1f}",
+            f"{line.torchs / line.ours:.2f}x",
+            f"{line.error:.1e}",
+        )
+        table.add_row(line.family, *values, verdict)
+    return table
+
+
+def main() -> int:
+    """Exit code 0 when every result was right."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tilebit.command.demo",
+        description="Make, import, pack, compile, tune, call, check and time 4-bit layers on this machine.",
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=f"seconds of tuning (default {BUDGET_S:g})")
+    arguments = parser.parse_args()
+    if arguments.budget <= 0:
+        parser.error(f"--budget is {arguments.budget:g}; accepted: seconds above 0")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    lines = run(console, arguments.budget)
+    console.print()
+    console.print(result_table(lines))
+    wrong = sum(not line.right for line in lines)
+    if wrong:
+        console.print(f"[red]{wrong} of {len(lines)} results are wrong[/]; please report this with the output of `tilebit doctor`")
+        return 1
+    console.print(f"all {len(lines)} results are right; next: `tilebit bench --help`, `tilebit explain --help`, README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

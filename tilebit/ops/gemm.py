@@ -1,0 +1,267 @@
+"""The functional door: ``tilebit.gemm`` and the operator behind it, ``torch.ops.tilebit.gemm``.
+
+The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it traces (torch.compile, export) with a
+dynamic number of rows, and is inference only. Everything is checked before a kernel is launched; a call that passes costs a few
+microseconds of host time, which is also why an eager call goes past the dispatcher where nothing can tell (``call``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
+
+from ..layouts.formats import QuantFormat
+from ..weights.packed import PackedWeight
+from . import dispatch
+from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
+
+try:
+    from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd.profiler import _is_profiler_enabled  # noqa: F401  read from its module at each call: it changes
+except ImportError:  # a torch that does not say who observes operators: then someone may, and ``call`` takes the operator
+
+    def _len_torch_dispatch_stack() -> int:
+        return 1
+
+
+MAX_CHECKED = 65536  # weights whose check is remembered
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that observe nothing
+_checked = dispatch.checked
+_library = torch.library.Library("tilebit", "DEF")
+_library.define(
+    "gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size, bool dependent=False) -> "
+    "Tensor"
+)
+_operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
+
+
+def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
+    """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
+
+    ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and strides: rows that are not contiguous
+    or not 16-byte aligned (on CUDA also a k that is no multiple of 8, and ``packed.perm``) cost one copy of x. ``bias`` is [n] in the
+    same dtype. No rows give an empty result. Peak memory is y, that copy where one is made, and the workspace of ``tilebit.ops.workspace``.
+
+    ``dependent`` (programmatic dependent launch): the kernel may start while the previous kernel of the stream still runs. It requests
+    the weight at once and touches x and y only when that kernel has finished, so everything but x must have been written before that
+    previous kernel was launched. It hides the start of a launch behind the end of the previous one; where the kernel or the device has no
+    dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
+
+    Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and ``KernelUnavailable`` when no kernel is at hand, all
+    before a launch.
+    """
+    if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight) or not (bias is None or isinstance(bias, Tensor)):
+        raise TypeError(
+            f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
+            f"one with tilebit.pack) and a torch.Tensor or None"
+        )
+    shape, f = x.shape, packed.format
+    if packed.perm is not None:
+        if not shape or shape[-1] != packed.k or x.device != packed.device:
+            _reject_x(x, packed.k, packed.device)
+        x = x.index_select(-1, packed.perm)
+    elif shape and shape[-1] != packed.k:
+        _reject_x(x, packed.k, packed.device)
+    return call(x, packed.weight, packed.scales, packed.zeros, bias, packed.n, f.bits, f.group_size, dependent)
+
+
+def call(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    dependent: bool,
+) -> Tensor:
+    """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two apart.
+
+    The dispatcher takes a third of a call's host time (4 of 12 us), only to arrive at ``_gemm``. It is needed where something observes
+    operators: a tracer (dynamo, torch.jit), a mode (fake tensors, make_fx, FLOP counts), a transform (vmap), the profiler, a tensor
+    subclass, autograd; and for a ``dependent`` that is no bool, which the schema refuses. Asking for all of them takes half a
+    microsecond; dynamo takes the first answer for a constant and traces the operator.
+
+    Two rare kinds of x would cost as much again to ask for and are refused by ``_gemm`` before it launches, so they come to the operator
+    that way: one of another device (meta: its fake answers) and a view with lazy signs (which the dispatcher writes out).
+    """
+    plain = (
+        not is_dynamo_compiling()
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and type(scales) in _PLAIN
+        and (zeros is None or type(zeros) in _PLAIN)
+        and (bias is None or type(bias) in _PLAIN)
+        and type(dependent) is bool
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and peek_interpreter_stack() is None
+        and not _is_tracing()
+        and not profiler._is_profiler_enabled
+        and not (is_grad_enabled() and (x.requires_grad or scales.requires_grad or (bias is not None and bias.requires_grad)))
+    )
+    if plain:
+        try:
+            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+        except (RuntimeError, ValueError):
+            if (x.is_cuda or x.is_cpu) and not x.is_neg():
+                raise
+    return _operator(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+
+
+def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependent: bool = False) -> None:
+    """Load, and where needed compile, the kernels that calls with ``m`` rows will use: before a CUDA-graph capture or a first request.
+    ``bias`` and ``dependent`` say whether these calls pass them.
+
+    Raises ``KernelUnavailable`` when one is missing and cannot be built.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"got prepare({type(packed).__name__}, ...); accepted: a PackedWeight; make one with tilebit.pack")
+    rows = list(m)
+    if not rows or any(not isinstance(count, int) or count < 1 for count in rows):
+        raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above")
+    f = packed.format
+    plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias, dependent)
+    plan.prepare(rows)
+
+
+def _gemm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    dependent: bool = False,
+) -> Tensor:
+    shape = x.shape
+    k = shape[-1] if shape else 0
+    flat = len(shape) == 2
+    m = shape[0] if flat else x.numel() // (k or 1)
+    key = (id(weight), k, n, bits, group_size, zeros is None, bias is None, dependent)
+    plan = _checked.get(key)
+    launch = None if plan is None else plan.launchers.get(m)
+    if plan is None or launch is None:
+        plan = _checked_plan(key, x, weight, scales, zeros, bias)
+        launch = plan.launcher(m) if m else None
+    if flat:
+        rows = x
+        y = out = x.new(m, n)  # new_empty costs 0.15 us more, and lengths in a tuple half a microsecond
+    else:
+        y = x.new(*shape[:-1], n)
+        rows, out = x.reshape(m, k), y.view(m, n)
+    if launch is None:  # no rows
+        return y
+    if plan.kx != k:
+        rows = torch.nn.functional.pad(rows, (0, plan.kx - k))
+    elif not rows.is_contiguous():
+        rows = rows.contiguous()
+    try:
+        if plan.guarded:
+            with torch.cuda.device(plan.device):
+                launch(rows, weight, scales, zeros, bias, out)
+        else:
+            launch(rows, weight, scales, zeros, bias, out)
+    except Exception:
+        again = _checked_plan(key, x, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
+        if again is not plan:  # found by a weight whose company has since been cast or moved
+            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+        if rows.data_ptr() % ALIGNMENT == 0:
+            raise
+        with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
+            launch(rows.clone(), weight, scales, zeros, bias, out)  # a kernel refuses rows off a 16-byte boundary: rare, so tried first
+    return y
+
+
+def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Plan:
+    """The plan of a call, which later calls with this weight find under ``key``. Raises ``ValueError`` for what does not fit.
+
+    Kernels check their operands in C before they launch, at no cost that shows: so this runs once per weight and number of rows, and again
+    when a kernel refuses. For the same reason ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
+    """
+    _, k, n, bits, group_size, symmetric, plain, dependent = key
+    if not k or x.dtype not in DTYPE_NAMES:
+        _reject_x(x, None, weight.device)
+    plan = dispatch.plan_for(x.device, n, k, bits, group_size, x.dtype, not symmetric, not plain, dependent)
+    _check(plan, weight, scales, zeros, bias)
+    if len(_checked) >= MAX_CHECKED:
+        _checked.clear()
+    _checked[key] = plan
+    return plan
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel may read ``tensor`` as it is."""
+    return (
+        tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and tensor.device == device
+    )
+
+
+def _gemm_fake(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int, *_: bool
+) -> Tensor:
+    if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
+        _reject_x(x, None, weight.device)
+    for name, operand in (("weight", weight), ("scales", scales), ("zeros", zeros), ("bias", bias)):
+        if operand is not None and operand.device != x.device:
+            raise ValueError(f"{name} is on {operand.device} and x on {x.device}; accepted: all on one device: move them there")
+    QuantFormat(bits, group_size, zeros is None)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("gemm", _gemm, _key)
+torch.library.register_fake("tilebit::gemm", _gemm_fake, lib=_library)
+
+
+def _reject_x(x: Tensor, k: int | None, device: torch.device) -> NoReturn:
+    accepted = f"float16 or bfloat16 [..., {'k' if k is None else k}] on {device}"
+    raise ValueError(
+        f"x is {_describe(x)}; accepted: {accepted}{' with k >= 1' if k is None else ''}; convert it with x.to(...) or "
+        f"pass the weight that fits"
+    )
+
+
+def _check(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> None:
+    """Raise ``ValueError`` for the first operand that does not fit the plan."""
+    w = plan.workload
+    expected = [("weight", weight, torch.int32, plan.weight_shape), ("scales", scales, plan.dtype, plan.columns)]
+    expected += [] if zeros is None else [("zeros", zeros, plan.dtype, plan.columns)]
+    expected += [] if bias is None else [("bias", bias, plan.dtype, (w.n,))]
+    call = f"x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
+    for name, tensor, dtype, shape in expected:
+        if _fits(tensor, shape, dtype, plan.device):
+            continue
+        advice = (
+            f"pass a bias of {w.n} values in x's dtype"
+            if name == "bias"
+            else f"pack the weight for this device and dtype with tilebit.pack ({plan.target.arch})"
+        )
+        raise ValueError(
+            f"{name} is {_describe(tensor)}; {call} need {str(dtype).removeprefix('torch.')} {list(shape)} on {plan.device}, "
+            f"contiguous and {ALIGNMENT}-byte aligned; {advice}"
+        )
+
+
+def _describe(t: Tensor) -> str:
+    text = f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
+    if not t.is_contiguous():
+        text += f" with strides {list(t.stride())}"
+    if t.device.type != "meta" and t.data_ptr() % ALIGNMENT:
+        text += f", {t.data_ptr() % ALIGNMENT} bytes past a {ALIGNMENT}-byte boundary"
+    return text

@@ -1,0 +1,1 @@
+"""Low-bit weights: quantizers, packed tensors, modules and checkpoints."""

@@ -1,0 +1,223 @@
+"""What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's and compressed-tensors', brought to one form.
+
+compressed-tensors configs are parsed by that library where it is installed (presets, defaults, validation, target matching); without it,
+the JSON fields are read as they stand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
+
+FAMILIES = ("awq", "gptq", "compressed-tensors")
+GPTQ_FORMATS = ("gptq", "gptq_v2")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or not be trusted: what was got, what is accepted, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScheme:
+    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, the format, and whether its columns are in act-order (None:
+    not declared).
+    """
+
+    storage: str
+    format: QuantFormat
+    desc_act: bool | None
+
+
+Schemes = Callable[[str], LayerScheme]
+
+
+def parse_quantization(config: Mapping[str, Any], checkpoint_format: str | None = None) -> tuple[str, Schemes]:
+    """(family, layer name -> ``LayerScheme``) of a quantization config with a ``quant_method``.
+
+    ``checkpoint_format`` ("gptq", "gptq_v2") overrides what a GPTQ config says of its zero points. Raises ``CheckpointError`` for methods,
+    versions, bits and group sizes that are not supported: for those of the whole checkpoint now, for those of one layer when its scheme is
+    asked for.
+    """
+    method = config.get("quant_method")
+    check_gptq_format(checkpoint_format)
+    if checkpoint_format is not None and method != "gptq":
+        raise CheckpointError(
+            f"checkpoint_format {checkpoint_format!r} was given for a {method!r} checkpoint; only GPTQ has it: leave it out"
+        )
+    if method == "awq":
+        return "awq", _awq(config)
+    if method == "gptq":
+        return "gptq", _gptq(config, checkpoint_format)
+    if method == "compressed-tensors":
+        return "compressed-tensors", _compressed_tensors(config)
+    _refuse("quant_method", method, FAMILIES, "quantize the model with AutoAWQ, GPTQModel or llm-compressor")
+
+
+def check_gptq_format(checkpoint_format: str | None) -> None:
+    """Raise ``CheckpointError`` unless this override is None or one of ``GPTQ_FORMATS``."""
+    if checkpoint_format is not None and checkpoint_format not in GPTQ_FORMATS:
+        _refuse("checkpoint_format", checkpoint_format, GPTQ_FORMATS, "pass one of these, or nothing to trust the config")
+
+
+def quant_format(what: str, bits: Any, group_size: Any, symmetric: Any) -> QuantFormat:
+    """A ``QuantFormat`` from untrusted fields; raises ``CheckpointError`` naming ``what`` holds them."""
+    if isinstance(bits, bool) or bits not in BITS:
+        _refuse(f"{what}: bits", bits, BITS, "requantize the model to one of these")
+    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+        _refuse(f"{what}: group_size", group_size, GROUP_SIZES, "requantize the model with one of these (-1: one group per output channel)")
+    if not isinstance(symmetric, bool):
+        _refuse(f"{what}: symmetric", symmetric, (True, False), "repair the config")
+    return QuantFormat(bits, group_size, symmetric)
+
+
+def _awq(config: Mapping[str, Any]) -> Schemes:
+    version = str(config.get("version", config.get("format", "gemm"))).lower()
+    if version != "gemm":
+        _refuse("AWQ version", version, ("gemm",), "its weights are laid out for another kernel; quantize again with version='GEMM'")
+    bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+    if bits != 4:
+        _refuse("AWQ bits", bits, (4,), "the gemm version exists at 4 bits only; repair the config")
+    scheme = LayerScheme("awq", quant_format("AWQ config", bits, group, not _flag(config, "zero_point", True)), False)
+    return lambda name: scheme
+
+
+def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
+    declared = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if config.get("is_marlin_format"):
+        declared = "marlin"
+    storage = override or declared
+    if storage not in GPTQ_FORMATS:
+        _refuse(
+            "GPTQ checkpoint_format",
+            storage,
+            GPTQ_FORMATS,
+            "its weights are laid out for one kernel; save the model again as 'gptq' or 'gptq_v2'",
+        )
+    if config.get("pack_dtype", "int32") not in ("int32", None):
+        _refuse("GPTQ pack_dtype", config["pack_dtype"], ("int32",), "save the model again with pack_dtype='int32'")
+    base = {
+        "bits": config.get("bits"),
+        "group_size": config.get("group_size"),
+        "sym": _flag(config, "sym", True),
+        "desc_act": _flag(config, "desc_act", False),
+    }
+    dynamic = config.get("dynamic") or {}
+
+    def scheme(name: str) -> LayerScheme:
+        fields = base
+        for pattern, overrides in dynamic.items():
+            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+                fields = base | {key: value for key, value in overrides.items() if key in base}
+                break
+        format = quant_format(f"GPTQ config for {name}", fields["bits"], fields["group_size"], fields["sym"])
+        return LayerScheme(storage, format, fields["desc_act"])
+
+    quant_format("GPTQ config", base["bits"], base["group_size"], base["sym"])
+    return scheme
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
+    groups, storage_format = _config_groups(config), config.get("format")
+    if storage_format not in ("pack-quantized", "mixed-precision"):
+        _refuse(
+            "compressed-tensors format",
+            storage_format,
+            ("pack-quantized",),
+            "save the model again with quantization_format='pack-quantized'",
+        )
+    if config.get("quantization_status", "compressed") != "compressed":
+        _refuse(
+            "compressed-tensors quantization_status",
+            config["quantization_status"],
+            ("compressed",),
+            "save the model again with save_compressed=True",
+        )
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        _refuse("compressed-tensors sparsity format", sparsity, ("dense",), "save the model again without sparse compression")
+
+    def scheme(name: str) -> LayerScheme:
+        group = _group_of(name, groups)
+        if (group.get("format") or storage_format) != "pack-quantized":
+            _refuse(f"compressed-tensors format of {name}", group.get("format"), ("pack-quantized",), "save the model again in it")
+        if group.get("input_activations"):
+            raise CheckpointError(
+                f"{name} quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16: quantize again with one of "
+                "those"
+            )
+        weights = group.get("weights") or {}
+        if weights.get("type", "int") != "int":
+            _refuse(f"{name}: type", weights["type"], ("int",), "use an integer scheme such as W4A16")
+        size, strategy = weights.get("group_size"), weights.get("strategy")
+        strategy = strategy or ("tensor" if size is None else "channel" if size == PER_CHANNEL else "group")
+        if strategy not in ("group", "channel"):
+            _refuse(f"{name}: strategy", strategy, ("group", "channel"), "use one of these")
+        format = quant_format(name, weights.get("num_bits"), PER_CHANNEL if strategy == "channel" else size, weights.get("symmetric", True))
+        return LayerScheme("compressed-tensors", format, weights.get("actorder") in ("group", "dynamic"))
+
+    return scheme
+
+
+def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemes, validated and completed by the compressed-tensors library if there is one."""
+    raw = config.get("config_groups")
+    if not isinstance(raw, Mapping) or not raw:
+        raise CheckpointError(
+            "the compressed-tensors config has no config_groups; accepted: at least one group with targets and weights: repair config.json"
+        )
+    # Releases up to 0.19 wrote actorder "group" (the layer then has a weight_g_idx); later ones refuse to parse it. The flag is kept aside.
+    actorder = {key: (group.get("weights") or {}).get("actorder") for key, group in raw.items() if isinstance(group, Mapping)}
+    if importlib.util.find_spec("compressed_tensors") is None:
+        if any(isinstance(group, list) for group in raw.values()):
+            raise CheckpointError(
+                f"config_groups name presets ({', '.join(raw)}), which only the compressed-tensors library resolves: pip install "
+                "compressed-tensors"
+            )
+        return [dict(group) for group in raw.values()]
+    from compressed_tensors.quantization import QuantizationConfig
+
+    plain = {}
+    for key, group in raw.items():
+        plain[key] = group
+        if actorder.get(key) in ("group", "dynamic"):
+            plain[key] = {**group, "weights": {**group["weights"], "actorder": None}}
+    try:
+        groups = QuantizationConfig.model_validate({**config, "config_groups": plain}).model_dump(mode="json")["config_groups"]
+    except (ValueError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"the compressed-tensors library refuses the quantization config: {error}; repair config.json or update the library"
+        ) from error
+    for key, group in groups.items():
+        if actorder.get(key) in ("group", "dynamic"):
+            group["weights"]["actorder"] = "group"
+    return list(groups.values())
+
+
+def _group_of(name: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The scheme of a layer: by its name first, then by a pattern, then by the class "Linear"."""
+    exact = [g for g in groups if any(not t.startswith("re:") and (t == name or name.endswith("." + t)) for t in g.get("targets", []))]
+    pattern = [g for g in groups if any(t.startswith("re:") and re.match(t[3:], name) for t in g.get("targets", []))]
+    by_class = [g for g in groups if "Linear" in g.get("targets", [])]
+    found = exact or pattern or by_class
+    if not found:
+        targets = [target for group in groups for target in group.get("targets", [])]
+        raise CheckpointError(
+            f"{name} holds a packed weight but no config group targets it (targets: {targets}); repair config_groups in config.json"
+        )
+    return found[0]
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        _refuse(f"the quantization config's {key}", value, (True, False), "repair the config")
+    return value
+
+
+def _refuse(what: str, got: Any, accepted: tuple[Any, ...], action: str) -> NoReturn:
+    raise CheckpointError(f"{what} is {got!r}; accepted: {', '.join(map(repr, accepted))}; {action}")

@@ -1,0 +1,263 @@
+"""``QuantLinear``: a linear layer whose weight stays packed, and ``quantize_model``, which puts it in place of ``nn.Linear``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layouts.formats import QuantFormat
+from ..layouts.packing import gemm_layout
+from ..ops.gemm import call
+from .packed import DTYPES, PackedWeight, arch_of, pack
+from .quantize import QuantizedTensor, quantize
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+_EXTRA = "_extra_state"
+
+
+class QuantLinear(nn.Module):
+    """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] packed for the GEMM kernels of the device that the module is on.
+
+    Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints);
+    shapes and layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON (so that safetensors stores
+    it), the format and the layout's architecture. Moving the module to a device whose kernels read another layout repacks the weight; so
+    does loading a state_dict that was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
+    ``.to(dtype)`` rounds them. Inference only.
+
+    ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm`` describes: it may start while the previous kernel
+    of the stream still runs. The layer keeps that safe for what it does itself: switching the option on, and moving, casting, loading or
+    copying the layer while it is on, waits for the device once. Code that writes to the buffers in place must do the same.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    perm: Tensor | None
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> None:
+        super().__init__()
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(
+                f"got QuantLinear({type(packed).__name__}); accepted: a PackedWeight; use QuantLinear.from_float(linear) "
+                f"or QuantLinear.from_checkpoint(...)"
+            )
+        if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
+            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
+        self.in_features, self.out_features = packed.k, packed.n
+        self.format = packed.format
+        self._hold(packed)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self.dependent = dependent
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        format: QuantFormat | str = QuantFormat(),
+        clip_search: bool = False,
+        dtype: torch.dtype | None = None,
+        dependent: bool = False,
+    ) -> QuantLinear:
+        """``linear`` quantized (round to nearest; ``clip_search`` as in ``quantize``) on its own device, computing in ``dtype``: by
+        default the weight's, fp16 for fp32 weights. Raises ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"got from_float({type(linear).__name__}); accepted: torch.nn.Linear")
+        format = QuantFormat.parse(format) if isinstance(format, str) else format
+        weight = linear.weight.detach()
+        chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
+        return cls(pack(quantize(weight, format, clip_search, chosen), chosen), linear.bias, dependent)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        name: str,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        dependent: bool = False,
+    ) -> QuantLinear:
+        """The layer ``name`` of ``checkpoint``, packed on ``device``. Raises as ``Checkpoint.quantized`` and ``pack`` do."""
+        return cls(pack(checkpoint.quantized(name, device), dtype), checkpoint.bias(name, device), dependent)
+
+    @property
+    def dependent(self) -> bool:
+        """Whether a call may start while the previous kernel of the stream still runs."""
+        return self._dependent
+
+    @dependent.setter
+    def dependent(self, value: bool) -> None:
+        self._dependent = bool(value)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the buffers are written, if kernels may read them before the preceding kernel has ended."""
+        device = self.weight.device
+        if self._dependent and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as ``tilebit.gemm`` takes it (sharing the buffers)."""
+        return PackedWeight(
+            self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.scales.dtype, self.arch, self.perm
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        # As attributes they would cost 0.9 us each. A buffer that was replaced by a Parameter is found among those.
+        held: dict[str, Any] = {**self._buffers, **self._parameters} if self._parameters else self._buffers
+        perm, f = held["perm"], self.format
+        if perm is not None:
+            x = x.index_select(-1, perm)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
+        return call(
+            x, held["weight"], held["scales"], held["zeros"], held["bias"], self.out_features, f.bits, f.group_size, self._dependent
+        )
+
+    def unpack(self) -> QuantizedTensor:
+        """The weight as codes, scales and zero points."""
+        return self.packed.unpack()
+
+    def extra_repr(self) -> str:
+        shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{shape}, format={self.format.name}, arch={self.arch}{', dependent=True' if self._dependent else ''}"
+
+    def _hold(self, packed: PackedWeight) -> None:
+        self.arch = packed.arch
+        for name in ("weight", "scales", "zeros", "perm"):
+            self.register_buffer(name, getattr(packed, name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Every move and cast comes here. Codes pass through unpacked form when the new device's kernels read another layout."""
+        before = self.packed
+        super()._apply(fn, recurse)  # type: ignore[arg-type]
+        if self.weight.device.type in ("cpu", "cuda") and before.device.type != "meta":
+            self._repack_for(arch_of(self.weight.device))
+        self._settle()
+        return self
+
+    def _repack_for(self, arch: str) -> None:
+        if not _same_layout(arch, self.arch, self.format.bits):
+            codes = self.unpack()
+            self._hold(pack(codes, self.scales.dtype, arch=arch))
+        self.arch = arch
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copying and unpickling come here."""
+        super().__setstate__(state)
+        self._settle()
+
+    def get_extra_state(self) -> Tensor:
+        described = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json(), "arch": self.arch}
+        return torch.tensor(list(json.dumps(described, sort_keys=True).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Checked in ``_load_from_state_dict``, before any buffer is touched."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        names = [name for name, buffer in self._buffers.items() if buffer is not None]
+        described = state_dict.get(prefix + _EXTRA)
+        if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
+            try:
+                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, _parse(described))}
+            except ValueError as error:
+                errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
+                return
+        shapes = {name: tuple(state_dict[prefix + name].shape) for name in names if prefix + name in state_dict}
+        for name in ("weight", "scales", "zeros"):  # the sizes of a layout are its own: no other module can guess them from a mismatch
+            buffer = self._buffers.get(name)
+            if buffer is not None and name in shapes and shapes[name] != tuple(buffer.shape):
+                errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self._settle()
+
+    def _as_stored_here(self, state_dict: dict[str, Any], prefix: str, described: dict[str, Any]) -> dict[str, Tensor]:
+        """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when they belong to another shape or
+        format."""
+        own = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json()}
+        if {name: described.get(name) for name in own} != own:
+            raise ValueError(
+                f"the state_dict holds { ({name: described.get(name) for name in own}) }; this module is {own}: build the module that fits"
+            )
+        if _same_layout(described["arch"], self.arch, self.format.bits):
+            return {}
+        scales, zeros = state_dict[prefix + "scales"], state_dict.get(prefix + "zeros")
+        stored = PackedWeight(
+            state_dict[prefix + "weight"], scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"]
+        )
+        packed = pack(stored.unpack(), scales.dtype, arch=self.arch)
+        found = {"weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros}
+        return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _same_layout(a: str, b: str, bits: int) -> bool:
+    return a == b or gemm_layout(a, bits) is gemm_layout(b, bits) or gemm_layout(a, bits).name == gemm_layout(b, bits).name
+
+
+def _parse(state: Any) -> dict[str, Any]:
+    try:
+        described = json.loads(bytes(state.tolist()))
+        gemm_layout(described["arch"], described["format"]["bits"])
+        return described
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the extra state is no description of a packed weight ({error}); accepted: a state_dict of a QuantLinear"
+        ) from None
+
+
+def quantize_model(
+    model: nn.Module,
+    format: QuantFormat | str = QuantFormat(),
+    skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
+    clip_search: bool = False,
+    dtype: torch.dtype | None = None,
+    dependent: bool = False,
+) -> list[str]:
+    """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place; returns the names replaced.
+
+    ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a predicate of (name, layer). A layer
+    shared under several names is quantized once. Layers are converted before any is replaced: an error leaves the model as it was.
+    ``dependent`` is every new layer's. Raises ``ValueError`` when nothing is left to replace.
+    """
+    format = QuantFormat.parse(format) if isinstance(format, str) else format
+    keeps = _keeps(skip)
+    found = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is nn.Linear and name and not keeps(name, layer)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
+            f"a single layer: QuantLinear.from_float)"
+        )
+    converted = {layer: QuantLinear.from_float(layer, format, clip_search, dtype, dependent) for layer in dict.fromkeys(found.values())}
+    for name, layer in found.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, converted[layer])
+    return list(found)
+
+
+def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:
+    """``skip`` of ``quantize_model`` as a predicate."""
+    if callable(skip):
+        return skip
+    kept = (skip,) if isinstance(skip, str) else tuple(skip)
+    return lambda name, layer: any(name == end or name.endswith("." + end) for end in kept)

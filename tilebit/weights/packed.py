@@ -1,0 +1,197 @@
+"""Packed weights: the operand a kernel reads, and the code that writes it on the weight's own device.
+
+Everything follows ``PackedLayout.order``; nothing here knows a kernel. Words are assembled as bytes (slot pairs of a 4-bit word share a
+byte), so no step widens codes beyond uint8; the hosts and GPUs supported are little-endian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layouts.formats import QuantFormat
+from ..layouts.packing import PackedLayout, gemm_layout
+from ..schedules.target import target_from_capability
+from .quantize import QuantizedTensor
+
+DTYPES = (torch.float16, torch.bfloat16)
+# Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4 x this (128 MiB), or four rows of tiles
+# if that is more.
+_CHUNK_CODES = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [n, k] as the GEMM kernels of ``arch`` read it.
+
+    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``gemm_layout(arch, format.bits)``; ``scales`` [groups, n_pad] in ``dtype``
+    (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype`` holding integers, or None for a symmetric format; n_pad is n rounded up to whole
+    tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T. Raises
+    ``ValueError`` for anything else.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    n: int
+    k: int
+    format: QuantFormat
+    dtype: torch.dtype
+    arch: str
+    perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        columns = (self.format.groups(self.k), layout.padded(self.n, self.k)[0])
+        expected = [
+            ("weight", self.weight, torch.int32, layout.storage_shape(self.n, self.k)),
+            ("scales", self.scales, self.dtype, columns),
+        ]
+        if (self.zeros is None) != self.format.symmetric:
+            raise ValueError(
+                f"zeros are {'absent' if self.zeros is None else 'given'}; {self.format.name} "
+                f"{'has none' if self.format.symmetric else 'needs them'}"
+            )
+        if self.zeros is not None:
+            expected.append(("zeros", self.zeros, self.dtype, columns))
+        if self.perm is not None:
+            expected.append(("perm", self.perm, torch.int64, (self.k,)))
+        for name, tensor, dtype, shape in expected:
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != self.weight.device:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)} on "
+                    f"{tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}; {self.format.name} "
+                    f"[{self.n}, {self.k}] for {self.arch} needs contiguous {dtype} {list(shape)} on {self.weight.device}"
+                )
+
+    @property
+    def layout(self) -> PackedLayout:
+        return gemm_layout(self.arch, self.format.bits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm) if t is not None)
+
+    def unpack(self) -> QuantizedTensor:
+        """The inverse of ``pack`` (scales stay in ``dtype``)."""
+        codes = unpack_words(self.weight, self.layout, self.n, self.k)
+        zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
+        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm)
+
+
+def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:
+    """``q`` as the kernels read it, packed on ``device`` (default: where ``q`` is).
+
+    ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults to the device's ("cpu", or the GPU's
+    "sm_..."); name one to pack for another. Peak extra memory beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if
+    ``dtype`` is another one or a scale overflows or vanishes in it.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
+    if device is not None:
+        q = q.to(device)
+    layout = gemm_layout(arch or arch_of(q.device), q.format.bits)
+    n_pad = layout.padded(q.n, q.k)[0]
+    scales = q.scales.to(dtype)
+    if scales.dtype != q.scales.dtype:
+        lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
+        if bool(lost.any()):
+            row, group = lost.nonzero()[0].tolist()
+            raise ValueError(
+                f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
+                f"{float(q.scales[row, group]):g}; use "
+                f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
+            )
+    return PackedWeight(
+        weight=pack_codes(q.codes, layout),
+        scales=_by_group(scales, n_pad),
+        zeros=None if q.zeros is None else _by_group(q.zeros.to(dtype), n_pad),
+        n=q.n,
+        k=q.k,
+        format=q.format,
+        dtype=dtype,
+        arch=arch or arch_of(q.device),
+        perm=q.perm,
+    )
+
+
+def arch_of(device: torch.device) -> str:
+    """The arch whose kernels run on ``device``; raises ``ValueError`` for devices without one."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return target_from_capability(*torch.cuda.get_device_capability(device)).arch
+    raise ValueError(f"device is {str(device)!r}; accepted: 'cpu', 'cuda'")
+
+
+def pack_codes(codes: Tensor, layout: PackedLayout) -> Tensor:
+    """uint8 [n, k] codes (below ``2 ** bits``) -> int32 ``layout.storage_shape(n, k)`` on the same device; 4 and 8 bits. Equals
+    ``PackedLayout.pack``.
+    """
+    n, k = codes.shape
+    storage = torch.empty(layout.storage_shape(n, k), dtype=torch.int32, device=codes.device)
+    order = torch.from_numpy(layout.order.astype("int64").ravel()).to(codes.device)
+    for part, rows, columns in _chunks(layout, n, k):
+        block = codes[rows, columns]
+        pad_n, pad_k = layout.padded(*block.shape)
+        block = torch.nn.functional.pad(block, (0, pad_k - block.shape[1], 0, pad_n - block.shape[0]))
+        block = block.view(pad_n // layout.tile_n, layout.tile_n, pad_k // layout.tile_k, layout.tile_k)
+        block = block.permute(*((0, 2, 1, 3) if layout.outer == "n_major" else (2, 0, 1, 3))).reshape(-1, order.numel())
+        if layout.bits == 4:
+            data = block.index_select(1, order[1::2]).bitwise_left_shift_(4).bitwise_or_(block.index_select(1, order[0::2]))
+        else:
+            data = block.index_select(1, order)
+        storage[part] = data.view(torch.int32).view(storage[part].shape)
+    return storage
+
+
+def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
+    """The inverse of ``pack_codes``: int32 words (any shape of the storage's size) -> uint8 [n, k] on the same device. Equals
+    ``PackedLayout.unpack``.
+    """
+    shape = layout.storage_shape(n, k)
+    if words.dtype != torch.int32 or words.numel() != shape[0] * shape[1] * shape[2]:
+        raise ValueError(f"{layout.name}: got {words.dtype} {list(words.shape)} for a [{n}, {k}] weight; accepted: int32 {list(shape)}")
+    words = words.contiguous().view(shape)
+    inverse = torch.from_numpy(layout.inverse_order().astype("int64")).to(words.device)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=words.device)
+    for part, rows, columns in _chunks(layout, n, k):
+        data = words[part].reshape(-1, layout.words).view(torch.uint8)
+        if layout.bits == 4:
+            data = torch.stack((data & 15, data >> 4), dim=-1).view(len(data), -1)
+        data = data.index_select(1, inverse).view(*words[part].shape[:2], layout.tile_n, layout.tile_k)
+        data = data.permute(*((0, 2, 1, 3) if layout.outer == "n_major" else (1, 2, 0, 3)))
+        target = codes[rows, columns]
+        data = data.reshape(data.shape[0] * layout.tile_n, data.shape[2] * layout.tile_k)
+        target.copy_(data[: target.shape[0], : target.shape[1]])
+    return codes
+
+
+def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, slice]]:
+    """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along the storage's first axis; 4 and 8 bits
+    only.
+    """
+    if layout.bits not in (4, 8):
+        raise ValueError(f"{layout.name} has {layout.bits} bits; accepted here: 4, 8")
+    pad_n, pad_k = layout.padded(n, k)
+    tile, across = (layout.tile_n, pad_k) if layout.outer == "n_major" else (layout.tile_k, pad_n)
+    step = max(1, _CHUNK_CODES // (tile * across))
+    pieces = []
+    for start in range(0, layout.storage_shape(n, k)[0], step):
+        inside, whole = slice(start * tile, (start + step) * tile), slice(None)
+        pieces.append((slice(start, start + step), *((inside, whole) if layout.outer == "n_major" else (whole, inside))))
+    return pieces
+
+
+def _by_group(values: Tensor, n_pad: int) -> Tensor:
+    """[n, groups] -> contiguous [groups, n_pad], padded with zeros."""
+    padded = torch.zeros(values.shape[1], n_pad, dtype=values.dtype, device=values.device)
+    padded[:, : values.shape[0]] = values.t()
+    return padded

@@ -1,0 +1,200 @@
+"""Quantized weights and round-to-nearest quantization.
+
+Grouped round to nearest with an optional clipping search: per group, the shrink factor of its range that minimizes the squared error of the
+weights (the weight-clipping step of AWQ, arXiv:2306.00978, with the weights themselves as the objective, so that no calibration data is
+needed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layouts.formats import PER_CHANNEL, QuantFormat
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if its error is smaller.
+CLIP_FACTORS = tuple(1.0 - 0.025 * step for step in range(21))
+# Elements quantized at once: bounds the fp32 temporaries to about 4 x 64 MiB whatever the weight's size.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """An unpacked quantized weight, w' = (codes - zeros) * scales.
+
+    ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size`` values of k (the last group may be
+    shorter); ``zeros`` uint8 [n, groups], or None for a symmetric format (the zero point is then ``2 ** (bits - 1)``). ``perm`` int64 [k]
+    (act-order checkpoints): column j of the codes is column ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @
+    w'^T. All tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above ``2 ** bits - 1`` included.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    format: QuantFormat
+    perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
+            raise ValueError(f"codes are {_describe(self.codes)}; accepted: uint8 [n, k] with n >= 1 and k >= 1")
+        shape = (self.n, self.format.groups(self.k))
+        if tuple(self.scales.shape) != shape or self.scales.dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"scales are {_describe(self.scales)}; {self.format.name} codes [{self.n}, {self.k}] need float16, bfloat16 or float32 "
+                f"{list(shape)}"
+            )
+        if (self.zeros is None) != self.format.symmetric:
+            raise ValueError(
+                f"zeros are {'absent' if self.zeros is None else 'given'} but the format is {self.format.name}; "
+                "a symmetric format has none, an asymmetric one needs them: pass the format that fits"
+            )
+        if self.zeros is not None and (tuple(self.zeros.shape) != shape or self.zeros.dtype != torch.uint8):
+            raise ValueError(f"zeros are {_describe(self.zeros)}; accepted: uint8 {list(shape)}")
+        if self.perm is not None and (tuple(self.perm.shape) != (self.k,) or self.perm.dtype != torch.int64):
+            raise ValueError(f"perm is {_describe(self.perm)}; accepted: int64 [{self.k}]")
+        devices = {tensor.device for tensor in (self.codes, self.scales, self.zeros, self.perm) if tensor is not None}
+        if len(devices) > 1:
+            raise ValueError(f"codes, scales, zeros and perm are on {sorted(map(str, devices))}; move them to one device")
+        if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, device=self.perm.device)):
+            raise ValueError(f"perm does not hold each of the columns 0..{self.k - 1} once")
+        if self.format.bits < 8:
+            for what, values in (("codes", self.codes), ("zeros", self.zeros)):
+                if values is not None and (top := int(values.max())) > self.format.max_code:
+                    raise ValueError(f"{what} reach {top}; {self.format.bits} bits hold 0 to {self.format.max_code}")
+
+    @property
+    def n(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def to(self, device: torch.device | str) -> QuantizedTensor:
+        """The same weight on ``device``."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        perm = None if self.perm is None else self.perm.to(device)
+        return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in fp32 (with fp16 or bf16 scales)."""
+        shifted = self.codes.float()
+        if self.zeros is None:
+            shifted -= self.format.symmetric_zero_point
+        else:
+            shifted -= _per_column(self.zeros.float(), self.format, self.k)
+        shifted *= _per_column(self.scales.float(), self.format, self.k)
+        if self.perm is not None:
+            shifted = torch.empty_like(shifted).index_copy_(1, self.perm, shifted)
+        return shifted.to(dtype)
+
+
+def quantize(w: Tensor, format: QuantFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
+    """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of ``format``.
+
+    ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or bf16, else float16. Codes are rounded with
+    the *stored* scale, so nothing is lost when it is read back. A group's range always includes 0; an all-zero group gets scale 1 and
+    dequantizes to 0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error: never worse than without.
+    Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for NaN or infinite weights, an empty or non-matrix ``w``, and scales
+    that do not fit ``scale_dtype``.
+    """
+    if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
+        raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
+    if scale_dtype is None:
+        scale_dtype = w.dtype if w.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    if scale_dtype not in SCALE_DTYPES:
+        raise ValueError(f"scale_dtype is {scale_dtype}; accepted: {', '.join(map(str, SCALE_DTYPES))}")
+    n, k = w.shape
+    groups = format.groups(k)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(n, groups, dtype=scale_dtype, device=w.device)
+    zeros = None if format.symmetric else torch.empty(n, groups, dtype=torch.uint8, device=w.device)
+    group = k if format.group_size == PER_CHANNEL else format.group_size
+    rows = max(1, _CHUNK_ELEMENTS // (groups * group))
+    for start in range(0, n, rows):
+        part = slice(start, min(n, start + rows))
+        block = w[part].float()
+        _check_finite(block, start)
+        # Padding a short last group with zeros changes neither its range (which includes 0) nor its error (0 is represented exactly).
+        block = torch.nn.functional.pad(block, (0, groups * group - k)).view(-1, groups, group)
+        chosen = _search(block, format, scale_dtype, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
+        if not bool(torch.isfinite(chosen[1]).all()):
+            raise ValueError(
+                f"a group of rows {part.start}..{part.stop - 1} needs a scale above {torch.finfo(scale_dtype).max:g}, the largest "
+                f"{scale_dtype}; "
+                "rescale the weight or pass scale_dtype=torch.bfloat16"
+            )
+        codes[part] = chosen[0].view(block.shape[0], -1)[:, :k]
+        scales[part] = chosen[1]
+        if zeros is not None:
+            zeros[part] = chosen[2]
+    return QuantizedTensor(codes, scales, zeros, format)
+
+
+def _search(block: Tensor, format: QuantFormat, scale_dtype: torch.dtype, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of least squared error over ``factors``."""
+    low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
+    best = _round(block, low, high, format, scale_dtype)
+    if len(factors) == 1:
+        return best
+    best_error = _error(block, *best)
+    for factor in factors[1:]:
+        trial = _round(block, low * factor, high * factor, format, scale_dtype)
+        error = _error(block, *trial)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best = (
+            torch.where(better[..., None], trial[0], best[0]),
+            torch.where(better, trial[1], best[1]),
+            torch.where(better, trial[2], best[2]),
+        )
+    return best
+
+
+def _round(block: Tensor, low: Tensor, high: Tensor, format: QuantFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, stored scales and zero points of ``block`` for the range [low, high] of each group."""
+    # Symmetric: half the code range on either side. The positive end lies half a step above the last code, an error rounding has anyway.
+    exact = torch.maximum(-low, high) * (2.0 / format.max_code) if format.symmetric else (high - low) / format.max_code
+    info = torch.finfo(scale_dtype)
+    scale = torch.where(exact > 0, exact.clamp(min=info.smallest_normal * info.eps), 1.0).to(scale_dtype)
+    step = scale.float()
+    if format.symmetric:
+        zero = torch.full_like(step, float(format.symmetric_zero_point))
+    else:
+        zero = (-low / step).round_().clamp_(0, format.max_code)
+    codes = (block / step[..., None]).round_().add_(zero[..., None]).clamp_(0, format.max_code)
+    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Squared error of each group, fp32 [rows, groups]."""
+    restored = codes.float().sub_(zero[..., None]).mul_(scale[..., None].float())
+    return restored.sub_(block).square_().sum(-1)
+
+
+def _per_column(values: Tensor, format: QuantFormat, k: int) -> Tensor:
+    """[n, groups] -> something that broadcasts against [n, k]."""
+    return values if format.group_size == PER_CHANNEL else values.repeat_interleave(format.group_size, dim=1)[:, :k]
+
+
+def _check_finite(block: Tensor, first_row: int) -> None:
+    finite = torch.isfinite(block)
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()
+        row, column = bad[0].tolist()
+        raise ValueError(
+            f"w has {len(bad)} NaN or infinite values in rows {first_row}..{first_row + len(block) - 1}, the first at [{first_row + row}, "
+            f"{column}]; "
+            "only finite weights can be quantized (fp16 overflow while loading is the usual cause)"
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,194 @@
+"""The artifact cache: complete kernel directories, published by one rename and checked before use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from filelock import FileLock
+
+from ...runtime import MANIFEST_NAME, CorruptArtifact, read_manifest
+from .kernel import Kernel
+
+STALE_SECONDS = 24 * 3600  # a build directory older than this belongs to a process that died
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CacheError(Exception):
+    """The cache directory cannot be used or written."""
+
+
+def default_root() -> Path:
+    """``$TILEBIT_CACHE``, else ``~/.cache/tilebit``."""
+    configured = os.environ.get("TILEBIT_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "tilebit"
+
+
+class ArtifactCache:
+    """Kernels by key under ``root``: ``kernels/<key>`` (complete entries), ``building/`` (private work), ``quarantine/`` (corrupted ones).
+
+    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a complete directory under a lock, so
+    readers see all of it or nothing. Raises ``CacheError`` when the directory cannot be made or the disk is full.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self.root = Path(root) if root is not None else default_root()
+        self.kernels = self.root / "kernels"
+        self.building = self.root / "building"
+        self.quarantined = self.root / "quarantine"
+        try:
+            for directory in (self.root, self.kernels, self.building, self.quarantined):
+                if not directory.is_dir():
+                    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    directory.chmod(0o700)
+        except OSError as error:
+            raise CacheError(self.explain("create", error)) from None
+        owner = self.root.stat()
+        if hasattr(os, "getuid") and owner.st_uid != os.getuid():
+            raise CacheError(
+                f"the cache {self.root} belongs to user {owner.st_uid} and this process runs as {os.getuid()}; accepted: a directory of "
+                "your own, because its libraries are executed. Set TILEBIT_CACHE to one"
+            )
+        if owner.st_mode & 0o022:
+            raise CacheError(
+                f"the cache {self.root} is writable by others (mode {owner.st_mode & 0o777:o}) and its libraries are executed; "
+                f"accepted: mode 0700. Run chmod 700 {self.root}"
+            )
+
+    def explain(self, verb: str, error: OSError) -> str:
+        """A sentence for a failed file operation: what failed, and what to do."""
+        if error.errno in DISK_FULL:
+            return (
+                f"cannot {verb} in the cache {self.root}: its disk is full ({error.strerror}); nothing was published. "
+                f"Free space there, or set TILEBIT_CACHE to a directory on another disk"
+            )
+        return f"cannot {verb} in the cache {self.root} ({error.strerror}); accepted: a writable directory. Set TILEBIT_CACHE to one"
+
+    def _lock(self, key: str) -> FileLock:
+        return FileLock(self.root / f"lock-{key[:2]}", mode=0o600)
+
+    def entry(self, key: str) -> Path:
+        """Where the entry of ``key`` lies or would lie. Raises ``ValueError`` when ``key`` is no sha256 in hex."""
+        if len(key) != 64 or set(key) - set("0123456789abcdef"):
+            raise ValueError(f"key is {key!r}; accepted: 64 lower-case hexadecimal digits")
+        return self.kernels / key
+
+    def lookup(self, key: str) -> Kernel | None:
+        """The kernel of ``key``, its digests checked, or None. A corrupted entry is moved to quarantine and reported as absent."""
+        entry = self.entry(key)
+        if not entry.is_dir():
+            return None
+        try:
+            return self._read(key, entry)
+        except CorruptArtifact:
+            with self._lock(key):
+                try:
+                    return self._read(key, entry)  # another process may have replaced it meanwhile
+                except CorruptArtifact as error:
+                    self.quarantine(key, error.what)
+        return None
+
+    def _read(self, key: str, entry: Path) -> Kernel:
+        manifest = read_manifest(entry)
+        if manifest["key"] != key:
+            raise CorruptArtifact(entry, f"its manifest says key {manifest['key']!r}")
+        return Kernel(entry, manifest)
+
+    def quarantine(self, key: str, reason: str) -> Path | None:
+        """Move an entry out of the way, with a note that says why; returns where it went. The next request builds it again."""
+        entry = self.entry(key)
+        place = self.quarantined / f"{key[:16]}-{uuid.uuid4().hex[:8]}"
+        try:
+            os.rename(entry, place)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):  # a full disk must not keep a corrupted entry in place
+            (place / "REASON").write_text(reason + "\n")
+        return place
+
+    def build_dir(self) -> Path:
+        """A new private directory on the cache's file system, to be filled and given to ``publish`` (or ``discard``)."""
+        directory = self.building / f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise CacheError(self.explain("make a build directory", error)) from None
+        return directory
+
+    def discard(self, build_dir: Path) -> None:
+        shutil.rmtree(build_dir, ignore_errors=True)
+
+    def publish(self, key: str, build_dir: Path) -> Kernel:
+        """Make ``build_dir`` (complete, with its manifest) the entry of ``key``; returns the entry.
+
+        When another process published the same key first, its entry is kept and ``build_dir`` is dropped: equal keys mean equal kernels.
+        Raises ``CorruptArtifact`` when ``build_dir`` is not what its manifest says and ``CacheError`` when it cannot be moved; in both
+        cases nothing is published.
+        """
+        entry = self.entry(key)
+        try:
+            self._read(key, build_dir)
+            _sync(build_dir)
+            with self._lock(key):
+                if entry.is_dir():
+                    try:
+                        kernel = self._read(key, entry)
+                        self.discard(build_dir)
+                        return kernel
+                    except CorruptArtifact as error:
+                        self.quarantine(key, error.what)
+                os.rename(build_dir, entry)
+                _sync(self.kernels)
+        except OSError as error:
+            self.discard(build_dir)
+            raise CacheError(self.explain("publish", error)) from None
+        except CorruptArtifact:
+            self.discard(build_dir)
+            raise
+        return self._read(key, entry)
+
+    def keys(self) -> list[str]:
+        return sorted(p.name for p in self.kernels.iterdir() if (p / MANIFEST_NAME).is_file())
+
+    def size(self) -> int:
+        """Bytes of all files of the cache."""
+        return sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
+
+    def remove_stale(self, older_than: float = STALE_SECONDS) -> int:
+        """Drop build directories that nobody finished within ``older_than`` seconds; returns how many."""
+        stale = [p for p in self.building.iterdir() if time.time() - p.stat().st_mtime > older_than]
+        for path in stale:
+            self.discard(path)
+        return len(stale)
+
+    def clear(self) -> int:
+        """Remove every entry, everything in quarantine and stale build directories; returns the number of entries removed."""
+        removed = 0
+        for key in [p.name for p in self.kernels.iterdir()]:
+            doomed = self.building / f"clear-{uuid.uuid4().hex}"
+            with self._lock(key):
+                try:
+                    os.rename(self.kernels / key, doomed)  # first out of sight, then deleted
+                except FileNotFoundError:
+                    continue
+            self.discard(doomed)
+            removed += 1
+        for path in self.quarantined.iterdir():
+            self.discard(path)
+        self.remove_stale()
+        return removed
+
+
+def _sync(directory: Path) -> None:
+    """Flush a directory and its files, so that a rename never becomes durable before the data it names."""
+    for path in (*(p for p in directory.iterdir() if p.is_file()), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

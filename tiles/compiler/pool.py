@@ -1,0 +1,213 @@
+"""Compile in worker processes: one compiler per process, a timeout per request, and a crash costs only its request.
+
+A worker is a fresh interpreter that runs ``pool_worker.py``. It imports nothing of the caller's main program, so scripts need no
+``if __name__ == "__main__"`` guard, and TileLang's and apache-tvm's copies of TVM never meet in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..program import program
+from .cache import ArtifactCache
+from .kernel import Kernel
+from .request import CompileFailure, CompileRequest
+
+TIMEOUT_SECONDS = 300.0
+STDERR_TAIL = 2000  # characters of a dead worker's last words that a failure quotes
+HEADER = struct.Struct("<Q")
+
+Progress = Callable[[int, int, "Kernel | CompileFailure"], None]
+
+
+class _Worker:
+    """One worker process, its pipes and the request it is busy with."""
+
+    def __init__(self, compiler: str, cache: ArtifactCache) -> None:
+        self.compiler = compiler
+        self.job: int | None = None
+        self.deadline = 0.0
+        self.received = b""
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
+        path = [entry or os.getcwd() for entry in sys.path]  # the caller's own search order
+        start = f"import sys; sys.path[:] = {path!r}; from tilebit.tiles.compiler.pool_worker import main; main({str(cache.root)!r})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            start_new_session=True,  # so that a timeout ends nvcc and its children too
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.input, self.output = self.process.stdin, self.process.stdout
+
+    def send(self, job: int, request: CompileRequest, timeout: float) -> None:
+        data = pickle.dumps(request)
+        self.job, self.deadline, self.received = job, time.monotonic() + timeout, b""
+        self.input.write(HEADER.pack(len(data)) + data)
+        self.input.flush()
+
+    def receive(self) -> Any:
+        """A complete answer, None while there is none, or EOFError when the process has ended."""
+        data = os.read(self.output.fileno(), 1 << 16)
+        if not data:
+            raise EOFError
+        self.received += data
+        if len(self.received) < HEADER.size or len(self.received) < HEADER.size + HEADER.unpack_from(self.received)[0]:
+            return None
+        return pickle.loads(self.received[HEADER.size :])
+
+    def last_words(self) -> str:
+        self.stderr.seek(0)
+        return self.stderr.read()[-STDERR_TAIL:].decode(errors="replace").strip()
+
+    def end(self) -> int | None:
+        """Kill the process group and close the pipes; returns the exit status it had or got."""
+        for pipe in (self.input, self.output):
+            with contextlib.suppress(OSError):  # a pipe to a dead process
+                pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        self.stderr.close()
+        return status
+
+
+class CompilePool:
+    """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on demand and stay warm until ``close()``.
+
+    ``timeout`` is the time one request may take, in seconds (a worker's start, about 2 s, included). Use it in a ``with`` statement.
+    """
+
+    def __init__(self, jobs: int | None = None, cache: ArtifactCache | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.jobs = cores if jobs is None else jobs
+        if self.jobs < 1:
+            raise ValueError(f"jobs is {jobs}; accepted: at least 1")
+        self.cache = cache or ArtifactCache()
+        self.cache.remove_stale()
+        self.timeout = timeout
+        self.workers: list[_Worker] = []
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        while self.workers:
+            self.workers.pop().end()
+
+    def compile(self, requests: Sequence[CompileRequest], progress: Progress | None = None) -> list[Kernel | CompileFailure]:
+        """One result per request, in order; a failed request is a ``CompileFailure`` there. ``progress(done, total, result)`` is called
+        as each arrives."""
+        results: list[Kernel | CompileFailure | None] = [None] * len(requests)
+        waiting: deque[int] = deque()
+        first: dict[str, int] = {}  # equal requests are compiled once
+        twins: dict[int, list[int]] = {}
+        done = 0
+
+        def finish(job: int, result: Kernel | CompileFailure) -> None:
+            nonlocal done
+            for index in (job, *twins.get(job, ())):
+                results[index] = result
+                done += 1
+                if progress is not None:
+                    progress(done, len(requests), result)
+
+        for index, request in enumerate(requests):
+            key = request.key
+            if key in first:
+                twins.setdefault(first[key], []).append(index)
+            else:
+                first[key] = index
+                waiting.append(index)
+        for job in list(waiting):
+            found = self.cache.lookup(requests[job].key)
+            if found is not None:
+                waiting.remove(job)
+                finish(job, found)
+        try:
+            while waiting or any(worker.job is not None for worker in self.workers):
+                self._assign(requests, waiting, finish)
+                self._collect(requests, finish)
+        except BaseException:
+            self.close()  # an interrupted pool has half-read answers: its workers are not reused
+            raise
+        return [result for result in results if result is not None]
+
+    def _assign(
+        self, requests: Sequence[CompileRequest], waiting: deque[int], finish: Callable[[int, Kernel | CompileFailure], None]
+    ) -> None:
+        """Give waiting requests to idle workers; a worker of the other compiler is replaced only when no place is free."""
+        for job in list(waiting):
+            compiler = program(requests[job].program).compiler
+            idle = [w for w in self.workers if w.job is None]
+            worker = next((w for w in idle if w.compiler == compiler), None)
+            if worker is None:
+                if len(self.workers) >= self.jobs:
+                    if not idle:
+                        break
+                    self.workers.remove(idle[0])
+                    idle[0].end()
+                worker = _Worker(compiler, self.cache)
+                self.workers.append(worker)
+            waiting.remove(job)
+            try:
+                worker.send(job, requests[job], self.timeout)
+            except OSError:  # it died while idle
+                self._bury(worker, requests, finish)
+
+    def _collect(self, requests: Sequence[CompileRequest], finish: Callable[[int, Kernel | CompileFailure], None]) -> None:
+        """Wait for an answer, a death or the next deadline."""
+        busy = [w for w in self.workers if w.job is not None]
+        if not busy:
+            return
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.output, selectors.EVENT_READ, worker)
+            ready = selector.select(max(0.0, min(w.deadline for w in busy) - time.monotonic()))
+        for event, _ in ready:
+            worker = event.data
+            try:
+                answer = worker.receive()
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self._bury(worker, requests, finish)
+                continue
+            if answer is not None:
+                job, worker.job = worker.job, None
+                finish(job, answer)
+        for worker in busy:
+            if worker.job is not None and worker in self.workers and time.monotonic() >= worker.deadline:
+                job = worker.job
+                self.workers.remove(worker)
+                worker.end()
+                sentence = f"it took longer than {self.timeout:g} s and was ended; raise the pool's timeout or choose a smaller tile"
+                finish(job, CompileFailure(requests[job], "timeout", (sentence,)))
+
+    def _bury(self, worker: _Worker, requests: Sequence[CompileRequest], finish: Callable[[int, Kernel | CompileFailure], None]) -> None:
+        assert worker.job is not None
+        job, words = worker.job, ""
+        self.workers.remove(worker)
+        try:
+            status = worker.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            status = None
+        words = worker.last_words()
+        worker.end()
+        sentences = (f"the compiler's process ended with status {status}", *([f"its last words: {words}"] if words else []))
+        finish(job, CompileFailure(requests[job], "crash", sentences))

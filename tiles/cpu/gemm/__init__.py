@@ -1,0 +1,1 @@
+"""The packed-weight GEMM on CPUs."""

@@ -1,0 +1,167 @@
+"""The two loop bodies of the CPU GEMM: one row of x rearranged, and one task multiplied. See ``gemm.py`` for the arithmetic.
+
+Importing this imports tvm. ``arg`` holds flat views of the operands by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ....schedules.gemm.cpu import TILE
+from .. import vectors as v
+from ..vectors import T
+from .inner import accumulate_step
+from .plan import Plan
+
+
+def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
+    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32) and its sums over each group into
+    sums [m blocks, groups, block_m]. Rows from m and columns from k on are zeros."""
+    k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
+    block, i = T.bind(row // mb), T.bind(row % mb)
+    for count, first, tiles in plan.group_runs:
+        with T.serial(count) as index:
+            group = T.bind(index + first)
+            total = v.sums(1, lanes) if plan.needs_sums else None
+            with T.serial(tiles) as step:
+                kt = T.bind(group * plan.group_tiles + step)
+                stage = v.local(TILE, str(arg["x"].dtype))
+                start = T.bind(row.astype("int64") * k + kt * TILE)
+                with T.If((row < m) & (kt * TILE + TILE <= k)):
+                    with T.Then():
+                        v.store(stage, 0, v.load(arg["x"], start, TILE), TILE)
+                    with T.Else(), T.serial(TILE) as j:
+                        inside = (row < m) & (kt * TILE + j < k)
+                        T.buffer_store(stage, T.if_then_else(inside, arg["x"][start + j], v.tirx.const(0, str(stage.dtype))), [j])
+                values = [T.bind(v.to_float(v.load(stage, part * lanes, lanes), lanes)) for part in range(plan.vectors)]
+                if total is not None:
+                    for value in values:
+                        T.buffer_store(total, total[0] + value, [0])
+                offset = T.bind(((block * plan.k_tiles + kt) * plan.planes * mb + i) * plan.row_words)
+                _STORE_X[plan.dot, plan.planes](plan, arg["xs"], offset, values, stage)
+            if total is not None:
+                T.buffer_store(arg["sums"], v.lane_sum(total[0], lanes), [(block * plan.groups + group) * mb + i])
+
+
+def _store_float(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
+    lanes = plan.isa.lanes
+    for part, value in enumerate(values):
+        if plan.masks_in_place:  # a code of k = 4 j + 2 p + e is masked 16 e + 8 p bits up in its word
+            value = value * v.constant([2.0 ** -(16 * (k & 1) + 8 * (k >> 1 & 1)) for k in range(lanes)], "float32")
+        v.store(xs, offset + part * lanes, value, lanes)
+
+
+def _store_bf16(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
+    v.store(xs, offset, _pairs(stage), plan.row_words)
+
+
+def _store_split(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
+    """fp16 as two planes of bf16: the first 8 significant bits, and the other 3."""
+    lanes = plan.isa.lanes
+    high, low = (v.local(TILE, "uint16") for _ in range(2))
+    for part, value in enumerate(values):
+        bits = T.bind(T.reinterpret(f"uint32x{lanes}", value))
+        upper = T.bind(bits & v.splat(0xFFFF0000, "uint32", lanes))
+        rest = T.reinterpret(f"uint32x{lanes}", value - T.reinterpret(f"float32x{lanes}", upper))
+        exponent = v.splat(0x7F800000, "uint32", lanes)
+        rest = v.tirx.Select((bits & exponent) == exponent, v.splat(0, "uint32", lanes), rest)  # infinity is all in the first
+        for target, word in ((high, upper), (low, rest)):
+            v.store(target, part * lanes, (word >> v.splat(16, "uint32", lanes)).astype(f"uint16x{lanes}"), lanes)
+    for plane, source in enumerate((high, low)):
+        v.store(xs, offset + plane * plan.block_m * plan.row_words, _pairs(source), plan.row_words)
+
+
+_STORE_X = {("float", 1): _store_float, ("pairs", 1): _store_bf16, ("pairs", 2): _store_split}
+
+
+def _pairs(stage: Any) -> Any:
+    """A tile's 32 16-bit values as 16 words."""
+    return T.reinterpret(f"int32x{TILE // 2}", v.load(stage, 0, TILE))
+
+
+def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
+    """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after tile."""
+    mb, lanes, per_task = plan.block_m, plan.isa.lanes, plan.schedule.block_n // TILE
+    blocks = T.bind((m + (mb - 1)) // mb)
+    with T.serial(per_task) as inner:
+        nt, block = T.bind(task // blocks * per_task + inner), T.bind(task % blocks)
+        with T.If(nt < plan.n_tiles), T.Then():
+            total = v.sums(mb * plan.vectors, lanes)
+            for count, first, tiles in plan.group_runs:
+                with T.serial(count) as index:
+                    group = T.bind(index + first)
+                    for rows in plan.row_passes:
+                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes)
+                        for kt, k, depth in _steps(plan, group, tiles):
+                            words = T.bind((nt * plan.k_tiles + kt) * plan.tile_words + k * (plan.tile_words // TILE))
+                            x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
+                            accumulate_step(plan, arg, words, x, depth, rows, sums)
+                        _apply_scales(plan, arg, group, nt, block, rows, sums, total)
+            _write(plan, arg, nt, block, m, total)
+
+
+def _steps(plan: Plan, group: Any, tiles: int) -> Iterator[tuple[Any, Any, int]]:
+    """Loops over the ``tiles`` k tiles of a group; yields (tile, first k in it, how many k) of each unrolled step, inside the loops."""
+    depth = plan.schedule.block_k
+    whole = depth // TILE if depth > TILE and tiles % (depth // TILE) == 0 else 1
+    with T.serial(tiles // whole) as step:
+        for extra in range(whole):
+            kt = T.bind(group * plan.group_tiles + step * whole + extra)
+            if depth >= TILE:
+                yield kt, 0, TILE
+            else:
+                with T.serial(TILE // depth) as part:
+                    yield kt, part * depth, depth
+
+
+def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
+    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order."""
+    lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
+    for position, vector in enumerate(rows):
+        column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
+        scale = T.bind(v.to_float(v.load(arg["scales"], column, lanes), lanes))
+        zero = v.splat(float(plan.center - weight_format.symmetric_zero_point), "float32", lanes)
+        if not weight_format.symmetric:
+            zero = T.bind(v.splat(float(plan.center), "float32", lanes) - v.to_float(v.load(arg["zeros"], column, lanes), lanes))
+        for i in range(mb):
+            joined = sums[i * len(rows) + position]
+            for split in range(1, plan.schedule.split_k):
+                joined = joined + sums[(split * mb + i) * len(rows) + position]
+            if plan.needs_sums:
+                joined = v.fma(zero, v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "float32", lanes), joined)
+            slot = i * plan.vectors + vector
+            T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
+
+
+def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
+    """Add the bias, round and write the real rows and columns."""
+    lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
+    ragged = n % TILE != 0
+    for vector in range(plan.vectors):
+        column = T.bind(nt * TILE + vector * lanes)
+        bias = v.local(lanes, str(arg["y"].dtype)) if plan.workload.bias else None
+        if bias is not None and ragged:
+            with T.serial(lanes) as j:
+                T.buffer_store(bias, T.if_then_else(column + j < n, arg["bias"][column + j], v.tirx.const(0, str(bias.dtype))), [j])
+        elif bias is not None:
+            v.store(bias, 0, v.load(arg["bias"], column, lanes), lanes)
+        for i in range(plan.block_m):
+            row = T.bind(block * plan.block_m + i)
+            with T.If(row < m), T.Then():
+                value = total[i * plan.vectors + vector]
+                if bias is not None:
+                    value = value + v.to_float(v.load(bias, 0, lanes), lanes)
+                value = T.bind(v.from_float(value, dtype, lanes))
+                start = T.bind(row.astype("int64") * n + column)
+                if not ragged:
+                    v.store(arg["y"], start, value, lanes)
+                    continue
+                with T.If(column + lanes <= n):
+                    with T.Then():
+                        v.store(arg["y"], start, value, lanes)
+                    with T.Else():
+                        stage = v.local(lanes, str(arg["y"].dtype))
+                        v.store(stage, 0, value, lanes)
+                        with T.serial(T.max(n - column, 0)) as j:
+                            T.buffer_store(arg["y"], stage[j], [start + j])

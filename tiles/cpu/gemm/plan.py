@@ -1,0 +1,123 @@
+"""The numbers of one CPU GEMM: tiles, groups, scratch sizes and how its vectors multiply. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....schedules.gemm.cpu import TILE, Isa, isa, vectors_per_pass
+from ....schedules.gemm.workload import Workload
+from ....schedules.schedule import Schedule
+from ....schedules.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that ``prepare`` and ``tile`` are built from.
+
+    ``dot`` is "pairs" (vdpbf16ps: x as bf16, two neighbouring k a lane) or "float" (fused multiply-add: x as fp32).
+    """
+
+    workload: Workload
+    schedule: Schedule
+    isa: Isa
+
+    @classmethod
+    def of(cls, workload: Workload, schedule: Schedule, target: Target) -> Plan:
+        """Raises ``ValueError`` on a target without vector instructions the program knows."""
+        vectors = isa(target)
+        if vectors is None:
+            raise ValueError(f"target features are {target.features}; the CPU program needs 'avx2' or 'avx512'")
+        return cls(workload, schedule, vectors)
+
+    @property
+    def bits(self) -> int:
+        return self.workload.format.bits
+
+    @property
+    def block_m(self) -> int:
+        return self.schedule.block_m
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of fp32 sums in a tile's 32 rows."""
+        return TILE // self.isa.lanes
+
+    @property
+    def row_passes(self) -> tuple[tuple[int, ...], ...]:
+        """The tile's vectors of rows, in the passes over a group in which their sums are kept in registers."""
+        together = vectors_per_pass(self.schedule, self.isa)
+        passes = self.vectors // together
+        return tuple(tuple(range(first, self.vectors, passes)) for first in range(passes))
+
+    @property
+    def n_tiles(self) -> int:
+        return -(-self.workload.n // TILE)
+
+    @property
+    def k_tiles(self) -> int:
+        return -(-self.workload.k // TILE)
+
+    @property
+    def tile_words(self) -> int:
+        """32-bit words of one packed tile."""
+        return TILE * TILE * self.bits // 32
+
+    @property
+    def groups(self) -> int:
+        return self.workload.format.groups(self.workload.k)
+
+    @property
+    def group_tiles(self) -> int:
+        """Tiles of 32 k in a whole group."""
+        size = self.workload.format.group_size
+        return self.k_tiles if size < 0 else size // TILE
+
+    @property
+    def group_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(number of groups, first of them, tiles in each): the whole groups and, if k ends inside one, the last."""
+        whole, rest = divmod(self.k_tiles, self.group_tiles)
+        return tuple(run for run in ((whole, 0, self.group_tiles), (1, whole, rest)) if run[0] and run[2])
+
+    @property
+    def dot(self) -> str:
+        return "pairs" if self.isa.bf16_dot and (self.bits == 4 or self.workload.dtype == "bfloat16") else "float"
+
+    @property
+    def planes(self) -> int:
+        """bf16 numbers that x is split into for vdpbf16ps: fp16 has 11 significant bits, bf16 has 8."""
+        return 2 if self.dot == "pairs" and self.workload.dtype == "float16" else 1
+
+    @property
+    def table(self) -> bool:
+        """A permute looks codes up, so that ``center`` costs nothing."""
+        return self.bits == 4 and self.isa.lanes == 16
+
+    @property
+    def center(self) -> int:
+        """What decoding subtracts from each code."""
+        return 8 if self.table else 0
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether zero points differ from ``center``, so that the sum of x over each group is needed."""
+        return not (self.workload.format.symmetric and self.workload.format.symmetric_zero_point == self.center)
+
+    @property
+    def masks_in_place(self) -> bool:
+        """Nibbles are converted where they stand in their word, so x is scaled down to match."""
+        return self.bits == 4 and not self.table
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of one row of x in a tile's 32 k."""
+        return TILE // 2 if self.dot == "pairs" else TILE
+
+    @property
+    def row_block_words(self) -> int:
+        """32-bit words of rearranged x for ``block_m`` rows."""
+        return self.k_tiles * self.planes * self.block_m * self.row_words
+
+    @property
+    def n_tasks(self) -> int:
+        """Blocks of ``block_n`` rows of the weight."""
+        return -(-self.n_tiles * TILE // self.schedule.block_n)

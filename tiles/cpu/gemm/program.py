@@ -1,0 +1,102 @@
+"""GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output channels and rows.
+
+    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+
+Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied once per group,
+y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes and 0 elsewhere. All sums are fp32.
+Three ways to multiply, by what the processor has:
+
+- vdpbf16ps (AVX512-BF16): a permute looks four bits up as bf16, and every lane multiplies two neighbouring k. bf16 x is exact in it;
+  fp16 x is split into the two bf16 numbers whose sum it is, which is exact too.
+- AVX-512: a permute looks four bits up as fp32 (it ignores all other bits of its index: nothing is masked); fused multiply-add.
+- AVX2: mask, convert, fused multiply-add. A nibble is masked where it stands in its word and is too large by a power of two there; x is
+  divided by that, once per call.
+
+That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are extended and converted to fp32 and multiplied
+as that; with vdpbf16ps and bf16 x as bf16, whose 8 significant bits they fit.
+
+A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with zeros; a second one multiplies. Each
+becomes a plain C function over a range of its iterations (``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM
+runtime is needed. Workspace of a call: x once more, as bf16 or fp32, and one fp32 per row and group, rows rounded up to ``block_m``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....schedules.gemm.cpu import PROGRAM as NAME
+from ....schedules.gemm.cpu import TILE, cpu_legal
+from ....schedules.gemm.workload import Workload
+from ....schedules.schedule import Schedule
+from ....schedules.target import Target
+from ...program import TileProgram
+from ..outline import THREADS, TOGETHER
+from .plan import Plan
+
+
+def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
+    """The PrimFunc over x [m, k], weight int32 [n tiles, k tiles, words], scales (and zeros) [groups, n_pad], bias [n] if any, y [m, n].
+
+    Its parallel loops run over rows, padded to whole blocks of ``block_m``, and over tasks (block of n) x (block of m), m inner.
+    Raises ``ValueError`` on a target without AVX2.
+    """
+    from tvm.script.ir_builder import IRBuilder
+
+    from .. import vectors as v
+    from . import loops
+
+    T, plan, mb = v.T, Plan.of(workload, schedule, target), schedule.block_m
+    groups_by_n = (plan.groups, plan.n_tiles * TILE)
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(NAME)
+        T.func_attr({THREADS: schedule.num_warps})
+        m = T.int32(is_size_var=True)
+        shapes = {"x": (m, workload.k), "scales": groups_by_n, "zeros": groups_by_n, "bias": (workload.n,), "y": (m, workload.n)}
+        shapes["weight"] = (plan.n_tiles, plan.k_tiles, plan.tile_words)
+        buffers = {
+            name: T.match_buffer(T.arg(name, T.handle()), shapes[name], "int32" if name == "weight" else workload.dtype)
+            for name in params(workload, schedule)
+        }
+        blocks = (m + (mb - 1)) // mb
+        buffers["xs"] = T.alloc_buffer((blocks * plan.row_block_words,), "int32" if plan.dot == "pairs" else "float32")
+        if plan.needs_sums:
+            buffers["sums"] = T.alloc_buffer((blocks * (mb * plan.groups),), "float32")
+
+        def views() -> dict[str, Any]:
+            """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as bytes."""
+            kinds = {name: "uint16" for name, buffer in buffers.items() if buffer.dtype == "bfloat16"}
+            if plan.bits == 8:
+                kinds["weight"] = "uint8"
+            return {name: v.flat(buffer, kinds.get(name)) for name, buffer in buffers.items()}
+
+        with T.parallel(blocks * mb, annotations={TOGETHER: mb}) as row:
+            loops.rearrange(plan, views(), row, m)
+        with T.parallel(blocks * plan.n_tasks, annotations={TOGETHER: blocks}) as task, v.instructions(plan.isa.bf16_dot):
+            loops.multiply(plan, views(), task, m)
+    return builder.get()
+
+
+def params(workload: Workload, schedule: Schedule) -> tuple[str, ...]:
+    """The kernel's tensors in call order."""
+    del schedule  # every schedule takes the same ones
+    zeros = () if workload.format.symmetric else ("zeros",)
+    bias = ("bias",) if workload.bias else ()
+    return ("x", "weight", "scales", *zeros, *bias, "y")
+
+
+def reference(x: Any, w: Any, bias: Any = None) -> Any:
+    """y in fp64: x [m, k], the dequantized weight w [n, k] and bias [n] or None, torch tensors of any float dtype."""
+    y = x.double() @ w.double().T
+    return y if bias is None else y + bias.double()
+
+
+PROGRAM = TileProgram(
+    name=NAME,
+    compiler="tvm",
+    arches=("cpu",),
+    legal=cpu_legal,
+    build=build,
+    params=params,
+    headers=("cpu_launch.c",),
+    reference=reference,
+)

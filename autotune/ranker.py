@@ -19,11 +19,8 @@ from math import exp, isnan, log
 from pathlib import Path
 from typing import Any
 
-from ..schedules.gemm.cost import Estimate, estimate
-from ..schedules.gemm.features import features
-from ..schedules.gemm.rules import legal
-from ..schedules.gemm.workload import Workload
-from ..schedules.ranker import COMMAND, VERSION, Ranker, kind, load_ranker, trees_digest, user_model_path, vector
+from ..schedules.operations import AnyWorkload, Estimate, estimate, legal, operation
+from ..schedules.ranker import COMMAND, VERSION, Ranker, kind, load_ranker, seen, trees_digest, user_model_path, vector
 from ..schedules.records import TuningRecord, latest, load_records, shipped_records, user_records
 from ..schedules.target import ARCHES, Target, cpu_target, detect_target, target_from_name
 
@@ -55,8 +52,7 @@ class Sample:
     values: dict[str, float]
 
     @property
-    def workload(self) -> Workload:
-        assert isinstance(self.record.workload, Workload)
+    def workload(self) -> AnyWorkload:
         return self.record.workload
 
     @property
@@ -66,13 +62,15 @@ class Sample:
 
 
 def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
-    """The timed GEMM records of ``arch`` whose schedules the present rules accept, in an order that is not that of the files."""
+    """The timed records of ``arch``, of operations that have features, whose schedules the present rules accept, in an order that is not
+    that of the files."""
     found = []
     for r in latest(records).values():
         target = record_target(r) if r.ok and r.arch == arch else None
-        if target is not None and isinstance(r.workload, Workload) and not legal(r.workload, r.schedule, target):
-            expected = estimate(r.workload, r.schedule, target)
-            found.append(Sample(r, target, expected, features(r.workload, r.schedule, target, expected)))
+        if target is None or operation(r.workload.op).features is None or legal(r.workload, r.schedule, target):
+            continue
+        expected = estimate(r.workload, r.schedule, target)
+        found.append(Sample(r, target, expected, seen(r.workload, r.schedule, target, expected)))
     return sorted(found, key=lambda s: _line(s.record))
 
 

@@ -20,20 +20,17 @@ from filelock import FileLock
 from torch import Tensor
 
 from ..runtime import CorruptArtifact, LoadedKernel, load_kernel
-from ..schedules.attention.workload import AttentionWorkload
-from ..schedules.operations import AnyWorkload, workload_from_json
+from ..schedules.operations import workload_from_json
 from ..schedules.records import WRONG
+from ..schedules.rule import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
 from .measure import Timing, copies_needed, time_calls
-from .problems.attention import AttentionProblem, copied_attention, edge_attention, random_attention
-from .problems.attention_verify import AttentionGate
-from .problems.gemm import Problem, copied, exact_problem, random_problem, split_workspace
-from .problems.verify import Gate
+from .problems import AnyGate, Problem, gate_of
+from .problems.gemm import split_workspace
 
-AnyGate = Gate | AttentionGate
 Runner = tuple[LoadedKernel, dict[str, Tensor]]  # a kernel and its workspace
-MOST_COPIES = 64  # of an attention problem, whose cache may be much larger than what a call touches
+MOST_COPIES = 4096  # of a problem
 COPY_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}  # of all copies together
 _PR_SET_PDEATHSIG = 1
 
@@ -97,21 +94,15 @@ class _Bench:
         key = (workload, arch, seed)
         if self._gate is None or self._gate[0] != key:
             self._gate = None  # free the old one first
-            if isinstance(workload, AttentionWorkload):
-                gate = AttentionGate(*(make(workload, seed, self.device) for make in (edge_attention, random_attention)))
-            else:
-                gate = Gate(*(make(workload, seed, arch, self.device) for make in (exact_problem, random_problem)))
-            self._gate = (key, gate)
+            self._gate = (key, gate_of(workload, seed, arch, self.device))
         return self._gate[1]
 
-    def _time(self, ready: dict[str, Runner], problem: Problem | AttentionProblem, target: Target) -> dict[str, Timing]:
-        copies = copies_needed(problem.workload.bytes, target.l2)
-        if isinstance(problem, AttentionProblem):
-            most = COPY_BYTES[self.device.partition(":")[0]] // max(problem.bytes, 1)
-            copies = max(1, min(copies, MOST_COPIES, most))
-            named = [p.named(p.outputs()) for p in (problem, *(copied_attention(problem) for _ in range(copies - 1)))]
-        else:
-            named = [p.named(p.outputs()) for p in (problem, *(copied(problem) for _ in range(copies - 1)))]
+    def _time(self, ready: dict[str, Runner], problem: Problem, target: Target) -> dict[str, Timing]:
+        # What a call touches may be less than what a problem holds: a cache has pages that no sequence owns.
+        held = sum(tensor.nbytes for tensor in problem.operands.values())
+        most = COPY_BYTES[self.device.partition(":")[0]] // max(held, 1)
+        copies = max(1, min(copies_needed(problem.workload.bytes, target.l2), MOST_COPIES, most))
+        named = [p.named(p.outputs()) for p in (problem, *(problem.copied() for _ in range(copies - 1)))]
         calls = {
             name: [partial(kernel.run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
             for name, (kernel, workspace) in ready.items()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tilebit.autotune.measure import copies_needed, time_calls
-from tilebit.autotune.problems.attention import AttentionProblem, attention_problem, copied_attention, edge_attention
+from tilebit.autotune.problems.attention import AttentionProblem, attention_problem, edge_attention
 from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
@@ -79,7 +79,7 @@ def contiguous(problem: AttentionProblem) -> AttentionProblem:
 def rotating(problem: AttentionProblem, l2: int, bytes_moved: int = 0) -> list[AttentionProblem]:
     """``problem`` and copies of it of which as many calls move more than twice the last cache."""
     copies = copies_needed(bytes_moved or problem.workload.bytes, l2)
-    return [problem, *(copied_attention(problem) for _ in range(copies - 1))]
+    return [problem, *(problem.copied() for _ in range(copies - 1))]
 
 
 def one_length(w: AttentionWorkload, device: str) -> AttentionProblem:

@@ -8,12 +8,10 @@ from functools import cache
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention import rules as attention_rules
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
-from tilebit.schedules.gemm.rules import candidates, legal
 from tilebit.schedules.gemm.workload import DTYPES, Workload
+from tilebit.schedules.operations import candidates, legal, programs
 from tilebit.schedules.target import ARCHES, target_from_name
-from tilebit.tiles.program import PROGRAM_MODULES
 
 from .tables import table
 
@@ -78,8 +76,8 @@ def _attention_dtypes(op: str, format: KVFormat, arch: str) -> tuple[str, ...]:
     target, served = target_from_name(arch), set(DTYPES)
     for batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size in ATTENTION_PROBES:
         workload = AttentionWorkload(op, batch, q_len, kv_len, heads_q, heads_kv, head_dim, format, page_size=page_size)
-        found = [s for s in attention_rules.candidates(workload, target) or [] if s.program in PROGRAM_MODULES]
-        served &= {d for d in DTYPES if any(not attention_rules.legal(replace(workload, dtype=d), s, target) for s in found)}
+        found = [s for s in candidates(workload, target) or [] if s.program in programs()]
+        served &= {d for d in DTYPES if any(not legal(replace(workload, dtype=d), s, target) for s in found)}
     return tuple(dtype for dtype in DTYPES if dtype in served)
 
 

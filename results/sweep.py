@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Call, Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import Problem, copied, exact_problem, random_problem
+from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import QuantFormat
 from tilebit.ops.dispatch import Launcher, plan_for
-from tilebit.schedules.distance import gemm_distance
+from tilebit.schedules.gemm.operation import distance
 from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.target import Target, detect_target
 
@@ -59,7 +59,7 @@ class Bench:
         self.plan = plan_for(torch.device(device), w.n, w.k, f.bits, f.group_size, dtype, not f.symmetric, w.bias)
         self.exact, random = (make(w, 0, target.arch, device) for make in (exact_problem, random_problem))
         copies = copies_needed(w.with_m(min(ms)).bytes, target.l2)
-        self.problems = [random, *(copied(random) for _ in range(copies - 1))]
+        self.problems = [random, *(random.copied() for _ in range(copies - 1))]
         self.outputs = [problem.outputs() for problem in self.problems]
 
     def verified(self, m: int) -> float | None:
@@ -112,7 +112,7 @@ def neighbour(shape: Shape) -> Shape:
 
     def away(listed: Shape) -> tuple[float, float]:
         there, here = (Workload(1, *s, FORMAT) for s in (listed, shape))
-        return round(gemm_distance(there, here) or 0.0, 9), abs(log2(listed[0] * listed[1] / (n * k)))
+        return round(distance(there, here) or 0.0, 9), abs(log2(listed[0] * listed[1] / (n * k)))
 
     return min(LISTED, key=away)
 

@@ -1,57 +1,95 @@
-"""The operations that there are, GEMM and attention, under one set of verbs: what is stored, legal, tried and expected of each."""
+"""The operations that there are, as values: which programs compute each, by which rules, and how far a record of one problem speaks of
+another. Everything that chooses, compiles, tunes or ships a kernel asks here; nothing asks what kind of workload it has.
+
+An operation or a program of another package is named by its module ("my_package.toy", with an ``OPERATION``, a ``RULE`` and a ``PROGRAM``):
+the name is found in every process that can import it, so that compile and measuring workers know it too.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from .attention import rules as attention
-from .attention.cost import attention_estimate
-from .attention.workload import OPS, AttentionWorkload
-from .gemm import rules as gemm
-from .gemm.cost import Estimate
-from .gemm.cost import estimate as gemm_estimate
-from .gemm.workload import Workload
-from .schedule import Schedule
+from .attention.operation import APPEND, DECODE, GATHER, PREFILL
+from .gemm.operation import GEMM
+from .operands import Operand, kernel_params
+from .rule import AnyWorkload, Estimate, Operation, Rule
+from .schedule import Schedule, in_turn
 from .target import Target
 
-AnyWorkload = Workload | AttentionWorkload
+__all__ = [
+    "OPERATIONS", "AnyWorkload", "Estimate", "Operation", "Rule", "candidates", "estimate", "find_rule", "legal", "operands", "operation",
+    "params", "programs", "workload_from_json", "workspace_words",
+]  # fmt: skip
+
+MAX_CANDIDATES = 120
+OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL)}
+
+
+def operation(name: str) -> Operation:
+    """The operation called ``name``, or the ``OPERATION`` of the module of that name. Raises ``ValueError`` for any other."""
+    if name in OPERATIONS:
+        return OPERATIONS[name]
+    if "." in name:
+        return importlib.import_module(name).OPERATION
+    raise ValueError(f"op is {name!r}; accepted: {', '.join(map(repr, OPERATIONS))}, or a module path with an OPERATION")
+
+
+def programs(op: str | None = None, arch: str | None = None) -> dict[str, Rule]:
+    """The rules of this package's programs by their names: all, those of an operation, those that run on an arch."""
+    rules = [rule for o in OPERATIONS.values() if op in (None, o.name) for rule in o.rules]
+    return {rule.program: rule for rule in rules if arch is None or arch in rule.arches}
+
+
+def find_rule(program: str) -> Rule:
+    """The rule of ``program``, or the ``RULE`` of the module of that name. Raises ``ValueError`` for any other."""
+    known = programs()
+    if program in known:
+        return known[program]
+    if "." in program:
+        return importlib.import_module(program).RULE
+    raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(known))}, or a module path with a PROGRAM")
 
 
 def workload_from_json(data: dict[str, Any]) -> AnyWorkload:
-    """The inverse of ``to_json`` for either kind. Raises ``ValueError`` for an unknown op and ``KeyError`` for a missing field."""
-    op = data.get("op", "gemm")
-    if op == "gemm":
-        return Workload.from_json(data)
-    if op in OPS:
-        return AttentionWorkload.from_json(data)
-    raise ValueError(f"op is {op!r}; accepted: 'gemm', {', '.join(map(repr, OPS))}")
+    """The inverse of ``to_json``. Raises ``ValueError`` for an unknown op and ``KeyError`` for a missing field."""
+    return operation(data.get("op", GEMM.name)).workload.from_json(data)
 
 
 def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
-    if isinstance(workload, AttentionWorkload):
-        return attention.legal(workload, schedule, target)
-    return gemm.legal(workload, schedule, target)
+    rules = {rule.program: rule for rule in operation(workload.op).rules}
+    rule = rules.get(schedule.program)
+    if rule is None and "." in schedule.program:
+        rule = find_rule(schedule.program)
+    if rule is None:
+        return [f"program is {schedule.program!r}; accepted for {workload.op}: {', '.join(rules)}."]
+    return rule.reasons(workload, schedule, target)
 
 
 def candidates(workload: AnyWorkload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, without duplicates, always in the same order; None: no program runs there."""
-    if isinstance(workload, AttentionWorkload):
-        return attention.candidates(workload, target)
-    return gemm.candidates(workload, target)
+    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order, those of several programs
+    in turn; None: there is none."""
+    tried = [rule for rule in operation(workload.op).rules if target.arch in rule.tried and not rule.unserved(workload)]
+    return in_turn([rule.candidates(workload, target) for rule in tried])[:MAX_CANDIDATES] or None
 
 
 def estimate(workload: AnyWorkload, schedule: Schedule, target: Target) -> Estimate:
     """The analytic model's expectation for ``schedule``."""
-    if isinstance(workload, AttentionWorkload):
-        return attention_estimate(workload, schedule, target)
-    return gemm_estimate(workload, schedule, target)
+    return find_rule(schedule.program).estimate(workload, schedule, target)
 
 
 def workspace_words(workload: AnyWorkload, schedule: Schedule, target: Target) -> int:
     """32-bit words of the workspace that the kernel takes; 0: it takes none."""
-    if not target.is_cuda:
-        return 0
-    if isinstance(workload, AttentionWorkload):
-        return attention.workspace_words(workload, schedule, target)
-    return gemm.workspace_words(workload, schedule, target)
+    return find_rule(schedule.program).workspace_words(workload, schedule, target)
+
+
+def operands(workload: AnyWorkload, program: str, arch: str) -> tuple[Operand, ...]:
+    """The tensors of a call as ``program`` reads them, in call order."""
+    own = find_rule(program).operands
+    return workload.operands(arch) if own is None else own(workload, arch)
+
+
+def params(workload: AnyWorkload, schedule: Schedule, target: Target) -> tuple[str, ...]:
+    """The parameters of a kernel in call order."""
+    return kernel_params(operands(workload, schedule.program, target.arch), workspace_words(workload, schedule, target) > 0)

@@ -3,9 +3,9 @@
 A model predicts log(us / estimate.us) of a schedule from its ``features``, so that its answers are microseconds too and what it never saw
 costs what the analytic model says. It is a JSON document that ``autotune/ranker.py`` writes: boosted trees of XGBoost, and with them what
 they were trained on. Two places are read: the user's, beside the user's records, then the package's ``schedules/tuned/*.ranker.json``.
-A model serves GEMMs of one arch, and only the programs and bit widths of its records. Without XGBoost, or without a model, the analytic
-model ranks alone; a model that is damaged, or that was trained on another analytic model than this one, is left out with a
-``RankerWarning``."""
+A model serves operations that have features, on one arch, and only the programs and numbers of its records.
+Without XGBoost, or without a model, the analytic model ranks alone; a model that is damaged, or that was trained on another analytic
+model than this one, is left out with a ``RankerWarning``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from importlib import resources
 from math import exp, isclose, nan
 from typing import Any
 
-from .gemm.cost import estimate
-from .gemm.features import features
-from .gemm.workload import Workload
-from .operations import AnyWorkload
-from .operations import estimate as estimate_any
+from .operations import AnyWorkload, Estimate, estimate, operation, workload_from_json
 from .records import records_path
 from .schedule import Schedule
 from .target import Target
@@ -58,25 +54,30 @@ class Ranker:
 
     def serves(self, workload: AnyWorkload, schedules: Sequence[Schedule]) -> bool:
         """Whether every one of ``schedules`` is of a kind the model was trained on: among others its numbers would not compare."""
-        return isinstance(workload, Workload) and all(kind(workload, s) in self.kinds for s in schedules)
+        return operation(workload.op).features is not None and all(kind(workload, s) in self.kinds for s in schedules)
 
     def predict(self, workload: AnyWorkload, schedules: Sequence[Schedule], target: Target) -> list[float]:
         """Microseconds expected of each schedule (legal ones, of kinds the model serves), in one pass over the trees."""
         if not schedules:
             return []
-        assert isinstance(workload, Workload), f"no model serves {workload}"
         import numpy as np  # here: `select` without a model needs neither
 
         expected = [estimate(workload, s, target) for s in schedules]
-        rows = [vector(features(workload, s, target, e), self.names) for s, e in zip(schedules, expected, strict=True)]
+        rows = [vector(seen(workload, s, target, e), self.names) for s, e in zip(schedules, expected, strict=True)]
         corrections = self.booster.inplace_predict(np.array(rows, dtype=np.float32), missing=nan)
         return [e.us * exp(float(c)) for e, c in zip(expected, corrections, strict=True)]
 
 
-def kind(workload: Workload, schedule: Schedule) -> str:
-    """What a model must have seen to judge a schedule: its program, its switches and the weight's bits ("gemm_wgmma stream_k w4")."""
+def kind(workload: AnyWorkload, schedule: Schedule) -> str:
+    """What a model must have seen to judge a schedule: its program, its switches and the numbers ("gemm_wgmma stream_k w4")."""
     switches = [name for name in _SWITCHES if getattr(schedule, name)]
-    return " ".join([schedule.program, *switches, f"w{workload.format.bits}"])
+    return " ".join([schedule.program, *switches, workload.kind])
+
+
+def seen(workload: AnyWorkload, schedule: Schedule, target: Target, expected: Estimate) -> dict[str, float]:
+    """The named values of one schedule, as the workload's operation defines them; none where it has no ranker."""
+    features = operation(workload.op).features
+    return {} if features is None else features(workload, schedule, target, expected)
 
 
 def vector(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
@@ -88,7 +89,7 @@ def expected_us(workload: AnyWorkload, schedules: Sequence[Schedule], target: Ta
     """Microseconds expected of each schedule: ``ranker``'s prediction where it serves all of them, else the analytic estimate."""
     if ranker is not None and ranker.serves(workload, schedules):
         return ranker.predict(workload, schedules, target)
-    return [estimate_any(workload, s, target).us for s in schedules]
+    return [estimate(workload, s, target).us for s in schedules]
 
 
 def known_ranker(target: Target) -> Ranker | None:
@@ -176,9 +177,9 @@ def load_ranker(text: bytes, source: str) -> Ranker:
 
 def _changed(ranker: Ranker, probe: Mapping[str, Any]) -> list[str]:
     """The features whose values for a probe are no longer those of training; "us" when only the prediction differs."""
-    workload, schedule = Workload.from_json(probe["workload"]), Schedule.from_json(probe["schedule"])
+    workload, schedule = workload_from_json(probe["workload"]), Schedule.from_json(probe["schedule"])
     target = Target.from_json(probe["target"])
-    now = vector(features(workload, schedule, target, estimate(workload, schedule, target)), ranker.names)
+    now = vector(seen(workload, schedule, target, estimate(workload, schedule, target)), ranker.names)
     then = [nan if value is None else float(value) for value in probe["features"]]
     differing = [
         name

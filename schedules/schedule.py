@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -43,3 +45,8 @@ class Schedule:
             return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as error:
             raise ValueError(f"not a schedule: {data!r} ({error}); accepted: the fields {sorted(known)}") from None
+
+
+def in_turn(lists: Iterable[list[Schedule]]) -> list[Schedule]:
+    """The first of each list, then the second of each, and so on, without duplicates."""
+    return list(dict.fromkeys(s for row in zip_longest(*lists) for s in row if s is not None))

@@ -13,9 +13,7 @@ from functools import lru_cache
 from math import inf
 
 from .distance import MAX_DISTANCE, distance
-from .gemm.cost import Estimate
-from .gemm.workload import Workload
-from .operations import AnyWorkload, candidates, estimate, legal
+from .operations import AnyWorkload, Estimate, candidates, estimate, legal, operation
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
@@ -167,11 +165,9 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
-    """Whether a record is of the same shape on such a device, in another dtype, group size or symmetry, or with another bias."""
-    r = record.workload
-    if not isinstance(r, Workload) or not isinstance(workload, Workload):
-        return False
-    return (r.m, r.n, r.k) == (workload.m, workload.n, workload.k) and record.measured_on(target)
+    """Whether a record is of the same shape on such a device, in other numbers."""
+    same_op = record.workload.op == workload.op
+    return same_op and record.measured_on(target) and operation(workload.op).twins(record.workload, workload)
 
 
 def _row(

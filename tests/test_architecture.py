@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tilebit.tiles.program import PROGRAM_MODULES
+from tilebit.schedules.operations import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"layouts": 0, "schedules": 1, "tiles": 2, "autotune": 3, "tilebit": 4}  # a folder imports itself and lower ones
@@ -136,7 +136,7 @@ def test_compilers_are_imported_where_they_are_used():
             needs[name] |= {c for i in imports for c in needs.get(i, set()) | needs.get(i.rpartition(".")[0], set())}
     found = {name: compilers for name, compilers in needs.items() if compilers}
     assert all(name.count(".") >= 3 and name.startswith("tilebit.tiles.") for name in found), found
-    assert not set(PROGRAM_MODULES.values()) & set(found), found
+    assert not {rule.module for rule in programs().values()} & set(found), found
     assert all(len(compilers) == 1 for compilers in found.values()), found
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .ops import attention as attention_ops  # registers torch.ops.tilebit.attention_*
-from .ops.attention_dispatch import describe
+from .ops.operands import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,15 +12,13 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import log2
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
-from .schedules.gemm.workload import Workload
-from .schedules.operations import AnyWorkload, workload_from_json
+from .schedules.operations import AnyWorkload, operation, workload_from_json
 from .schedules.target import Target
 
 PACK_SCHEMA = 1
@@ -71,26 +69,16 @@ class Pack:
     def arches(self) -> tuple[str, ...]:
         return tuple(sorted({entry.arch for entry in self.kernels}))
 
-    def find(self, workload: Workload, m: int, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
-        """``entry_for`` a GEMM at ``m`` rows (its own m is ignored)."""
-        return self.entry_for(workload.with_m(max(m, 1)), arch, features)
-
     def entry_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
-        """The entry for ``workload``: the bucket of its m, else the next larger one, else the largest; of attention, whose kernels serve
-        all sizes alike, that of the nearest ones.
+        """The entry that serves ``workload`` best, as its operation ranks them: of a GEMM the bucket of its m, else the next larger one,
+        else the largest; of attention, whose kernels serve all sizes alike, that of the nearest ones.
 
         ``features`` are the instruction sets this machine has: kernels that use others are passed over. None: do not ask.
         """
         entries, wanted = self._by_workload.get((workload.static(), arch), []), workload.bucketed()
         usable = [e for e in entries if features is None or set(e.features) <= set(features)]
-        if isinstance(wanted, Workload):
-            larger = (e for e in usable if isinstance(e.workload, Workload) and e.workload.m >= wanted.m)
-            return next(larger, usable[-1] if usable else None)
-
-        def away(entry: PackEntry) -> float:
-            return sum(abs(log2(max(getattr(entry.workload, size), 1) / max(getattr(wanted, size), 1))) for size in wanted.DYNAMIC)
-
-        return min(usable, key=away, default=None)
+        rank = operation(workload.op).rank
+        return min(usable, key=lambda entry: rank(entry.workload, wanted), default=None)
 
     def kernel_for(self, workload: AnyWorkload, m: int | None = None, arch: str | None = None) -> LoadedKernel:
         """The loaded kernel for ``workload`` (a GEMM: at ``m`` rows, if given) on ``arch`` (default: the pack's only one).
@@ -102,17 +90,14 @@ class Pack:
             if len(self.arches) != 1:
                 raise ValueError(f"arch is not given and the pack {self.path} holds {', '.join(self.arches)}; accepted: one of these")
             (arch,) = self.arches
-        if m is not None and isinstance(workload, Workload):
-            workload = workload.with_m(max(m, 1))
+        if m is not None and "m" in workload.DYNAMIC:
+            workload = replace(workload, m=max(m, 1))
         entry = self.entry_for(workload, arch)
         if entry is None:
-            rows = sorted({_named(e.workload) for e in self.kernels if e.arch == arch})
+            rows = sorted({e.workload.served for e in self.kernels if e.arch == arch})
             held = ", ".join(rows[:8] + ["..."] * (len(rows) > 8)) or "none for this device"
-            wanted = str(workload)
-            if isinstance(workload, Workload):
-                wanted = f"{_named(workload)} {workload.dtype}{' with bias' if workload.bias else ''}"
             raise LookupError(
-                f"the pack {self.path} has no kernel for {wanted} on {arch}; it holds {held}. "
+                f"the pack {self.path} has no kernel for {workload.served} on {arch}; it holds {held}. "
                 f"To build it, where the compilers are: `{command_line('pack PATH', workload, arch)}`"
             )
         return load_kernel(entry.path)
@@ -120,21 +105,7 @@ class Pack:
 
 def command_line(command: str, workload: AnyWorkload, arch: str) -> str:
     """The command line that does ``command`` ("compile", "pack PATH", ...) for ``workload`` on ``arch``."""
-    if isinstance(workload, Workload):
-        w, bias = workload, " --bias" if workload.bias else ""
-        return f"tilebit {command} --n {w.n} --k {w.k} --m {w.m} --format {w.format.name} --dtype {w.dtype}{bias} --target {arch}"
-    w = workload.bucketed()
-    asked: dict[str, Any] = {"op": w.op, "batch": w.batch, "kv-len": w.kv_len, "q-len": w.q_len, "heads": f"{w.heads_q}/{w.heads_kv}"}
-    asked |= {"head-dim": w.head_dim, "format": w.format.name, "dtype": w.dtype, "page-size": w.page_size}
-    asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
-    asked |= {"rotary": w.rotary or None, "target": arch}
-    flags = [f"--{name}" for name in ("sinks", "lse") if getattr(w, name)]
-    options = [f"--{name} {value}" for name, value in asked.items() if value is not None]
-    return " ".join([f"tilebit attention {command}", *options, *flags])
-
-
-def _named(workload: AnyWorkload) -> str:
-    return f"{workload.format.name} [{workload.n}, {workload.k}]" if isinstance(workload, Workload) else workload.served
+    return " ".join(word for word in ("tilebit", workload.COMMAND, command, workload.options(), "--target", arch) if word)
 
 
 _loaded: list[Pack] = []

@@ -63,6 +63,10 @@ class AttentionProblem:
             for name, (shape, dtype) in self.written.items()
         }
 
+    def copied(self) -> AttentionProblem:
+        """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
+        return replace(self, operands={name: tensor.clone() for name, tensor in self.operands.items()})
+
     def cache(self) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of each sequence in fp64, [length, heads_kv, head_dim], as the cache means them."""
         o, w = self.operands, self.workload
@@ -194,11 +198,6 @@ def attention_problem(
         if w.lse:
             written["lse"] = (tuple(operands["q"].shape[:-1]), torch.float32)
     return AttentionProblem(w, operands, written)
-
-
-def copied_attention(problem: AttentionProblem) -> AttentionProblem:
-    """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
-    return replace(problem, operands={name: tensor.clone() for name, tensor in problem.operands.items()})
 
 
 def _cache(w: AttentionWorkload, lengths: Sequence[int], seed: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -21,10 +21,12 @@ from ...layouts.kv import RESIDUAL, KVLayout
 from ...layouts.kv_formats import KVFormat
 from ...layouts.kv_quantize import dequantize_group, quantize_group
 from ...layouts.kv_quantize import unpack_pages as unpack_groups
+from ...schedules.attention.workload import AttentionWorkload
 from ...tiles.attention.reference import rotate
 from ...tiles.attention.unpacked import unpack_pages
-from .attention import AttentionProblem, exact_attention, torch_attention
-from .verify import TORCH_FACTOR, GuardedOutput, Verdict, check_guards, guarded_output
+from . import Verdict
+from .attention import AttentionProblem, edge_attention, exact_attention, random_attention, torch_attention
+from .verify import TORCH_FACTOR, GuardedOutput, check_guards, guarded_output
 
 LSE_ERROR = 2.0**-9  # absolute; a rounding of queries or of a scale in 16 bits moves a score by about as much
 ROTARY_ERROR = 1e-3  # relative, of a sequence's keys: few codes change when a key is rounded the other way
@@ -58,6 +60,12 @@ class AttentionGate:
             if reasons:
                 return Verdict(tuple(f"{name}: {reason}" for reason in reasons))
         return Verdict((), rel_err)
+
+
+def gate(workload: AttentionWorkload, seed: int, arch: str, device: str) -> AttentionGate:
+    """The gate of the operations on a cache, whose packing is the same on every ``arch``."""
+    del arch
+    return AttentionGate(edge_attention(workload, seed, device), random_attention(workload, seed, device))
 
 
 def sequence_errors(out: Tensor, expected: Tensor, rows: Sequence[int]) -> Tensor:

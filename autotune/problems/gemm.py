@@ -16,6 +16,7 @@ from ...layouts.formats import PER_CHANNEL, QuantFormat
 from ...layouts.packing import PackedLayout, gemm_layout
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.workload import Workload
+from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -56,6 +57,10 @@ class Problem:
     def torch_result(self) -> Tensor:
         """The same product as torch computes it in the workload's dtype on the dequantized weight, [m, n]."""
         return self._product(self.x.dtype)
+
+    def copied(self) -> Problem:
+        """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
+        return Problem(self.workload, self.layout, self.x.clone(), {name: t.clone() for name, t in self.operands.items()})
 
     def _product(self, dtype: torch.dtype) -> Tensor:
         w = self.workload
@@ -122,11 +127,6 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
     return _problem(workload, arch, generator, x, scales, bias)
 
 
-def copied(problem: Problem) -> Problem:
-    """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
-    return Problem(problem.workload, problem.layout, problem.x.clone(), {name: t.clone() for name, t in problem.operands.items()})
-
-
 def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
     """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial sums, which start as NaN: one that is
     read before it is written shows. Empty for a kernel that takes none."""
@@ -159,16 +159,14 @@ def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[float, ...]) 
 def _problem(workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, bias: Tensor) -> Problem:
     """Random packed codes and zero points beside the given x and bias, with scales drawn from the values in ``scales``."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
-    layout = gemm_layout(arch, f.bits)
-    shape, padded = layout.storage_shape(workload.n, workload.k), layout.padded(workload.n, workload.k)
-    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, device=device).to(torch.int32)
-    if padded != (workload.n, workload.k):
+    layout, stated = gemm_layout(arch, f.bits), {o.name: o for o in present(workload.operands(arch))}
+    words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
+    if layout.padded(workload.n, workload.k) != (workload.n, workload.k):
         ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
         words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0
-    columns = (f.groups(workload.k), padded[0])
 
     def drawn(values: Tensor) -> Tensor:
-        picked = torch.randint(0, values.numel(), columns, generator=generator, device=device)
+        picked = torch.randint(0, values.numel(), stated["scales"].shape, generator=generator, device=device)
         parameters = values[picked].to(dtype)
         parameters[:, workload.n :] = 0
         return parameters

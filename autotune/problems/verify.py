@@ -14,7 +14,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .gemm import Problem
+from ...schedules.gemm.workload import Workload
+from . import Verdict
+from .gemm import Problem, exact_problem, random_problem
 
 TILE = 128
 TORCH_FACTOR = 2.0
@@ -34,19 +36,6 @@ class GuardedOutput:
 
     y: Tensor
     buffer: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """``reasons`` why a kernel is wrong (empty: verified) and its largest relative block error on random floats (None if it never got
-    there)."""
-
-    reasons: tuple[str, ...]
-    rel_err: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return not self.reasons
 
 
 def guarded_output(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> GuardedOutput:
@@ -139,6 +128,11 @@ class Gate:
         if output.y.is_cuda:
             torch.cuda.synchronize(output.y.device)
         return output
+
+
+def gate(workload: Workload, seed: int, arch: str, device: str) -> Gate:
+    """The gate of GEMMs."""
+    return Gate(*(make(workload, seed, arch, device) for make in (exact_problem, random_problem)))
 
 
 def _block_norms(values: Tensor, tile: int) -> Tensor:

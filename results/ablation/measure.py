@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import Problem, copied, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import QuantFormat
@@ -72,7 +72,7 @@ class Bench:
         exact, random = (make(workload, seed, target.arch, DEVICE) for make in (exact_problem, random_problem))
         self.gate = Gate(exact, random)
         copies = copies_needed(workload.bytes, target.l2)
-        self.problems = [random, *(copied(random) for _ in range(copies - 1))]
+        self.problems = [random, *(random.copied() for _ in range(copies - 1))]
         self.plain = {id(p): naive.plain_operands(p) for p in (exact, *self.problems)}
         self.outputs = [torch.empty(workload.m, workload.n, dtype=random.x.dtype, device=DEVICE) for _ in self.problems]
 
@@ -160,8 +160,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder to append <device>.jsonl in")
     options = parser.parse_args()
     target = detect_target()
-    if target.arch not in naive.PROGRAM.arches:
-        parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {', '.join(naive.PROGRAM.arches)}")
+    if target.arch not in naive.RULE.arches:
+        parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {', '.join(naive.RULE.arches)}")
     common = process_fields(target)
     path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
     kernels = compiled([(w, drawn(w, target)) for w in WORKLOADS], target)

@@ -219,8 +219,8 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := set(wanted) - set(numbers.split(",")):
         parser.error(f"--steps names {', '.join(sorted(unknown))}; accepted: {numbers}")
     target = detect_target()
-    if target.arch not in row_major.PROGRAM.arches:
-        accepted = ", ".join(row_major.PROGRAM.arches)
+    if target.arch not in row_major.RULE.arches:
+        accepted = ", ".join(row_major.RULE.arches)
         parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {accepted}")
     common = process_fields(target)
     path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"

@@ -19,6 +19,8 @@ from torch import Tensor
 from tilebit.autotune.problems.gemm import Problem, unpack_tiles
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operands import Operand
+from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.program import TileProgram
@@ -118,11 +120,19 @@ def plain_operands(problem: Problem) -> dict[str, Tensor]:
     return {"weight": words, **parameters}
 
 
+def _operands(workload: Workload, arch: str) -> tuple[Operand, ...]:
+    """As ``build`` takes them: nibbles in the order of k, nothing padded."""
+    n, k, dtype = workload.n, workload.k, workload.dtype
+    groups = (k // workload.format.group_size, n)
+    return (
+        Operand("x", dtype, ("m", k)), Operand("weight", "int32", (n, k // NIBBLES)), Operand("scales", dtype, groups),
+        Operand("zeros", dtype, groups), Operand("y", dtype, ("m", n), written=True, read=False),
+    )  # fmt: skip
+
+
+RULE = Rule(NAME, NAME, arches=("sm_80", "sm_86", "sm_89", "sm_90a"), legal=legal, operands=_operands)
 PROGRAM = TileProgram(
     name=NAME,
     compiler="tilelang",
-    arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
-    legal=legal,
     build=build,
-    params=lambda workload, schedule: ("x", "weight", "scales", "zeros", "y"),
 )

@@ -22,6 +22,7 @@ from tilebit.layouts.kv import window_words
 from tilebit.layouts.packing import PackedLayout
 from tilebit.schedules.attention import decode as rules
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention.decode import HEADERS, decode_type
@@ -189,13 +190,11 @@ def _row_words(codes: Tensor, bits: int) -> Tensor:
     return packed.contiguous().view(torch.int32).flatten(2)
 
 
+RULE = Rule(NAME, NAME, arches=rules.ARCHES[rules.ASYNC], legal=legal, workspace_words=rules.workspace_words)
 PROGRAM = TileProgram(
     name=NAME,
     compiler="tilelang",
-    arches=rules.ARCHES[rules.ASYNC],
-    legal=legal,
     build=build,
-    params=lambda workload, schedule: ("q", "pages", "windows", "block_tables", "slots", "lengths", "workspace", "out"),
     headers=HEADERS,
     newest_arch="sm_89",
 )

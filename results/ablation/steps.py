@@ -17,6 +17,7 @@ from tilebit.schedules.gemm import rules as rules
 from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.records import TuningRecord, shipped_records
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
@@ -60,10 +61,10 @@ def drawn(workload: Workload, target: Target, records: Iterable[TuningRecord] | 
     They are the workload's candidates, tiles that ``_tiles`` adds, these with ``SHALLOW`` stages, the tuned ones (``records``, default: the
     shipped), and the naive program's own."""
     tuned = [r for r in (shipped_records() if records is None else records) if r.ok and r.workload == workload and r.measured_on(target)]
-    measured = {r.schedule: r.us or 0.0 for r in tuned if not rules.legal(workload, r.schedule, target)}
-    offered: list[Schedule] = [*measured, *(rules.candidates(workload, target) or []), *_tiles(workload, target)]
+    measured = {r.schedule: r.us or 0.0 for r in tuned if not legal(workload, r.schedule, target)}
+    offered: list[Schedule] = [*measured, *(candidates(workload, target) or []), *_tiles(workload, target)]
     shallow = (replace(s, num_stages=SHALLOW, min_blocks=1) for s in offered if _whole_tiles(s))
-    every = [*offered, *(s for s in shallow if not rules.legal(workload, s, target))]
+    every = [*offered, *(s for s in shallow if not legal(workload, s, target))]
     found = {}
     for step in STEPS:
         known = sorted((s for s in measured if step.uses(s)), key=measured.__getitem__)[: TRIED // 2]
@@ -77,6 +78,6 @@ def _tiles(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules of gemm_wgmma for a workload of few rows, for which ``candidates`` may offer the small-m program alone: those of
     ``MANY_ROWS`` rows with tiles cut to what is there."""
     block_m = max(8, 1 << (workload.m - 1).bit_length())
-    offered = rules.candidates(workload.with_m(max(workload.m, MANY_ROWS)), target) or []
+    offered = candidates(workload.with_m(max(workload.m, MANY_ROWS)), target) or []
     cut = (replace(s, block_m=min(s.block_m, block_m)) for s in offered if s.program == "gemm_wgmma")
-    return [s for s in cut if not rules.legal(workload, s, target)]
+    return [s for s in cut if not legal(workload, s, target)]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.problems.attention import AttentionProblem
-from tilebit.schedules.attention.decode import BLOCK_M, BLOCK_N, MAX_MIN_BLOCKS, STAGES
-from tilebit.schedules.attention.rules import ASYNC, BULK, MOVERS
+from tilebit.schedules.attention.decode import ASYNC, BLOCK_M, BLOCK_N, BULK, MAX_MIN_BLOCKS, STAGES
+from tilebit.schedules.attention.rules import MOVERS
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import candidates, estimate, legal
 from tilebit.schedules.records import TuningRecord, shipped_records

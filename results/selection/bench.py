@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import copied, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate
 from tilebit.autotune.provenance import now, package_versions, source_commit
 from tilebit.autotune.search import searched
@@ -98,7 +98,7 @@ class Bench:
         with FileLock(self.worker.lock):  # one process measures on a device at a time
             exact, random = (make(workload, 0, self.target.arch, device) for make in (exact_problem, random_problem))
             gate = Gate(exact, random)
-            problems = [random, *(copied(random) for _ in range(copies_needed(workload.bytes, self.target.l2) - 1))]
+            problems = [random, *(random.copied() for _ in range(copies_needed(workload.bytes, self.target.l2) - 1))]
             calls = {}
             for number, kernel in enumerate(made):
                 if isinstance(kernel, CompileFailure):

@@ -11,10 +11,10 @@ from tilebit.schedules.gemm import cpu as gemm_cpu
 from tilebit.schedules.gemm import rules as gemm
 from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.tiles import in_turn
 from tilebit.schedules.gemm.waves import TAILS
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.operations import candidates, legal, programs
+from tilebit.schedules.schedule import Schedule, in_turn
 from tilebit.schedules.target import Target
 
 PLACES = 200  # schedules that are measured of a workload: some fifteen times as many as the tuner tries
@@ -41,7 +41,7 @@ class _Axes:
 def full_grid(workload: Workload, target: Target) -> list[Schedule]:
     """Every legal schedule of every program on ``target``, always in the same order. Of schedules that make the same launch one is there:
     a raster says nothing where one tile covers all rows of x."""
-    return [schedule for program in gemm.PROGRAMS for schedule in _legal_of(program, workload, target)]
+    return [schedule for program in programs("gemm", target.arch) for schedule in _legal_of(program, workload, target)]
 
 
 def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[list[Schedule], int, str]:
@@ -53,7 +53,7 @@ def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[l
         return grid, len(grid), "all legal schedules"
     us = {schedule: estimate(workload, schedule, target).us for schedule in grid}
     bound = WITHIN * min(us.values())
-    offered = gemm.candidates(workload, target) or []
+    offered = candidates(workload, target) or []
     known = set(offered)
     near = [s for s in grid if us[s] <= bound and s not in known]
     shapes: dict[tuple[str, int, int, int], list[Schedule]] = {}
@@ -76,16 +76,16 @@ def _legal_of(program: str, workload: Workload, target: Target) -> Iterator[Sche
     axes = _axes(program, target)
     for block_n, block_m, block_k, num_warps in product(axes.block_n, axes.block_m, axes.block_k, axes.num_warps):
         tile = Schedule(program, block_n, block_m, block_k, axes.num_stages[0], num_warps)
-        if gemm.legal(workload, tile, target):
+        if legal(workload, tile, target):
             continue
         for num_stages, min_blocks in product(axes.num_stages, axes.min_blocks):
             base = replace(tile, num_stages=num_stages, min_blocks=min_blocks)
-            if gemm.legal(workload, base, target):
+            if legal(workload, base, target):
                 continue
             rasters = axes.rasters if block_m < workload.m else axes.rasters[:1]
             for (split_k, stream_k, cluster, tail), raster in product(axes.shares, rasters):
                 schedule = replace(base, split_k=split_k, stream_k=stream_k, cluster=cluster, tail=tail, raster=raster)
-                if not gemm.legal(workload, schedule, target):
+                if not legal(workload, schedule, target):
                     yield schedule
 
 

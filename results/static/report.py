@@ -18,8 +18,8 @@ from typing import Any
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.records import TuningRecord, shipped_records
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose

@@ -10,11 +10,11 @@ from __future__ import annotations
 from math import hypot
 
 from ...layouts.kv import GRANULE, RESIDUAL
-from ..gemm.cost import CPU_FORK_US, ISSUE, KNEE_BYTES, L2_SPEEDUP, LANES, Estimate
+from ..gemm.cost import CPU_FORK_US, ISSUE, KNEE_BYTES, L2_SPEEDUP, LANES
+from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .decode import unit_bytes
-from .rules import column_passes, grid_blocks
+from .decode import column_passes, grid_blocks, unit_bytes
 from .workload import AttentionWorkload
 
 LAUNCH_US = 1.7

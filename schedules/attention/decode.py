@@ -84,10 +84,8 @@ def column_passes(workload: AttentionWorkload, schedule: Schedule) -> int:
 def workspace_words(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
     """32-bit words of the workspace: TICKETS, which a launch finds and leaves zero (it uses one a block: a block begins at most one segment
     that others go on with), then for each block two partial results, those of the segments that it begins and ends in: per column
-    ``head_dim`` sums, a maximum and a denominator in fp32. 0 for a program that takes none. The same for all lengths, batches and q_len."""
+    ``head_dim`` sums, a maximum and a denominator in fp32.  The same for all lengths, batches and q_len."""
     s = schedule
-    if workload.op != "decode" or not target.is_cuda:
-        return 0
     return TICKETS + grid_blocks(s, target) * 2 * s.block_m * (workload.head_dim + 2)
 
 
@@ -146,9 +144,6 @@ def field_reasons(
     for field, (low, high) in ranges.items():
         if not low <= getattr(s, field) <= high:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
-    if s.raster or s.stream_k or s.cluster != 1 or s.split_k != 1:
-        given = f"raster is {s.raster}, stream_k {s.stream_k}, cluster {s.cluster} and split_k {s.split_k}"
-        reasons.append(f"{given}; accepted by {s.program}: 0, False, 1 and 1.")
     return reasons
 
 

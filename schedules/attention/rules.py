@@ -18,45 +18,18 @@ from ...layouts.kv import GRANULE, RESIDUAL
 from ..gemm.rules import wgmma_registers
 from ..schedule import Schedule
 from ..target import Target
-from .decode import ARCHES as DECODE_ARCHES
-from .decode import (
-    ASYNC,
-    BULK,
-    column_passes,
-    decode_candidates,
-    decode_legal,
-    field_reasons,
-    grid_blocks,
-    resource_reasons,
-    ring_bytes,
-    shared_bytes,
-    slot_bytes,
-    workspace_words,
-)
+from .decode import field_reasons, resource_reasons
 from .workload import AttentionWorkload
-
-__all__ = [
-    "ASYNC", "BULK", "PROGRAMS", "candidates", "column_passes", "grid_blocks", "legal", "prefill_shared_bytes", "programs_for",
-    "ring_bytes", "shared_bytes", "slot_bytes", "workspace_words",
-]  # fmt: skip
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 MOVERS = {"append": "attention_append", "gather": "attention_gather"}
 MOVER_WARPS = {"append": (4,), "gather": (4, 8)}
 WGMMA, MMA = "attention_prefill", "attention_prefill_mma"
+LOADING_WARPS = 4  # of a block of the program with wgmma, beside the computing ones
 WARP_ROWS = 16  # of queries that a warp of a prefill program holds
 CPU_THREADS_MAX = 512
 CPU_STEPS = (GRANULE, 32, 64, RESIDUAL)
 CPU_ISAS = ("avx512", "avx2")
-
-# Programs by op and what they run on, the preferred one of an arch first.
-ARCHES: dict[str, dict[str, tuple[str, ...]]] = {
-    "decode": {BULK: DECODE_ARCHES[BULK], ASYNC: DECODE_ARCHES[ASYNC], "attention_decode_cpu": ("cpu",)},
-    "append": {MOVERS["append"]: GPUS, "attention_append_cpu": ("cpu",)},
-    "gather": {MOVERS["gather"]: GPUS, "attention_gather_cpu": ("cpu",)},
-    "prefill": {WGMMA: ("sm_90a",), MMA: GPUS, "attention_prefill_cpu": ("cpu",)},
-}
-PROGRAMS = tuple(name for programs in ARCHES.values() for name in programs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,45 +55,26 @@ _PREFILL_TILES = {
 }  # fmt: skip
 
 
-def programs_for(op: str, arch: str) -> tuple[str, ...]:
-    """The programs of ``op`` that run on ``arch``, the preferred one first; empty when there is none."""
-    return tuple(name for name, arches in ARCHES[op].items() if arch in arches)
+def prefill_candidates(program: str, workload: AttentionWorkload, target: Target) -> list[Schedule]:
+    """Legal schedules worth measuring, no tile that is half empty."""
+    tiles = [
+        Schedule(program, block_n, block_m, workload.head_dim, stages, block_m // WARP_ROWS)
+        for block_m, block_n, stages in _PREFILL_TILES[program]
+    ]
+    return [s for s in tiles if s.block_m < max(2 * workload.q_len, 128) and not prefill_legal(workload, s, target)]
 
 
-def legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
-    s, accepted = schedule, ARCHES[workload.op]
-    if s.program not in accepted:
-        return [f"program is {s.program!r}; accepted for {workload.op}: {', '.join(accepted)}."]
-    if target.arch not in accepted[s.program]:
-        return [f"{s.program} does not run on {target.arch}; accepted: {', '.join(accepted[s.program])}."]
-    if target.arch == "cpu":
-        return _cpu_legal(workload, s, target)
-    if workload.op == "decode":
-        return decode_legal(workload, s, target)
-    return _prefill_legal(workload, s, target) if workload.op == "prefill" else _mover_legal(workload, s)
+def mover_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule]:
+    """Schedules of append and gather worth measuring."""
+    return [Schedule(MOVERS[workload.op], RESIDUAL, 1, workload.head_dim, num_warps=warps) for warps in MOVER_WARPS[workload.op]]
 
 
-def candidates(workload: AttentionWorkload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, without duplicates, always in the same order; None: no program runs there."""
-    programs = programs_for(workload.op, target.arch)
-    if not programs:
-        return None
-    if target.arch == "cpu":
-        threads = min(max(1, target.units), CPU_THREADS_MAX)
-        steps = CPU_STEPS if workload.op == "decode" else (RESIDUAL,)
-        found = [Schedule(programs[0], step, 1, workload.head_dim, num_warps=threads) for step in steps]
-    elif workload.op == "decode":
-        found = decode_candidates(programs[0], workload, target)
-    elif workload.op == "prefill":
-        tiles = [
-            Schedule(programs[0], block_n, block_m, workload.head_dim, stages, block_m // WARP_ROWS)
-            for block_m, block_n, stages in _PREFILL_TILES[programs[0]]
-        ]
-        found = [s for s in tiles if s.block_m < max(2 * workload.q_len, 128)]  # no tile that is half empty
-    else:
-        found = [Schedule(programs[0], RESIDUAL, 1, workload.head_dim, num_warps=warps) for warps in MOVER_WARPS[workload.op]]
-    return [s for s in found if not legal(workload, s, target)] or None
+def cpu_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule]:
+    """Legal schedules of a CPU's programs worth measuring."""
+    threads = min(max(1, target.units), CPU_THREADS_MAX)
+    steps = CPU_STEPS if workload.op == "decode" else (RESIDUAL,)
+    found = [Schedule(f"attention_{workload.op}_cpu", step, 1, workload.head_dim, num_warps=threads) for step in steps]
+    return [s for s in found if not cpu_legal(workload, s, target)]
 
 
 def prefill_shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
@@ -135,7 +89,7 @@ def _prefill_registers(workload: AttentionWorkload, schedule: Schedule) -> int:
     return workload.head_dim // 2 + schedule.block_n // 2 + schedule.block_n // 4
 
 
-def _prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
+def prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
     s, rule = schedule, _PREFILL[schedule.program]
     reasons = field_reasons(
         workload, s, {"block_m": rule.block_m, "block_n": rule.block_n}, {"num_stages": rule.stages, "min_blocks": (1, 4)}
@@ -146,21 +100,21 @@ def _prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Targ
         return reasons
     needed, smem = _prefill_registers(workload, s) + rule.spare_registers, prefill_shared_bytes(workload, s)
     if s.program == WGMMA:  # its loading warpgroup gives registers to the others
-        return resource_reasons(s, target, smem, needed, wgmma_registers(s)[1], extra_warps=4)
+        return resource_reasons(s, target, smem, needed, wgmma_registers(s)[1], extra_warps=LOADING_WARPS)
     return resource_reasons(s, target, smem, needed, 255)
 
 
-def _mover_legal(workload: AttentionWorkload, schedule: Schedule) -> list[str]:
+def mover_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
     sizes = {"block_m": (1,), "block_n": (RESIDUAL,), "num_warps": MOVER_WARPS[workload.op]}
-    return field_reasons(workload, schedule, sizes, {"num_stages": (1, 1), "min_blocks": (1, 1)})
+    return field_reasons(workload, schedule, sizes, {})
 
 
-def _cpu_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
+def cpu_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
     if not set(CPU_ISAS) & set(target.features):
         return [f"target {target.arch} has features {target.features}; the CPU programs need 'avx2' or 'avx512'."]
     return field_reasons(
         workload,
         schedule,
         {"block_m": (1,), "block_n": CPU_STEPS},
-        {"num_stages": (1, 1), "min_blocks": (1, 1), "num_warps": (1, CPU_THREADS_MAX)},
+        {"num_warps": (1, CPU_THREADS_MAX)},
     )

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from ...layouts.kv import HEAD_DIMS, PAGE_SIZES, RESIDUAL, KVLayout
 from ...layouts.kv_formats import KVFormat
 from ..gemm.workload import DTYPES
+from ..operands import Operand
+from .operands import attention_operands
 
 OPS = ("decode", "append", "gather", "prefill")
 ROTARY = ("", "half", "interleaved")
@@ -36,6 +38,7 @@ class AttentionWorkload:
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("batch", "q_len", "kv_len")  # fields that compiled kernels do not depend on
+    COMMAND: ClassVar[str] = "attention"  # the command line's group of commands
     SIZES: ClassVar[tuple[str, ...]] = (*DYNAMIC, "heads_q", "heads_kv", "head_dim", "page_size", "window", "sink_tokens")  # whole numbers
 
     op: str
@@ -78,6 +81,25 @@ class AttentionWorkload:
             unused |= _OF_SCORES | {"heads_q": self.heads_kv}
         for name, value in unused.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def kind(self) -> str:
+        """The class of numbers that records must share to say something about each other."""
+        return f"{self.op} {self.format.key} {self.format.value}"
+
+    def operands(self, arch: str) -> tuple[Operand, ...]:
+        """The tensors of a call, in call order; the same on every arch."""
+        return attention_operands(self)
+
+    def options(self) -> str:
+        """The command line's words for this workload."""
+        w = self.bucketed()
+        asked: dict[str, Any] = {"op": w.op, "batch": w.batch, "kv-len": w.kv_len, "q-len": w.q_len, "heads": f"{w.heads_q}/{w.heads_kv}"}
+        asked |= {"head-dim": w.head_dim, "format": w.format.name, "dtype": w.dtype, "page-size": w.page_size}
+        asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
+        asked |= {"rotary": w.rotary or None}
+        flags = [f"--{name}" for name in ("sinks", "lse") if getattr(w, name)]
+        return " ".join([*(f"--{name} {value}" for name, value in asked.items() if value is not None), *flags])
 
     @property
     def group(self) -> int:

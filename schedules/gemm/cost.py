@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from math import hypot
 
 from ...layouts.formats import PER_CHANNEL
+from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
@@ -63,33 +64,6 @@ CPU_DEQUANT_OPS = {4: 1.0, 8: 0.75}  # per weight, in lanes: unpack, convert, sc
 CPU_L2_SPEEDUP = 2.5
 CPU_CHAINS = 4  # independent accumulators that, with decoding in between, hide the latency of a fused multiply-add
 CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What the model expects of one call, all times in microseconds.
-
-    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * overlap(``load_us``, ``dequant_us`` + ``mma_us``) + ``split_us``; overlap is the
-    root of the sum of squares on a GPU, the maximum on a CPU. The terms inside are those of one pass over the weight and already contain
-    the idling: ``utilization`` is the share of the units' time that is used (1: no idle unit), ``waves`` the number of blocks (CPU: task
-    steps) that the busiest place runs one after another. Of the small-m programs ``dequant_us`` is the time to issue all instructions,
-    ``mma_us`` the waiting of one warp for its products."""
-
-    us: float
-    passes: int
-    load_us: float
-    dequant_us: float
-    mma_us: float
-    pipeline_us: float
-    split_us: float
-    launch_us: float
-    waves: int
-    utilization: float
-
-    @property
-    def bound(self) -> str:
-        """The longer term: "load" or "compute"."""
-        return "load" if self.load_us >= self.dequant_us + self.mma_us else "compute"
 
 
 @dataclass(frozen=True, slots=True)

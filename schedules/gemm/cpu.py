@@ -60,12 +60,9 @@ def registers_used(schedule: Schedule, vectors: Isa, together: int) -> int:
 
 def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot be built for ``workload`` on ``target``: sentences, empty when it can."""
-    reasons = []
-    if schedule.program != PROGRAM:
-        reasons.append(f"program is {schedule.program!r}; this rule is {PROGRAM!r}'s")
-    vectors = isa(target)
-    if target.arch != "cpu" or vectors is None:
-        return [*reasons, f"target {target.arch} has features {target.features}; the CPU program needs 'avx2' or 'avx512'"]
+    vectors, reasons = isa(target), []
+    if vectors is None:
+        return [f"target {target.arch} has features {target.features}; the CPU program needs 'avx2' or 'avx512'"]
     if schedule.block_n < TILE or schedule.block_n % TILE or schedule.block_n > BLOCK_N_MAX:
         reasons.append(f"block_n is {schedule.block_n}; accepted: multiples of {TILE} from {TILE} to {BLOCK_N_MAX}")
     if schedule.block_k not in BLOCK_K:
@@ -81,11 +78,6 @@ def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
         reasons.append(f"{sums} needs {used} vector registers; {vectors.name} has {vectors.registers}; choose a smaller product")
     if not 1 <= schedule.num_warps <= THREADS_MAX:
         reasons.append(f"num_warps is {schedule.num_warps}; accepted: 1 to {THREADS_MAX} threads")
-    for field in ("num_stages", "min_blocks"):
-        if getattr(schedule, field) != 1:
-            reasons.append(f"{field} is {getattr(schedule, field)}; accepted on a CPU: 1")
-    if schedule.raster != 0:
-        reasons.append(f"raster is {schedule.raster}; accepted on a CPU: 0")
     if (workload.n + TILE) * (workload.k + TILE) >= 1 << 31:
         reasons.append(f"n x k is {workload.n} x {workload.k}; the kernel's 32-bit indices hold fewer than 2^31 weights")
     return reasons

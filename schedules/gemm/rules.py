@@ -14,8 +14,6 @@ from ...layouts.formats import PER_CHANNEL, QuantFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
-from .cpu import cpu_candidates, cpu_legal
-from .tiles import in_turn, tile_candidates
 from .waves import TAILS
 from .workload import Workload
 
@@ -31,7 +29,6 @@ CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
-MAX_CANDIDATES = 120
 
 # A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
 TICKETS = 16384
@@ -60,44 +57,22 @@ class CudaRule:
     b_fragment: bool
 
 
-_WGMMA = CudaRule(
+WGMMA = CudaRule(
     "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
-_MMA = CudaRule(
+MMA = CudaRule(
     "gemm_mma", ("sm_80", "sm_86", "sm_89", "sm_90a"), (64, 128, 256), (8, *range(16, 129, 16)), (32, 64, 128), (4, 8, 16), (2, 5),
     producer_threads=0, registers=255, spare_registers=50, barrier_bytes=0, reserved_smem=16, b_fragment=True,
 )  # fmt: skip
-CUDA_RULES = {rule.program: rule for rule in (_WGMMA, _MMA)}
-PROGRAMS = (*CUDA_RULES, *gemm_stream.ARCHES, "gemm_cpu")
-
-# The program whose candidates are tried on an arch. gemm_mma is legal on sm_90a too (its code runs there) but never the faster one.
-_PREFERRED = {"sm_80": "gemm_mma", "sm_86": "gemm_mma", "sm_89": "gemm_mma", "sm_90a": "gemm_wgmma", "cpu": "gemm_cpu"}
+CUDA_RULES = {rule.program: rule for rule in (WGMMA, MMA)}
 
 
-def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
-    if schedule.program not in PROGRAMS:
-        return [f"program is {schedule.program!r}; accepted: {', '.join(PROGRAMS)}."]
-    if schedule.program == "gemm_cpu":
-        return cpu_legal(workload, schedule, target)
-    if schedule.program in gemm_stream.ARCHES:
-        return gemm_stream.stream_legal(workload, schedule, target)
+def tiled_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    """Why a program of ``CUDA_RULES`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list: it can."""
     rule = CUDA_RULES[schedule.program]
-    reasons = _field_reasons(rule, workload, schedule, target)
+    reasons = _field_reasons(rule, workload, schedule)
     return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
-
-
-def candidates(workload: Workload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order, programs in turn; None: no
-    program runs there."""
-    preferred = _PREFERRED.get(target.arch)
-    if preferred is None:
-        return None
-    if preferred == "gemm_cpu":
-        return cpu_candidates(workload, target) or None
-    few = gemm_stream.stream_candidates(workload, target)
-    return in_turn([few, tile_candidates(preferred, workload, target, legal)])[:MAX_CANDIDATES]
 
 
 def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
@@ -106,7 +81,7 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
     tile = s.block_n * s.block_m
     if s.stream_k:
         return TICKETS + 2 * grid_blocks(s, target) * tile
-    if s.program == "gemm_cpu" or s.split_k == 1 or clustered_split(s):
+    if s.split_k == 1 or clustered_split(s):
         return 0
     n_pad = -(-workload.n // SLAB_N) * SLAB_N
     tiles = -(-workload.m // s.block_m) * -(-n_pad // s.block_n)
@@ -116,10 +91,10 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
 def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
     """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that a launch gives to both."""
     consumers = schedule.num_warps * 32
-    threads = consumers + _WGMMA.producer_threads
+    threads = consumers + WGMMA.producer_threads
     share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
     producer = min(40, share) if schedule.min_blocks == 1 else 24
-    return producer, min(240, (share * threads - producer * _WGMMA.producer_threads) // consumers // 8 * 8)
+    return producer, min(240, (share * threads - producer * WGMMA.producer_threads) // consumers // 8 * 8)
 
 
 def clustered_split(schedule: Schedule) -> bool:
@@ -127,7 +102,7 @@ def clustered_split(schedule: Schedule) -> bool:
 
     ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without one (4096 x 14336 at m = 64, 32
     of them: 37.8 us, two waves; 22.7 through a workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
-    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == _WGMMA.program and schedule.split_k == 2))
+    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == WGMMA.program and schedule.split_k == 2))
 
 
 def persistent(schedule: Schedule) -> bool:
@@ -183,10 +158,8 @@ def _register_budget(rule: CudaRule, schedule: Schedule) -> int:
     return min(rule.registers, share) - rule.spare_registers
 
 
-def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> list[str]:
     s, reasons = schedule, []
-    if target.arch not in rule.arches:
-        reasons.append(f"{rule.program} does not run on {target.arch}; accepted: {', '.join(rule.arches)}.")
     for field in ("block_n", "block_m", "block_k", "num_warps"):
         value, accepted = getattr(s, field), getattr(rule, field)
         if value not in accepted:
@@ -197,14 +170,14 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, targe
         value = getattr(s, field)
         if not low <= value <= high:
             reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
-    if s.stream_k and (rule.b_fragment or s.split_k > 1):
-        reasons.append(f"stream_k goes with program {s.program} and split_k {s.split_k}; accepted: gemm_wgmma and split_k 1.")
-    if s.tail not in ((1, *TAILS) if rule.program == "gemm_wgmma" and not s.stream_k and s.split_k == 1 else (1,)):
-        reasons.append(f"tail is {s.tail}; accepted: 1, and by gemm_wgmma without stream_k and split_k {', '.join(map(str, TAILS))}.")
+    if s.stream_k and s.split_k > 1:
+        reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
+    if s.tail not in ((1, *TAILS) if not s.stream_k and s.split_k == 1 else (1,)):
+        reasons.append(f"tail is {s.tail}; accepted: 1, and without stream_k and split_k {', '.join(map(str, TAILS))}.")
     if s.split_k > 1 and s.cluster > 1:
         reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
-    if s.cluster not in ((1,) if rule.b_fragment else CLUSTERS):
-        reasons.append(f"cluster is {s.cluster}; accepted by {rule.program}: {'1' if rule.b_fragment else ', '.join(map(str, CLUSTERS))}.")
+    if s.cluster not in CLUSTERS:
+        reasons.append(f"cluster is {s.cluster}; accepted: {', '.join(map(str, CLUSTERS))}.")
     if reasons:
         return reasons
     if s.block_m // s.tail not in rule.block_m:
@@ -256,10 +229,10 @@ def _resource_reasons(rule: CudaRule, format: QuantFormat, schedule: Schedule, t
     if threads > THREADS_PER_SM:
         reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
     sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
-    if s.program == _WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
+    if s.program == WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
     share, one = REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
-    if s.program == _WGMMA.program and share < one:
+    if s.program == WGMMA.program and share < one:
         reasons.append(
             f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."
         )

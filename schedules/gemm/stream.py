@@ -10,9 +10,8 @@ from dataclasses import replace
 from itertools import product
 
 from ...layouts.formats import PER_CHANNEL, QuantFormat
-from ..schedule import Schedule
+from ..schedule import Schedule, in_turn
 from ..target import Target
-from .tiles import in_turn
 from .workload import Workload
 
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
@@ -120,8 +119,6 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     ):
         if not low <= getattr(s, field) <= high:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
-    if s.raster or s.stream_k or s.cluster != 1:
-        reasons.append(f"raster is {s.raster}, stream_k {s.stream_k} and cluster {s.cluster}; accepted by {s.program}: 0, False and 1.")
     if reasons:
         return reasons
     n_pad, packed_k = -(-workload.n // 64) * 64, PACKED_K[f.bits]

@@ -7,11 +7,11 @@ groups of four or eight at m = 4096."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product, zip_longest
+from itertools import product
 
-from ..schedule import Schedule
+from ..schedule import Schedule, in_turn
 from ..target import Target
 from .waves import TAILS, cut_places
 from .workload import Workload
@@ -69,11 +69,6 @@ def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
     waves = {tail: -(-cut_places(tiles, places, tail) * tail // places) / tail for tail in TAILS}
     found = [tail for tail in TAILS if 0 < waves[tail] < 1]
     return sorted(found, key=waves.__getitem__)[:1] if tiles < TAIL_WAVES * places else []
-
-
-def in_turn(lists: Iterable[list[Schedule]]) -> list[Schedule]:
-    """The first of each list, then the second of each, and so on, without duplicates."""
-    return list(dict.fromkeys(s for row in zip_longest(*lists) for s in row if s is not None))
 
 
 def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> Iterator[Schedule]:

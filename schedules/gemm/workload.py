@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ...layouts.formats import QuantFormat
+from ...layouts.packing import gemm_layout
+from ..operands import Operand
 
 DTYPES = ("float16", "bfloat16")
+X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
 
 # One tuned schedule per bucket; a bucket serves every m up to its bound, the last one every larger m.
 M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -31,6 +34,7 @@ class Workload:
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on
     SIZES: ClassVar[tuple[str, ...]] = ("m", "n", "k")  # whole numbers
+    COMMAND: ClassVar[str] = ""  # the command line's group of commands
 
     m: int
     n: int
@@ -64,6 +68,32 @@ class Workload:
         """Bytes that one call must move at least: weights once, x once, y once."""
         return self.weight_bytes + 2 * self.m * (self.k + self.n) + (2 * self.n if self.bias else 0)
 
+    @property
+    def kind(self) -> str:
+        """The class of numbers that records and rankers must share to say something about each other: "w4", "w8"."""
+        return f"w{self.format.bits}"
+
+    def operands(self, arch: str) -> tuple[Operand, ...]:
+        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales and zeros
+        are padded to whole tiles of the packed layout (``layouts.packing.gemm_layout``)."""
+        f, layout = self.format, gemm_layout(arch, self.format.bits)
+        columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
+        groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
+        packing = f"pack the weight for this device and dtype with tilebit.pack ({arch})"
+        return (
+            Operand("x", self.dtype, ("m", columns)),
+            Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
+            Operand("scales", self.dtype, groups, advice=packing),
+            Operand("zeros", self.dtype, groups, optional=True, absent=f.symmetric, advice=packing),
+            Operand("bias", self.dtype, (self.n,), optional=True, absent=not self.bias, advice=f"pass {self.n} values in x's dtype"),
+            Operand("y", self.dtype, ("m", self.n), written=True, read=False),
+        )
+
+    def options(self) -> str:
+        """The command line's words for this workload."""
+        bias = " --bias" if self.bias else ""
+        return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
+
     def with_m(self, m: int) -> Workload:
         return replace(self, m=m)
 
@@ -83,7 +113,7 @@ class Workload:
     @property
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
-        return f"{self.n}x{self.k} {self.format.name} {self.dtype}"
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}"
 
     def to_json(self) -> dict[str, Any]:
         return {

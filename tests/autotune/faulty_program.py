@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from tilebit.schedules.operations import Rule
 from tilebit.tiles.program import TileProgram
 
 NAME = "tests.autotune.faulty_program"
@@ -20,6 +21,5 @@ def build(workload: Any, schedule: Any, target: Any) -> Any:
     os._exit(70)
 
 
-PROGRAM = TileProgram(
-    name=NAME, compiler="tvm", arches=("cpu",), legal=lambda w, s, t: [], build=build, params=lambda w, s: ("x", "weight", "scales", "y")
-)
+RULE = Rule(NAME, NAME, arches=("cpu",))
+PROGRAM = TileProgram(name=NAME, compiler="tvm", build=build)

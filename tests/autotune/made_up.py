@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import log2
 
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import kind
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule

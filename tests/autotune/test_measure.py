@@ -9,8 +9,8 @@ import pytest
 from tilebit.autotune.measure import MIN_REPLAYS, copies_needed, time_calls
 from tilebit.autotune.search import Patience, shortlist
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.target import target_from_name
 
 H200 = target_from_name("sm_90a")

@@ -15,8 +15,8 @@ from tilebit.autotune.ranker import main, record_target, records_digest, samples
 from tilebit.autotune.regret import SOURCES, regrets, summary
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, places, shortlist
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import COMMAND, load_ranker
 from tilebit.schedules.records import shipped_records
 from tilebit.schedules.target import target_from_name

@@ -8,8 +8,8 @@ import pytest
 
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, SHARE, places, searched, shortlist
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose

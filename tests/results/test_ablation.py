@@ -24,8 +24,8 @@ from tilebit.autotune.measure import Timing
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.gemm.rules import candidates, legal
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name

@@ -38,8 +38,9 @@ from tilebit.autotune.measure import Call, Timing
 from tilebit.autotune.problems.attention import attention_problem, edge_attention, exact_attention, random_attention
 from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention.rules import ASYNC, BULK
+from tilebit.schedules.attention.decode import ASYNC, BULK
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import params
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
@@ -126,9 +127,9 @@ def test_the_row_major_program_compiles() -> None:
     targets = map(target_from_name, ("sm_90a", "sm_80"))
     requests = [CompileRequest(row_major.NAME, workload, s, target) for s, target in zip(schedules, targets, strict=True)]
     with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
-        for kernel in pool.compile(requests):
+        for kernel, target in zip(pool.compile(requests), map(target_from_name, ("sm_90a", "sm_80")), strict=True):
             assert isinstance(kernel, Kernel), kernel
-            assert kernel.params == row_major.PROGRAM.params(workload, kernel.schedule) and kernel.resources["spills"] == 0
+            assert kernel.params == params(workload, kernel.schedule, target) and kernel.resources["spills"] == 0
             assert kernel.resources["instructions"]["mma"] > 0 and kernel.resources["instructions"]["cp_async"] > 0
 
 

@@ -22,6 +22,7 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import attention_dispatch
 from tilebit.schedules.attention import rules as rules
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention import reference
@@ -209,7 +210,7 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert len(decode) == 4 * 2 * 2  # kv4 by channel in three page sizes and by token, two cases, two kinds of heads
     assert AttentionWorkload("decode", 8, 1, 8192, 64, 8, D, KVFormat.from_name("kv4_token")) in decode
     target = target_from_name("sm_90a")
-    schedule = (rules.candidates(decode[0], target) or [])[-1]
+    schedule = (candidates(decode[0], target) or [])[-1]
     file = tmp_path / "given.json"
     file.write_text(json.dumps({"kv4_token": schedule.to_json()}))
     monkeypatch.setenv("TILEBIT_SCHEDULES", str(file))

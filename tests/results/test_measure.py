@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from results.measure import cpu_rates, gemm_workloads
-from tilebit.schedules.gemm.rules import candidates
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.target import ARCHES, target_from_name
 
 

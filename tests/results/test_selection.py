@@ -25,6 +25,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import rules as gemm
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
+from tilebit.schedules.operations import candidates, legal, programs
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import refresh
@@ -42,10 +43,10 @@ SMALL = Workload(40, 128, 256, FORMAT)
     ("workload", "target"), [(Workload(1, 192, 512), HOPPER), (Workload(300, 640, 512), HOPPER), (Workload(3, 96, 256), CPU)]
 )
 def test_the_grid_holds_every_candidate_and_nothing_illegal_or_twice(workload: Workload, target: Target) -> None:
-    found, offered = full_grid(workload, target), gemm.candidates(workload, target)
+    found, offered = full_grid(workload, target), candidates(workload, target)
     assert offered and set(offered) < set(found) and len(set(found)) == len(found)
-    assert not any(gemm.legal(workload, s, target) for s in found[:: max(1, len(found) // 2000)])
-    assert {s.program for s in found} == {p for p in gemm.PROGRAMS if (p == "gemm_cpu") == (target is CPU)}
+    assert not any(legal(workload, s, target) for s in found[:: max(1, len(found) // 2000)])
+    assert {s.program for s in found} == set(programs("gemm", target.arch))
     assert not any(s.raster for s in found if s.block_m >= workload.m)
 
 
@@ -65,7 +66,7 @@ def slow_grid() -> Iterator[Schedule]:
 def test_the_grid_leaves_out_nothing_legal() -> None:
     """Tiles and pipelines are judged by their least demanding schedule; here every schedule is asked for itself."""
     asked = {s for s in slow_grid() if not (s.raster and s.block_m >= SMALL.m)}
-    assert {s for s in asked if not gemm.legal(SMALL, s, HOPPER)} == asked & set(full_grid(SMALL, HOPPER))
+    assert {s for s in asked if not legal(SMALL, s, HOPPER)} == asked & set(full_grid(SMALL, HOPPER))
 
 
 def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states() -> None:
@@ -73,7 +74,7 @@ def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states() -> None:
     assert scanned(few, CPU, 10**6) == ((all_of := full_grid(few, CPU)), len(all_of), "all legal schedules")
     every = full_grid(SMALL, HOPPER)
     legal = len(every)
-    offered = gemm.candidates(SMALL, HOPPER) or []
+    offered = candidates(SMALL, HOPPER) or []
     places = len(offered) + 61
     found, still, rule = scanned(SMALL, HOPPER, places)
     assert (len(found), len(set(found)), still) == (places, places, legal) and set(found) < set(every)
@@ -92,7 +93,7 @@ def test_the_workloads_are_those_that_were_asked_for(tmp_path: Path, monkeypatch
     assert len({(w.n, w.k) for w in measure.FRESH}) == 12 and {w.m for w in measure.FRESH} == {1, 4, 16, 48, 128, 256, 700, 2048}
     assert Counter((w.format.bits, w.dtype) for w in measure.FRESH) == {(4, "float16"): 10, (8, "float16"): 1, (4, "bfloat16"): 1}
     assert {w.format.symmetric for w in measure.FRESH} == {True, False}
-    assert all(gemm.candidates(w.bucketed(), HOPPER) for w in measure.FRESH) and all(w.k % 8 == 0 for w in measure.FRESH)
+    assert all(candidates(w.bucketed(), HOPPER) for w in measure.FRESH) and all(w.k % 8 == 0 for w in measure.FRESH)
     assert len(measure.EXHAUSTIVE) == 3 and all(w.m in M_BUCKETS for w in measure.EXHAUSTIVE)
     assert not any(measure.objections(measure.FRESH, target_from_name(arch)) for arch in ARCHES)
 
@@ -171,7 +172,7 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure, "FRESH", (Workload(3, 96, 256, FORMAT, "bfloat16"),))
     monkeypatch.setattr(measure, "EXHAUSTIVE", (Workload(1, 64, 128, QuantFormat(4, 32)),))
     monkeypatch.setattr(measure, "scanned", partial(grid.scanned, places=5))
-    of_rules = gemm.candidates
+    of_rules = candidates
     monkeypatch.setattr(gemm, "candidates", lambda workload, target: (of_rules(workload, target) or [])[:3])
     turns, of_worker = [], DeviceWorker.measure
     monkeypatch.setattr(DeviceWorker, "measure", lambda self, *job: turns.append(job[2]) or of_worker(self, *job))

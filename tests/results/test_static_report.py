@@ -14,8 +14,8 @@ from results.static.listing import KIB, Spent
 from results.static.page import page, schedule_text
 from results.static.report import GPU_ARCHES, HERE, MS, SHAPES, Case, cases, loop_fields, main, row
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.gemm.rules import candidates, legal
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache

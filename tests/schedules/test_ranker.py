@@ -20,8 +20,8 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules import ranker as reading
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.features import features
-from tilebit.schedules.gemm.rules import candidates, legal
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.ranker import COMMAND, SUFFIX, Ranker, RankerWarning, kind, known_ranker, load_ranker, user_model_path
 from tilebit.schedules.records import TuningRecord, shipped_records
 from tilebit.schedules.select import choose, explain, refresh
@@ -167,7 +167,7 @@ def test_a_damaged_model_warns_once_and_is_left_out(damage, text, user_model):
 
 
 def test_a_model_of_another_cost_model_is_left_out(text, monkeypatch):
-    monkeypatch.setattr(reading, "features", lambda *a: {**features(*a), "load_us": 9.0, "mma_us": 9.0})
+    monkeypatch.setattr(reading, "seen", lambda *a: {**features(*a), "load_us": 9.0, "mma_us": 9.0})
     with pytest.raises(
         ValueError, match=r"model was trained when the cost model or its features were different \(load_us, mma_us\).*again"
     ):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import candidates, legal
 from tilebit.schedules.gemm.workload import Workload, m_bucket
+from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.records import STATUSES, TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import MAX_DISTANCE, NEAR_ENOUGH, choose, distance, explain, refresh, select

@@ -17,11 +17,12 @@ from tilebit.layouts.checkpoints import checkpoint_layout
 from tilebit.layouts.formats import QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.ops import gemm as _ops  # registers torch.ops.tilebit
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, cpu_target, detect_target, target_from_capability, target_from_name
-from tilebit.tiles.program import TileProgram, program
+from tilebit.tiles.program import TileProgram
+from tilebit.tiles.programs import program
 from tilebit.weights.packed import PackedWeight, arch_of, pack, unpack_words
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
@@ -71,7 +72,7 @@ def ops() -> Iterator[Bad]:
         yield Bad(f"x is {name}", op(x=lambda x, d=dtype: x.to(d)), ("x is", name, "float16 or bfloat16"))
     yield Bad("x is a scalar", op(x=torch.zeros((), dtype=bf16)), ("x is bfloat16 []", "[..., k]"))
     yield Bad("x has no columns", op(x=torch.zeros(3, 0, dtype=bf16)), ("x is bfloat16 [3, 0]", "k >= 1"))
-    yield Bad("x is fp16 for a bf16 weight", op(x=lambda x: x.to(half)), ("scales is bfloat16", "need float16"))
+    yield Bad("x is fp16 for a bf16 weight", op(x=lambda x: x.to(half)), ("scales is bfloat16", "needs float16"))
     for k in (1, K - 32, K + 32, 2 * K):
         yield Bad(f"x has {k} columns", op(x=torch.zeros(3, k, dtype=bf16)), (f"[..., {k}]", "need"))
     for operand, good in (
@@ -80,7 +81,7 @@ def ops() -> Iterator[Bad]:
         ("zeros", "bfloat16 [7, 96]"),
         ("bias", "bfloat16 [70]"),
     ):
-        says = (f"{operand} is", f"need {good} on cpu")
+        says = (f"{operand} is", f"needs {good} on cpu")
         for dtype in (torch.int64, torch.uint8, torch.float32, torch.float16, torch.int8):
             yield Bad(f"{operand} is {dtype}", op(**{operand: lambda t, d=dtype: t.to(d)}), (*says, str(dtype).removeprefix("torch.")))
         yield Bad(f"{operand} is flat", op(**{operand: lambda t: t.flatten()[1:]}), says)
@@ -95,7 +96,7 @@ def ops() -> Iterator[Bad]:
         if operand in ("weight", "scales", "zeros"):
             yield Bad(f"{operand} is transposed", op(**{operand: lambda t: t.transpose(0, 1)}), says)
     yield Bad(
-        "a GPU's weight on the CPU", op(weight=torch.zeros(2, 4, 512, dtype=torch.int32)), ("[2, 4, 512]", "need int32 [3, 7, 128]", "cpu")
+        "a GPU's weight on the CPU", op(weight=torch.zeros(2, 4, 512, dtype=torch.int32)), ("[2, 4, 512]", "needs int32 [3, 7, 128]", "cpu")
     )
     for n in (0, -1):
         yield Bad(f"n is {n}", op(n=n), (str(n), "n >= 1"))
@@ -105,10 +106,10 @@ def ops() -> Iterator[Bad]:
         yield Bad(f"bits is {bits}", op(bits=bits), (f"bits is {bits}", "(4, 8)"))
     for group in (-2, 0, 1, 16, 48, 256):
         yield Bad(f"group_size is {group}", op(group_size=group), (f"group_size is {group}", "(32, 64, 128, -1)"))
-    yield Bad("8 bits of a 4-bit weight", op(bits=8), ("weight is int32 [3, 7, 128]", "need int32 [3, 7, 256]"))
+    yield Bad("8 bits of a 4-bit weight", op(bits=8), ("weight is int32 [3, 7, 128]", "needs int32 [3, 7, 256]"))
     for group in (64, 128, -1):
         yield Bad(f"groups of 32 called groups of {group}", op(group_size=group), ("scales is bfloat16 [7, 96]", "need"))
-    yield Bad("a bias of n_pad", op(bias=lambda b: torch.cat((b, b[:26]))), ("bias is bfloat16 [96]", "need bfloat16 [70]"))
+    yield Bad("a bias of n_pad", op(bias=lambda b: torch.cat((b, b[:26]))), ("bias is bfloat16 [96]", "needs bfloat16 [70]"))
 
 
 def functional() -> Iterator[Bad]:
@@ -170,8 +171,8 @@ def modules() -> Iterator[Bad]:
     for k in (0, 1, K + 1):
         yield Bad(f"a layer on {k} columns", lambda _, k=k: layer()(torch.zeros(2, k, dtype=half)), (f"[2, {k}]", f"[..., {K}]"))
     yield Bad("a layer on fp32", lambda _: layer()(torch.zeros(2, K)), ("float32", "float16 or bfloat16"))
-    yield Bad("a layer on bf16", lambda _: layer()(torch.zeros(2, K, dtype=bf16)), ("scales is float16", "need bfloat16"))
-    yield Bad("a layer cast to fp32", lambda _: layer().float()(torch.zeros(2, K, dtype=half)), ("scales is float32", "need float16"))
+    yield Bad("a layer on bf16", lambda _: layer()(torch.zeros(2, K, dtype=bf16)), ("scales is float16", "needs bfloat16"))
+    yield Bad("a layer cast to fp32", lambda _: layer().float()(torch.zeros(2, K, dtype=half)), ("scales is float32", "needs float16"))
     yield Bad("quantize_model without layers", lambda _: tilebit.quantize_model(nn.Sequential(nn.ReLU())), ("Sequential", "accepted"))
     yield Bad("quantize_model of a layer", lambda _: tilebit.quantize_model(nn.Linear(4, 4)), ("Linear", "from_float"))
     yield Bad(
@@ -255,7 +256,7 @@ def nouns() -> Iterator[Bad]:
     for data in ({}, {"program": "gemm_cpu"}, {"program": "x", "block_n": 1, "block_m": 1}):
         yield Bad(f"the schedule {data}", lambda _, d=data: Schedule.from_json(d), ("not a schedule", "block_k"))
     yield Bad("an unknown program", lambda _: program("gemm_tpu"), ("'gemm_tpu'", "gemm_wgmma"))
-    fields: dict[str, Any] = {"name": "p", "compiler": "tvm", "arches": (), "legal": len, "build": len, "params": len}
+    fields: dict[str, Any] = {"name": "p", "compiler": "tvm", "build": len}
     yield Bad("a program of another compiler", lambda _: TileProgram(**{**fields, "compiler": "gcc"}), ("'gcc'", "tilelang"))
     yield Bad("a program with a missing header", lambda _: TileProgram(**fields, headers=("none.cuh",)), ("none.cuh", "accepted"))
     for arch, bits in (("sm_70", 4), ("sm_90a", 3), ("cpu", 2), ("", 4)):

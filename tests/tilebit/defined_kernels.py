@@ -15,13 +15,16 @@ from torch import Tensor
 from tilebit.cache.rotary import rotated
 from tilebit.layouts import kv_quantize
 from tilebit.layouts.kv import RESIDUAL, KVLayout
-from tilebit.ops import attention_dispatch
-from tilebit.ops.dispatch import ALIGNMENT, DTYPE_NAMES
+from tilebit.ops.dispatch import DTYPE_NAMES
+from tilebit.ops.operands import ALIGNMENT, check
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operands import kernel_params
+from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.unpacked import unpack_cache
 
+CHOSEN = Schedule("attention_append_cpu", 128, 1, 64).to_json()  # any that takes no workspace
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -34,19 +37,20 @@ class DefinedKernels:
 
     def find(self, w: AttentionWorkload, target: Target) -> Any:
         self.asked.append(w)
-        names = tuple(name for name, needed in attention_dispatch.expected(w).items() if needed is not None)
+        stated = w.operands(target.arch)
+        names = kernel_params(stated, False)
 
         def run(*tensors: Tensor) -> None:
             operands = dict(zip(names, tensors, strict=True))
             try:
-                attention_dispatch.check(w, torch.device("cpu"), tuple(map(operands.get, attention_dispatch.OPERANDS[w.op])))
+                check(stated, [operands.get(o.name) for o in stated], torch.device("cpu"), "the kernel")
                 assert all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
             except (ValueError, AssertionError, AttributeError):
                 raise RuntimeError("the kernel refuses its operands") from None  # and says so in other words than the door's
             self.calls.append(w.op)
             _RUN[w.op](w, operands)
 
-        return SimpleNamespace(params=names, run=run, run_dependent=None, path=Path("defined"), manifest={})
+        return SimpleNamespace(params=names, run=run, run_dependent=None, path=Path("defined"), manifest={"schedule": CHOSEN})
 
 
 def _cached(w: AttentionWorkload, o: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -22,8 +22,8 @@ from sample.artifacts import key_of, make_kernel
 from tilebit import packs
 from tilebit.layouts.formats import QuantFormat
 from tilebit.runtime import CorruptArtifact, read_manifest
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.target import cpu_target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
@@ -91,7 +91,7 @@ def test_a_missing_kernel_says_how_to_build_it(pack: packs.Pack) -> None:
     with pytest.raises(LookupError) as caught:
         pack.kernel_for(wanted, 8, "cpu")
     text = str(caught.value)
-    assert "no kernel for w8a16_g32_asym [96, 64] bfloat16 with bias on cpu; it holds w4a16_g128 [64, 64]" in text
+    assert "no kernel for 96x64 w8a16_g32_asym bfloat16 with bias on cpu; it holds 64x64 w4a16_g128 float16" in text
     assert "tilebit pack PATH --n 96 --k 64 --m 8 --format w8a16_g32_asym --dtype bfloat16 --bias --target cpu" in text
     with pytest.raises(LookupError, match="none for this device"):
         pack.kernel_for(SHAPE, 1, "sm_90a")
@@ -119,8 +119,8 @@ def test_loaded_packs_are_found_the_latest_first(pack: packs.Pack, tmp_path: Pat
 
 
 def test_kernels_for_other_instruction_sets_are_passed_over(pack: packs.Pack) -> None:
-    assert pack.find(SHAPE, 1, "cpu", ("avx512", "avx2")) is not None
-    assert pack.find(SHAPE, 1, "cpu", ()) is None
+    assert pack.entry_for(SHAPE.with_m(1), "cpu", ("avx512", "avx2")) is not None
+    assert pack.entry_for(SHAPE.with_m(1), "cpu", ()) is None
 
 
 DAMAGE = [
@@ -158,7 +158,7 @@ def test_a_damaged_pack_is_refused(pack: packs.Pack, damage, words: str) -> None
 
 
 def test_a_kernel_damaged_after_reading_is_refused(pack: packs.Pack) -> None:
-    entry = pack.find(SHAPE, 16, "cpu")
+    entry = pack.entry_for(SHAPE.with_m(16), "cpu")
     assert entry is not None
     (entry.path / "kernel.so").write_bytes(b"short")
     with pytest.raises(CorruptArtifact, match=r"kernel.so has 5 bytes"):

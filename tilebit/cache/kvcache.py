@@ -28,7 +28,7 @@ from torch import Tensor
 from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
-from ..ops.attention_dispatch import describe
+from ..ops.operands import describe
 from .batch import Batch
 from .memory import CacheMemory
 from .rotary import rotated

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..layouts.kv import ORDER, KVLayout, window_words
 from ..layouts.kv_formats import KVFormat
-from ..ops.attention_dispatch import describe
 from ..ops.dispatch import DTYPE_NAMES
+from ..ops.operands import describe
 
 ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
 

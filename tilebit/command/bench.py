@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..autotune.measure import copies_needed, time_calls
-from ..autotune.problems.gemm import Problem, copied, random_problem, unpack_tiles
+from ..autotune.problems.gemm import Problem, random_problem, unpack_tiles
 from ..autotune.problems.verify import worst_tile_error
 from ..autotune.provenance import now, package_versions, source_commit
 from ..kernels import find_kernel
@@ -72,7 +72,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, Any]]:
     first = random_problem(workload, 0, target.arch, device)
     copies = min(MAX_COPIES, copies_needed(sum(t.numel() * t.element_size() for t in first.operands.values()), target.l2))
-    problems = [first, *(copied(first) for _ in range(copies - 1))]
+    problems = [first, *(first.copied() for _ in range(copies - 1))]
     weight = _dequantized(first)
     dense = min(MAX_COPIES, copies_needed(weight.numel() * weight.element_size(), target.l2))
     weights = [weight, *(weight.clone() for _ in range(dense - 1))]

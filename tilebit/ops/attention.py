@@ -12,22 +12,30 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..layouts.kv import HEAD_DIMS
 from ..layouts.kv_formats import KVFormat
-from .attention_dispatch import bucket, describe, launch
+from ..schedules.attention.workload import AttentionWorkload
+from .attention_dispatch import bucket, launch
 from .dispatch import DTYPE_NAMES
+from .operands import describe, schema
 
-_CACHE = "Tensor pages, Tensor windows, Tensor block_tables, Tensor slots, Tensor lengths"
 _LAYOUT = "str format, int page_size"
 _SOFTMAX = "float? scale=None, int window=0, int sink_tokens=0, float soft_cap=0.0"
 _LAUNCH = "bool dependent=False"
-_DECODE = f"Tensor q, {_CACHE}, Tensor? head_scales, Tensor? sinks, {_LAYOUT}, {_SOFTMAX}"
-_PREFILL = f"Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_kv, Tensor? sinks, {_SOFTMAX}"
-_GATHER = f"{_CACHE}, Tensor cu_kv, Tensor? head_scales, {_LAYOUT}"
+
+
+def _taken(op: str) -> str:
+    """What an operator is given, in the order in which its kernels take it."""
+    return ", ".join(schema(AttentionWorkload(op, 1, 1, 1, 1, 1, HEAD_DIMS[0], KVFormat()).operands("cpu")))
+
+
+_DECODE = f"{_taken('decode')}, {_LAYOUT}, {_SOFTMAX}"
+_PREFILL = f"{_taken('prefill')}, {_SOFTMAX}"
+_GATHER = f"{_taken('gather')}, {_LAYOUT}"
 SCHEMAS = {
     "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_decode.out": f"({_DECODE}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
-    "attention_append": "(Tensor k, Tensor v, Tensor cu_seqlens, Tensor lengths, Tensor block_tables, Tensor slots, Tensor(a!) pages, "
-    f"Tensor(b!) windows, Tensor? head_scales, Tensor? cos_sin, {_LAYOUT}, str rotary='', {_LAUNCH}) -> ()",
+    "attention_append": f"({_taken('append')}, {_LAYOUT}, str rotary='', {_LAUNCH}) -> ()",
     "attention_gather": f"({_GATHER}, SymInt total, int head_dim, ScalarType dtype, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_gather.out": f"({_GATHER}, {_LAUNCH}, *, Tensor(a!) out_k, Tensor(b!) out_v) -> ()",
     "attention_prefill": f"({_PREFILL}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",

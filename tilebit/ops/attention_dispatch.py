@@ -7,34 +7,22 @@ as their buckets, so that there are few. It holds a loaded kernel and the order 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from functools import cache
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import KernelUnavailable, find_kernel
-from ..layouts.kv import KVLayout, window_words
 from ..layouts.kv_formats import KVFormat
-from ..runtime import LoadedKernel
 from ..schedules.attention import rules as rules
 from ..schedules.attention.workload import AttentionWorkload
+from ..schedules.operands import Operand
+from ..schedules.operations import workspace_words
 from ..schedules.schedule import Schedule
-from .dispatch import ALIGNMENT, DTYPE_NAMES, device_target
-from .workspace import workspace
-
-# Operands of each op in the order in which an op hands them to its plan. What a call does not have is None.
-OPERANDS = {
-    "decode": ("q", "pages", "windows", "block_tables", "slots", "lengths", "head_scales", "sinks", "out", "lse"),
-    "append": ("k", "v", "cu_seqlens", "lengths", "block_tables", "slots", "pages", "windows", "head_scales", "cos_sin"),
-    "gather": ("pages", "windows", "block_tables", "slots", "lengths", "cu_kv", "head_scales", "out_k", "out_v"),
-    "prefill": ("q", "k", "v", "cu_q", "cu_kv", "sinks", "out", "lse"),
-}  # fmt: skip
-WRITTEN = {
-    "decode": ("out", "lse"), "append": ("pages", "windows"), "gather": ("out_k", "out_v"), "prefill": ("out", "lse")
-}  # fmt: skip
+from .dispatch import DTYPE_NAMES, device_target
+from .launchers import bind
+from .operands import ALIGNMENT, check
 
 Operands = tuple["Tensor | None", ...]
 # The fields of an AttentionWorkload in their order (batch, q_len and kv_len as buckets, the format's name, a torch dtype), and the device.
@@ -42,14 +30,14 @@ Key = tuple[Any, ...]
 
 
 class AttentionPlan:
-    """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch(operands)`` takes them in the order of ``OPERANDS``,
+    """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch`` takes the workload's ``operands`` in call order,
     and so does ``dependent``, which is ``launch`` with programmatic dependent launch, where the kernel has it. Both are one plan's: which
     of them a call takes may differ between a warm-up and a capture, where no kernel can be loaded.
 
     Raises ``KernelUnavailable`` when there is no kernel, or when it would have to be loaded while a CUDA graph is captured.
     """
 
-    __slots__ = ("dependent", "device", "guarded", "kernel", "launch", "target", "workload")
+    __slots__ = ("dependent", "device", "guarded", "kernel", "launch", "operands", "target", "workload")
 
     def __init__(self, workload: AttentionWorkload, device: torch.device) -> None:
         self.device, self.workload, self.target = device, workload, device_target(device)
@@ -62,9 +50,10 @@ class AttentionPlan:
         self.kernel = find_kernel(workload.bucketed(), self.target)
         if self.target.is_cuda:
             self.kernel.prepare(device.index)
-        self.launch = _bind(self.kernel, self.kernel.run, self)
-        early = self.kernel.run_dependent
-        self.dependent = self.launch if early is None else _bind(self.kernel, early, self)
+        self.operands = workload.operands(self.target.arch)
+        schedule = Schedule.from_json(self.kernel.manifest["schedule"])
+        words = workspace_words(workload.bucketed(), schedule, self.target)
+        self.launch, self.dependent = (bind(self.kernel, self.operands, device, words, early=early) for early in (False, True))
 
 
 _lock = threading.Lock()
@@ -89,12 +78,12 @@ def launch(key: Key, operands: Operands, dependent: bool = False) -> None:
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):
-                run(operands)
+                run(*operands)
         else:
-            run(operands)
+            run(*operands)
     except Exception:
-        check(plan.workload, plan.device, operands)
-        ready = _ready(plan.workload.op, operands)
+        check(plan.operands, operands, plan.device, _words(plan.workload))
+        ready = _ready(plan.operands, operands)
         if all(a is b for a, b in zip(ready, operands, strict=True)):
             raise
         launch(key, ready)  # the preceding kernel is a copy's now, and a dependent launch might read what it writes before it has
@@ -115,7 +104,7 @@ def bucket(count: int) -> int:
 
 def _plan(key: Key, operands: Operands) -> AttentionPlan:
     workload, device = workload_of(key), key[-1]
-    check(workload, device, operands)
+    check(workload.operands(device_target(device).arch), operands, device, _words(workload))
     with _lock:
         plan = plans.get(key)
         if plan is None:
@@ -123,130 +112,17 @@ def _plan(key: Key, operands: Operands) -> AttentionPlan:
     return plan
 
 
-def _ready(op: str, operands: Operands) -> Operands:
-    """The operands, read-only ones copied where a kernel cannot read them as they are."""
+def _words(w: AttentionWorkload) -> str:
+    """What needs its operands."""
+    return f"{w.op} with {w.format.name}, {w.dtype}, heads_q = {w.heads_q}, heads_kv = {w.heads_kv} and pages of {w.page_size} tokens"
+
+
+def _ready(operands: Sequence[Operand], given: Operands) -> Operands:
+    """What is given, read-only tensors copied where a kernel cannot read them as they are."""
     ready = []
-    for name, tensor in zip(OPERANDS[op], operands, strict=True):
-        if tensor is not None and name not in WRITTEN[op]:
+    for o, tensor in zip(operands, given, strict=True):
+        if tensor is not None and not o.written:
             tensor = tensor.contiguous()
             tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
         ready.append(tensor)
     return tuple(ready)
-
-
-def _bind(kernel: LoadedKernel, run: Callable[..., None], plan: AttentionPlan) -> Callable[[Operands], None]:
-    """A call of ``run``, one of the launches of ``kernel``, with operands in the order of ``OPERANDS``, and its workspace where it takes
-    one."""
-    workload = plan.workload
-    names, params = OPERANDS[workload.op], kernel.params
-    absent = {name for name, shape in expected(workload).items() if shape is None}
-    needed = [name for name in names if name not in absent]
-    if sorted(p for p in params if p != "workspace") != sorted(needed):
-        raise KernelUnavailable(
-            f"the kernel in {kernel.path} takes {params}; this call has {tuple(needed)}: delete that directory and compile it again"
-        )
-    if "workspace" not in params:
-        pick = itemgetter(*(names.index(name) for name in params))
-        return lambda operands: run(*pick(operands))
-    schedule = Schedule.from_json(kernel.manifest["schedule"])
-    words = rules.workspace_words(workload.bucketed(), schedule, plan.target)
-    pick = itemgetter(*((*names, "workspace").index(name) for name in params))
-    device = plan.device
-
-    def scratch(operands: Operands) -> None:
-        space = workspace(device, words)
-        run(*pick((*operands, space[0])))
-
-    return scratch
-
-
-def expected(w: AttentionWorkload) -> dict[str, tuple[torch.dtype, tuple[int | str, ...]] | None]:
-    """(dtype, shape) of every operand of ``w.op``, sizes that the workload leaves open by name; None: such a call has none."""
-    half = next(dtype for dtype, name in DTYPE_NAMES.items() if name == w.dtype)
-    fixed = _cache_shapes(w.format, w.head_dim, w.page_size, w.heads_kv)
-    q_shape = ("batch", "q_len") if w.op == "decode" else ("tokens",)
-    rows = "total_kv" if w.op in ("gather", "prefill") else "tokens"
-    kv_rows = (half, (rows, w.heads_kv, w.head_dim))
-    table = {
-        **fixed,
-        "q": (half, (*q_shape, w.heads_q, w.head_dim)),
-        "out": (half, (*q_shape, w.heads_q, w.head_dim)),
-        "lse": (torch.float32, (*q_shape, w.heads_q)) if w.lse else None,
-        "sinks": (torch.float32, (w.heads_q,)) if w.sinks else None,
-        "cos_sin": (torch.float32, ("max_position", w.head_dim)) if w.rotary else None,
-        "k": kv_rows,
-        "v": kv_rows,
-        "out_k": kv_rows,
-        "out_v": kv_rows,
-        **{name: (torch.int32, ("batch + 1",)) for name in ("cu_seqlens", "cu_q", "cu_kv")},
-    }
-    return {name: table[name] for name in OPERANDS[w.op]}
-
-
-@cache
-def _cache_shapes(format: KVFormat, head_dim: int, page_size: int, heads_kv: int) -> dict[str, Any]:
-    """The cache's own operands."""
-    return {
-        "pages": (torch.int32, ("num_pages", heads_kv, KVLayout(format, head_dim, page_size).page_words)),
-        "windows": (torch.int32, ("slots", heads_kv, window_words(head_dim))),
-        "block_tables": (torch.int32, ("batch", "max_pages")),
-        "slots": (torch.int32, ("batch",)),
-        "lengths": (torch.int32, ("batch",)),
-        "head_scales": (torch.float32, (2, heads_kv)) if format.has_head_scales else None,
-    }
-
-
-ADVICE = {
-    "pages": "make the cache with tilebit.KVCache, or with this format, head_dim and page_size; bytes become int32 by .view(torch.int32)",
-    "windows": "make the cache with tilebit.KVCache, or with this head_dim; bytes become int32 by .view(torch.int32)",
-    "head_scales": "fp8 formats need one fp32 scale for each head's keys and one for its values",
-    "sinks": "pass one fp32 logit for each query head",
-}
-
-
-def check(w: AttentionWorkload, device: torch.device, operands: Operands) -> None:
-    """Raise ``ValueError`` for the first operand that does not fit ``w`` on ``device``; reads no device memory."""
-    sizes: dict[str, int] = {}
-    named: Mapping[str, Tensor | None] = dict(zip(OPERANDS[w.op], operands, strict=True))
-    for name, needed in expected(w).items():
-        tensor = named[name]
-        if (
-            needed is None
-        ):  # an operand that such calls have none of; whether there are head scales is no part of a key, and they do no harm
-            continue
-        if tensor is None:
-            raise ValueError(f"{name} is missing; {w.op} with {w.format.name} needs {_text(*needed)}; {ADVICE.get(name, 'pass it')}")
-        dtype, dims = needed
-        fits = tensor.dtype is dtype and tensor.ndim == len(dims) and tensor.device == device
-        fits = fits and all(_same(size, dim, sizes) for size, dim in zip(tensor.shape, dims, strict=False))
-        fits = fits and (name not in WRITTEN[w.op] or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0))
-        if not fits:
-            known = [f"{dim} = {sizes[dim]}" for dim in dims if isinstance(dim, str) and dim in sizes]
-            raise ValueError(
-                f"{name} is {describe(tensor)}; {w.op} with {w.format.name}, {w.dtype}, heads_q = {w.heads_q}, heads_kv = {w.heads_kv} and "
-                f"pages of {w.page_size} tokens needs {_text(dtype, dims)} on {device}"
-                f"{', contiguous and aligned to ' + str(ALIGNMENT) + ' bytes' if name in WRITTEN[w.op] else ''}"
-                f"{' with ' + ', '.join(known) if known else ''}; {ADVICE.get(name, 'convert it with .to(...) or pass what fits')}"
-            )
-
-
-def _same(size: int, dim: int | str, sizes: dict[str, int]) -> bool:
-    """Whether a dimension has the size that ``dim`` says; a name means whatever it meant first, "batch + 1" one more than "batch"."""
-    if isinstance(dim, int):
-        return size == dim
-    if dim == "batch + 1":
-        return size == sizes.setdefault("batch", size - 1) + 1
-    if dim == "max_pages" and size < 1:
-        return False
-    return sizes.setdefault(dim, size) == size
-
-
-def _text(dtype: torch.dtype, dims: tuple[int | str, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, dims))}]"
-
-
-def describe(t: Tensor) -> str:
-    text = f"{_text(t.dtype, tuple(t.shape))} on {t.device}"
-    if not t.is_contiguous():
-        text += f" with strides {list(t.stride())}"
-    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,46 +14,41 @@ from torch import Tensor
 from .. import packs
 from ..kernels import KernelUnavailable, build, find_kernel
 from ..layouts.formats import QuantFormat
-from ..layouts.packing import gemm_layout
 from ..runtime import LoadedKernel
 from ..schedules.gemm import rules as rules
 from ..schedules.gemm.workload import M_BUCKETS, Workload, m_bucket
+from ..schedules.operands import WORKSPACE
+from ..schedules.operations import workspace_words
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target, detect_target
-from .workspace import LIMIT_BYTES, workspace
+from .launchers import Launcher, bind
+from .workspace import LIMIT_BYTES
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
-X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
 MOST_ROWS = 1 << 20  # of x in one launch: block and element counts stay far below 2^31
 SLICE_ROWS = 8  # slices of y that start at multiples of it are aligned, whatever n
-
-# (x, weight, scales, zeros, bias, y) -> None
-Launcher = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor], None]
 
 
 class Plan:
     """Everything about a call that does not depend on the values of x or on m.
 
-    ``weight_shape`` and ``columns`` are the shapes the packed tensors must have ([tiles_n, tiles_k, words] and [groups, n_pad]); ``kx``
-    is the width of x as the kernel reads it (k, on CUDA rounded up to 8); ``dependent`` asks for dependent launch, where the kernel has
-    it; ``guarded`` says that a launch must first make ``device`` the current one, because there are several; ``launchers`` holds those
-    found so far, by m.
+    ``operands`` are what its calls are given, in call order; ``kx`` is the width of x as the kernel reads it (k, on CUDA rounded up to
+    8); ``dependent`` asks for dependent launch, where the kernel has it; ``guarded`` says that a launch must first make ``device`` the
+    current one, because there are several; ``launchers`` holds those found so far, by m.
     """
 
     __slots__ = (
         "_launchers",
         "_lock",
         "bias",
-        "columns",
         "dependent",
         "device",
         "dtype",
         "guarded",
         "kx",
         "launchers",
+        "operands",
         "target",
-        "weight_shape",
         "workload",
     )
 
@@ -66,10 +61,8 @@ class Plan:
         self.dependent = dependent
         self.target = device_target(device)
         self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias)
-        layout = gemm_layout(self.target.arch, format.bits)
-        self.weight_shape = layout.storage_shape(n, k)
-        self.columns = (format.groups(k), layout.padded(n, k)[0])
-        self.kx = -(-k // X_COLUMNS) * X_COLUMNS if self.target.is_cuda else k
+        self.operands = self.workload.operands(self.target.arch)
+        self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
         self._launchers: list[Launcher | None] = [None] * (len(M_BUCKETS) + 1)  # the last one: m above every bucket
         self._lock = threading.Lock()
@@ -150,54 +143,24 @@ def forget() -> None:
 
 
 def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
-    """A call of ``kernel`` with its parameters in order, for up to ``rows`` rows of x (None: any number); on CUDA with its workspace, where
-    it takes one."""
-    params = kernel.params
-    scratch = plan.target.is_cuda and "workspace" in params
-    expected = ("x", "weight", "scales")
-    expected += () if plan.workload.format.symmetric else ("zeros",)
-    expected += ("bias",) if plan.bias else ()
-    expected += ("workspace",) if scratch else ()
-    if params != (*expected, "y"):
-        raise KernelUnavailable(
-            f"the kernel in {kernel.path} takes {params}; this call needs {(*expected, 'y')}: delete that directory and compile it again"
-        )
-    run = kernel.run_dependent if plan.dependent and kernel.run_dependent is not None else kernel.run
-    if scratch:
-        return _bind_workspace(run, Schedule.from_json(kernel.manifest["schedule"]), plan, rows)
-    # One function per set of operands: deciding at each call would cost host time.
-    if plan.workload.format.symmetric:
-        if plan.bias:
-            return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, bias, y)
-        return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, y)
-    if plan.bias:
-        return run  # it takes just these, in this order
-    return lambda x, weight, scales, zeros, bias, y: run(x, weight, scales, zeros, y)
+    """A call of ``kernel`` for up to ``rows`` rows of x (None: any number). Its workspace, where it takes one, is long enough for every
+    call that it serves, so that nothing is computed from m; more rows than it holds sums for are launched in slices."""
+    if WORKSPACE not in kernel.params or not plan.target.is_cuda:
+        return bind(kernel, plan.operands, plan.device, 0, early=plan.dependent)
+    schedule = Schedule.from_json(kernel.manifest["schedule"])
+    most = _rows_at_once(schedule, plan, rows)
+    words = workspace_words(plan.workload.with_m(most), schedule, plan.target)
+    launch = bind(kernel, plan.operands, plan.device, words, early=plan.dependent)
+    if rows is not None and rows <= most:
+        return launch
 
-
-def _bind_workspace(run: Callable[..., None], schedule: Schedule, plan: Plan, rows: int | None) -> Launcher:
-    """A call of a kernel that takes a workspace: one long enough for every call that it serves, so that nothing is computed from m."""
-    device, most = plan.device, _rows_at_once(schedule, plan, rows)
-    words = rules.workspace_words(plan.workload.with_m(most), schedule, plan.target)
-
-    # Written out, case by case: every line of it is host time. ``space`` keeps the memory until the kernel is launched.
-    def launch(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
-        space = workspace(device, words)
-        if zeros is None:
-            if bias is None:
-                run(x, weight, scales, space[0], y)
-            else:
-                run(x, weight, scales, bias, space[0], y)
-        elif bias is None:
-            run(x, weight, scales, zeros, space[0], y)
-        else:
-            run(x, weight, scales, zeros, bias, space[0], y)
-
-    def launch_slices(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, y: Tensor) -> None:
+    def launch_slices(x: Tensor, *rest: Tensor | None) -> None:
+        *weights, y = rest
+        assert y is not None
         for start in range(0, x.shape[0], most):
-            launch(x[start : start + most], weight, scales, zeros, bias, y[start : start + most])
+            launch(x[start : start + most], *weights, y[start : start + most])
 
-    return launch if rows is not None and rows <= most else launch_slices
+    return launch_slices
 
 
 def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
@@ -205,7 +168,8 @@ def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
     as there are tickets for and as ``LIMIT_BYTES`` holds the sums of. Raises ``KernelUnavailable``."""
     if schedule.stream_k:
         return MOST_ROWS if rows is None else rows
-    tiles_n = -(-plan.columns[1] // schedule.block_n)
+    scales = plan.operands[2]
+    tiles_n = -(-int(scales.shape[1]) // schedule.block_n)
     step = max(schedule.block_m, SLICE_ROWS)
     steps = rules.TICKETS // (tiles_n * (step // schedule.block_m))
     if steps == 0:
@@ -215,6 +179,6 @@ def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
                 f"{rules.TICKETS * schedule.block_m // step}; compile the kernel with a larger block_n"
             )
         return rows
-    sums = rules.workspace_words(plan.workload.with_m(step), schedule, plan.target) - rules.TICKETS
+    sums = workspace_words(plan.workload.with_m(step), schedule, plan.target) - rules.TICKETS
     steps = min(steps, max(1, LIMIT_BYTES // 4 // max(1, sums)))
     return min(steps * step, rows) if rows is not None else steps * step

@@ -17,9 +17,11 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..layouts.formats import QuantFormat
+from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
 from . import dispatch
-from .dispatch import ALIGNMENT, DTYPE_NAMES, Plan
+from .dispatch import DTYPE_NAMES, Plan
+from .operands import ALIGNMENT, check, describe, schema
 
 try:
     from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
@@ -36,10 +38,8 @@ MAX_CHECKED = 65536  # weights whose check is remembered
 _PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that observe nothing
 _checked = dispatch.checked
 _library = torch.library.Library("tilebit", "DEF")
-_library.define(
-    "gemm(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int n, int bits, int group_size, bool dependent=False) -> "
-    "Tensor"
-)
+_taken = schema(Workload(1, 1, 1).operands("cpu"))
+_library.define(f"gemm({', '.join(_taken)}, int n, int bits, int group_size, bool dependent=False) -> Tensor")
 _operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
 
 
@@ -194,22 +194,13 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tenso
     if not k or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
     plan = dispatch.plan_for(x.device, n, k, bits, group_size, x.dtype, not symmetric, not plain, dependent)
-    _check(plan, weight, scales, zeros, bias)
+    w = plan.workload
+    call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
+    check(plan.operands[1:-1], (weight, scales, zeros, bias), plan.device, call, dense=True)  # x and y are this operator's own
     if len(_checked) >= MAX_CHECKED:
         _checked.clear()
     _checked[key] = plan
     return plan
-
-
-def _fits(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel may read ``tensor`` as it is."""
-    return (
-        tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.is_contiguous()
-        and tensor.data_ptr() % ALIGNMENT == 0
-        and tensor.device == device
-    )
 
 
 def _gemm_fake(
@@ -232,36 +223,6 @@ torch.library.register_fake("tilebit::gemm", _gemm_fake, lib=_library)
 def _reject_x(x: Tensor, k: int | None, device: torch.device) -> NoReturn:
     accepted = f"float16 or bfloat16 [..., {'k' if k is None else k}] on {device}"
     raise ValueError(
-        f"x is {_describe(x)}; accepted: {accepted}{' with k >= 1' if k is None else ''}; convert it with x.to(...) or "
+        f"x is {describe(x)}; accepted: {accepted}{' with k >= 1' if k is None else ''}; convert it with x.to(...) or "
         f"pass the weight that fits"
     )
-
-
-def _check(plan: Plan, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> None:
-    """Raise ``ValueError`` for the first operand that does not fit the plan."""
-    w = plan.workload
-    expected = [("weight", weight, torch.int32, plan.weight_shape), ("scales", scales, plan.dtype, plan.columns)]
-    expected += [] if zeros is None else [("zeros", zeros, plan.dtype, plan.columns)]
-    expected += [] if bias is None else [("bias", bias, plan.dtype, (w.n,))]
-    call = f"x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
-    for name, tensor, dtype, shape in expected:
-        if _fits(tensor, shape, dtype, plan.device):
-            continue
-        advice = (
-            f"pass a bias of {w.n} values in x's dtype"
-            if name == "bias"
-            else f"pack the weight for this device and dtype with tilebit.pack ({plan.target.arch})"
-        )
-        raise ValueError(
-            f"{name} is {_describe(tensor)}; {call} need {str(dtype).removeprefix('torch.')} {list(shape)} on {plan.device}, "
-            f"contiguous and {ALIGNMENT}-byte aligned; {advice}"
-        )
-
-
-def _describe(t: Tensor) -> str:
-    text = f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
-    if not t.is_contiguous():
-        text += f" with strides {list(t.stride())}"
-    if t.device.type != "meta" and t.data_ptr() % ALIGNMENT:
-        text += f", {t.data_ptr() % ALIGNMENT} bytes past a {ALIGNMENT}-byte boundary"
-    return text

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ..layouts.formats import QuantFormat
 from ..layouts.packing import PackedLayout, gemm_layout
+from ..schedules.gemm.workload import Workload
+from ..schedules.operands import present
 from ..schedules.target import target_from_capability
 from .quantize import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16)
+WEIGHTS = ("weight", "scales", "zeros")  # operands of a product that are a weight's
 # Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4 x this (128 MiB), or four rows of tiles
 # if that is more.
 _CHUNK_CODES = 1 << 25
@@ -43,19 +46,13 @@ class PackedWeight:
     perm: Tensor | None = None
 
     def __post_init__(self) -> None:
-        layout = self.layout
-        columns = (self.format.groups(self.k), layout.padded(self.n, self.k)[0])
-        expected = [
-            ("weight", self.weight, torch.int32, layout.storage_shape(self.n, self.k)),
-            ("scales", self.scales, self.dtype, columns),
-        ]
         if (self.zeros is None) != self.format.symmetric:
             raise ValueError(
                 f"zeros are {'absent' if self.zeros is None else 'given'}; {self.format.name} "
                 f"{'has none' if self.format.symmetric else 'needs them'}"
             )
-        if self.zeros is not None:
-            expected.append(("zeros", self.zeros, self.dtype, columns))
+        stated = present(Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch.")).operands(self.arch))
+        expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in stated if o.name in WEIGHTS]
         if self.perm is not None:
             expected.append(("perm", self.perm, torch.int64, (self.k,)))
         for name, tensor, dtype, shape in expected:

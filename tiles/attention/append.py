@@ -12,7 +12,6 @@ all the same, and the first block of each sequence writes what stays in the wind
 from typing import Any
 
 from ...layouts.kv import RESIDUAL, window_words
-from ...schedules.attention.rules import legal
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -70,20 +69,10 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return main
 
 
-def append_params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """Kernel parameters in call order."""
-    names = ["k", "v", "cu_seqlens", "lengths", "block_tables", "slots", "pages", "windows"]
-    names += ["head_scales"] if workload.format.has_head_scales else []
-    return (*names, "cos_sin") if workload.rotary else tuple(names)
-
-
 PROGRAM = TileProgram(
     name="attention_append",
     compiler="tilelang",
-    arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
-    legal=legal,
     build=build,
-    params=append_params,
     headers=HEADERS,
     newest_arch="sm_89",
 )

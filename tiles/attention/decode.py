@@ -19,13 +19,11 @@ from typing import Any
 
 from ...layouts.kv import window_words
 from ...schedules.attention import decode as rules
-from ...schedules.attention.rules import legal
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
-from .reference import decode
 
 HEADERS = ("ptx.cuh", "split_k.cuh", "dependent.cuh", "kv.cuh", "attention.cuh")
 KINDS = {"float": "FLOAT", "int8": "INT8", "int4": "INT4", "int2": "INT2", "fp8": "FP8"}
@@ -96,26 +94,13 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return main
 
 
-def decode_params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """Kernel parameters in call order; the CPU's program takes no workspace."""
-    names = ["q", "pages", "windows", "block_tables", "slots", "lengths"]
-    names += ["head_scales"] if workload.format.has_head_scales else []
-    names += ["sinks"] if workload.sinks else []
-    names += ["workspace", "out"]
-    return (*names, "lse") if workload.lse else tuple(names)
-
-
 def decode_program(name: str) -> TileProgram:
     """The tile program called ``name``, one of the two."""
     return TileProgram(
         name=name,
         compiler="tilelang",
-        arches=rules.ARCHES[name],
-        legal=legal,
         build=build,
-        params=decode_params,
         headers=HEADERS,
-        reference=decode,
         newest_arch=None if name == rules.BULK else "sm_89",
     )
 

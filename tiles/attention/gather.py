@@ -9,7 +9,6 @@ in fp32, rounded once. The rows after a sequence's history are left alone: there
 from typing import Any
 
 from ...layouts.kv import KVLayout, window_words
-from ...schedules.attention.rules import legal
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -65,19 +64,10 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return main
 
 
-def gather_params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """Kernel parameters in call order."""
-    scales = ["head_scales"] if workload.format.has_head_scales else []
-    return ("pages", "windows", "block_tables", "slots", "lengths", "cu_kv", *scales, "out_k", "out_v")
-
-
 PROGRAM = TileProgram(
     name="attention_gather",
     compiler="tilelang",
-    arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
-    legal=legal,
     build=build,
-    params=gather_params,
     headers=HEADERS,
     newest_arch="sm_89",
 )

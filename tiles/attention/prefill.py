@@ -26,7 +26,6 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
-from .reference import prefill as prefill_reference
 
 HEADERS = ("ptx.cuh", "order.cuh", "kv.cuh", "prefill.cuh")
 PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
@@ -83,13 +82,6 @@ class PrefillCalls:
         """What makes q.k the exponent of 2 in tanh(x) = 1 - 2 / (1 + exp(2 x)); 0 without a cap."""
         w = self.workload
         return literal(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
-
-
-def prefill_params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """Kernel parameters in call order."""
-    return (
-        "q", "k", "v", "cu_q", "cu_kv", *(["sinks"] if workload.sinks else []), "out", *(["lse"] if workload.lse else []),
-    )  # fmt: skip
 
 
 def warpgroup_registers(block_m: int) -> tuple[int, int]:
@@ -273,10 +265,6 @@ def _cpp(flag: bool) -> str:
 PROGRAM = TileProgram(
     name=rules.WGMMA,
     compiler="tilelang",
-    arches=("sm_90a",),
-    legal=rules.legal,
     build=build,
-    params=prefill_params,
     headers=HEADERS,
-    reference=prefill_reference,
 )

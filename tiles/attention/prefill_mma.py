@@ -13,8 +13,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
-from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls, prefill_params
-from .reference import prefill as prefill_reference
+from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls
 
 HEADERS = ("ptx.cuh", "kv.cuh", "prefill.cuh")
 
@@ -118,11 +117,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 PROGRAM = TileProgram(
     name=rules.MMA,
     compiler="tilelang",
-    arches=rules.GPUS,
-    legal=rules.legal,
     build=build,
-    params=prefill_params,
     headers=HEADERS,
-    reference=prefill_reference,
     newest_arch="sm_89",  # for sm_90a TileLang would turn the same body into wgmma
 )

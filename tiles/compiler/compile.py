@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime import MANIFEST_NAME, SCHEMA
-from ..program import program
+from ...schedules.operations import legal, operands
+from ...schedules.operations import params as kernel_parameters
+from ..programs import program
 from .cache import ArtifactCache
 from .host_plan import describe_params
 from .kernel import Kernel
@@ -44,9 +46,9 @@ def _build_cuda(request: CompileRequest, build_dir: Path) -> dict[str, Any]:
 def _build_cpu(request: CompileRequest, build_dir: Path) -> dict[str, Any]:
     from .cpu import compile_cpu
 
-    chosen = program(request.program)
-    function = chosen.build(request.workload, request.schedule, request.target)
-    params = describe_params(function, chosen.params(request.workload, request.schedule))
+    workload, schedule, target = request.workload, request.schedule, request.target
+    function = program(request.program).build(workload, schedule, target)
+    params = describe_params(function, kernel_parameters(workload, schedule, target), operands(workload, schedule.program, target.arch))
     report = compile_cpu(function, request.target, build_dir)
     resources = {name: value for name, value in report.items() if name != "lint"}
     return {"params": [p.to_json() for p in params], "resources": resources, "lint": report["lint"]}
@@ -68,11 +70,7 @@ def compile_request(request: CompileRequest, cache: ArtifactCache) -> Kernel:
         raise CompileFailure(
             request, "illegal", (f"the schedule is for {request.schedule.program!r}, the request for {request.program!r}",)
         )
-    if request.target.arch not in chosen.arches:
-        raise CompileFailure(
-            request, "illegal", (f"{request.program} runs on {', '.join(chosen.arches)}; the target is {request.target.arch}",)
-        )
-    reasons = chosen.legal(request.workload, request.schedule, request.target)
+    reasons = legal(request.workload, request.schedule, request.target)
     if reasons:
         raise CompileFailure(request, "illegal", tuple(reasons))
     build_dir = cache.build_dir()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...schedules.operations import AnyWorkload
+from ...schedules.operations import AnyWorkload, operands
+from ...schedules.operations import params as kernel_parameters
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target, target_from_name
 from ..program import DEVICE_DIR, TileProgram
@@ -169,7 +170,7 @@ def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule
     seconds = {}
     start = time.perf_counter()
     function = program.build(workload, schedule, target)
-    params = describe_params(function, program.params(workload, schedule))
+    params = describe_params(function, kernel_parameters(workload, schedule, target), operands(workload, schedule.program, target.arch))
     artifact = lower_cuda(function, lowered_arch(program, target), dict(program.pass_configs))
     source = artifact.kernel_source
     plan = read_host(artifact.host_mod, artifact.device_mod, params)

@@ -5,8 +5,11 @@ Nothing here is copied by hand: every number is an expression of the lowered hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ...schedules.operands import WORKSPACE, Operand
 
 BINARY = {
     "Add": "({} + {})",
@@ -35,7 +38,6 @@ FIELD_SHAPE, FIELD_DATA, FIELD_ARG = 2, 1, 15  # tvm_struct_get fields: DLTensor
 GEOMETRY_TAGS = ("blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z")
 CLUSTER_TAGS = ("tir.cluster_dim_x", "tir.cluster_dim_y", "tir.cluster_dim_z")
 DYNAMIC_SMEM_TAG = "tirx.use_dyn_shared_memory"
-WORKSPACE = "workspace"  # the parameter that may be given by its address, without a length
 
 
 class UnsupportedHost(Exception):
@@ -94,22 +96,28 @@ class HostPlan:
     launches: tuple[Launch, ...]
 
 
-def describe_params(function: Any, names: tuple[str, ...]) -> tuple[Param, ...]:
+def describe_params(function: Any, names: tuple[str, ...], declared: Sequence[Operand]) -> tuple[Param, ...]:
     """The tensor parameters of a PrimFunc, under the names that callers know them by.
 
-    Raises ``UnsupportedHost`` when the counts differ or a parameter is no dense tensor.
+    Raises ``UnsupportedHost`` when the counts differ, a parameter is no dense tensor, or it is not what the workload ``declared`` under
+    that name (a workspace is declared by the rule: int32, of any length).
     """
     if len(function.params) != len(names):
         raise UnsupportedHost(
-            f"the program names {len(names)} parameters {names} and its function has {len(function.params)}; make them agree"
+            f"the workload has {len(names)} parameters {names} and the program's function {len(function.params)}; make them agree"
         )
+    known = {o.name: o for o in declared}
     params = []
     for var, name in zip(function.params, names, strict=True):
         if var not in function.buffer_map:
             raise UnsupportedHost(f"parameter {name!r} is a scalar; accepted: tensors")
         buffer = function.buffer_map[var]
         shape = tuple(int(d) if type(d).__name__ == "IntImm" else str(d) for d in buffer.shape)
-        params.append(Param(name, str(buffer.dtype), shape))
+        param, wanted = Param(name, str(buffer.dtype), shape), known.get(name, Operand(name, "int32", ("words",)))
+        fits = len(shape) == len(wanted.shape) and all(isinstance(b, str) or a == b for a, b in zip(shape, wanted.shape, strict=True))
+        if not fits or param.dtype != wanted.dtype:
+            raise UnsupportedHost(f"the program takes {name} as {param.dtype} {list(shape)}; the workload declares {wanted.text()}")
+        params.append(param)
     return tuple(params)
 
 

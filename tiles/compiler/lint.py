@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schedules.gemm.rules import wgmma_registers
+from ...schedules.operations import Rule, find_rule
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 
@@ -22,7 +22,6 @@ ERROR, WARNING = "error: ", "warning: "
 REGISTERS_PER_SM = 65536
 THREADS_PER_SM = 2048
 BLOCK_SMEM = 1024  # bytes of shared memory that the system takes per resident block
-PRODUCER_THREADS = 128  # the warpgroup that loads where one does
 # ptxas advisories that say wgmma instructions wait for one another
 SERIALIZED = re.compile(r"\(C75(0[5-9]|1\d)\)")
 
@@ -94,20 +93,6 @@ PATTERNS = {
     },
 }
 
-# What each program's code must hold, whatever the schedule.
-PROMISES = {
-    "gemm_wgmma": ("wgmma", "tma", "dependent_waits", "register_reallocations", "wide_shared_loads"),
-    "gemm_mma": ("mma", "cp_async", "wide_shared_loads"),
-    "gemm_stream": ("mma", "ldmatrix", "cp_async", "wide_shared_loads"),
-    "gemm_stream_bulk": ("mma", "ldmatrix", "bulk_copies", "dependent_waits", "wide_shared_loads"),
-    "attention_decode": ("mma", "cp_async", "wide_shared_loads"),
-    "attention_decode_bulk": ("mma", "bulk_copies", "dependent_waits", "wide_shared_loads"),
-    "attention_append": (),  # rows are moved once: no instruction decides
-    "attention_gather": (),
-    "attention_prefill": ("wgmma", "tma", "register_reallocations"),
-    "attention_prefill_mma": ("mma", "ldmatrix", "cp_async"),
-}
-WARP_SPECIALIZED = ("gemm_wgmma", "attention_prefill")  # a warpgroup loads, the others compute
 # What it means when an instruction is not there: (level of the finding, its name, the consequence).
 ABSENT = {
     "wgmma": (ERROR, "wgmma", "the product does not run on the tensor cores"),
@@ -163,27 +148,28 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
     return found
 
 
-def _warpgroup_findings(resources: Resources, schedule: Schedule) -> list[str]:
-    """Whether the block has the warpgroups that a program of WARP_SPECIALIZED tells apart, and the registers that they take."""
-    found, computing = [], schedule.num_warps * 32
-    if resources.threads != computing + PRODUCER_THREADS:
+def _warp_findings(resources: Resources, schedule: Schedule, rule: Rule) -> list[str]:
+    """Whether the block has the loading and the computing warps that its program tells apart, and the registers that they take."""
+    found, loading, computing = [], rule.loading_warps * 32, schedule.num_warps * 32
+    if resources.threads != computing + loading:
         found.append(
-            f"{ERROR}{resources.threads} threads a block; accepted: {computing + PRODUCER_THREADS}, "
-            f"{schedule.num_warps} computing warps and a loading warpgroup"
+            f"{ERROR}{resources.threads} threads a block; accepted: {computing + loading}, "
+            f"{schedule.num_warps} computing warps and {rule.loading_warps} that load"
         )
-    if schedule.program != "gemm_wgmma":
+    if rule.registers is None:
         return found
-    producer, consumer = wgmma_registers(schedule)
-    taken, given = producer * PRODUCER_THREADS + consumer * computing, -(-resources.registers // 8) * 8 * resources.threads
+    producer, consumer = rule.registers(schedule)
+    taken, given = producer * loading + consumer * computing, -(-resources.registers // 8) * 8 * resources.threads
     if taken > given:
         found.append(f"{ERROR}setmaxnreg takes {taken} registers of the {given} that a block starts with: the kernel would wait for ever")
     return found
 
 
 def _program_findings(code: Instructions, resources: Resources, schedule: Schedule) -> list[str]:
-    """What the programs of this library promise about their code; programs from elsewhere promise nothing."""
-    found = _warpgroup_findings(resources, schedule) if schedule.program in WARP_SPECIALIZED else []
-    for instruction in PROMISES.get(schedule.program, ()):
+    """What a program's rule promises about its code."""
+    rule = find_rule(schedule.program)
+    found = _warp_findings(resources, schedule, rule) if rule.loading_warps else []
+    for instruction in rule.promises:
         if not getattr(code, instruction):
             severity, name, consequence = ABSENT[instruction]
             found.append(f"{severity}no {name} in the {code.level}: {consequence}")

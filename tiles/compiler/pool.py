@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..program import program
+from ..programs import program
 from .cache import ArtifactCache
 from .kernel import Kernel
 from .request import CompileFailure, CompileRequest

@@ -14,7 +14,7 @@ from ...runtime import SCHEMA
 from ...schedules.operations import AnyWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..program import program, program_sources
+from ..programs import program, program_sources
 
 # Files of this package that decide what an artifact contains, beside the program's own.
 PIPELINE = {

@@ -18,8 +18,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, gemm_params
-from .reference import gemm_reference
+from .operands import BARRIER, Operands
 
 HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh")
 
@@ -123,11 +122,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 PROGRAM = TileProgram(
     name="gemm_mma",
     compiler="tilelang",
-    arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
-    legal=rules.legal,
     build=build,
-    params=gemm_params,
     headers=HEADERS,
-    reference=gemm_reference,
     newest_arch="sm_89",  # for sm_90a TileLang would turn the same body into wgmma
 )

@@ -27,8 +27,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
-from .operands import Operands, gemm_params
-from .reference import gemm_reference
+from .operands import Operands
 
 HEADERS = ("dequant.cuh", "split_k.cuh", "raw.cuh", "ptx.cuh", "dependent.cuh", "stream.cuh")
 
@@ -90,12 +89,8 @@ def stream_program(name: str) -> TileProgram:
     return TileProgram(
         name=name,
         compiler="tilelang",
-        arches=rules.ARCHES[name],
-        legal=rules.stream_legal,
         build=build,
-        params=gemm_params,
         headers=HEADERS,
-        reference=gemm_reference,
         newest_arch="sm_89" if name == rules.ASYNC else None,
     )
 

@@ -45,8 +45,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, gemm_params
-from .reference import gemm_reference
+from .operands import BARRIER, Operands
 
 HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "finish.cuh")
 # Rows of x that a load of a tile with fewer than ``block_m`` fetches: those beyond the last take TMA longer to fill with zeros than to load
@@ -284,10 +283,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 PROGRAM = TileProgram(
     name="gemm_wgmma",
     compiler="tilelang",
-    arches=("sm_90a",),
-    legal=rules.legal,
     build=build,
-    params=gemm_params,
     headers=HEADERS,
-    reference=gemm_reference,
 )

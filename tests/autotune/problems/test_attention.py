@@ -9,7 +9,6 @@ import torch
 
 from tilebit.autotune.problems.attention import (
     attention_problem,
-    copied_attention,
     edge_attention,
     exact_attention,
     random_attention,
@@ -19,9 +18,9 @@ from tilebit.autotune.problems.gemm import split_workspace
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.operations import params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.program import program
 
 KV4 = KVFormat.from_name("kv4_channel")
 DECODE = AttentionWorkload("decode", 5, 2, 700, 4, 2, 64, KV4, page_size=32, lse=True)
@@ -33,8 +32,8 @@ PROGRAMS = {"decode": "attention_decode", "append": "attention_append", "gather"
 def test_problems_hold_what_kernels_take(op, options):
     workload = replace(DECODE, op=op, **options)
     problem = random_attention(workload, 0)
-    params = program(PROGRAMS[op]).params(workload, Schedule(PROGRAMS[op], 128, 8, 64))
-    assert set(params) - {"workspace"} == set(problem.named(problem.outputs()))
+    taken = params(workload, Schedule(PROGRAMS[op], 128, 8, 64), target_from_name("sm_80"))
+    assert set(taken) - {"workspace"} == set(problem.named(problem.outputs()))
 
 
 def test_caches_lie_in_random_pages():
@@ -78,7 +77,7 @@ def test_seeds_decide():
 
 def test_copies_share_no_memory():
     problem = random_attention(DECODE, 0)
-    copy = copied_attention(problem)
+    copy = problem.copied()
     for name, tensor in problem.operands.items():
         assert torch.equal(tensor, copy.operands[name]) and tensor.data_ptr() != copy.operands[name].data_ptr()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilebit.autotune.problems.gemm import copied, exact_problem, random_problem, unpack_tiles
+from tilebit.autotune.problems.gemm import exact_problem, random_problem, unpack_tiles
 from tilebit.autotune.problems.verify import (
     GUARD_ELEMENTS,
     Gate,
@@ -83,7 +83,7 @@ def test_problems_depend_on_their_seed_only():
     a, b, c = (exact_problem(workload, seed) for seed in (1, 1, 2))
     assert torch.equal(a.x, b.x) and torch.equal(a.operands["weight"], b.operands["weight"])
     assert not torch.equal(a.x, c.x) and not torch.equal(a.operands["weight"], c.operands["weight"])
-    d = copied(a)
+    d = a.copied()
     assert torch.equal(d.x, a.x) and d.operands["weight"].data_ptr() != a.operands["weight"].data_ptr()
 
 

@@ -11,7 +11,7 @@ from tilebit.schedules.attention import decode as attention_decode
 from tilebit.schedules.attention import rules as attention
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
-from tilebit.schedules.operations import candidates, estimate, legal, workspace_words
+from tilebit.schedules.operations import candidates, estimate, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import ARCHES, target_from_name
 
@@ -40,7 +40,7 @@ def test_every_format_has_legal_candidates_on_every_target(op, head_dim, arch):
         for schedule in found:
             assert legal(workload, schedule, target(arch)) == []
             assert 0 < estimate(workload, schedule, target(arch)).us < 1e7
-        assert {s.program for s in found} <= set(attention.programs_for(op, arch))
+        assert {s.program for s in found} <= set(programs(op, arch))
 
 
 def test_the_preferred_program_is_tried():
@@ -85,8 +85,8 @@ def test_rings_keep_enough_bytes_in_flight():
         ({"num_stages": 1}, "num_stages is 1; accepted: 2 to"),
         ({"num_warps": 17}, "num_warps is 17; accepted: 1 to 16."),
         ({"min_blocks": 9}, "min_blocks is 9; accepted: 1 to 8."),
-        ({"split_k": 2}, "split_k 2; accepted by attention_decode_bulk: 0, False, 1 and 1."),
-        ({"stream_k": True}, "stream_k True"),
+        ({"split_k": 2}, "split_k is 2; accepted by attention_decode_bulk, which does not use it: 1."),
+        ({"stream_k": True}, "stream_k is True; accepted by attention_decode_bulk"),
         ({"num_stages": 16, "num_warps": 16}, "bytes of shared memory, 232448 are there; use fewer num_stages"),
         ({"min_blocks": 4}, "4 blocks need"),
         ({"block_n": 16, "num_stages": 2, "num_warps": 16, "min_blocks": 8}, "8 blocks have 4096 threads, an SM holds 2048"),
@@ -139,9 +139,9 @@ def test_workspaces_do_not_depend_on_sizes():
 
 
 def test_passes_over_columns():
-    assert attention.column_passes(W, GOOD) == 1
-    assert attention.column_passes(replace(W, q_len=5), GOOD) == 3
-    assert attention.grid_blocks(replace(GOOD, min_blocks=3), H200) == 3 * 132
+    assert attention_decode.column_passes(W, GOOD) == 1
+    assert attention_decode.column_passes(replace(W, q_len=5), GOOD) == 3
+    assert attention_decode.grid_blocks(replace(GOOD, min_blocks=3), H200) == 3 * 132
 
 
 @pytest.mark.parametrize("arch", GPUS)

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
-from tilebit.schedules.gemm.rules import MAX_CANDIDATES, candidates, legal
 from tilebit.schedules.gemm.stream import cluster_sms, stream_candidates
 from tilebit.schedules.gemm.tiles import in_turn, tile_candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import MAX_CANDIDATES, candidates, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 

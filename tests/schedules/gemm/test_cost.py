@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.cost import DEQUANT_OPS, MMA_BURST, STEP_US, estimate
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 

@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.rules import (
-    MAX_CANDIDATES,
     PACKED_K,
-    PROGRAMS,
     REGISTERS_PER_SM,
     SLAB_N,
     TICKETS,
-    candidates,
     grid_blocks,
-    legal,
     shared_memory,
     wgmma_registers,
-    workspace_words,
 )
 from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
+from tilebit.schedules.operations import MAX_CANDIDATES, candidates, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 
@@ -116,19 +112,19 @@ ILLEGAL = [
     (replace(WGMMA, split_k=9), H200, Workload(64, 4096, 64 * 8), "a split would be empty"),
     (replace(MMA, split_k=3), A100, W4, "split_k is 3; accepted by gemm_mma for 64 steps of 64: its divisors"),
     (replace(WGMMA, split_k=2, cluster=2), H200, W4, "split_k is 2 and cluster 2; accepted: one of them 1"),
-    (replace(WGMMA, cluster=3), H200, W4, "cluster is 3; accepted by gemm_wgmma: 1, 2"),
-    (replace(MMA, cluster=2), A100, W4, "cluster is 2; accepted by gemm_mma: 1"),
+    (replace(WGMMA, cluster=3), H200, W4, "cluster is 3; accepted: 1, 2"),
+    (replace(MMA, cluster=2), A100, W4, "cluster is 2; accepted by gemm_mma, which does not use it: 1"),
     (
         replace(WGMMA, stream_k=True, split_k=2),
         H200,
         W4,
-        "stream_k goes with program gemm_wgmma and split_k 2; accepted: gemm_wgmma and split_k 1",
+        "stream_k goes with split_k 2; accepted: split_k 1",
     ),
-    (replace(MMA, stream_k=True), A100, W4, "stream_k goes with program gemm_mma"),
-    (replace(WGMMA, tail=3), H200, W4, "tail is 3; accepted: 1, and by gemm_wgmma without stream_k and split_k 2, 4"),
+    (replace(MMA, stream_k=True), A100, W4, "stream_k is True; accepted by gemm_mma, which does not use it: False"),
+    (replace(WGMMA, tail=3), H200, W4, "tail is 3; accepted: 1, and without stream_k and split_k 2, 4"),
     (replace(WGMMA, stream_k=True, tail=2), H200, W4, "tail is 2; accepted: 1"),
     (replace(WGMMA, split_k=2, tail=2), H200, W4, "tail is 2; accepted: 1"),
-    (replace(MMA, tail=2), A100, W4, "tail is 2; accepted: 1"),
+    (replace(MMA, tail=2), A100, W4, "tail is 2; accepted by gemm_mma, which does not use it: 1"),
     (replace(WGMMA, block_m=32, tail=4), H200, W4, "block_m is 32 and tail 4; accepted: strips of 16"),
     (
         replace(WGMMA, block_n=256, block_m=16, num_stages=4, split_k=2),
@@ -179,7 +175,7 @@ def test_shared_memory_by_hand():
     assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
     assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 32) + rest
     assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
-    assert set(PROGRAMS) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}
+    assert set(programs("gemm")) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}
 
 
 @pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 12, 16), (1, 2, 3, 4))))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
-from tilebit.schedules.gemm.rules import TICKETS, legal, workspace_words
+from tilebit.schedules.gemm.rules import TICKETS, workspace_words
 from tilebit.schedules.gemm.stream import (
     BLOCK_K,
     BLOCK_M,
@@ -28,6 +28,7 @@ from tilebit.schedules.gemm.stream import (
     weight_bytes,
 )
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.gemm.operands import gemm_params
@@ -57,8 +58,8 @@ ILLEGAL = [
     (replace(BULK, num_stages=1), H200, W4, "num_stages is 1; accepted: 2 to 8"),
     (replace(BULK, split_k=9), H200, W4, "split_k is 9; accepted: 1 to 8"),
     (replace(BULK, min_blocks=9), H200, W4, "min_blocks is 9"),
-    (replace(BULK, raster=2), H200, W4, "raster is 2, stream_k False and cluster 1; accepted by gemm_stream_bulk: 0, False and 1"),
-    (replace(ASYNC, stream_k=True), A100, W4, "raster is 0, stream_k True"),
+    (replace(BULK, raster=2), H200, W4, "raster is 2; accepted by gemm_stream_bulk, which does not use it: 0"),
+    (replace(ASYNC, stream_k=True), A100, W4, "stream_k is True; accepted by gemm_stream, which does not use it"),
     (replace(BULK, block_n=96), H200, W4, "block_n is 96; accepted for n 4096 (padded to 4096): its divisors"),
     (replace(BULK, block_k=32), H200, W4, "block_k is 32; accepted for k 4096 at 4 bits: multiples of 64"),
     (BULK, H200, Workload(1, 4096, 4096 + 64), "multiples of 64 that divide 4160 (k padded)"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilebit.kernels import KernelUnavailable
-from tilebit.ops import dispatch
+from tilebit.ops import dispatch, launchers
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
@@ -50,8 +50,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         words.append(count)
         return ADDRESS, count, None
 
-    monkeypatch.setattr(dispatch.rules, "workspace_words", needed)
-    monkeypatch.setattr(dispatch, "workspace", workspace)
+    monkeypatch.setattr(dispatch, "workspace_words", needed)
+    monkeypatch.setattr(launchers, "workspace", workspace)
     return words
 
 
@@ -59,7 +59,7 @@ def cuda_plan(n: int = N, symmetric: bool = True, bias: bool = False, dependent:
     """A plan for a GPU that is not there."""
     made = dispatch.plan_for(torch.device("cpu"), n, K, 4, 32, torch.float16, not symmetric, bias, dependent)
     plan = dispatch.Plan.__new__(dispatch.Plan)
-    for name in ("device", "bias", "dependent", "columns", "workload"):
+    for name in ("device", "bias", "dependent", "operands", "workload"):
         setattr(plan, name, getattr(made, name))
     plan.target = Target("sm_90a", "x", 1, 0, 0, 0, 1.0, 1.0, 1.0)
     return plan

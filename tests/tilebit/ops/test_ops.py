@@ -135,7 +135,7 @@ def test_a_checked_weight_whose_company_changed_is_checked_again(cpu_kernels, mo
         assert y.dtype is dtype
         torch.testing.assert_close(y.bfloat16(), expected, rtol=2**-7, atol=0)  # one rounding of one more or one less
     for rows in (x, x[:0]):
-        with pytest.raises(ValueError, match=r"^scales is bfloat16 .* x of float16 .* need float16"):
+        with pytest.raises(ValueError, match=r"^scales is bfloat16 .* x of float16 .* needs float16"):
             torch.ops.tilebit.gemm.default(rows.half(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)
         with pytest.raises(ValueError, match=r"^x is float32 .*accepted: float16 or bfloat16"):
             torch.ops.tilebit.gemm.default(rows.float(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)

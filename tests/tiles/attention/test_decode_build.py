@@ -10,13 +10,13 @@ from toolchain import needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import params
 from tilebit.schedules.select import select
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
-from tilebit.tiles.program import program
 
 
 def asked(op: str, format: str, head_dim: int = 128, **changes) -> AttentionWorkload:
@@ -53,4 +53,4 @@ def test_compiles_as_promised(pool: CompilePool, arch: str, workload: AttentionW
     assert kernel.resources["spills"] == 0 and code["float_atomics"] == 0
     assert bool(code["dependent_waits"]) == (arch == "sm_90a")
     assert bool(code["mma"]) == (workload.op == "decode")
-    assert kernel.params == program(schedule.program).params(workload, schedule)
+    assert kernel.params == params(workload, schedule, target)

@@ -23,9 +23,10 @@ from tilebit.autotune.problems.verify import TORCH_FACTOR, GuardedOutput, check_
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention.rules import ASYNC, candidates, legal, programs_for
+from tilebit.schedules.attention.decode import ASYNC
 from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.operations import candidates, legal, programs
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.tiles.attention.unpacked import unpack_cache
@@ -109,7 +110,7 @@ def test_the_cases_cover_everything() -> None:
     assert {(w.group, w.page_size) for w in decodes} == set(product(HEADS_KV, PAGE_SIZES))
     assert {(w.format, w.dtype) for w in decodes} == set(product(FORMATS, DTYPES))
     assert {(w.window, w.sink_tokens, w.sinks, w.soft_cap) for w in decodes} == set(SOFTMAXES)
-    assert {s.program for _, s in _decode_cases()} == set(programs_for("decode", "sm_90a"))
+    assert {s.program for _, s in _decode_cases()} == set(programs("decode", "sm_90a"))
     assert {w.rotary for w, _ in _mover_cases()} == {"", "half", "interleaved"}
 
 
@@ -121,7 +122,7 @@ def _target() -> Target:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Built]]:
     """Every kernel of this file that the GPU can run, compiled at once in parallel."""
-    runs = {op: programs_for(op, _target().arch) for op in ("decode", "append", "gather")}
+    runs = {op: programs(op, _target().arch) for op in ("decode", "append", "gather")}
     cases = [(w, s) for w, s in (*_decode_cases(), *_mover_cases()) if s.program in runs[w.op] and not legal(w, s, _target())]
     requests = [CompileRequest(s.program, w, s, _target()) for w, s in cases]
     with CompilePool(os.cpu_count() or 1, cache=ArtifactCache(tmp_path_factory.mktemp("cache"))) as pool:

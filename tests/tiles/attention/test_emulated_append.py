@@ -17,8 +17,8 @@ from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention.rules import legal
 from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention.unpacked import unpack_cache

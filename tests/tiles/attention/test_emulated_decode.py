@@ -21,8 +21,9 @@ from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.attention_verify import AttentionGate
-from tilebit.schedules.attention.rules import ASYNC, BULK, legal
+from tilebit.schedules.attention.decode import ASYNC, BULK
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.attention.decode import KINDS

@@ -14,11 +14,11 @@ from emulation.emulated_program import Edits
 from emulation.planted_attention import BUGS, Bug
 from kv_cases import poisoned_problem
 
+from tilebit.autotune.problems import Verdict
 from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.attention_verify import AttentionGate
-from tilebit.autotune.problems.verify import Verdict
-from tilebit.schedules.attention.rules import legal
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 

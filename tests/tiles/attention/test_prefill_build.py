@@ -12,8 +12,8 @@ import pytest
 from toolchain import needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention.rules import legal
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import find_rule, legal, params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.attention.prefill import PRODUCERS, warpgroup_registers
@@ -23,7 +23,6 @@ from tilebit.tiles.compiler.cuda import find_nvcc
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
-from tilebit.tiles.program import program
 
 HALF, BFLOAT = "float16", "bfloat16"
 WGMMA, MMA, GATHER = "attention_prefill", "attention_prefill_mma", "attention_gather"
@@ -68,7 +67,7 @@ def test_the_cases_are_legal_and_use_every_value():
         assert legal(workload, schedule, target_from_name(arch)) == [], (workload, schedule)
     for name in (WGMMA, MMA, GATHER):
         mine = [(a, w) for a, w, s in CASES if s.program == name]
-        assert {a for a, _ in mine} == set(program(name).arches)
+        assert {a for a, _ in mine} == set(find_rule(name).arches)
         assert {w.dtype for _, w in mine} == {HALF, BFLOAT} and {w.head_dim for _, w in mine} == {64, 128, 256}
     for name in (WGMMA, MMA):
         flags = [(w.window > 0, w.sink_tokens > 0, w.sinks, w.soft_cap > 0, w.lse) for _, w, s in CASES if s.program == name]
@@ -92,7 +91,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, AttentionWorkl
     assert kernel.manifest["lint"] == []  # no warnings of ptxas: it says there when it serializes products
     assert resources["spills"] == 0 and resources["stack"] == 0 and code["float_atomics"] == 0
     assert 0 < resources["smem"] <= target.smem
-    assert kernel.params == program(schedule.program).params(workload, schedule)
+    assert kernel.params == params(workload, schedule, target)
     loading = PRODUCERS if schedule.program == WGMMA else 0
     assert resources["threads"] == schedule.num_warps * 32 + loading
     if schedule.program == WGMMA:

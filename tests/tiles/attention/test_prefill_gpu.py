@@ -19,8 +19,8 @@ from torch import Tensor
 from tilebit.autotune.problems.verify import check_guards, guarded_output
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.schedules.attention.rules import legal
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.tiles.attention import reference

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from tilebit.schedules.attention.rules import PROGRAMS
+from tilebit.schedules.operations import programs
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.compiler.lint import PROMISES, Instructions, Resources, errors, lint
+from tilebit.tiles.compiler.lint import Instructions, Resources, errors, lint
 
 H200 = target_from_name("sm_90a")
 ALL = Instructions(
     "sass", **{name: 4 for name in Instructions.__dataclass_fields__ if name not in ("level", "float_atomics")}, float_atomics=0
 )
 USED = Resources(registers=120, spills=0, stack=0, static_smem=16, barriers=1, smem=60000, threads=128)
-GPU = [name for name in PROGRAMS if not name.endswith("_cpu")]
+GPU = [name for name in programs() if name.startswith("attention") and not name.endswith("_cpu")]
 
 
 def schedule(program: str) -> Schedule:
@@ -32,7 +32,7 @@ def test_what_keeps_its_promises_passes(program):
     assert lint(ALL, resources(program), schedule(program), H200) == []
 
 
-@pytest.mark.parametrize(("program", "instruction"), [(p, i) for p in GPU for i in PROMISES[p]])
+@pytest.mark.parametrize(("program", "instruction"), [(p, i) for p in GPU for i in programs()[p].promises])
 def test_a_missing_instruction_is_a_finding(program, instruction):
     (finding,) = lint(replace(ALL, **{instruction: 0}), resources(program), schedule(program), H200)
     assert finding.split(":")[0] in ("error", "warning") and "no " in finding

@@ -13,9 +13,10 @@ from sample import faulty
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import programs
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
-from tilebit.tiles import program
+from tilebit.tiles import programs as lookup
 from tilebit.tiles.compiler import cuda, request
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest, compile_request
@@ -63,7 +64,7 @@ def test_the_key_depends_on_sources_and_versions(monkeypatch: pytest.MonkeyPatch
         assert BASE.key != key
     edited = tmp_path / "dequant.cuh"
     edited.write_text("// edited\n")
-    originals = program.program_sources("gemm_wgmma")
+    originals = lookup.program_sources("gemm_wgmma")
     with monkeypatch.context() as patch:
         patch.setattr(request, "program_sources", lambda name: tuple(edited if p.name == edited.name else p for p in originals))
         request._sources_digest.cache_clear()
@@ -73,15 +74,15 @@ def test_the_key_depends_on_sources_and_versions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sources_include_what_a_program_is_made_of() -> None:
-    names = {"/".join(path.parts[-3:]) for path in program.program_sources("gemm_wgmma")}
+    names = {"/".join(path.parts[-3:]) for path in lookup.program_sources("gemm_wgmma")}
     ends = ("tiles/gemm/wgmma.py", "tiles/device/dequant.cuh", "tiles/program.py", "layouts/formats.py", "schedules/schedule.py")
     assert all(any(name.endswith(end) for name in names) for end in ends), names
 
 
 def test_a_programs_headers_are_among_its_sources() -> None:
-    for name in program.PROGRAM_MODULES:
-        sources = {path.name for path in program.program_sources(name)}
-        assert sources >= set(program.program(name).headers)
+    for name in programs():
+        sources = {path.name for path in lookup.program_sources(name)}
+        assert sources >= set(lookup.program(name).headers)
         assert "raw.cuh" not in sources or name.startswith("gemm_stream")
 
 
@@ -89,7 +90,7 @@ def test_unknown_programs_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"unknown tile program 'gemm_tpu'; accepted: .*gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma"
     ):
-        program.program("gemm_tpu")
+        lookup.program("gemm_tpu")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from toolchain import needs_nvcc
 
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel

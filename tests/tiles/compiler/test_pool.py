@@ -16,8 +16,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))
 from sample import faulty
 
-from tilebit.schedules.gemm.rules import candidates
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache

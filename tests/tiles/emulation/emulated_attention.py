@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilebit.schedules.attention.rules import workspace_words
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.operations import find_rule, params, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.program import program, program_module
 
 from .emulated_program import Edits, EmulatedProgram
 from .launch import Plan, TensorType
@@ -61,14 +60,14 @@ class EmulatedAttention(EmulatedProgram):
         return bool(self.workspace[:TICKETS].any())
 
     def params(self) -> tuple[str, ...]:
-        return program(self.schedule.program).params(self.workload, self.schedule)
+        return params(self.workload, self.schedule, self.target)
 
     def expected_calls(self, plan: Plan) -> tuple[str, ...]:
         return device_calls(self.together).get(plan.source, ())
 
     def build(self) -> Callable[..., None]:
         name = self.schedule.program
-        return self.module(SOURCES.get(name, program_module(name))).build(self.workload, self.schedule, self.target)
+        return self.module(SOURCES.get(name, find_rule(name).module)).build(self.workload, self.schedule, self.target)
 
     def plan(self) -> Plan:
         """The launch's grid is that of no tokens at all; what it calls does not depend on them."""

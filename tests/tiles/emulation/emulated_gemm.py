@@ -13,10 +13,10 @@ import tilebit.tiles.gemm
 from tilebit.autotune.problems.gemm import Problem, split_workspace
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import find_rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.gemm.operands import gemm_params
-from tilebit.tiles.program import program_module
 
 from .device_code import CUDA_ARCH
 from .emulated_program import ORDERS, Edits, EmulatedProgram
@@ -81,7 +81,7 @@ class EmulatedGemm(EmulatedProgram):
 
     def build(self) -> Callable[..., None]:
         name = self.schedule.program
-        module = self.module(SOURCES.get(name, program_module(name)))
+        module = self.module(SOURCES.get(name, find_rule(name).module))
         if "operands.py" in self.edits:
             module.Operands = self.module(f"{GEMMS}.operands").Operands
         return module.build(self.workload, self.schedule, self.target)

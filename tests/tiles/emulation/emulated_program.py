@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tilebit.schedules.operations import find_rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.program import program_module
 
 from .device_code import CUDA_ARCH, DeviceCode
 from .launch import Plan, TensorType
@@ -93,7 +93,7 @@ class EmulatedProgram:
 
     def build(self) -> Callable[..., None]:
         """What the program's ``build`` returns while ``tilelang`` is stood in for."""
-        return self.module(program_module(self.schedule.program)).PROGRAM.build(self.workload, self.schedule, self.target)
+        return self.module(find_rule(self.schedule.program).module).PROGRAM.build(self.workload, self.schedule, self.target)
 
     def module(self, name: str) -> Any:
         """A fresh copy of the module ``name``, edited."""

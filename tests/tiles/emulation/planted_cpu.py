@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.cpu.gemm import program as gemm
@@ -78,6 +79,5 @@ def _edited(edited: str, edit: Edit) -> Iterator[None]:
             setattr(package, name, module)
 
 
-PROGRAM = TileProgram(
-    name=NAME, compiler="tvm", arches=("cpu",), legal=lambda w, s, t: [], build=build, params=gemm.params, headers=gemm.PROGRAM.headers
-)
+RULE = Rule(NAME, NAME, arches=("cpu",))
+PROGRAM = TileProgram(name=NAME, compiler="tvm", build=build, headers=gemm.PROGRAM.headers)

@@ -15,8 +15,9 @@ import pytest
 from toolchain import needs_nvcc
 
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
-from tilebit.schedules.gemm.rules import legal, workspace_words
+from tilebit.schedules.gemm.rules import workspace_words
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import find_rule, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
@@ -25,7 +26,6 @@ from tilebit.tiles.compiler.cuda import find_nvcc
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
-from tilebit.tiles.program import program
 
 HALF, BFLOAT = "float16", "bfloat16"
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
@@ -70,7 +70,7 @@ def test_the_cases_use_every_value_and_are_legal():
         assert legal(workload, schedule, target_from_name(arch)) == [], (workload, schedule)
     for name in (*TILED, *STREAMED):
         mine = [(a, w, s) for a, w, s in CASES if s.program == name]
-        assert {a for a, _, _ in mine} == set(program(name).arches)
+        assert {a for a, _, _ in mine} == set(find_rule(name).arches)
         assert {w.dtype for _, w, _ in mine} == {HALF, BFLOAT}
         assert {(w.format.bits, w.format.symmetric) for _, w, _ in mine} == {(b, s) for b in (4, 8) for s in (True, False)}
         assert {w.format.group_size for _, w, _ in mine} == {32, 64, 128, PER_CHANNEL}

@@ -22,9 +22,10 @@ from tilebit.autotune.problems.gemm import Problem, exact_problem, random_proble
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
 from tilebit.layouts.packing import gemm_layout
-from tilebit.schedules.gemm.rules import TICKETS, legal
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.waves import cut_places, shared_places
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.gemm.reference import gemm_reference

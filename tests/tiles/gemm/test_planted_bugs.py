@@ -20,8 +20,8 @@ from tilebit.autotune.problems.verify import Gate, check_worst_tile, guarded_out
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.cpu import cpu_legal, isa
-from tilebit.schedules.gemm.rules import legal
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import detect_target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache

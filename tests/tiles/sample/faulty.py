@@ -6,6 +6,7 @@ import sys
 import time
 
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.tiles.program import TileProgram
 
@@ -31,4 +32,5 @@ def legal(workload: Workload, schedule: Schedule, target) -> list[str]:
     return ["n is the number of illegality"] if workload.n == ILLEGAL else []
 
 
-PROGRAM = TileProgram("sample.faulty", "tvm", ("cpu",), legal, build, lambda workload, schedule: ("x", "y"))
+RULE = Rule("sample.faulty", "sample.faulty", arches=("cpu",), legal=legal)
+PROGRAM = TileProgram("sample.faulty", "tvm", build)

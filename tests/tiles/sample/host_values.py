@@ -9,7 +9,7 @@ import sys
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.program import program
+from tilebit.tiles.programs import program
 
 
 def main(name, n, k, schedule, arch, ms):

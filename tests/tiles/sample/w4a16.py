@@ -4,6 +4,8 @@ Schedule: one group of 128 per ``block_k`` = 128; weights are [n / 64, k / 32, 2
 """
 
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operands import Operand
+from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.tiles.program import TileProgram
 
@@ -76,11 +78,15 @@ def legal(workload: Workload, schedule: Schedule, target) -> list[str]:
     return [] if schedule.block_k == 128 else [f"block_k is {schedule.block_k}; accepted: 128"]
 
 
-PROGRAM = TileProgram(
-    "sample.w4a16",
-    "tilelang",
-    ("sm_80", "sm_86", "sm_89", "sm_90a"),
-    legal,
-    build,
-    lambda workload, schedule: ("x", "weight", "scales", "zeros", "y"),
-)
+def operands(workload: Workload, arch: str) -> tuple[Operand, ...]:
+    """As ``build`` takes them."""
+    n, k = workload.n, workload.k
+    groups = (k // 128, n)
+    return (
+        Operand("x", "float16", ("m", k)), Operand("weight", "uint32", (n // 64, k // 32, 256)), Operand("scales", "float16", groups),
+        Operand("zeros", "float16", groups), Operand("y", "float16", ("m", n), written=True, read=False),
+    )  # fmt: skip
+
+
+RULE = Rule("sample.w4a16", "sample.w4a16", arches=("sm_80", "sm_86", "sm_89", "sm_90a"), legal=legal, operands=operands)
+PROGRAM = TileProgram("sample.w4a16", "tilelang", build)

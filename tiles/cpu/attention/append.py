@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....layouts.kv import window_words
-from ....schedules.attention.rules import legal
 from ....schedules.attention.workload import AttentionWorkload
 from ....schedules.gemm.cpu import isa
 from ....schedules.schedule import Schedule
@@ -26,7 +24,7 @@ NAME = "attention_append_cpu"
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over the tensors of ``params``; all sizes but heads and channels are symbolic.
+    """The PrimFunc over the workload's operands; all sizes but heads and channels are symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """
@@ -35,29 +33,16 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     from tvm.script.ir_builder import IRBuilder
 
     from .. import vectors as v
-    from ..vectors import T, tirx
+    from ..buffers import bind_operands
+    from ..vectors import T
     from . import append_loops as loops
 
     w, dtype = workload, workload.dtype
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(NAME)
         T.func_attr({THREADS: schedule.num_warps, LOCAL_ARRAYS: True})
-        tokens, offsets, batch, max_pages, num_pages, num_slots, positions = (
-            tirx.SizeVar(name, "int32") for name in ("tokens", "offsets", "batch", "max_pages", "num_pages", "num_slots", "positions")
-        )
-        tensors = {
-            "k": ((tokens, w.heads_kv, w.head_dim), dtype),
-            "v": ((tokens, w.heads_kv, w.head_dim), dtype),
-            "cu_seqlens": ((offsets,), "int32"),
-            "lengths": ((batch,), "int32"),
-            "block_tables": ((batch, max_pages), "int32"),
-            "slots": ((batch,), "int32"),
-            "pages": ((num_pages, w.heads_kv, w.layout.page_words), "int32"),
-            "windows": ((num_slots, w.heads_kv, window_words(w.head_dim)), "int32"),
-            "head_scales": ((2, w.heads_kv), "float32"),
-            "cos_sin": ((positions, w.head_dim), "float32"),
-        }
-        buffers = {name: T.match_buffer(T.arg(name, T.handle()), *tensors[name]) for name in params(w, schedule)}
+        buffers, sizes = bind_operands(w.operands(target.arch))
+        batch, max_pages = sizes["batch"], sizes["max_pages"]
         with T.parallel(batch * w.heads_kv) as task:
             arg = {name: v.flat(buffer, "uint16" if buffer.dtype == "bfloat16" else None) for name, buffer in buffers.items()}
             arg["halves"] = v.flat(buffers["pages"], "float16")
@@ -66,14 +51,6 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return builder.get()
 
 
-def params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """The kernel's tensors in call order."""
-    del schedule  # every schedule takes the same ones
-    names = ["k", "v", "cu_seqlens", "lengths", "block_tables", "slots", "pages", "windows"]
-    names += ["head_scales"] if workload.format.has_head_scales else []
-    return (*names, "cos_sin") if workload.rotary else tuple(names)
-
-
 PROGRAM = TileProgram(
-    name=NAME, compiler="tvm", arches=("cpu",), legal=legal, build=build, params=params, headers=("cpu_launch.c",)
+    name=NAME, compiler="tvm", build=build, headers=("cpu_launch.c",)
 )  # fmt: skip

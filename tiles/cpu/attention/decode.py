@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....layouts.kv import window_words
-from ....schedules.attention.rules import legal
 from ....schedules.attention.workload import AttentionWorkload
 from ....schedules.gemm.cpu import isa
 from ....schedules.schedule import Schedule
 from ....schedules.target import Target
-from ...attention.reference import decode
 from ...program import TileProgram
 from ..outline import LOCAL_ARRAYS, THREADS
 from .granules import LANES
@@ -41,7 +38,7 @@ def parts(workload: AttentionWorkload, schedule: Schedule) -> int:
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over the tensors of ``params``; batch, q_len and all sizes of the cache are symbolic.
+    """The PrimFunc over the workload's operands; batch, q_len and all sizes of the cache are symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """
@@ -51,30 +48,17 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     from tvm.script.ir_builder import IRBuilder
 
     from .. import vectors as v
-    from ..vectors import T, tirx
+    from ..buffers import bind_operands
+    from ..vectors import T
     from . import decode_loops as loops
 
-    w, dtype = workload, workload.dtype
+    w = workload
     rows, cuts = rows_together(w.group), parts(w, schedule)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(NAME)
         T.func_attr({THREADS: schedule.num_warps, LOCAL_ARRAYS: True})
-        batch, q_len, num_pages, num_slots, max_pages = (
-            tirx.SizeVar(name, "int32") for name in ("batch", "q_len", "num_pages", "num_slots", "max_pages")
-        )
-        tensors = {
-            "q": ((batch, q_len, w.heads_q, w.head_dim), dtype),
-            "pages": ((num_pages, w.heads_kv, w.layout.page_words), "int32"),
-            "windows": ((num_slots, w.heads_kv, window_words(w.head_dim)), "int32"),
-            "block_tables": ((batch, max_pages), "int32"),
-            "slots": ((batch,), "int32"),
-            "lengths": ((batch,), "int32"),
-            "head_scales": ((2, w.heads_kv), "float32"),
-            "sinks": ((w.heads_q,), "float32"),
-            "out": ((batch, q_len, w.heads_q, w.head_dim), dtype),
-            "lse": ((batch, q_len, w.heads_q), "float32"),
-        }
-        buffers = {name: T.match_buffer(T.arg(name, T.handle()), *tensors[name]) for name in params(w, schedule)}
+        buffers, sizes = bind_operands(w.operands(target.arch))
+        batch, q_len, max_pages = (sizes[name] for name in ("batch", "q_len", "max_pages"))
         row_blocks = (q_len * w.group + (rows - 1)) // rows
         segments = batch * w.heads_kv * row_blocks
         buffers["partials"] = T.alloc_buffer((segments, cuts * rows * loops.partial_floats(w.head_dim)), "float32")
@@ -91,22 +75,9 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return builder.get()
 
 
-def params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """The kernel's tensors in call order."""
-    del schedule  # every schedule takes the same ones
-    names = ["q", "pages", "windows", "block_tables", "slots", "lengths"]
-    names += ["head_scales"] if workload.format.has_head_scales else []
-    names += ["sinks"] if workload.sinks else []
-    return (*names, "out", "lse") if workload.lse else (*names, "out")
-
-
 PROGRAM = TileProgram(
     name=NAME,
     compiler="tvm",
-    arches=("cpu",),
-    legal=legal,
     build=build,
-    params=params,
     headers=("cpu_launch.c",),
-    reference=decode,
 )

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....layouts.kv import RESIDUAL, window_words
-from ....schedules.attention.rules import legal
+from ....layouts.kv import RESIDUAL
 from ....schedules.attention.workload import AttentionWorkload
 from ....schedules.gemm.cpu import isa
 from ....schedules.schedule import Schedule
@@ -24,7 +23,7 @@ NAME = "attention_gather_cpu"
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over the tensors of ``params``; all sizes but heads and channels are symbolic.
+    """The PrimFunc over the workload's operands; all sizes but heads and channels are symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """
@@ -34,29 +33,17 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     from tvm.script.ir_builder import IRBuilder
 
     from .. import vectors as v
-    from ..vectors import T, tirx
+    from ..buffers import bind_operands
+    from ..vectors import T
     from . import gather_loops as loops
     from .sequence_tasks import find_sequence
 
-    w, dtype = workload, workload.dtype
+    w = workload
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(NAME)
         T.func_attr({THREADS: schedule.num_warps, LOCAL_ARRAYS: True})
-        num_pages, num_slots, batch, max_pages, offsets, total = (
-            tirx.SizeVar(name, "int32") for name in ("num_pages", "num_slots", "batch", "max_pages", "offsets", "total_kv")
-        )
-        tensors = {
-            "pages": ((num_pages, w.heads_kv, w.layout.page_words), "int32"),
-            "windows": ((num_slots, w.heads_kv, window_words(w.head_dim)), "int32"),
-            "block_tables": ((batch, max_pages), "int32"),
-            "slots": ((batch,), "int32"),
-            "lengths": ((batch,), "int32"),
-            "cu_kv": ((offsets,), "int32"),
-            "head_scales": ((2, w.heads_kv), "float32"),
-            "out_k": ((total, w.heads_kv, w.head_dim), dtype),
-            "out_v": ((total, w.heads_kv, w.head_dim), dtype),
-        }
-        buffers = {name: T.match_buffer(T.arg(name, T.handle()), *tensors[name]) for name in params(w, schedule)}
+        buffers, sizes = bind_operands(w.operands(target.arch))
+        batch, max_pages, total = (sizes[name] for name in ("batch", "max_pages", "total_kv"))
         with T.parallel((total // RESIDUAL + batch) * w.heads_kv) as task:
             arg = {name: v.flat(buffer, "uint16" if buffer.dtype == "bfloat16" else None) for name, buffer in buffers.items()}
             arg["halves"] = v.flat(buffers["pages"], "float16")
@@ -67,13 +54,6 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     return builder.get()
 
 
-def params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """The kernel's tensors in call order."""
-    del schedule  # every schedule takes the same ones
-    names = ["pages", "windows", "block_tables", "slots", "lengths", "cu_kv"]
-    return (*names, *(["head_scales"] if workload.format.has_head_scales else []), "out_k", "out_v")
-
-
 PROGRAM = TileProgram(
-    name=NAME, compiler="tvm", arches=("cpu",), legal=legal, build=build, params=params, headers=("cpu_launch.c",)
+    name=NAME, compiler="tvm", build=build, headers=("cpu_launch.c",)
 )  # fmt: skip

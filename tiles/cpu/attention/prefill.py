@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from ....layouts.kv import GRANULE, RESIDUAL
-from ....schedules.attention.rules import legal
 from ....schedules.attention.workload import AttentionWorkload
 from ....schedules.gemm.cpu import isa
 from ....schedules.schedule import Schedule
 from ....schedules.target import Target
-from ...attention.reference import prefill
 from ...program import TileProgram
 from ..outline import LOCAL_ARRAYS, THREADS
 from .granules import LANES
@@ -26,7 +24,7 @@ ROWS = 4  # (query, head) pairs that share a converted vector of keys or values;
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over the tensors of ``params``; all sizes but heads and channels are symbolic.
+    """The PrimFunc over the workload's operands; all sizes but heads and channels are symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """
@@ -35,24 +33,15 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     from tvm.script.ir_builder import IRBuilder
 
     from .. import vectors as v
-    from ..vectors import T, tirx
+    from ..buffers import bind_operands
+    from ..vectors import T
 
-    w, dtype = workload, workload.dtype
+    w = workload
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(NAME)
         T.func_attr({THREADS: schedule.num_warps, LOCAL_ARRAYS: True})
-        tokens, total, offsets = (tirx.SizeVar(name, "int32") for name in ("tokens", "total_kv", "offsets"))
-        tensors = {
-            "q": ((tokens, w.heads_q, w.head_dim), dtype),
-            "k": ((total, w.heads_kv, w.head_dim), dtype),
-            "v": ((total, w.heads_kv, w.head_dim), dtype),
-            "cu_q": ((offsets,), "int32"),
-            "cu_kv": ((offsets,), "int32"),
-            "sinks": ((w.heads_q,), "float32"),
-            "out": ((tokens, w.heads_q, w.head_dim), dtype),
-            "lse": ((tokens, w.heads_q), "float32"),
-        }
-        buffers = {name: T.match_buffer(T.arg(name, T.handle()), *tensors[name]) for name in params(w, schedule)}
+        buffers, sizes = bind_operands(w.operands(target.arch))
+        tokens, offsets = sizes["tokens"], sizes["batch + 1"]
         # a sequence's last task may hold fewer rows
         with T.parallel((tokens * w.group // ROWS + offsets) * w.heads_kv) as task:
             arg = {name: v.flat(buffer, "uint16" if buffer.dtype == "bfloat16" else None) for name, buffer in buffers.items()}
@@ -109,20 +98,9 @@ def _attend_rows(w: AttentionWorkload, step: int, arg: dict[str, Any], task: Any
             write_row(w, arg, [result], *target(T.bind(first_row + r)))
 
 
-def params(workload: AttentionWorkload, schedule: Schedule) -> tuple[str, ...]:
-    """The kernel's tensors in call order."""
-    del schedule  # every schedule takes the same ones
-    names = ["q", "k", "v", "cu_q", "cu_kv", *(["sinks"] if workload.sinks else []), "out"]
-    return (*names, "lse") if workload.lse else tuple(names)
-
-
 PROGRAM = TileProgram(
     name=NAME,
     compiler="tvm",
-    arches=("cpu",),
-    legal=legal,
     build=build,
-    params=params,
     headers=("cpu_launch.c",),
-    reference=prefill,
 )

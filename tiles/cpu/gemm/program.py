@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import Any
 
 from ....schedules.gemm.cpu import PROGRAM as NAME
-from ....schedules.gemm.cpu import TILE, cpu_legal
 from ....schedules.gemm.workload import Workload
 from ....schedules.schedule import Schedule
 from ....schedules.target import Target
@@ -43,20 +42,15 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     from tvm.script.ir_builder import IRBuilder
 
     from .. import vectors as v
+    from ..buffers import bind_operands
     from . import loops
 
     T, plan, mb = v.T, Plan.of(workload, schedule, target), schedule.block_m
-    groups_by_n = (plan.groups, plan.n_tiles * TILE)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(NAME)
         T.func_attr({THREADS: schedule.num_warps})
-        m = T.int32(is_size_var=True)
-        shapes = {"x": (m, workload.k), "scales": groups_by_n, "zeros": groups_by_n, "bias": (workload.n,), "y": (m, workload.n)}
-        shapes["weight"] = (plan.n_tiles, plan.k_tiles, plan.tile_words)
-        buffers = {
-            name: T.match_buffer(T.arg(name, T.handle()), shapes[name], "int32" if name == "weight" else workload.dtype)
-            for name in params(workload, schedule)
-        }
+        buffers, sizes = bind_operands(workload.operands(target.arch))
+        m = sizes["m"]
         blocks = (m + (mb - 1)) // mb
         buffers["xs"] = T.alloc_buffer((blocks * plan.row_block_words,), "int32" if plan.dot == "pairs" else "float32")
         if plan.needs_sums:
@@ -76,27 +70,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     return builder.get()
 
 
-def params(workload: Workload, schedule: Schedule) -> tuple[str, ...]:
-    """The kernel's tensors in call order."""
-    del schedule  # every schedule takes the same ones
-    zeros = () if workload.format.symmetric else ("zeros",)
-    bias = ("bias",) if workload.bias else ()
-    return ("x", "weight", "scales", *zeros, *bias, "y")
-
-
-def reference(x: Any, w: Any, bias: Any = None) -> Any:
-    """y in fp64: x [m, k], the dequantized weight w [n, k] and bias [n] or None, torch tensors of any float dtype."""
-    y = x.double() @ w.double().T
-    return y if bias is None else y + bias.double()
-
-
 PROGRAM = TileProgram(
     name=NAME,
     compiler="tvm",
-    arches=("cpu",),
-    legal=cpu_legal,
     build=build,
-    params=params,
     headers=("cpu_launch.c",),
-    reference=reference,
 )

@@ -1,0 +1,120 @@
+"""GEMM with packed weights as an operation: its programs, and how far one product's measurements speak of another's."""
+
+from __future__ import annotations
+
+from math import log2
+
+from ..rule import Operation, Rule
+from ..schedule import Schedule
+from ..target import Target
+from . import cpu, rules, stream
+from .cost import estimate
+from .features import features
+from .tiles import tile_candidates
+from .workload import Workload
+
+# One unit is a factor of two in n, k or m.
+OTHER_DTYPE = 0.25
+OTHER_BIAS = 0.0625
+OTHER_SYMMETRY = 0.25
+OTHER_GROUP = 0.5
+
+_TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "split_k", "min_blocks"})
+
+
+def _tiles(workload: Workload, target: Target) -> list[Schedule]:
+    rule = WGMMA if target.arch in WGMMA.tried else MMA
+    return tile_candidates(rule.program, workload, target, rule.reasons)
+
+
+BULK = Rule(
+    stream.BULK,
+    "tilebit.tiles.gemm.stream_bulk",
+    arches=("sm_90a",),
+    tried=("sm_90a",),
+    reads=_TILE,
+    legal=stream.stream_legal,
+    candidates=stream.stream_candidates,
+    estimate=estimate,
+    promises=("mma", "ldmatrix", "bulk_copies", "dependent_waits", "wide_shared_loads"),
+)
+STREAM = Rule(
+    stream.ASYNC,
+    "tilebit.tiles.gemm.stream",
+    arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
+    tried=("sm_80", "sm_86", "sm_89"),
+    reads=_TILE,
+    legal=stream.stream_legal,
+    candidates=stream.stream_candidates,
+    estimate=estimate,
+    workspace_words=rules.workspace_words,
+    promises=("mma", "ldmatrix", "cp_async", "wide_shared_loads"),
+)
+WGMMA = Rule(
+    rules.WGMMA.program,
+    "tilebit.tiles.gemm.wgmma",
+    arches=rules.WGMMA.arches,
+    tried=("sm_90a",),
+    reads=_TILE | {"raster", "stream_k", "cluster", "tail"},
+    legal=rules.tiled_legal,
+    candidates=_tiles,
+    estimate=estimate,
+    workspace_words=rules.workspace_words,
+    promises=("wgmma", "tma", "dependent_waits", "register_reallocations", "wide_shared_loads"),
+    loading_warps=rules.WGMMA.producer_threads // 32,
+    registers=rules.wgmma_registers,
+)
+MMA = Rule(
+    rules.MMA.program,
+    "tilebit.tiles.gemm.mma",
+    arches=rules.MMA.arches,
+    tried=("sm_80", "sm_86", "sm_89"),  # legal on sm_90a too (its code runs there) but never the faster one
+    reads=_TILE | {"raster"},
+    legal=rules.tiled_legal,
+    candidates=_tiles,
+    estimate=estimate,
+    workspace_words=rules.workspace_words,
+    promises=("mma", "cp_async", "wide_shared_loads"),
+)
+CPU = Rule(
+    cpu.PROGRAM,
+    "tilebit.tiles.cpu.gemm.program",
+    arches=("cpu",),
+    tried=("cpu",),
+    reads=frozenset({"block_n", "block_m", "block_k", "num_warps", "split_k"}),
+    legal=cpu.cpu_legal,
+    candidates=cpu.cpu_candidates,
+    estimate=estimate,
+)
+
+
+def distance(there: Workload, here: Workload) -> float | None:
+    """How far two GEMMs are apart; None for another class of numbers."""
+    f, g = there.format, here.format
+    if there.kind != here.kind:
+        return None
+    shape = abs(log2(there.n / here.n)) + abs(log2(there.k / here.k)) + abs(log2(max(there.m, 1) / max(here.m, 1)))
+    numbers = OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_BIAS * (there.bias != here.bias)
+    return shape + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
+
+
+def twins(there: Workload, here: Workload) -> bool:
+    """The same shape, in another dtype, group size or symmetry, or with another bias."""
+    return there.kind == here.kind and (there.m, there.n, there.k) == (here.m, here.n, here.k)
+
+
+def rank(there: Workload, here: Workload) -> tuple[bool, float]:
+    """A kernel made for as many rows serves best, then the next larger one, then the largest."""
+    return there.m < here.m, abs(log2(max(there.m, 1) / max(here.m, 1)))
+
+
+GEMM = Operation(
+    "gemm",
+    Workload,
+    rules=(BULK, STREAM, WGMMA, MMA, CPU),
+    gate="tilebit.autotune.problems.verify",
+    distance=distance,
+    rank=rank,
+    twins=twins,
+    features=features,
+)

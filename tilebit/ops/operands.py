@@ -1,0 +1,54 @@
+"""Checks of a call's tensors against what the workload states, and the schemas that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..schedules.operands import Operand, binds, known_sizes
+
+ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
+
+
+def check(operands: Sequence[Operand], given: Sequence[Tensor | None], device: torch.device, call: str, *, dense: bool = False) -> None:
+    """Raise ``ValueError`` for the first tensor that does not fit its operand on ``device``; reads no device memory.
+
+    ``given`` are in call order; one that the workload does not have is not looked at. ``call`` says in words what needs them. Written
+    operands, and with ``dense`` all, must be contiguous and aligned: others may be copied first.
+    """
+    sizes: dict[str, int] = {}
+    for o, tensor in zip(operands, given, strict=True):
+        if o.absent:
+            continue
+        if tensor is None:
+            raise ValueError(f"{o.name} is missing; {call} needs {o.text()}; {o.advice or 'pass it'}")
+        whole = dense or o.written
+        fits = tensor.dtype is getattr(torch, o.dtype) and tensor.device == device and binds(tensor.shape, o.shape, sizes)
+        if fits and (not whole or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0)):
+            continue
+        known = known_sizes(o.shape, sizes)
+        raise ValueError(
+            f"{o.name} is {describe(tensor)}; {call} needs {o.text()} on {device}"
+            f"{f', contiguous and {ALIGNMENT}-byte aligned' if whole else ''}{' with ' + ', '.join(known) if known else ''}; "
+            f"{o.advice or 'convert it with .to(...) or pass what fits'}"
+        )
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor in words: dtype, shape, device, and what keeps a kernel from reading it as it is."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    if not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    if tensor.device.type != "meta" and tensor.data_ptr() % ALIGNMENT:
+        text += f", {tensor.data_ptr() % ALIGNMENT} bytes past a {ALIGNMENT}-byte boundary"
+    return text
+
+
+def schema(operands: Sequence[Operand]) -> list[str]:
+    """The operands as arguments of an operator's schema, in call order: ``Tensor x``, ``Tensor? bias``; those that a call changes are
+    ``Tensor(a!) pages``. What is only written is the operator's result and left to it."""
+    taken = [o for o in operands if o.read]
+    marks = iter("abcdefgh")
+    return [f"Tensor{f'({next(marks)}!)' if o.written else ''}{'?' if o.optional else ''} {o.name}" for o in taken]

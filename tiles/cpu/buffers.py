@@ -1,0 +1,23 @@
+"""The operands of a workload as the buffers of a TVM function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...schedules.operands import Operand, present
+from .vectors import T, tirx
+
+
+def bind_operands(operands: Sequence[Operand]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(buffers by operand, variables by the name of a size): parameters of the function that is being built, in call order. "batch + 1"
+    has a variable of its own, "batch_1", which is not compared with "batch": an operation's checks do that."""
+    sizes: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for o in present(operands):
+        for dim in o.shape:
+            if isinstance(dim, str) and dim not in sizes:
+                sizes[dim] = tirx.SizeVar(dim.replace(" + ", "_"), "int32")
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in o.shape)
+        buffers[o.name] = T.match_buffer(T.arg(o.name, T.handle()), shape, o.dtype)
+    return buffers, sizes

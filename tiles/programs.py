@@ -1,0 +1,56 @@
+"""Finding a tile program by its name, and the sources that decide what it builds."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+
+from ..schedules.operations import find_rule
+from .program import DEVICE_DIR, TileProgram
+
+LIBRARY = __name__.partition(".")[0]
+
+
+def program(name: str) -> TileProgram:
+    """The tile program called ``name``; imports its module on first use, which is cheap: it imports its compiler only inside ``build``.
+    Raises ``ValueError`` for an unknown one."""
+    return importlib.import_module(find_rule(name).module).PROGRAM
+
+
+def program_sources(name: str) -> tuple[Path, ...]:
+    """Every source file that decides what program ``name`` builds, sorted: the Python files of its package, what these import from this
+    library (transitively), and its device headers."""
+    module = importlib.import_module(find_rule(name).module)
+    package = module.__name__.rpartition(".")[0] or module.__name__
+    waiting = [f"{package}.{path.stem}" for path in Path(str(module.__file__)).parent.glob("*.py")]
+    found: dict[str, Path] = {}
+    while waiting:
+        current = waiting.pop()
+        path = None if current in found else _source(current)
+        if path is not None:
+            found[current] = path
+            waiting += _imports(current, path)
+    return (*sorted(set(found.values())), *(DEVICE_DIR / header for header in sorted(module.PROGRAM.headers)))
+
+
+def _source(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None  # a name inside a module rather than a module
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _imports(module: str, path: Path) -> list[str]:
+    """Names of this library's modules that the file at ``path`` may import, wherever in it; some are names inside modules."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return [name for name in names if name.partition(".")[0] == LIBRARY]

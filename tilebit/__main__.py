@@ -1,0 +1,5 @@
+"""``python -m tilebit``: the ``tilebit`` command."""
+
+from .command.cli import main
+
+main()

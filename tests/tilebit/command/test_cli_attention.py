@@ -141,6 +141,7 @@ def test_explain_lists_every_candidate_and_the_reason(op):
     assert title in call("explain", "--heads", "32/8", "--op", op, "--target", "sm_80").output
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_kernels_are_cross_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path))

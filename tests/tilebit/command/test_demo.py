@@ -11,6 +11,7 @@ from tilebit.autotune.measure import Timing
 from tilebit.command import demo
 
 
+@pytest.mark.slow
 def test_the_demo_runs_end_to_end(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
     monkeypatch.setattr(demo, "ROWS", {False: (1, 3), True: (1, 3)})

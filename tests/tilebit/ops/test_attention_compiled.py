@@ -135,6 +135,7 @@ def test_forks_on_compiled_kernels_do_not_disturb_each_other(device):
     assert torch.equal(held(cache, [b])[0][0][:128], held(cache, [a])[0][0][:128])
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_dependent_decode_after_an_append_is_the_plain_one(device, format):

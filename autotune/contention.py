@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -35,11 +36,10 @@ class OwnTime:
     def _waits(self) -> dict[str, float]:
         """Of each thread, the seconds that it has waited for a core since it began."""
         waits = {}
-        try:
+        with suppress(OSError):  # the process has ended
             for task in self._tasks.iterdir():
-                waits[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # it ended, or this system does not count
-            return {}
+                with suppress(OSError, IndexError, ValueError):  # the thread has ended, or this system does not count
+                    waits[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return waits
 
 

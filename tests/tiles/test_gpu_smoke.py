@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from gpu_kernels import compiled
 from toolchain import needs_nvcc
 
-from tests.gpu import compiled
 from tilebit.autotune.problems.attention import edge_attention, random_attention
 from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.autotune.problems.gemm import exact_problem, random_problem, split_workspace
@@ -28,7 +28,7 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.program import PROGRAM_MODULES, program
 
 if TYPE_CHECKING:
-    from tests.gpu import Built, Case
+    from gpu_kernels import Built, Case
 
 W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from tests.gpu import KERNEL_SECONDS, TEST_SECONDS, _part, asked, split
+from gpu_kernels import KERNEL_SECONDS, TEST_SECONDS, _part, asked, split
 
 
 def made_up(name: str, file: str, cases: Sequence[Any] = ()) -> Any:

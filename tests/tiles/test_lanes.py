@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lanes import one_of_each
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_one_of_each_sort_runs_at_every_edit() -> None:

@@ -119,6 +119,7 @@ def test_claims_for_gpus_have_a_program():
         assert not program(schedule.program).legal(workload, schedule, target)
 
 
+@pytest.mark.slow
 def test_attention_claims_have_a_program():
     """For every claimed (op, format, arch, dtype), on a sample of them, the selected schedule names a program that runs there and accepts
     it; 16-bit, 4-bit and mixed caches are claimed on every GPU."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lanes import one_of_each
 
 from tilebit.autotune.worker import DeviceWorker, WorkerError
 from tilebit.layouts.formats import QuantFormat
@@ -54,6 +55,7 @@ def test_a_right_kernel_is_timed(worker, cache):
     assert 0 < outcome.rel_err < 1e-3
 
 
+@pytest.mark.slow
 def test_right_kernels_are_timed_side_by_side(worker, tmp_path):
     """One that is wrong costs the others nothing; one that ends the process all."""
     cache = ArtifactCache(tmp_path)
@@ -88,7 +90,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("index", "behaviour", "status", "reason"), FAULTS, ids=[f[1] for f in FAULTS])
+@pytest.mark.parametrize(
+    ("index", "behaviour", "status", "reason"), one_of_each(FAULTS, lambda fault: fault[2], several=True), ids=[f[1] for f in FAULTS]
+)
 def test_a_fault_costs_its_candidate_only(worker, cache, index, behaviour, status, reason):
     import re
 
@@ -117,6 +121,7 @@ def test_output_of_a_kernel_does_not_reach_the_protocol(worker, cache):
     assert measure(worker, publish(cache, 10, "print"), 10).status == "ok"
 
 
+@pytest.mark.slow
 def test_a_process_killed_from_outside_gets_a_second_chance(worker, cache, tmp_path):
     outcome = measure(worker, publish(cache, 11, "killed_once", mark=tmp_path / "mark"), 11)
     assert outcome.status == "ok" and (tmp_path / "mark").exists()
@@ -137,6 +142,7 @@ def test_a_kernel_for_other_operands_is_an_error(worker, cache):
     assert worker.measure(publish(cache, 0, "right"), asymmetric, SCHEDULES[0], CPU).status == "wrong"
 
 
+@pytest.mark.slow
 def test_one_device_measures_for_one_process_at_a_time(cache):
     """While another process holds the device, a job waits, and its own timeout does not run."""
     from filelock import FileLock
@@ -157,6 +163,7 @@ def test_no_process_no_measurement(cache, monkeypatch):
         measure(worker, publish(cache, 0, "right"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux's")
 def test_a_hanging_kernel_dies_with_its_tuner(cache, tmp_path):
     """kill -9 of the tuning process in the middle of a hang leaves no process behind."""

@@ -111,6 +111,7 @@ def test_extreme_numbers(format: KVFormat, dtype: str):
     assert verdict.ok, verdict.reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kv4_channel", "kv2_token", "kvfp8", "kv16"])
 def test_token_by_token_is_all_at_once(name: str):
     workload = AttentionWorkload("append", 1, 1, 300, HEADS, HEADS, 64, KVFormat.from_name(name), "float16", 64, rotary="half")

@@ -61,6 +61,7 @@ def test_faults_cost_only_themselves_and_results_keep_their_order(cache: Artifac
     assert not list(cache.building.iterdir()) or cache.remove_stale(0)
 
 
+@pytest.mark.slow
 def test_a_hanging_request_is_ended_with_its_children(cache: ArtifactCache) -> None:
     with CompilePool(jobs=1, cache=cache, timeout=5) as pool:
         start = time.monotonic()
@@ -70,6 +71,7 @@ def test_a_hanging_request_is_ended_with_its_children(cache: ArtifactCache) -> N
         assert isinstance(after, CompileFailure) and after.kind == "build"
 
 
+@pytest.mark.slow
 def test_the_start_of_a_worker_is_not_its_requests_time(cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker imports for seconds where the machine is busy; here it takes twice what a request may."""
     popen = subprocess.Popen

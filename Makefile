@@ -1,9 +1,11 @@
 # One command each; whatever it needs is installed first, into .venv (once: a stamp makes later calls instant).
 #
 #   make demo      a 4-bit checkpoint made, imported, packed, compiled, tuned, called, checked and timed on this machine
-#   make test      ruff, pyright and all tests
+#   make test      ruff, pyright and the tests that take little time: what to run at each edit (at most 6 minutes on two cores)
+#   make test-all  ruff, pyright and all tests: what a change must pass
 #   make lint      ruff and pyright alone
-#   make gpu-test  the tests that need an NVIDIA GPU, alone
+#   make gpu-smoke every CUDA program once on this machine's NVIDIA GPU, against the exact oracle (minutes)
+#   make gpu-test  all tests that need an NVIDIA GPU; PART=2/6: the second of six parts that take about as long
 #   make results   results/README.md, its plots, and the generated parts of README.md
 #   make static    results/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
 #   make setup     the environment alone
@@ -12,6 +14,7 @@
 #   VENV=path          another environment, made there if it is not
 #   VENV=              (empty) none: use PYTHON as it stands and install nothing
 #   JOBS=4             test processes
+#   PART=1/6           of gpu-test: which part
 
 VENV = .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
@@ -30,7 +33,7 @@ export PYTHONPATH := $(CURDIR)/build/tree:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONP
 export PYTHONSAFEPATH := 1
 endif
 
-.PHONY: demo test lint gpu-test results static setup links
+.PHONY: demo test test-all lint gpu-smoke gpu-test results static setup links
 .DEFAULT_GOAL := test
 
 setup: $(SETUP)
@@ -60,14 +63,25 @@ lint: $(SETUP) links
 	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m pyright --pythonpath $(PY)
 
+define tests
+@start=$$(date +%s); \
+$(MAKE) --no-print-directory lint && \
+$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(SELECTED) && \
+echo "make $@: ruff, pyright and pytest passed in $$(( $$(date +%s) - start )) s"
+endef
+
+test: SELECTED = -m "not slow"
 test: $(SETUP)
-	@start=$$(date +%s); \
-	$(MAKE) --no-print-directory lint && \
-	$(PY) -m pytest -q -n $(JOBS) --dist worksteal && \
-	echo "make test: ruff, pyright and pytest passed in $$(( $$(date +%s) - start )) s"
+	$(tests)
+
+test-all: $(SETUP)
+	$(tests)
+
+gpu-smoke: $(SETUP)
+	@$(PY) -m pytest -q -m gpu tests/tiles/test_gpu_smoke.py
 
 gpu-test: $(SETUP)
-	@$(PY) -m pytest -q -m gpu
+	@$(PY) -m pytest -q -m gpu $(if $(PART),--part $(PART))
 
 results: $(SETUP)
 	@$(PY) -m results.render

@@ -8,12 +8,14 @@ meets all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
 
 import torch
+
+from .contention import Others
 
 Call = Callable[[], Any]
 CACHE_FACTOR = 2.05  # operand sets exceed this many times the last cache
@@ -26,18 +28,33 @@ CPU_SECONDS = 0.04  # of a round, per implementation, once MIN_REPLAYS are done
 CPU_MAX_CALLS = 400  # of a round
 CPU_ROUNDS = 6  # the quietest counts: one in which another process held the cores says nothing about a kernel
 CPU_ENOUGH_SECONDS = 2.0  # no further round after this
+BUSY_SHARE = 0.1  # of the cores: where others had more, times are called those of a busy machine,
+BUSY_SPREAD = 1.5  # and where the 80th percentile is so many times the 20th
 CPU_PAUSE_SECONDS = 0.02  # before a round: a process that has just slept is scheduled first
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: median, 20th and 80th percentile over ``replays`` samples of ``calls`` calls each."""
+    """Microseconds of one call: median, 20th and 80th percentile over ``replays`` samples of ``calls`` calls each. ``others``: the share
+    of the cores that other processes had meanwhile, of calls on the CPU and where the system says it."""
 
     us: float
     us_p20: float
     us_p80: float
     calls: int
     replays: int
+    others: float | None = None
+
+
+def busy(times: Iterable[tuple[float, float, float | None]]) -> str:
+    """A sentence for a reader of times that were taken on a busy machine, empty when none was: of each its 20th and 80th percentile and
+    what others had of the cores."""
+    times = list(times)
+    spread = max((p80 / p20 for p20, p80, _ in times), default=1.0)
+    others = max((share for *_, share in times if share is not None), default=0.0)
+    signs = [f"other processes had up to {others:.0%} of its cores"] * (others > BUSY_SHARE)
+    signs += [f"one in five calls took {spread:.1f} times as long as another"] * (spread > BUSY_SPREAD)
+    return f"The machine was busy ({' and '.join(signs)}): a quiet one gives other times, and other ratios." if signs else ""
 
 
 def copies_needed(operand_bytes: int, cache_bytes: int) -> int:
@@ -54,9 +71,9 @@ def time_calls(named: Mapping[str, Sequence[Call]], device: str) -> dict[str, Ti
     return _time_cuda(named) if device.startswith("cuda") else _time_cpu(named)
 
 
-def _summary(samples: list[float], calls: int) -> Timing:
+def _summary(samples: list[float], calls: int, others: float | None = None) -> Timing:
     tenths = quantiles(samples, n=10, method="inclusive")
-    return Timing(tenths[4], tenths[1], tenths[7], calls, len(samples))
+    return Timing(tenths[4], tenths[1], tenths[7], calls, len(samples), others)
 
 
 def _time_cpu(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
@@ -76,7 +93,7 @@ def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
     time.sleep(CPU_PAUSE_SECONDS)
     for calls in named.values():
         calls[-1]()  # wakes the threads; calls[0], the first that is timed, stays as cold as the others
-    begin, turn = time.perf_counter(), 0
+    begin, turn, others = time.perf_counter(), 0, Others()
     while turn < MIN_REPLAYS or (turn < CPU_MAX_CALLS and time.perf_counter() - begin < CPU_SECONDS * len(named)):
         for name, calls in named.items():
             call = calls[turn % len(calls)]
@@ -84,7 +101,8 @@ def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
             call()
             samples[name].append((time.perf_counter_ns() - start) / 1e3)
         turn += 1
-    return {name: _summary(values, 1) for name, values in samples.items()}
+    share = others.share()
+    return {name: _summary(values, 1, share) for name, values in samples.items()}
 
 
 def _time_cuda(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:

@@ -19,11 +19,14 @@ from typing import Any
 from ..schedules.operations import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
+from .contention import OwnTime
 
 START_SECONDS = 300.0  # importing torch on a busy machine
 TURN_SECONDS = 3600.0  # other tuners on this device, and computing the references of a large workload
 END_SECONDS = 120.0  # a killed process whose kernel hangs lives until its driver lets it go
 STDERR_TAIL = 1000
+POLL_SECONDS = 0.5  # between two looks at what time the child has had
+PATIENCE = 10  # a child that gets no core at all counts as one that hangs after so many times its timeout
 # Signals that come from outside (the OOM killer, an operator): the candidate gets a second chance.
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -56,9 +59,10 @@ class _Died(Exception):
 class DeviceWorker:
     """Verifies and times kernels on ``device`` ("cpu", "cuda:0") in a child process that lives as long as it behaves.
 
-    ``timeout`` is what one kernel's verification and timing may take, in seconds. Kernels are measured by one process per device at a
-    time: all workers of this user take turns through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the
-    child is killed when the thread that started it ends."""
+    ``timeout`` is what one kernel's verification and timing may take, in seconds of the child's own time: those in which other
+    processes had its cores do not count. Kernels are measured by one process per device at a time: all workers of this user take turns
+    through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the child is killed when the thread that started
+    it ends."""
 
     def __init__(self, device: str, lock_dir: str | os.PathLike[str], timeout: float = 120.0, seed: int = 0) -> None:
         self.device, self.timeout, self.seed = device, timeout, seed
@@ -99,12 +103,14 @@ class DeviceWorker:
             try:
                 return self._run(job)
             except _Died as death:
-                words = self._end()
+                _, words = self._end()
                 if -death.status in FOREIGN_SIGNALS and not last_chance:
                     continue
-                return [Outcome("crash", _describe(death.status) + (f": {words}" if words else ""))] * len(kernels)
+                return [_crash(death.status, words)] * len(kernels)
             except TimeoutError:
-                self._end()
+                status, words = self._end()
+                if status != -signal.SIGKILL:  # it was dying of its own fault already, which takes its time
+                    return [_crash(status, words)] * len(kernels)
                 return [Outcome("hang", f"it had not finished after {self.timeout * len(kernels):g} s and was ended")] * len(kernels)
         raise AssertionError("unreachable: the second turn returns")
 
@@ -127,7 +133,7 @@ class DeviceWorker:
             self._end()
             raise WorkerError(f"{self.device} was not free within {TURN_SECONDS:g} s; another process holds {self.lock}") from None
         if answer["event"] == "started":
-            answer = self._answer(self.timeout * len(job["kernels"]))
+            answer = self._answer(self.timeout * len(job["kernels"]), OwnTime(self._process.pid))
         if answer["fatal"]:
             self._end()
         return [Outcome(**result) for result in answer["results"]]
@@ -149,17 +155,23 @@ class DeviceWorker:
         try:
             self._answer(START_SECONDS)
         except (_Died, TimeoutError) as error:
-            words = self._end()
+            _, words = self._end()
             raise WorkerError(f"the measuring process for {self.device} did not start ({error!r}): {words}") from None
 
-    def _answer(self, timeout: float) -> dict[str, Any]:
-        """The child's next answer. Raises ``TimeoutError`` or ``_Died``."""
+    def _answer(self, timeout: float, own: OwnTime | None = None) -> dict[str, Any]:
+        """The child's next answer. Raises ``_Died``, or ``TimeoutError`` when there is none within ``timeout`` seconds: of its ``own`` time
+        where that is given, at most ``PATIENCE`` times as many by the clock."""
         assert self._process is not None and self._process.stdout is not None
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * (1 if own is None else PATIENCE)
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._received:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                left = deadline - time.monotonic()
+                if own is not None:
+                    left = min(left, timeout - own.seconds())
+                if not selector.select(max(0.0, min(left, POLL_SECONDS))):
+                    if left > 0:
+                        continue
                     raise TimeoutError
                 data = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not data:
@@ -168,12 +180,12 @@ class DeviceWorker:
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
-    def _end(self) -> str:
-        """Kill the child if it lives; returns the end of what it wrote to standard error."""
+    def _end(self) -> tuple[int, str]:
+        """Kill the child if it lives; returns its exit status and the end of what it wrote to standard error."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         try:
-            self._process.wait(END_SECONDS)
+            status = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             message = (
                 f"process {self._process.pid} does not end: the driver of {self.device} holds it; reset the device or restart the machine"
@@ -187,10 +199,9 @@ class DeviceWorker:
         words = self._stderr.read()[-STDERR_TAIL:].decode(errors="replace").strip()
         self._stderr.close()
         self._process = None
-        return words
+        return status, words
 
 
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"the measuring process was ended by {signal.Signals(-status).name}"
-    return f"the measuring process ended with status {status}"
+def _crash(status: int, words: str) -> Outcome:
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return Outcome("crash", f"the measuring process {how}" + (f": {words}" if words else ""))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ _PR_SET_PDEATHSIG = 1
 def main(device: str, lock: str, parent: int) -> None:
     """A measuring process's whole life."""
     _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # crashes are expected: no dump of gigabytes, nor (as 0 allows) a program that gets it
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a kernel prints must not end up between two answers
 

@@ -10,12 +10,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2  # of the whole run: continuous integration has two cores
 
 # The results generator is a part of the checkout, not of the package. Appended: an installed tilebit must win over the checkout's folder.
 sys.path.append(str(ROOT))
+pytest_plugins = ["gpu_kernels"]  # of tests/tiles, which is in the path
+
+# The same examples in every run, and no complaint that a busy machine draws them slowly.
+settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -70,6 +70,7 @@ def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     assert (names["layer"].packed.n, names["layer"].packed.k) == (64, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "results/README.md"])
 def test_generated_parts_are_current(page: str):
     assert (ROOT / page).read_text() == texts(ROOT)[ROOT / page], f"{page} is stale: run `make results`"
@@ -107,6 +108,7 @@ def test_command_lines_parse(line: str):
     command.make_context(name, words)  # raises what the user would see
 
 
+@pytest.mark.slow
 def test_claims_for_gpus_have_a_program():
     """For every claimed (format, arch, dtype), the selected schedule names a program that runs there and accepts it."""
     claimed = [(format, arch, dtype) for format, arch, dtypes in claims() for dtype in dtypes if arch != "cpu"]
@@ -118,6 +120,7 @@ def test_claims_for_gpus_have_a_program():
         assert not legal(workload, schedule, target)
 
 
+@pytest.mark.slow
 def test_attention_claims_have_a_program():
     """For every claimed (op, format, arch, dtype), on a sample of them, the selected schedule names a program that runs there and accepts
     it; 16-bit, 4-bit and mixed caches are claimed on every GPU."""

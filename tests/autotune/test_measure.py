@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tilebit.autotune import measure as measuring
 from tilebit.autotune.measure import MIN_REPLAYS, copies_needed, time_calls
 from tilebit.autotune.search import Patience, shortlist
 from tilebit.schedules.gemm.cost import estimate
@@ -16,47 +17,67 @@ from tilebit.schedules.target import target_from_name
 H200 = target_from_name("sm_90a")
 
 
-def test_sleeping_calls_are_timed_and_alternate():
+class Clock:
+    """Stands in for the ``time`` module of what is tested: time passes in ``sleep`` alone."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def perf_counter_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(measuring, "time", clock := Clock())
+    return clock
+
+
+def test_sleeping_calls_are_timed_and_alternate(clock: Clock):
     order: list[str] = []
 
     def sleeper(name: str, seconds: float):
         def call() -> None:
             order.append(name)
-            time.sleep(seconds)
+            clock.sleep(seconds)
 
         return call
 
     timings = time_calls({"one": [sleeper("one", 1e-3)], "three": [sleeper("three", 3e-3)]}, "cpu")
-    assert 900 < timings["one"].us < 2900 and 2900 < timings["three"].us < 8000
+    assert (timings["one"].us, timings["three"].us) == pytest.approx((1000, 3000), rel=1e-5)
     for t in timings.values():
         assert t.us_p20 <= t.us <= t.us_p80 and t.replays >= MIN_REPLAYS
     assert order[:8] == ["one", "three"] * 4  # warm-up included
 
 
-def test_calls_rotate_over_their_copies():
+def test_real_calls_take_real_time():
+    """With the machine's own clock, which others may lengthen and nobody can shorten."""
+    assert time_calls({"kernel": [lambda: time.sleep(1e-3)]}, "cpu")["kernel"].us >= 1000
+
+
+def test_calls_rotate_over_their_copies(clock: Clock):
     seen: list[int] = []
-    time_calls({"kernel": [lambda i=i: seen.append(i) for i in range(3)]}, "cpu")
+    calls = [lambda i=i: (seen.append(i), clock.sleep(1e-3)) for i in range(3)]
+    time_calls({"kernel": calls}, "cpu")
     assert seen[:10] == [0, 1, 2, 2, 0, 1, 2, 0, 1, 2]  # every copy once, one to wake the threads, then the timed ones
 
 
-def test_a_disturbed_round_does_not_count():
+def test_a_disturbed_round_does_not_count(clock: Clock):
     """The first round is slow throughout, as when another process holds the cores; the result is of a later one."""
-    begin = time.perf_counter()
-
-    def call() -> None:
-        time.sleep(20e-3 if time.perf_counter() - begin < 0.3 else 1e-3)
-
-    assert time_calls({"kernel": [call]}, "cpu")["kernel"].us < 10e3
+    begin = clock.now
+    call = lambda: clock.sleep(20e-3 if clock.now - begin < 0.3 else 1e-3)  # noqa: E731
+    assert time_calls({"kernel": [call]}, "cpu")["kernel"].us == pytest.approx(1000, rel=1e-5)
 
 
-def test_slow_calls_are_not_measured_for_ever():
+def test_slow_calls_are_not_measured_for_ever(clock: Clock):
     calls: list[int] = []
-
-    def call() -> None:
-        calls.append(1)
-        time.sleep(0.11)
-
-    time_calls({"kernel": [call]}, "cpu")
+    time_calls({"kernel": [lambda: (calls.append(1), clock.sleep(0.11))]}, "cpu")
     assert len(calls) == 2 + MIN_REPLAYS, "one round is enough when it takes seconds"
 
 

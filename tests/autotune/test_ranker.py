@@ -110,6 +110,7 @@ def test_the_command_writes_a_model_that_loads(records, tmp_path, capsys, monkey
     assert load_ranker(path.read_bytes(), path.name).arch == "sm_90a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["workload", "shape"])
 def test_regret_of_the_made_up_gpu(found, left_out):
     rows = regrets(found, left_out)
@@ -127,6 +128,7 @@ def test_regret_needs_something_to_learn_from(found):
         regrets(found, "gpu")
 
 
+@pytest.mark.slow
 def test_regret_on_the_shipped_records():
     """The bound that choices without a record must keep, whole shapes left out."""
     by = {line["source"]: line for line in summary(regrets(samples(shipped_records(), "sm_90a"), "shape"))}

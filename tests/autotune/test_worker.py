@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lanes import one_of_each
 
 from tilebit.autotune.worker import DeviceWorker, WorkerError
 from tilebit.layouts.formats import QuantFormat
@@ -54,14 +55,16 @@ def test_a_right_kernel_is_timed(worker, cache):
     assert 0 < outcome.rel_err < 1e-3
 
 
+@pytest.mark.slow
 def test_right_kernels_are_timed_side_by_side(worker, tmp_path):
     """One that is wrong costs the others nothing; one that ends the process all."""
     cache = ArtifactCache(tmp_path)
-    slow, fast = publish(cache, 6, "right", microseconds=1000), publish(cache, 7, "right", microseconds=100)
+    slow, fast = publish(cache, 6, "right", microseconds=10_000), publish(cache, 7, "right", microseconds=100)
     order, wrong = [SCHEDULES[i] for i in (6, 1, 7)], publish(cache, 1, "wrong")
     outcomes = worker.compare([slow, wrong, fast], WORKLOAD, order, CPU)
     assert [o.status for o in outcomes] == ["ok", "wrong", "ok"] and "ok" not in outcomes[1].reason
-    assert outcomes[1].us is None and outcomes[0].us > 2 * outcomes[2].us > 2 * 100
+    assert outcomes[1].us is None and outcomes[0].us > 10_000 and outcomes[2].us > 100
+    assert outcomes[0].us > outcomes[2].us, "100 us stay below 10 ms on a machine that is busy, too"
     outcomes = worker.compare([fast, publish(cache, 2, "segfault")], WORKLOAD, [SCHEDULES[7], SCHEDULES[2]], CPU)
     assert [o.status for o in outcomes] == ["crash", "crash"] and "SIGSEGV" in outcomes[0].reason
 
@@ -87,7 +90,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("index", "behaviour", "status", "reason"), FAULTS, ids=[f[1] for f in FAULTS])
+@pytest.mark.parametrize(
+    ("index", "behaviour", "status", "reason"), one_of_each(FAULTS, lambda fault: fault[2], several=True), ids=[f[1] for f in FAULTS]
+)
 def test_a_fault_costs_its_candidate_only(worker, cache, index, behaviour, status, reason):
     import re
 
@@ -97,10 +102,26 @@ def test_a_fault_costs_its_candidate_only(worker, cache, index, behaviour, statu
     assert measure(worker, publish(cache, 0, "right")).status == "ok", "the next candidate is measured as if nothing had been"
 
 
+def test_what_has_died_is_a_crash_however_long_it_took(worker, cache, monkeypatch):
+    """The end of a process takes its time on a busy machine: the deadline passes before its pipe is closed."""
+    answer = DeviceWorker._answer
+
+    def late(self, timeout, own=None):
+        if own is None:  # ready, or started
+            return answer(self, timeout, own)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        raise TimeoutError
+
+    monkeypatch.setattr(DeviceWorker, "_answer", late)
+    outcome = measure(worker, publish(cache, 6, "segfault"), 6)
+    assert outcome.status == "crash" and "SIGSEGV" in outcome.reason
+
+
 def test_output_of_a_kernel_does_not_reach_the_protocol(worker, cache):
     assert measure(worker, publish(cache, 10, "print"), 10).status == "ok"
 
 
+@pytest.mark.slow
 def test_a_process_killed_from_outside_gets_a_second_chance(worker, cache, tmp_path):
     outcome = measure(worker, publish(cache, 11, "killed_once", mark=tmp_path / "mark"), 11)
     assert outcome.status == "ok" and (tmp_path / "mark").exists()
@@ -121,6 +142,7 @@ def test_a_kernel_for_other_operands_is_an_error(worker, cache):
     assert worker.measure(publish(cache, 0, "right"), asymmetric, SCHEDULES[0], CPU).status == "wrong"
 
 
+@pytest.mark.slow
 def test_one_device_measures_for_one_process_at_a_time(cache):
     """While another process holds the device, a job waits, and its own timeout does not run."""
     from filelock import FileLock
@@ -129,10 +151,10 @@ def test_one_device_measures_for_one_process_at_a_time(cache):
         assert measure(worker, publish(cache, 0, "right")).status == "ok"
         lock = FileLock(worker.lock, thread_local=False)
         lock.acquire()
-        threading.Timer(3.0, lock.release).start()
         begin = time.monotonic()
+        threading.Timer(3.0, lock.release).start()
         assert measure(worker, publish(cache, 0, "right")).status == "ok"
-        assert time.monotonic() - begin > 2.5
+        assert time.monotonic() - begin >= 3.0
 
 
 def test_no_process_no_measurement(cache, monkeypatch):
@@ -141,6 +163,7 @@ def test_no_process_no_measurement(cache, monkeypatch):
         measure(worker, publish(cache, 0, "right"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux's")
 def test_a_hanging_kernel_dies_with_its_tuner(cache, tmp_path):
     """kill -9 of the tuning process in the middle of a hang leaves no process behind."""
@@ -168,7 +191,7 @@ def test_a_hanging_kernel_dies_with_its_tuner(cache, tmp_path):
     os.kill(tuner.pid, signal.SIGKILL)
     tuner.wait()
     tuner.stdout.close()
-    for _ in range(100):
+    for _ in range(1000):
         if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[-1][:3]:
             return
         time.sleep(0.1)

@@ -95,6 +95,7 @@ def test_coalesce_is_the_same_function_in_unique_form():
         assert unique.setdefault(TABLE[layout], flat) == flat
 
 
+@pytest.mark.slow
 def test_compose_over_all_pairs():
     found = 0
     for a, b in pairs(SMALL, SMALL):

@@ -157,6 +157,7 @@ def test_what_the_naive_program_cannot_do(workload: Workload, schedule: Schedule
     assert words in " ".join(naive.legal(workload, schedule, target_from_name("sm_86")))
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_the_naive_program_compiles() -> None:
     """On both kinds of tensor cores, with the parameters that the benchmark passes."""

@@ -59,6 +59,7 @@ def emulated(workload: AttentionWorkload, schedule: Schedule, monkeypatch: pytes
     return EmulatedAttention(workload, schedule, replace(HOPPER, units=3))
 
 
+@pytest.mark.slow
 @needs_host_compiler
 @pytest.mark.parametrize(
     ("format", "head_dim", "page_size", "group", "block_n", "warps"),
@@ -119,6 +120,7 @@ def test_the_row_major_program_says_when_its_source_has_moved() -> None:
             row_major.source(text.replace(old, ""))
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_the_row_major_program_compiles() -> None:
     """For both kinds of asynchronous copies, without spills, with the parameters that the benchmark passes."""

@@ -30,6 +30,7 @@ def test_an_input_is_the_output_s_own_memory():
     assert torch.equal(x.flatten(), torch.arange(3 * 96))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 3])
 def test_both_chains_are_the_same_product(m: int):
     """Several layers, in which every linear takes a part of the one before it."""

@@ -79,6 +79,7 @@ def test_a_peer_runs_as_the_harness_runs_it(harness: None, name: str, ms: tuple[
     assert not hasattr(peer, "ws")
 
 
+@pytest.mark.slow
 def test_the_reference_sees_a_wrong_weight(harness: None):
     shape = Shape()
     peer = {p.name: p for p in peers_plugin.peers()}["tilebit_w4a16_sym"]

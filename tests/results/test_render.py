@@ -143,6 +143,7 @@ def test_readme_table(tmp_path: Path):
     assert "w8a16" not in text and "1.00" not in text
 
 
+@pytest.mark.slow
 def test_without_rows(tmp_path: Path):
     assert NO_ROWS in results_page({}) and readme_table({}) == NO_ROWS
     write(tmp_path, [])
@@ -150,6 +151,7 @@ def test_without_rows(tmp_path: Path):
     assert NO_ROWS in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_command_writes_pages_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write(tmp_path, [row(m=m, us=us) for m, us in ((1, 8.0), (4096, 700.0))] + [row("cublas", "fp16", us=12.0)])
     write(tmp_path, [row(gpu="Some CPU"), row("torch", "bf16", gpu="Some CPU")], name="some_cpu")

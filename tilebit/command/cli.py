@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import __version__
 from .attention import attention
 from .output import failures, new_table, print_json, print_parts, usage
 from .tasks import (
@@ -55,6 +56,19 @@ DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
 def main() -> None:
     """The ``tilebit`` command."""
     app(prog_name="tilebit")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tilebit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Options of ``tilebit`` itself."""
 
 
 @app.command("compile")
@@ -108,6 +122,7 @@ def bench(
     chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
     rows: list[dict[str, Any]] = []
     with failures():
+        from ..autotune.measure import busy
         from .bench import measure_workloads, write_rows
 
         for measured in measure_workloads(workloads, device if device != "auto" else ("cuda:0" if chosen.is_cuda else "cpu")):
@@ -129,7 +144,7 @@ def bench(
             f"{dense[row['m']] / row['us']:.2f}x",
             f"{row['rel_err']:.1e}",
         )
-    print_parts(table, f"rows: {out}" if out is not None else "")
+    print_parts(table, busy((row["us_p20"], row["us_p80"], row["others"]) for row in rows), f"rows: {out}" if out is not None else "")
 
 
 @app.command()
@@ -246,7 +261,3 @@ def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: 
 
 def _subject(workload: Workload) -> str:
     return f"{workload.format.name} [{workload.n}, {workload.k}] {workload.dtype}"
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ import copy
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..autotune.measure import copies_needed, time_calls
+from ..autotune.measure import Timing, busy, copies_needed, time_calls
 from ..autotune.problems.verify import worst_tile_error
 from ..autotune.tune import tune
 from ..kernels import build
@@ -47,14 +47,14 @@ ERROR_LIMIT = 2 * torch.finfo(DTYPE).eps
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of the final table: times in microseconds, ``error`` the worst block against fp64."""
+    """One row of the final table: what a call took, ``error`` the worst block against fp64."""
 
     family: str
     n: int
     k: int
     m: int
-    ours: float
-    torchs: float
+    ours: Timing
+    torchs: Timing
     error: float
 
     @property
@@ -96,29 +96,31 @@ def run(console: Console, budget_s: float = BUDGET_S, shapes: Sequence[tuple[int
     )
     lines = []
     with _step(console, "call them from PyTorch, check against fp64, time them beside torch"):
-        for (family, name), module in modules.items():
-            weight = weights[family][name].to(device)
+        for name in layers:
+            mine = {family: modules[family, name] for family in FAMILIES}
+            dense = {family: weights[family][name].to(device) for family in FAMILIES}
             for m in ROWS[target.is_cuda]:
-                lines.append(_measure(family, module, weight, m, target))
-    return lines
+                lines += _measure(mine, dense, m, target)
+    return sorted(lines, key=lambda line: FAMILIES.index(line.family))
 
 
-def _measure(family: str, module: QuantLinear, weight: Tensor, m: int, target: Target) -> Line:
-    """Check and time ``module`` on ``m`` rows; ``weight`` is its dequantized weight in fp32."""
-    n, k = weight.shape
-    x = torch.randn(m, k, device=weight.device).to(DTYPE)
+def _measure(modules: Mapping[str, QuantLinear], weights: Mapping[str, Tensor], m: int, target: Target) -> list[Line]:
+    """Check and time one layer of every family on ``m`` rows; ``weights`` are the dequantized ones in fp32. All are timed in alternation
+    with one another and with torch: they compute the same product, so they should be met by the same weather."""
+    first = next(iter(weights.values()))
+    n, k = first.shape
+    x = torch.randn(m, k, device=first.device).to(DTYPE)
     # The packed scales are the checkpoint's, in the same dtype: the reference is exact.
-    error = worst_tile_error(module(x), x.double() @ weight.double().t())
-    dense = weight.to(DTYPE)
-    copies = min(MAX_COPIES, copies_needed(module.packed.nbytes, target.l2))
-    layers = [module, *(copy.deepcopy(module) for _ in range(copies - 1))]
+    errors = {f: worst_tile_error(module(x), x.double() @ weights[f].double().t()) for f, module in modules.items()}
+    calls: dict[str, list[Callable[[], Tensor]]] = {}
+    for family, module in modules.items():
+        copies = min(MAX_COPIES, copies_needed(module.packed.nbytes, target.l2))
+        calls[family] = [lambda q=q: q(x) for q in (module, *(copy.deepcopy(module) for _ in range(copies - 1)))]
+    dense = first.to(DTYPE)
     copies = min(MAX_COPIES, copies_needed(dense.numel() * dense.element_size(), target.l2))
-    weights = [dense, *(dense.clone() for _ in range(copies - 1))]
-    times = time_calls(
-        {"tilebit": [lambda q=q: q(x) for q in layers], "torch": [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]},
-        "cuda:0" if target.is_cuda else "cpu",
-    )
-    return Line(family, n, k, m, times["tilebit"].us, times["torch"].us, error)
+    calls["torch"] = [lambda w=w: torch.nn.functional.linear(x, w) for w in (dense, *(dense.clone() for _ in range(copies - 1)))]
+    times = time_calls(calls, "cuda:0" if target.is_cuda else "cpu")
+    return [Line(family, n, k, m, times[family], times["torch"], errors[family]) for family in modules]
 
 
 @contextmanager
@@ -142,9 +144,9 @@ def result_table(lines: Sequence[Line]) -> Table:
             str(line.n),
             str(line.k),
             str(line.m),
-            f"{line.ours:.1f}",
-            f"{line.torchs:.1f}",
-            f"{line.torchs / line.ours:.2f}x",
+            f"{line.ours.us:.1f}",
+            f"{line.torchs.us:.1f}",
+            f"{line.torchs.us / line.ours.us:.2f}x",
             f"{line.error:.1e}",
         )
         table.add_row(line.family, *values, verdict)
@@ -165,6 +167,8 @@ def main() -> int:
     lines = run(console, arguments.budget)
     console.print()
     console.print(result_table(lines))
+    if sentence := busy((t.us_p20, t.us_p80, t.others) for line in lines for t in (line.ours, line.torchs)):
+        console.print(sentence)
     wrong = sum(not line.right for line in lines)
     if wrong:
         console.print(f"[red]{wrong} of {len(lines)} results are wrong[/]; please report this with the output of `tilebit doctor`")

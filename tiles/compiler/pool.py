@@ -26,8 +26,11 @@ from .kernel import Kernel
 from .request import CompileFailure, CompileRequest
 
 TIMEOUT_SECONDS = 300.0
+START_SECONDS = 300.0  # of a worker, before the time of its first request begins
+DEATH_SECONDS = 30.0  # a worker that has closed its pipe is dying, which takes a busy machine a while
 STDERR_TAIL = 2000  # characters of a dead worker's last words that a failure quotes
 HEADER = struct.Struct("<Q")
+READY = HEADER.pack(0)  # what a worker says when it has started: an answer of no bytes
 
 Progress = Callable[[int, int, "Kernel | CompileFailure"], None]
 
@@ -37,7 +40,9 @@ class _Worker:
 
     def __init__(self, compiler: str, cache: ArtifactCache) -> None:
         self.compiler = compiler
+        self.ready = False
         self.job: int | None = None
+        self.timeout = 0.0
         self.deadline = 0.0
         self.received = b""
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
@@ -55,7 +60,8 @@ class _Worker:
 
     def send(self, job: int, request: CompileRequest, timeout: float) -> None:
         data = pickle.dumps(request)
-        self.job, self.deadline, self.received = job, time.monotonic() + timeout, b""
+        self.job, self.timeout = job, timeout
+        self.deadline = time.monotonic() + (timeout if self.ready else START_SECONDS)
         self.input.write(HEADER.pack(len(data)) + data)
         self.input.flush()
 
@@ -65,9 +71,13 @@ class _Worker:
         if not data:
             raise EOFError
         self.received += data
+        if not self.ready and self.received.startswith(READY):
+            self.ready, self.received = True, self.received[len(READY) :]
+            self.deadline = time.monotonic() + self.timeout
         if len(self.received) < HEADER.size or len(self.received) < HEADER.size + HEADER.unpack_from(self.received)[0]:
             return None
-        return pickle.loads(self.received[HEADER.size :])
+        answer, self.received = self.received[HEADER.size :], b""
+        return pickle.loads(answer)
 
     def last_words(self) -> str:
         self.stderr.seek(0)
@@ -88,7 +98,7 @@ class _Worker:
 class CompilePool:
     """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on demand and stay warm until ``close()``.
 
-    ``timeout`` is the time one request may take, in seconds (a worker's start, about 2 s, included). Use it in a ``with`` statement.
+    ``timeout`` is the time one request may take, in seconds (without its worker's start). Use it in a ``with`` statement.
     """
 
     def __init__(self, jobs: int | None = None, cache: ArtifactCache | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -201,13 +211,10 @@ class CompilePool:
 
     def _bury(self, worker: _Worker, requests: Sequence[CompileRequest], finish: Callable[[int, Kernel | CompileFailure], None]) -> None:
         assert worker.job is not None
-        job, words = worker.job, ""
+        job = worker.job
         self.workers.remove(worker)
-        try:
-            status = worker.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            status = None
-        words = worker.last_words()
-        worker.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(timeout=DEATH_SECONDS)
+        words, status = worker.last_words(), worker.end()
         sentences = (f"the compiler's process ended with status {status}", *([f"its last words: {words}"] if words else []))
         finish(job, CompileFailure(requests[job], "crash", sentences))

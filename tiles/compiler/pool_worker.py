@@ -10,7 +10,7 @@ from typing import BinaryIO
 from .cache import ArtifactCache
 from .compile import compile_request
 from .kernel import Kernel
-from .pool import HEADER
+from .pool import HEADER, READY
 from .request import CompileFailure, CompileRequest
 
 
@@ -24,7 +24,9 @@ def _answer(request: CompileRequest, cache: ArtifactCache) -> Kernel | CompileFa
 
 
 def serve(requests: BinaryIO, results: BinaryIO, cache: ArtifactCache) -> None:
-    """Answer requests until the input ends."""
+    """Say that this worker has started, then answer requests until the input ends."""
+    results.write(READY)
+    results.flush()
     while header := requests.read(HEADER.size):
         request = pickle.loads(requests.read(HEADER.unpack(header)[0]))
         data = pickle.dumps(_answer(request, cache))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import tilebit
 from tilebit import packs
 from tilebit.command.cli import app
 from tilebit.ops import dispatch
@@ -33,6 +38,15 @@ def test_help(command):
     result = call(*command, "--help")
     assert result.exit_code == 0
     assert all(name in result.output for name in (*COMMANDS, "attention")) if not command else "--json" in result.output
+
+
+def test_version_and_module():
+    """``python -m tilebit`` is the same command."""
+    assert call("--version").output == f"tilebit {tilebit.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "tilebit", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"tilebit {tilebit.__version__}\n"), done.stderr
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert tilebit.__version__ == project["version"]
 
 
 def test_explain_lists_every_candidate_and_the_reason():
@@ -99,14 +113,18 @@ def test_bench_writes_rows(tmp_path):
 
 @pytest.mark.slow
 def test_tune_records_and_continues(monkeypatch, tmp_path):
-    monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
-    first = parsed("tune", *SHAPE, "--m", "1", "--budget", "30")
-    (row,) = first["results"]
-    assert row["us"] > 0 and row["measured"] >= 1 and (tmp_path / "records.jsonl").is_file()
-    lines = len((tmp_path / "records.jsonl").read_text().splitlines())
-    (row,) = parsed("tune", *SHAPE, "--m", "1", "--budget", "30")["results"]
-    assert row["reused"] >= 1
-    assert row["measured"] == len((tmp_path / "records.jsonl").read_text().splitlines()) - lines, "nothing is measured twice"
+    path = tmp_path / "records.jsonl"
+    monkeypatch.setenv("TILEBIT_RECORDS", str(path))
+
+    def tuned() -> tuple[dict[str, Any], set[str]]:
+        """The only workload's result, and the schedules that have a record."""
+        (row,) = parsed("tune", *SHAPE, "--m", "1", "--budget", "30")["results"]
+        return row, {json.dumps(json.loads(line)["schedule"]) for line in path.read_text().splitlines()}
+
+    row, first = tuned()
+    assert row["us"] > 0 and row["measured"] == len(first) >= 1
+    again, both = tuned()
+    assert again["reused"] == len(first) and again["measured"] == len(both - first), "nothing is tried twice; the fastest are timed again"
     dispatch.forget()
 
 

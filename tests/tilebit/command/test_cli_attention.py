@@ -141,6 +141,7 @@ def test_explain_lists_every_candidate_and_the_reason(op):
     assert title in call("explain", "--heads", "32/8", "--op", op, "--target", "sm_80").output
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_kernels_are_cross_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path))
@@ -180,12 +181,13 @@ def test_tuned_schedules_are_used(records):
         chosen = parsed("explain", *SMALL, "--op", row["op"], "--limit", "1")[0]
         assert (chosen["schedule"], chosen["measured_us"]) == (row["schedule"], row["us"]) and "fastest measured here" in chosen["why"]
 
-    *_, slowest = sorted((json.loads(line) for line in records.read_text().splitlines()[:4]), key=lambda r: r["us"])  # of decode
+    every = map(json.loads, records.read_text().splitlines())
+    other = next(r for r in every if r["workload"]["op"] == "decode" and r["schedule"] != answer["results"][0]["schedule"])
     with records.open("a") as file:
-        file.write(json.dumps({**slowest, "us": 0.5}) + "\n")
+        file.write(json.dumps({**other, "us": 1e-3}) + "\n")
     refresh()
-    assert parsed("compile", *SMALL, "--op", "decode")["kernels"][0]["schedule"] == slowest["schedule"] != answer["results"][0]["schedule"]
-    assert find_kernel(replace(W, batch=1, kv_len=200), cpu_target()).manifest["schedule"] == slowest["schedule"], "a call's kernel"
+    assert parsed("compile", *SMALL, "--op", "decode")["kernels"][0]["schedule"] == other["schedule"]
+    assert find_kernel(replace(W, batch=1, kv_len=200), cpu_target()).manifest["schedule"] == other["schedule"], "a call's kernel"
 
 
 @needs_cpu_programs

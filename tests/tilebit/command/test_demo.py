@@ -7,27 +7,45 @@ import io
 import pytest
 from rich.console import Console
 
+from tilebit.autotune.measure import Timing
 from tilebit.command import demo
 
 
+@pytest.mark.slow
 def test_the_demo_runs_end_to_end(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
     monkeypatch.setattr(demo, "ROWS", {False: (1, 3), True: (1, 3)})
     console = Console(file=io.StringIO(), width=160)
     lines = demo.run(console, budget_s=4.0, shapes=((128, 256),))
     assert [(line.family, line.m) for line in lines] == [(family, m) for family in demo.FAMILIES for m in (1, 3)]
-    assert all(line.right and line.ours > 0 and line.torchs > 0 for line in lines), lines
+    assert all(line.right and line.ours.us > 0 and line.torchs.us > 0 for line in lines), lines
+    assert all(len({line.torchs for line in lines if line.m == m}) == 1 for m in (1, 3)), "the same product is timed in one alternation"
     console.print(demo.result_table(lines))
     shown = console.file.getvalue()  # type: ignore[union-attr]
     assert "compressed-tensors" in shown and "right" in shown and "WRONG" not in shown
 
 
-def test_a_wrong_result_is_shown_and_fails(monkeypatch, capsys):
-    wrong = demo.Line("awq", 128, 256, 1, 1.0, 2.0, 0.5)
-    monkeypatch.setattr(demo, "run", lambda *_: [wrong])
+def line(p80: float = 1.1, others: float | None = 0.0, error: float = 0.0) -> demo.Line:
+    return demo.Line("awq", 128, 256, 1, Timing(1.0, 0.9, p80, 1, 20, others), Timing(2.0, 1.9, 2.1, 1, 20, others), error)
+
+
+def said(line: demo.Line, monkeypatch, capsys) -> tuple[int, str]:
+    """The demo's exit code and what it prints of one measured line."""
+    monkeypatch.setattr(demo, "run", lambda *_: [line])
     monkeypatch.setattr("sys.argv", ["demo"])
-    assert demo.main() == 1
-    assert "WRONG" in capsys.readouterr().out
+    return demo.main(), " ".join(capsys.readouterr().out.split())
+
+
+def test_a_wrong_result_is_shown_and_fails(monkeypatch, capsys):
+    code, text = said(line(error=0.5), monkeypatch, capsys)
+    assert code == 1 and "WRONG" in text
+
+
+def test_a_busy_machine_is_named(monkeypatch, capsys):
+    assert all("busy" not in said(line(others=share), monkeypatch, capsys)[1] for share in (0.05, None))
+    code, text = said(line(others=0.43), monkeypatch, capsys)
+    assert code == 0 and "The machine was busy (other processes had up to 43% of its cores): a quiet one gives other times" in text
+    assert "busy (one in five calls took 2.0 times as long as another)" in said(line(p80=1.8, others=None), monkeypatch, capsys)[1]
 
 
 def test_a_budget_of_nothing_is_bad_usage(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from lanes import one_of_each
 from torch import Tensor
 
 from tilebit.cache.batch import Batch
@@ -73,7 +74,7 @@ def test_chunks_of_any_size_leave_the_same_bits(device, format):
 
 
 @devices
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", one_of_each(FORMATS, lambda _: "a cache"))
 def test_gathered_rows_are_what_the_cache_means(device, format):
     cache = make(device, format)
     sequences = cache.allocate(3)
@@ -84,7 +85,7 @@ def test_gathered_rows_are_what_the_cache_means(device, format):
 
 
 @devices
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", one_of_each(FORMATS, lambda _: "a cache"))
 def test_decode_is_right_at_every_edge_and_repeats(device, format):
     cache = make(device, format)
     sequences = cache.allocate(len(EDGES))
@@ -135,6 +136,7 @@ def test_forks_on_compiled_kernels_do_not_disturb_each_other(device):
     assert torch.equal(held(cache, [b])[0][0][:128], held(cache, [a])[0][0][:128])
 
 
+@pytest.mark.slow
 @devices
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_dependent_decode_after_an_append_is_the_plain_one(device, format):

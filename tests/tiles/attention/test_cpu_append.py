@@ -16,7 +16,8 @@ from tilebit.layouts.kv import HEAD_DIMS, RESIDUAL
 from tilebit.layouts.kv_quantize import pack_pages, quantize_group
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-pytestmark = pytest.mark.xdist_group("cpu_attention")
+# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
 
 
 def _cases():

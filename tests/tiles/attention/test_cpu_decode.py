@@ -14,7 +14,8 @@ from tilebit.autotune.problems.attention import attention_problem, exact_attenti
 from tilebit.layouts.kv import HEAD_DIMS
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-pytestmark = pytest.mark.xdist_group("cpu_attention")  # the kernels are compiled once, in one worker process
+# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
 
 
 def _cases():

@@ -9,7 +9,8 @@ from kv_cases import FORMATS, poisoned_problem
 from tilebit.layouts.kv import HEAD_DIMS
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-pytestmark = pytest.mark.xdist_group("cpu_attention")
+# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
 CASES = [
     case(
         AttentionWorkload("gather", 1, 1, 512, 1 + i % 3, 1 + i % 3, head_dim, form, ("float16", "bfloat16")[i // 2 % 2], PAGES[i * 3 % 5])

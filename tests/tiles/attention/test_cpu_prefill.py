@@ -11,7 +11,8 @@ from cpu_attention import GROUPS, call, case, compiled, name_of, verdict, worklo
 from tilebit.autotune.problems.attention import attention_problem
 from tilebit.layouts.kv import HEAD_DIMS
 
-pytestmark = pytest.mark.xdist_group("cpu_attention")
+# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
 
 
 def _cases():

@@ -11,6 +11,7 @@ import torch
 from emulation.device_code import needs_host_compiler
 from emulation.emulated_attention import EmulatedAttention
 from kv_cases import FORMATS, poisoned_problem
+from lanes import one_of_each
 from torch import Tensor
 
 from tilebit.autotune.problems.attention import AttentionProblem
@@ -71,7 +72,7 @@ def test_the_cases_cover_everything():
     assert {(w.format.key_scales, w.page_size) for w in CASES} >= set(product(("channel", "token"), (16, 64, 256)))
 
 
-@pytest.mark.parametrize("workload", CASES, ids=label)
+@pytest.mark.parametrize("workload", one_of_each(CASES, lambda workload: workload.format), ids=label)
 def test_append(workload: AttentionWorkload):
     """The tuner's verdict: codes and parameters are the twin's, the window holds the rest, nothing else has changed."""
     kernel = EmulatedAttention(workload, schedule(workload), TARGET, seed=1)
@@ -110,6 +111,7 @@ def test_extreme_numbers(format: KVFormat, dtype: str):
     assert verdict.ok, verdict.reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kv4_channel", "kv2_token", "kvfp8", "kv16"])
 def test_token_by_token_is_all_at_once(name: str):
     workload = AttentionWorkload("append", 1, 1, 300, HEADS, HEADS, 64, KVFormat.from_name(name), "float16", 64, rotary="half")

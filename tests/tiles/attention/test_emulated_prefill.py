@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from emulation.device_code import ALONE, DeviceCode, needs_host_compiler
+from lanes import one_of_each
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
@@ -159,7 +160,11 @@ def zeroed_tail(block: Block, columns: int, head_dim: int, held: np.ndarray, til
 
 @needs_host_compiler
 @pytest.mark.parametrize("wgmma", [True, False], ids=["wgmma", "mma"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}x{c[1]}-d{c[2].head_dim}-window{c[2].window}-{c[2].dtype}")
+@pytest.mark.parametrize(
+    "case",
+    one_of_each(CASES, lambda case: case[2].head_dim),
+    ids=lambda c: f"{c[0]}x{c[1]}-d{c[2].head_dim}-window{c[2].window}-{c[2].dtype}",
+)
 def test_every_block_of_a_ragged_batch(case: tuple[int, int, AttentionWorkload, list[tuple[int, int]]], wgmma: bool):
     block_m, block_n, w, lengths = case
     generator, dtype = torch.Generator().manual_seed(7), getattr(torch, w.dtype)

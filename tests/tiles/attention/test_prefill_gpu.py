@@ -6,9 +6,7 @@ that belong to nobody poisoned, guard bands around the outputs, rare races, and 
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -25,10 +23,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.unpacked import random_pages, unpack_cache
-from tilebit.tiles.compiler.cache import ArtifactCache
-from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.pool import CompilePool
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -91,15 +86,6 @@ def _target() -> Target:
     return detect_target()
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """Every kernel of this file that the GPU can run, compiled at once in parallel."""
-    mine = [(w, s) for w, s in CASES if not any("does not run on" in reason for reason in legal(w, s, _target()))]
-    with CompilePool(os.cpu_count() or 1, cache=ArtifactCache(tmp_path_factory.mktemp("cache"))) as pool:
-        results = pool.compile([CompileRequest(s.program, w, s, _target()) for w, s in mine])
-    yield dict(zip(mine, results, strict=True))
-
-
 def _kernel(kernels: dict, case: tuple[AttentionWorkload, Schedule]) -> Kernel:
     if case not in kernels:
         pytest.skip(f"{case[1].program} does not run on {_target().arch}")
@@ -142,6 +128,7 @@ def _rounded_error(w: AttentionWorkload, q: Tensor, k: Tensor, v: Tensor, wanted
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda case: [case])
 @pytest.mark.parametrize("case", PREFILLS, ids=label)
 def test_ragged_batches(kernels: dict, case: tuple[AttentionWorkload, Schedule]) -> None:
     """In every sequence at most twice the error of rounding weights and output, or the output's rounding; lse to 1e-4; twice the same."""
@@ -180,6 +167,7 @@ def test_ragged_batches(kernels: dict, case: tuple[AttentionWorkload, Schedule])
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda case: [case])
 @pytest.mark.parametrize("case", [PREFILLS[0], PREFILLS[1], PREFILLS[7], PREFILLS[9]], ids=label)
 def test_rare_races_stay_away(kernels: dict, case: tuple[AttentionWorkload, Schedule]) -> None:
     """Many blocks, many launches, every result compared on the device with the first."""
@@ -204,6 +192,7 @@ def test_rare_races_stay_away(kernels: dict, case: tuple[AttentionWorkload, Sche
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=lambda case: [case])
 @pytest.mark.parametrize("case", GATHERS, ids=label)
 def test_gathered_rows(kernels: dict, case: tuple[AttentionWorkload, Schedule]) -> None:
     """q * scale + zero in fp32, rounded once: bit for bit, for lengths around every border, and no row besides."""

@@ -24,7 +24,8 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.cpu import cpu_candidates
 from tilebit.schedules.target import target_from_name
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.tiles.cpu import compile as cpu, gemm
+from tilebit.tiles.compiler import cpu
+from tilebit.tiles.cpu.gemm import program as gemm
 from tilebit.tiles.cpu.outline import outline
 
 avx2 = replace(target_from_name("cpu"), features=("avx2",))

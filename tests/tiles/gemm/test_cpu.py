@@ -18,7 +18,8 @@ from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
-pytestmark = pytest.mark.xdist_group("cpu_gemm")  # the kernels are compiled once, in one worker process
+# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_gemm")]
 
 ROWS = (1, 2, 3, 5, 17, 33)
 SHAPES = ((96, 256), (100, 200), (33, 97), (257, 320), (7, 64), (64, 31))  # whole tiles; ragged n and k; less than a tile

@@ -6,8 +6,7 @@ Programs that are generated for sm_80, sm_86 and sm_89 run on a newer GPU from t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -24,10 +23,7 @@ from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import legal, programs
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, detect_target, target_from_name
-from tilebit.tiles.compiler.cache import ArtifactCache
-from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.pool import CompilePool
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -106,9 +102,13 @@ CHAINS = [
 LAYERS, CHAIN_LAUNCHES = 8, 8000
 
 
+def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Workload, Schedule]]:
+    return [(Workload(1, *shape[1:], W4), schedule)]
+
+
 def _every_case() -> list[tuple[Workload, Schedule]]:
     cases = [case for format in FORMATS for dtype in DTYPES for case in _cases(format, dtype)]
-    return cases + [(Workload(1, *shape[1:], W4), s) for shape, s, *_ in (*RACES, *CHAINS)]
+    return cases + [case for shape, s, *_ in (*RACES, *CHAINS) for case in _of_shape(shape, s)]
 
 
 def test_the_schedules_are_legal_and_use_every_form() -> None:
@@ -132,19 +132,6 @@ def _target() -> Target:
     return detect_target()
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict]:
-    """Every kernel of this file that the GPU can run, compiled at once in parallel: {(workload with m 1, schedule): Kernel}."""
-    requests = [CompileRequest(s.program, w, s, _target()) for w, s in dict.fromkeys(_every_case()) if _runs(w, s)]
-    with CompilePool(os.cpu_count() or 1, cache=ArtifactCache(tmp_path_factory.mktemp("cache"))) as pool:
-        results = pool.compile(requests)
-    yield {(r.workload, r.schedule): kernel for r, kernel in zip(requests, results, strict=True)}
-
-
-def _runs(workload: Workload, schedule: Schedule) -> bool:
-    return not any("does not run on" in reason for reason in legal(workload, schedule, _target()))
-
-
 def _kernel(kernels: dict, workload: Workload, schedule: Schedule) -> Kernel:
     found = kernels.get((workload.with_m(1), schedule))
     if found is None:
@@ -165,6 +152,7 @@ def _check_tickets(workspace: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_exact_over_seeds(kernels: dict, format: QuantFormat, dtype: str) -> None:
@@ -184,6 +172,7 @@ def test_exact_over_seeds(kernels: dict, format: QuantFormat, dtype: str) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_worst_tile_on_random_floats(kernels: dict, format: QuantFormat, dtype: str) -> None:
@@ -197,6 +186,7 @@ def test_worst_tile_on_random_floats(kernels: dict, format: QuantFormat, dtype: 
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=_of_shape)
 @pytest.mark.parametrize(("shape", "schedule", "launches"), RACES)
 def test_rare_races_stay_away(kernels: dict, shape: tuple[int, int, int], schedule: Schedule, launches: int) -> None:
     """Pipelines under load: many blocks, many launches, every result compared on the device."""
@@ -216,6 +206,7 @@ def test_rare_races_stay_away(kernels: dict, shape: tuple[int, int, int], schedu
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels(of=_of_shape)
 @pytest.mark.parametrize(("shape", "schedule"), CHAINS)
 def test_dependent_launches_back_to_back(kernels: dict, shape: tuple[int, int, int], schedule: Schedule) -> None:
     """Layers that start before the one before has ended give the bits of layers that wait for one another: each reads x, and writes the

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lanes import one_of_each
 
 from tilebit.autotune.problems.gemm import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_worst_tile, guarded_output
@@ -62,7 +63,7 @@ def test_there_are_enough_of_them():
 
 
 @needs_host_compiler
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", one_of_each(BUGS, lambda bug: bug.schedule.program), ids=lambda bug: bug.name.replace(" ", "-"))
 def test_caught(bug: Bug):
     assert legal(bug.workload, bug.schedule, TARGET[bug.schedule.program]) == []
     sound = sound_verdict(bug.workload, bug.schedule)

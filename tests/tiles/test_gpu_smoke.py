@@ -1,0 +1,82 @@
+"""Every CUDA program once, through the whole gate of the tuner: the exact oracle (of attention: what the cache says, in fp64), random
+values, poison, guard bands, the same bits twice. What `make gpu-smoke` runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from gpu_kernels import compiled
+from toolchain import needs_nvcc
+
+from tilebit.autotune.problems import gate_of
+from tilebit.autotune.problems.gemm import split_workspace
+from tilebit.autotune.worker_process import launch
+from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.kv import RESIDUAL
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal, programs
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import detect_target, target_from_name
+from tilebit.tiles.compiler.kernel import Kernel
+
+if TYPE_CHECKING:
+    from gpu_kernels import Built, Case
+
+W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
+DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
+APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
+GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
+PREFILL = AttentionWorkload("prefill", 2, 200, 200, 8, 2, 128, KVFormat(), lse=True)
+CASES: tuple[Case, ...] = (
+    (Workload(130, 505, 1001, W4, bias=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8, raster=4)),
+    (Workload(33, 320, 1056, W8, "bfloat16"), Schedule("gemm_mma", 64, 16, 32, 3, 4)),
+    (Workload(8, 505, 1001, W4, "bfloat16", bias=True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
+    (Workload(2, 505, 1001, W4, bias=True), Schedule("gemm_stream_bulk", 32, 2, 64, 4, 8, split_k=2)),
+    (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
+    (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
+    (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),
+    (GATHER, Schedule("attention_gather", RESIDUAL, 1, 64, num_warps=4)),
+    (PREFILL, Schedule("attention_prefill", 128, 128, 128, 2, 8)),
+    (PREFILL, Schedule("attention_prefill_mma", 64, 128, 128, 2, 8)),
+)
+QUICK = CASES[6]  # compiles in the least time
+
+
+def label(case: Case) -> str:
+    return case[1].program
+
+
+def test_every_cuda_program_is_there_once() -> None:
+    """Needs no GPU: a program that was added, or a case that the rules no longer accept, shows where the suite is edited."""
+    assert sorted(map(label, CASES)) == sorted(programs(arch="sm_90a"))
+    for workload, schedule in CASES:
+        assert legal(workload, schedule, target_from_name("sm_90a")) == [], schedule
+
+
+@needs_nvcc
+@pytest.mark.parametrize("cases", [[QUICK], pytest.param(CASES, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_the_kernels_compile(cases: list[Case]) -> None:
+    """As before the first test on a GPU: what tests declare is compiled at once."""
+    declares = [SimpleNamespace(get_closest_marker=lambda _, case=case: pytest.mark.kernels(of=lambda: [case])) for case in cases]
+    built = compiled(declares, target_from_name("sm_90a"))
+    assert list(built) == list(cases) and all(isinstance(found, Kernel) for found in built.values()), built
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels(of=lambda case: [case])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_right_on_a_gpu(kernels: Built, case: Case) -> None:
+    (workload, schedule), target = case, detect_target()
+    if case not in kernels:
+        pytest.skip(f"{schedule.program} does not run on {target.arch}")
+    kernel = kernels[case]
+    assert isinstance(kernel, Kernel), kernel
+    verdict = gate_of(workload, 1, target.arch, "cuda").verify(
+        partial(launch, kernel.load(), split_workspace(workload, schedule, target, "cuda"))
+    )
+    assert verdict.ok, verdict.reasons

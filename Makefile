@@ -5,7 +5,7 @@
 #   make lint      ruff and pyright alone
 #   make gpu-test  the tests that need an NVIDIA GPU, alone
 #   make results   results/README.md, its plots, and the generated parts of README.md
-#   make static    results/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
+#   make static    results/rows/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
 #   make setup     the environment alone
 #
 #   PYTHON=python3.12  the interpreter that makes the environment (3.11 or 3.12)
@@ -70,7 +70,7 @@ gpu-test: $(SETUP)
 	@$(PY) -m pytest -q -m gpu
 
 results: $(SETUP)
-	@$(PY) -m results.render
+	@$(PY) -m results.report.render
 
 static: $(SETUP)
-	@$(PY) -m results.static.report
+	@$(PY) -m results.measure.static.report

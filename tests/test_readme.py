@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from results.render import texts
-from results.support import attention_claims, claims
+from results.report.render import texts
+from results.report.support import attention_claims, claims
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload

@@ -38,7 +38,7 @@ from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.target import Target, detect_target
 
 from ..report.rows import ROWS
-from ..report.studies import envelope
+from ..report.sweep import envelope
 
 Shape = tuple[int, int]  # n, k
 FORMAT = QuantFormat(4, 128, False)

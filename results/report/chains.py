@@ -1,8 +1,8 @@
-"""The section on chains of linears: rows of ``results/chain.py`` beside the sum of the fastest peers of each linear."""
+"""The page of chains of linears: rows of ``chain`` beside the sum of the fastest peers of each linear."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,26 @@ from .rows import Row, json_rows
 
 FIELDS = ("gpu", "run", "date", "impl", "m", "us", "chain")
 COLUMNS = ("tilebit", "tilebit_pdl")
+ABOUT = (
+    "µs of the four linears of a decoder layer in a row, several layers with weights of their own in one CUDA graph; above m = 1 two of "
+    "them are preceded by a copy of their input. Dependent launch requests a kernel's weights while the kernel before it still runs; the "
+    "saving is in µs. The fastest peer of each linear was timed alone, and the times are summed, without copies."
+)
 HEADER = ("format", "m", "unquantized", "tilebit", "tilebit, dependent launch", "saved per launch", "fastest peers, summed")
 
 
 def read_chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of results/chains by device. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """The rows of ``folder`` by device. Raises ``ValueError`` with file and line for a row that lacks a field."""
     devices: dict[str, list[dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
         devices.setdefault(row["gpu"], []).append(row)
     return devices
+
+
+def chain_section(chains: Mapping[str, Sequence[dict[str, Any]]], devices: Mapping[str, Sequence[Row]]) -> str:
+    """One table for each device with chains; "" without any. ``devices`` are the products by device."""
+    parts = [f"## {gpu}\n\n{text}" for gpu, found in chains.items() if (text := chain_table(found, devices.get(gpu, ())))]
+    return "\n\n".join([ABOUT, *parts]) if parts else ""
 
 
 def chain_table(chains: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The section on quality of the results page, from the rows of ``results/rows/kv_cache``."""
+"""The page of the quality of low-bit caches: rows of ``kv_cache``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,36 @@ ABOUT = (
 )
 
 
-def accuracy_section(folder: Path) -> str:
-    """Formats down, one table per problem; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+def read_quality(folder: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The rows by problem and format. Raises ``ValueError`` with file and line for a row that lacks a field."""
     problems: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for _, row in json_rows(folder, FIELDS):
         problems.setdefault(row["problem"], {}).setdefault(row["format"], []).append(row)
+    return problems
+
+
+def quality_table(folder: Path) -> str:
+    """Formats down, problems across: the mean error of the outputs; "" without rows."""
+    problems = read_quality(folder)
+    formats = {format: rows[0]["token_bytes"] for of_problem in problems.values() for format, rows in of_problem.items()}
+    lines = [
+        [
+            format,
+            str(size),
+            *(
+                f"{mean(row['rel_err'] for row in of_problem[format]):.2%}" if format in of_problem else "-"
+                for of_problem in problems.values()
+            ),
+        ]
+        for format, size in formats.items()
+    ]
+    return table(["cache", "bytes a token and key head", *problems], lines) if lines else ""
+
+
+def accuracy_section(folder: Path) -> str:
+    """Formats down, one table per problem; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
     parts = []
-    for problem, formats in problems.items():
+    for problem, formats in read_quality(folder).items():
         first = next(iter(formats.values()))
         heaviest = mean(row["largest_weight"] for row in first)
         lines = [
@@ -42,4 +65,4 @@ def accuracy_section(folder: Path) -> str:
         ]
         parts.append(f"**{problem}** ({len(first)} seeds; a query's largest weight is {heaviest:.2f} on average)")
         parts.append(table(["cache", "bytes a token", "error of outputs", "cosine", "top-1"], lines))
-    return "\n\n".join(["## Quality of low-bit caches", ABOUT, *parts]) if parts else ""
+    return "\n\n".join([ABOUT, *parts]) if parts else ""

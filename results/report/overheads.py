@@ -1,4 +1,4 @@
-"""What a call costs beside the product itself: a section of the results page, from the rows of ``results/overheads``."""
+"""What a call costs beside the product itself: the page of ``overheads``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def overheads_section(folder: Path) -> str:
     for gpu, rows in devices.items():
         newest = [row for row in rows if row["run"] == rows[-1]["run"]]
         lines = [[row["impl"], row["what"], _shape(row), f"{number(float(row['value']))} {row['unit']}"] for row in newest]
-        title = f"### {gpu}, commit {short_commit(newest[0]['commit'])}"
+        title = f"## {gpu}, commit {short_commit(newest[0]['commit'])}"
         parts += [title, table(["impl", "what", "weight", "value"], lines, numbers=False)]
-    return "\n\n".join(["## Overheads", *parts]) if parts else ""
+    return "\n\n".join(parts)
 
 
 def _shape(row: dict[str, Any]) -> str:

@@ -13,13 +13,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .ablation import Ablation
+from .attention import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .attention_rows import FLOAT, AttentionRow
-from .attention_tables import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
+from .gemm import speed_plot
 from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
 from .rows import OURS, Rates, Row, rates
-from .studies import Ablation
-from .tables import speed_plot
 
 # The same rows must give the same bytes: no creation dates, no random identifiers.
 SETTINGS = {"svg.hashsalt": "tilebit", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}

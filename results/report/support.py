@@ -1,8 +1,8 @@
-"""The support matrices of README.md: what the rules accept, asked of them."""
+"""The support table of README.md: what the rules accept, asked of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +15,7 @@ from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.tiles.program import PROGRAM_MODULES
 
-from .tables import table
+from .markdown import table
 
 # Shapes that a supported format must accept: a decode step, a prompt, and sizes that are no multiple of any tile.
 PROBES = ((1, 4096, 4096), (4096, 4096, 4096), (7, 333, 555))
@@ -47,24 +47,6 @@ def claims() -> Iterator[tuple[QuantFormat, str, tuple[str, ...]]]:
                     yield format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))
 
 
-def support_table() -> str:
-    """Formats down, devices across; a cell names the activation types, a format's line the group sizes that all of its cells accept."""
-    cells: dict[tuple[int, bool, tuple[tuple[str, ...], ...]], list[str]] = {}
-    by_format: dict[QuantFormat, list[tuple[str, ...]]] = {}
-    for format, _, dtypes in claims():
-        by_format.setdefault(format, []).append(dtypes)
-    for format, dtypes in by_format.items():
-        group = "channel" if format.group_size == PER_CHANNEL else str(format.group_size)
-        cells.setdefault((format.bits, format.symmetric, tuple(dtypes)), []).append(group)
-    lines = []
-    for (bits, symmetric, dtypes), groups in cells.items():
-        columns = [", ".join(SHORT_DTYPES[d] for d in names) or "-" for names in dtypes]
-        lines.append(["gemm", f"w{bits}a16", "symmetric" if symmetric else "asymmetric", ", ".join(groups), *columns])
-    return table(
-        ["op", "format", "zero point", "groups", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False
-    )
-
-
 @cache
 def attention_claims() -> tuple[tuple[str, KVFormat, str, tuple[str, ...]], ...]:
     """(op, format of the cache, arch, dtypes) for each of all; no dtypes where it is not supported. Prefill reads 16-bit rows: its format
@@ -83,17 +65,47 @@ def _attention_dtypes(op: str, format: KVFormat, arch: str) -> tuple[str, ...]:
     return tuple(dtype for dtype in DTYPES if dtype in served)
 
 
-def attention_support_table() -> str:
-    """Operations and caches down, devices across; caches that are served alike share a line."""
+def support_table() -> str:
+    """Operations and formats down, devices across; a cell names the types of activations. Formats and operations that are
+    served alike share a line."""
+    lines = [[f"gemm: {name}", *columns] for name, columns in _gemm_lines()]
+    lines += [[f"{', '.join(ops)}: {name}", *columns] for (name, columns), ops in _attention_lines().items()]
+    return table(["what", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False)
+
+
+def _cells(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(", ".join(SHORT_DTYPES[dtype] for dtype in names) or "-" for names in columns)
+
+
+def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
+    """(formats in words, cells): group sizes are joined first, then zero points, then widths."""
+    by_format: dict[QuantFormat, list[tuple[str, ...]]] = {}
+    for format, _, dtypes in claims():
+        by_format.setdefault(format, []).append(dtypes)
+    groups: dict[tuple, list[str]] = {}
+    for format, columns in by_format.items():
+        size = "per channel" if format.group_size == PER_CHANNEL else str(format.group_size)
+        groups.setdefault((format.bits, format.symmetric, _cells(columns)), []).append(size)
+    zeros: dict[tuple, list[str]] = {}
+    for (bits, symmetric, cells), sizes in groups.items():
+        zeros.setdefault((bits, ", ".join(sizes), cells), []).append("symmetric" if symmetric else "asymmetric")
+    widths: dict[tuple, list[str]] = {}
+    for (bits, sizes, cells), kinds in zeros.items():
+        widths.setdefault((" or ".join(kinds), sizes, cells), []).append(f"w{bits}a16")
+    return [(f"{', '.join(names)}; {kinds}; groups {sizes}", cells) for (kinds, sizes, cells), names in widths.items()]
+
+
+def _attention_lines() -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """(caches in words, cells) -> the operations that are served so."""
     by_format: dict[tuple[str, KVFormat], list[tuple[str, ...]]] = {}
     for op, format, _, dtypes in attention_claims():
         by_format.setdefault((op, format), []).append(dtypes)
-    cells: dict[tuple[str, tuple[tuple[str, ...], ...]], list[KVFormat]] = {}
+    formats: dict[tuple[str, tuple[str, ...]], list[KVFormat]] = {}
     for (op, format), columns in by_format.items():
-        cells.setdefault((op, tuple(columns)), []).append(format)
-    lines = []
-    for (op, columns), formats in cells.items():
-        every = len(formats) == len(KVFormat.all())
-        name = "16-bit rows" if op == "prefill" else EVERY_CACHE if every else ", ".join(format.name for format in formats)
-        lines.append([op, name, *(", ".join(SHORT_DTYPES[d] for d in names) or "-" for names in columns)])
-    return table(["op", "cache", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False)
+        formats.setdefault((op, _cells(columns)), []).append(format)
+    lines: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (op, cells), served in formats.items():
+        every = len(served) == len(KVFormat.all())
+        name = "16-bit rows" if op == "prefill" else EVERY_CACHE if every else ", ".join(format.name for format in served)
+        lines.setdefault((name, cells), []).append(op)
+    return lines

@@ -20,7 +20,7 @@ from results.measure.ablation import gemm as measure
 from results.measure.ablation import naive
 from results.measure.ablation.gemm import WORKLOADS, climb
 from results.measure.ablation.steps import DEPENDENT, SHALLOW, STEPS, TRIED, drawn
-from results.report.studies import ABLATION_FIELDS
+from results.report.ablation import ABLATION_FIELDS
 from tilebit.autotune.measure import Timing
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate

@@ -34,7 +34,7 @@ from results.measure.ablation.steps_attention import (
     legal_here,
     together,
 )  # fmt: skip
-from results.report.studies import ATTENTION_FIELDS, attention_ablation_section
+from results.report.ablation import ATTENTION_FIELDS, attention_ablation_section
 from tilebit.autotune.measure import Call, Timing
 from tilebit.autotune.problems.attention import attention_problem, edge_attention, exact_attention, random_attention
 from tilebit.autotune.problems.attention_verify import AttentionGate

@@ -12,6 +12,7 @@ import torch
 from results.measure import kv_cache
 from results.measure.kv_cache import PROBLEMS, attended, compared, drawn, quantized
 from results.report.kv_cache import accuracy_section
+from results.report.rows import ROWS
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.tiles.attention import reference
 
@@ -65,7 +66,7 @@ def test_formats_rank_as_they_must():
 
 def test_the_rows_are_what_the_program_writes():
     """One problem again, with a few formats: the shipped rows are not of another program."""
-    shipped = [json.loads(line) for line in kv_cache.ROWS.read_text().splitlines()]
+    shipped = [json.loads(line) for line in (ROWS / "kv_cache" / "cpu.jsonl").read_text().splitlines()]
     assert len(shipped) == len(PROBLEMS) * len(kv_cache.SEEDS) * len(kv_cache.FORMATS)
     again = compared(PROBLEMS[2], 3, ["kv4_channel"])[0]
     (row,) = (r for r in shipped if (r["problem"], r["seed"], r["format"]) == (PROBLEMS[2].name, 3, "kv4_channel"))

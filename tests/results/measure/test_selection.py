@@ -19,7 +19,7 @@ from results.measure import selection as measure
 from results.measure import selection_grid as grid
 from results.measure.selection_bench import Bench, BudgetOver
 from results.measure.selection_grid import WITHIN, full_grid, scanned
-from results.report.studies import selection_section
+from results.report.selection import selection_section
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.formats import QuantFormat

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from results.measure import sweep
-from results.report.studies import envelope, sweep_section
+from results.report.sweep import envelope, sweep_section
 from tilebit.autotune.measure import Call, Timing
 from tilebit.autotune.problems.gemm import Problem
 from tilebit.ops.dispatch import Launcher

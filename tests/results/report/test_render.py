@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from results.report.gemm import gemm_section
+from results.report.headline import NO_ROWS, results_table, times_table
 from results.report.markdown import number, short_commit, slug
 from results.report.overheads import overheads_section
 from results.report.problems import baseline, problems
 from results.report.render import between_markers, main
 from results.report.rows import Row, rates, read_rows
-from results.report.tables import NO_ROWS, readme_table, results_page
 
-MARKERS = ("support", "results", "attention-support", "attention-results")
+MARKERS = ("support", "results")
 
 
 def row(impl: str = "tilebit", format: str = "w4a16", us: float = 10.0, **changes: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def devices(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, list[Row]]:
 
 
 def test_a_ratio_is_the_baselines_time_over_ours(tmp_path: Path):
-    page = results_page(devices(tmp_path, [row(us=8.0), row("cublas", "fp16", us=12.0), row("marlin", us=6.0)]))
+    page = gemm_section(devices(tmp_path, [row(us=8.0), row("cublas", "fp16", us=12.0), row("marlin", us=6.0)]))
     assert "| m | cublas fp16 | tilebit w4a16_g128 | marlin w4a16_g128 |" in page
     assert "8.00 (1.50x, " in page and "6.00 (2.00x, " in page
     assert "12.0 (0.67x" not in page and "12.0 (1.00x" not in page  # the baseline has no ratio to itself
@@ -63,21 +64,21 @@ def test_the_share_of_the_floor_is_in_the_cell(tmp_path: Path):
     ceiling = rates([Row.from_json(row())])
     assert ceiling is not None
     us = ceiling.floor_us(Row.from_json(row())) * 2
-    assert "(50%)" in results_page(devices(tmp_path, [row(us=us)]))
+    assert "(50%)" in gemm_section(devices(tmp_path, [row(us=us)]))
 
 
 def test_rates_in_the_rows_win_and_an_unknown_device_has_none(tmp_path: Path):
     assert rates([Row.from_json(row(gpu="Some CPU"))]) is None
     own = rates([Row.from_json(row(gpu="Some CPU", read_gbps=20.0, mma_tflops=0.5))])
     assert own is not None and own.read_gbps == 20.0
-    page = results_page(devices(tmp_path, [row(gpu="Some CPU", us=8.0), row("torch", "bf16", us=16.0, gpu="Some CPU")]))
+    page = gemm_section(devices(tmp_path, [row(gpu="Some CPU", us=8.0), row("torch", "bf16", us=16.0, gpu="Some CPU")]))
     assert "8.00 (2.00x)" in page and "roofline" not in page.split("## Some CPU")[1].replace("no roofline", "")
 
 
 def test_times_of_different_processes_are_not_compared(tmp_path: Path):
     old = [row(us=20.0), row("cublas", "fp16", us=40.0)]
     new = [row(us=10.0, run="r2", date="2026-02-01"), row("torch", "fp16", us=15.0, run="r2", date="2026-02-01")]
-    page = results_page(devices(tmp_path, old + new))
+    page = gemm_section(devices(tmp_path, old + new))
     assert "10.0 (1.50x, " in page and "20.0" not in page and "cublas fp16" not in page
     assert "| r2 |" in page and "| r1 |" not in page
 
@@ -103,7 +104,7 @@ def test_a_run_of_another_width_or_without_peers_hides_nothing(tmp_path: Path):
 
 def test_missing_measurements_are_dashes(tmp_path: Path):
     rows = [row(), row(m=16), row("cublas", "fp16"), row("marlin", m=16, rel_err=None)]
-    page = results_page(devices(tmp_path, rows))
+    page = gemm_section(devices(tmp_path, rows))
     lines = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| ")}
     assert lines["1"].endswith("| - |")
     assert lines["16"].split(" | ")[1] == "-" and "x" not in lines["16"]  # no baseline in the line: no ratio
@@ -138,13 +139,14 @@ def test_asymmetric_weights_move_more_bytes():
 
 def test_readme_table(tmp_path: Path):
     rows = [row(us=8.0), row("cublas", "fp16", us=12.0), row(us=700.0, m=4096), row(us=9.0, format="w8a16"), row(us=1.0, dtype="bfloat16")]
-    text = readme_table(devices(tmp_path, rows))
+    (gpu, found), *_ = devices(tmp_path, rows).items()
+    text = times_table(gpu, found)
     assert "| 4096 x 4096 | 8.00 (1.50x) | 700 |" in text
     assert "w8a16" not in text and "1.00" not in text
 
 
 def test_without_rows(tmp_path: Path):
-    assert NO_ROWS in results_page({}) and readme_table({}) == NO_ROWS
+    assert gemm_section({}) == "" and results_table({}, {}) == NO_ROWS
     write(tmp_path, [])
     assert main(["--root", str(tmp_path)]) == 0
     assert NO_ROWS in (tmp_path / "README.md").read_text()
@@ -157,13 +159,14 @@ def test_the_command_writes_pages_and_plots(tmp_path: Path, capsys: pytest.Captu
     assert "make results" in capsys.readouterr().err
     assert main(["--root", str(tmp_path)]) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme and "8.00 (1.50x)" in readme
-    page = (tmp_path / "results" / "README.md").read_text()
+    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme and "1.50 (4096 x 4096, m = 1)" in readme
+    assert "8.00 (1.50x)" in (tmp_path / "results" / "README.md").read_text()
+    page = (tmp_path / "results" / "pages" / "gemm.md").read_text()
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "results" / "plots").iterdir()}
     plots = ("nvidia_h200_w4a16_speed", "nvidia_h200_roofline", "some_cpu_w4a16_speed")
     assert set(files) == {f"{name}.{kind}" for name in plots for kind in ("png", "svg")}
     for name in plots:
-        assert f"(plots/{name}.svg)" in page
+        assert f"(../plots/{name}.svg)" in page
     drawn = [(tmp_path / "results" / "plots" / f"{name}.svg").read_text() for name in plots]
     assert ">floor<" in drawn[0] and ">floor<" not in drawn[2]
     assert main(["--root", str(tmp_path), "--check"]) == 0

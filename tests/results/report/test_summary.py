@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from results.report.chains import chain_table, read_chains
+from results.report.ablation import ablation_section, read_ablation
+from results.report.chains import chain_section, chain_table, read_chains
+from results.report.gemm import gemm_section
+from results.report.headline import results_table
 from results.report.plots import draw
 from results.report.problems import comparisons, geometric_mean, is_peer
+from results.report.ranker import ranker_section
 from results.report.rows import Rates, Row
-from results.report.studies import ablation_section, ranker_section, read_ablation
 from results.report.summary import bandwidth_table, bars_table, ratio_tables
-from results.report.tables import readme_table, results_page
 
 CEILING = Rates(4706.0, 656.0)
 
@@ -111,8 +113,7 @@ def test_a_chain_stands_beside_the_sum_of_the_fastest_peers(tmp_path: Path):
     assert lines_of(chain_table(chains, rows))[-1] == ["w4a16_g128", "1", "120 cublas", "60.0", "54.0", "3.00", "-"]
     rows.append(row("humming", 18.5, n=4096, k=14336))
     assert lines_of(chain_table(chains, rows))[-1][-1] == "43.5"
-    assert "### A layer's linears in a row" in results_page({"NVIDIA H200": rows}, {"NVIDIA H200": chains})
-    assert "in a row" not in results_page({"NVIDIA H200": rows})
+    assert "## NVIDIA H200" in chain_section({"NVIDIA H200": chains}, {"NVIDIA H200": rows}) and chain_section({}, {}) == ""
     (tmp_path / "nvidia-h200.jsonl").write_text('{"gpu": "x"}\n')
     with pytest.raises(ValueError, match="line 1: run, date"):
         read_chains(tmp_path)
@@ -120,7 +121,7 @@ def test_a_chain_stands_beside_the_sum_of_the_fastest_peers(tmp_path: Path):
 
 def test_the_page_says_the_bars_first_and_folds_the_rest():
     rows = [row(us=10.0), row("marlin", 12.0), row("cublas", 20.0, format="fp16", symmetric=None, group_size=None), row("tilebit_pdl", 9.0)]
-    page = results_page({"NVIDIA H200": rows})
+    page = gemm_section({"NVIDIA H200": rows})
     order = [
         "### Against the fastest peer",
         "### Large weights",
@@ -132,7 +133,7 @@ def test_the_page_says_the_bars_first_and_folds_the_rest():
     places = [page.index(text) for text in order]
     assert places == sorted(places) and page.count("<details>") == page.count("</details>") == 3
     assert page.index("<details><summary>28672 x 4096 (n x k), 4-bit") < page.index("| m | cublas fp16 | tilebit w4a16_g128 |")
-    assert "**1.20**" in readme_table({"NVIDIA H200": rows})
+    assert "**1.20**" in results_table({"NVIDIA H200": rows}, {})
 
 
 def test_the_ablation_shows_every_idea_of_the_newest_run(tmp_path: Path):
@@ -148,7 +149,7 @@ def test_the_ablation_shows_every_idea_of_the_newest_run(tmp_path: Path):
     studies = read_ablation(tmp_path)
     section = ablation_section(studies)
     assert lines_of(section)[-1] == ["4", "stream", "20.0 (5.00x)", "-"] and "tried once" not in section
-    assert "| 0 | naive | 100 | 5,000 |" in section and "(plots/nvidia_h200_ablation.svg)" in section
+    assert "| 0 | naive | 100 | 5,000 |" in section and "(../plots/nvidia_h200_ablation.svg)" in section
     files = {path.name: path.read_bytes() for path in draw({}, studies, tmp_path / "plots")}
     assert set(files) == {"nvidia_h200_ablation.png", "nvidia_h200_ablation.svg"} and b"packing" in files["nvidia_h200_ablation.svg"]
     assert files == {path.name: path.read_bytes() for path in draw({}, studies, tmp_path / "plots")}

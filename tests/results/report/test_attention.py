@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from results.report.ablation import attention_ablation_section, read_ablation
+from results.report.attention import against, attention_section, bars_table, decode_rows, paged_ratios
 from results.report.attention_rows import AttentionRow
-from results.report.attention_tables import NO_ROWS, against, attention_section, bars_table, decode_rows, paged_ratios, readme_attention
+from results.report.headline import NO_ROWS, results_table
 from results.report.plots import decode_speedups, draw
-from results.report.studies import attention_ablation_section, read_ablation
 
 GPU = "NVIDIA H200"
 
@@ -135,10 +136,10 @@ def test_processes_are_named_whose_rows_are_shown():
     assert [line[0] for line in stamps[2:]] == ["r2", "r3"]
 
 
-def test_readme_has_the_ratios_of_devices_with_peers():
-    assert readme_attention({}) == readme_attention({GPU: [row()]}) == NO_ROWS
-    text = readme_attention({GPU: [row(), row("fa3", "kv16", 40.0)]})
-    assert "**4.00**" in text and "Commit 0123456789ab." in text
+def test_the_short_table_has_decode_beside_fa3():
+    assert results_table({}, {}) == results_table({}, {GPU: [row()]}) == NO_ROWS
+    text = results_table({}, {GPU: [row(), row("fa3", "kv16", 40.0)]})
+    assert "**4.00**" in text and "| 0123456789ab |" in text
 
 
 def test_the_plot_shows_speedups_over_fa3(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The attention sections of the results page and of README.md, from rows alone."""
+"""The page of attention over a low-bit KV cache, from rows alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ ABOUT_PAGED = (
     "paging is free, 0.90 that a step takes 11% longer."
 )
 ABOUT_PLOT = "decode, times faster than FA3 on a 16-bit cache"
-NO_ROWS = "No rows yet: results/peers/attention_plugin.py and `python -m results.measure.attention` write them."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +60,13 @@ class Ratio:
 
 
 def attention_section(devices: Mapping[str, list[AttentionRow]]) -> str:
-    """The section of results/README.md; "" where no device has a row of tilebit. Plots are expected in ``plots/``."""
+    """The page of attention; "" where no device has a row of tilebit. Plots are expected in ``../plots/``."""
     parts = []
     for gpu, rows in devices.items():
         found = [*_decode_parts(gpu, rows), *_prefill_parts(rows), *_paged_parts(rows), *_mover_parts(rows)]
         if found:
-            parts += [f"## Attention over a low-bit KV cache: {gpu}", *found, details("Processes that these rows come from", _stamps(rows))]
+            parts += [f"## {gpu}", *found, details("Processes that these rows come from", _stamps(rows))]
     return "\n\n".join(parts)
-
-
-def readme_attention(devices: Mapping[str, list[AttentionRow]]) -> str:
-    """README.md's table: the ratios of every device with peers."""
-    parts = []
-    for gpu, rows in devices.items():
-        if bars := bars_table(rows):
-            commits = sorted({short_commit(row.commit) or "unknown" for row in decode_rows(rows) if row.impl == OURS})
-            parts.append(f"**{gpu}**, decode over a low-bit cache. {ABOUT_BARS} Commit {', '.join(commits)}.")
-            parts.append(bars)
-    return "\n\n".join(parts) if parts else NO_ROWS
 
 
 def attention_plot(gpu: str) -> str:
@@ -166,7 +154,7 @@ def _decode_parts(gpu: str, rows: Sequence[AttentionRow]) -> list[str]:
         return []
     parts = ["### Decode", ABOUT_DECODE]
     if bars := bars_table(rows):
-        parts += [ABOUT_BARS, bars, f"![decode over a low-bit cache](plots/{attention_plot(gpu)}.svg)"]
+        parts += [ABOUT_BARS, bars, f"![decode over a low-bit cache](../plots/{attention_plot(gpu)}.svg)"]
     for heads in sorted({row.heads for row in shown}, key=lambda heads: (heads[0] != 32, heads)):
         lines = _lines([row for row in shown if row.heads == heads], rows, _decode_cell)
         parts.append(details(f"heads {heads[0]}/{heads[1]} x {heads[2]}: every case", lines))

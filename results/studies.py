@@ -1,0 +1,151 @@
+"""The studies: what was measured, each registered once with its rows, its page and the commands that write the rows.
+
+A study is one entry of ``STUDIES`` and its files: ``results/rows/<name>/<device>.jsonl``, a renderer in ``results/report``
+and a program in ``results/measure`` or ``results/peers``. ``make results`` writes ``results/pages/<name>.md`` from them and
+the line of the study in ``results/README.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report.ablation import ABLATION_FIELDS, ATTENTION_FIELDS, ablation_section, attention_ablation_section, read_ablation
+from .report.attention import attention_section
+from .report.attention_rows import AttentionRow, read_attention
+from .report.chains import FIELDS as CHAIN_FIELDS
+from .report.chains import chain_section, read_chains
+from .report.gemm import gemm_section
+from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
+from .report.kv_cache import accuracy_section
+from .report.overheads import FIELDS as OVERHEADS_FIELDS
+from .report.overheads import overheads_section
+from .report.ranker import RANKER_FIELDS, ranker_section
+from .report.rows import Row, json_rows, read_rows
+from .report.selection import SELECTION_FIELDS, selection_section
+from .report.static import FIELDS as STATIC_FIELDS
+from .report.static import static_section
+from .report.sweep import SWEEP_FIELDS, sweep_section
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One thing that is measured.
+
+    ``name`` is that of its folder of rows and of its page, ``question`` what it answers, in a line. ``row`` is the dataclass
+    of a row, or the fields that every row must have. ``page`` takes the folder that holds all studies' rows and gives the
+    page's text below the title, "" without rows; it raises ``ValueError`` for a row that cannot be read. ``commands`` write
+    the rows.
+    """
+
+    name: str
+    title: str
+    question: str
+    row: type[Row] | type[AttentionRow] | tuple[str, ...]
+    page: Callable[[Path], str]
+    commands: tuple[str, ...]
+
+    def rows(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """Its rows under ``folder`` (that of all studies), in order. Raises ``ValueError`` for one that it cannot read."""
+        required = self.row if isinstance(self.row, tuple) else ()
+        for place, row in json_rows(folder / self.name, required):
+            if not isinstance(self.row, tuple):
+                try:
+                    self.row.from_json(row)
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from None
+            yield row
+
+
+STUDIES = (
+    Study(
+        "gemm",
+        "Products of low-bit weights",
+        "How fast is a product, beside published kernels and the unquantized product?",
+        Row,
+        lambda rows: gemm_section(read_rows(rows / "gemm")),
+        ("python -m results.measure.gemm", "python -m results.peers.import_peers FILE"),
+    ),
+    Study(
+        "chain",
+        "A layer's linears in a row",
+        "What do the four linears of a decoder layer take together, and what does dependent launch save?",
+        CHAIN_FIELDS,
+        lambda rows: chain_section(read_chains(rows / "chain"), read_rows(rows / "gemm")),
+        ("python -m results.measure.chain",),
+    ),
+    Study(
+        "sweep",
+        "Between m-buckets, and odd shapes",
+        "Is any m, or any odd shape, much slower than its neighbours?",
+        SWEEP_FIELDS,
+        lambda rows: sweep_section(rows / "sweep"),
+        ("python -m results.measure.sweep",),
+    ),
+    Study(
+        "overheads",
+        "Overheads",
+        "What does a call cost beside the product itself?",
+        OVERHEADS_FIELDS,
+        lambda rows: overheads_section(rows / "overheads"),
+        ("python -m results.measure.gemm",),
+    ),
+    Study(
+        "attention",
+        "Attention over a low-bit KV cache",
+        "How fast are decode, prefill, append and gather, beside FA3 and other kernels?",
+        AttentionRow,
+        lambda rows: attention_section(read_attention(rows / "attention")),
+        ("python -m results.measure.attention", "python -m results.peers.import_attention FILE"),
+    ),
+    Study(
+        "kv_cache",
+        "Quality of low-bit caches",
+        "What does attention lose when keys and values are quantized?",
+        KV_CACHE_FIELDS,
+        lambda rows: accuracy_section(rows / "kv_cache"),
+        ("python -m results.measure.kv_cache",),
+    ),
+    Study(
+        "ablation",
+        "What each idea adds to a product",
+        "How much faster does each idea make a product?",
+        ABLATION_FIELDS,
+        lambda rows: ablation_section(read_ablation(rows / "ablation")),
+        ("python -m results.measure.ablation.gemm",),
+    ),
+    Study(
+        "ablation_attention",
+        "What each idea adds to decode",
+        "How much faster does each idea make a decode step?",
+        ATTENTION_FIELDS,
+        lambda rows: attention_ablation_section(rows / "ablation_attention"),
+        ("python -m results.measure.ablation.attention",),
+    ),
+    Study(
+        "selection",
+        "How well schedules are chosen",
+        "How far are untuned choices from tuned ones, and tuned ones from the best there is?",
+        SELECTION_FIELDS,
+        lambda rows: selection_section(rows / "selection"),
+        ("python -m results.measure.selection",),
+    ),
+    Study(
+        "ranker",
+        "Choosing without a record",
+        "Which model chooses best for a workload whose records are left out?",
+        RANKER_FIELDS,
+        lambda rows: ranker_section(rows / "ranker"),
+        ("python -m tilebit.autotune.regret --arch ARCH --rows FILE",),
+    ),
+    Study(
+        "static",
+        "What the code says",
+        "What do compiled kernels say about their speed, on every GPU architecture?",
+        STATIC_FIELDS,
+        lambda rows: static_section(rows / "static"),
+        ("make static",),
+    ),
+)

@@ -7,7 +7,7 @@
 #   make gpu-smoke every CUDA program once on this machine's NVIDIA GPU, against the exact oracle (minutes)
 #   make gpu-test  all tests that need an NVIDIA GPU; PART=2/6: the second of six parts that take about as long
 #   make results   results/README.md, its plots, and the generated parts of README.md
-#   make static    results/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
+#   make static    results/rows/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)
 #   make setup     the environment alone
 #
 #   PYTHON=python3.12  the interpreter that makes the environment (3.11 or 3.12)
@@ -84,7 +84,7 @@ gpu-test: $(SETUP)
 	@$(PY) -m pytest -q -m gpu $(if $(PART),--part $(PART))
 
 results: $(SETUP)
-	@$(PY) -m results.render
+	@$(PY) -m results.report.render
 
 static: $(SETUP)
-	@$(PY) -m results.static.report
+	@$(PY) -m results.measure.static.report

@@ -1,6 +1,6 @@
 """How good choices without a record are: each workload (or shape) of the records left out in turn, its schedule chosen from the others'.
 
-    python -m tilebit.autotune.regret --arch sm_90a --rows results/ranker/nvidia-h200.jsonl
+    python -m tilebit.autotune.regret --arch sm_90a --rows results/rows/ranker/nvidia-h200.jsonl
 
 Only schedules that were measured for a workload can be chosen for it, so that every choice has a time. Regret is that time over the
 workload's best: 1.0 is the tuned choice itself."""

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from results.render import texts
-from results.support import attention_claims, claims
+from results.report.render import texts
+from results.report.support import attention_claims, claims
+from results.studies import STUDIES
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload
@@ -23,7 +24,9 @@ from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.tiles.programs import program
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")
+GENERATED = tuple(f"results/pages/{study.name}.md" for study in STUDIES)
+NOTES = tuple(f"results/notes/{path.name}" for path in sorted((ROOT / "results" / "notes").glob("*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md", *GENERATED, *NOTES)
 
 
 def readme() -> str:
@@ -71,9 +74,12 @@ def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "results/README.md"])
-def test_generated_parts_are_current(page: str):
-    assert (ROOT / page).read_text() == texts(ROOT)[ROOT / page], f"{page} is stale: run `make results`"
+def test_generated_parts_are_current():
+    """README.md's tables, the page of results and the page of every study, and no page besides."""
+    wanted = texts(ROOT)
+    for path, text in wanted.items():
+        assert path.read_text() == text, f"{path.relative_to(ROOT)} is stale: run `make results`"
+    assert set((ROOT / "results" / "pages").iterdir()) < wanted.keys(), "results/pages has a page of no study: run `make results`"
 
 
 def test_links_lead_somewhere():

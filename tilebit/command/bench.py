@@ -31,7 +31,7 @@ Call = Callable[[], Tensor]
 
 def measure_workloads(workloads: Iterable[Workload], device: str) -> Iterator[list[dict[str, Any]]]:
     """For each workload, its rows: tilebit's op, torch's linear in 16 bits (cuBLAS on a GPU), and on the CPU torch's own int4 kernel
-    where it can serve the format. Every row has the fields of results/README.md; ``us`` is the median of one call in microseconds,
+    where it can serve the format. Every row has the fields of results/report/rows.py; ``us`` is the median of one call in microseconds,
     operands rotate so that none stays in a cache; ``others`` is the share of the cores that other processes had meanwhile (None on a GPU).
 
     ``device`` is "cpu" or "cuda[:i]". Raises ``KernelUnavailable`` when a kernel cannot be had.

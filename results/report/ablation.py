@@ -1,0 +1,87 @@
+"""What each idea adds to the speed of products and of decode: rows of ``ablation`` and ``ablation_attention``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .markdown import number, slug, table
+from .rows import json_rows
+
+ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
+ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "heads_q", "heads_kv", "us")
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """What each idea adds on one device: ``ideas`` by step, and for each (n, k, m) the µs of each step that was measured."""
+
+    gpu: str
+    ideas: dict[int, str]
+    times: dict[tuple[int, int, int], dict[int, float]]
+
+
+def read_ablation(folder: Path) -> list[Ablation]:
+    """Each device's newest run of each product. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    devices: dict[str, dict[tuple[int, int, int], list[dict[str, Any]]]] = {}
+    for place, row in json_rows(folder, ABLATION_FIELDS):
+        if row.get("op", "ablation") == "ablation":
+            products = devices.setdefault(row.get("gpu") or place.split(".jsonl")[0], {})
+            products.setdefault((row["n"], row["k"], row["m"]), []).append(row)
+    found = []
+    for gpu, products in sorted(devices.items()):
+        ideas, times = {}, {}
+        for product, rows in sorted(products.items(), key=lambda item: (item[0][0] * item[0][1], item[0])):
+            newest = sorted((row for row in rows if row.get("run") == rows[-1].get("run")), key=lambda row: row["step"])
+            times[product] = {row["step"]: row["us"] for row in newest}
+            ideas |= {row["step"]: row["idea"] for row in newest}
+        found.append(Ablation(gpu, dict(sorted(ideas.items())), times))
+    return found
+
+
+def ablation_section(studies: list[Ablation]) -> str:
+    """µs after each step, and in brackets the factor since the first; "" without rows."""
+    parts = []
+    for study in studies:
+        header = ["step", "idea", *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
+        lines = [[str(step), idea, *(_step(times, step) for times in study.times.values())] for step, idea in study.ideas.items()]
+        parts += [
+            f"## {study.gpu}",
+            f"![what each idea adds](../plots/{slug(study.gpu)}_ablation.svg)",
+            table(header, lines, numbers=False),
+        ]
+    about = (
+        "Median µs of one product as the ideas are added one after another, each with the best of its schedules, in one process; in "
+        "brackets, times faster than the first step. A dash: the idea has no schedule for that product."
+    )
+    return "\n\n".join([about, *parts]) if parts else ""
+
+
+def _step(times: dict[int, float], step: int) -> str:
+    if step not in times:
+        return "-"
+    first = times[min(times)]
+    return number(times[step]) + (f" ({first / times[step]:.2f}x)" if step != min(times) else "")
+
+
+def attention_ablation_section(folder: Path) -> str:
+    """What each of the papers' ideas is worth in decode: µs of each variant and, in brackets, the factor since the first; the newest run of
+    each case. "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    devices: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for _, row in json_rows(folder, ATTENTION_FIELDS):
+        case = f"{row['format']}, {row['batch']} x {row['kv_len']:,}, heads {row['heads_q']}/{row['heads_kv']}"
+        devices.setdefault(row["gpu"], {}).setdefault(case, []).append(row)
+    parts = []
+    for gpu, cases in sorted(devices.items()):
+        newest = {case: [row for row in rows if row["run"] == rows[-1]["run"]] for case, rows in cases.items()}
+        ideas = dict(sorted((row["step"], row["idea"]) for rows in newest.values() for row in rows))
+        times = {case: {row["step"]: row["us"] for row in rows} for case, rows in newest.items()}
+        lines = [[str(step), idea, *(_step(of_case, step) for of_case in times.values())] for step, idea in ideas.items()]
+        parts += [f"## {gpu}", table(["step", "idea", *times], lines, numbers=False)]
+    about = (
+        "Median µs of one decode step as the papers' ideas are added one after another, each with the best of its schedules, in one "
+        "process; in brackets, times faster than the first step of that case that has a time. A dash: no kernel of that step passed the "
+        "gate or ran; under one in the first line, the factors are over a later step, and not to be compared with other cases'."
+    )
+    return "\n\n".join([about, *parts]) if parts else ""

@@ -26,11 +26,13 @@ from gemm.test_cross_compile import CASES as GEMM_CASES
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cuda import lower_cuda, lowered_arch
 from tilebit.tiles.compiler.headers import device_source
-from tilebit.tiles.program import DEVICE_DIR, program
+from tilebit.tiles.program import DEVICE_DIR
+from tilebit.tiles.programs import program
 
 STORED = Path(__file__).with_name("goldens.json")
 ENTRY = 'extern "C" __global__'
@@ -132,7 +134,7 @@ def test_the_cases_are_of_every_cuda_program_and_their_labels_differ():
     assert len({label(case) for case in CASES}) == len(CASES)
     assert {arch for arch, _, s in CASES if s.program == "attention_prefill_mma"} >= {"sm_80", "sm_90a"}
     for arch, workload, schedule in CASES:
-        assert program(schedule.program).legal(workload, schedule, target_from_name(arch)) == []
+        assert legal(workload, schedule, target_from_name(arch)) == []
 
 
 @pytest.mark.parametrize(("kind", "find"), [("headers", headers), pytest.param("bodies", bodies, marks=pytest.mark.slow)])

@@ -36,7 +36,7 @@ from .worker import DeviceWorker, Outcome
 
 BLOCKS_N = ((128, 8), (256, 8), (192, 12), (64, 4), (128, 4))  # of a tile, with its computing warps
 BLOCKS_M = range(48, 257, 16)
-TOGETHER = 6  # kernels timed in alternation
+TOGETHER = 8  # kernels timed in alternation
 WITHIN = 1.5  # times the least estimate at an m: what is expected to be slower is not measured there
 ANOTHER = 0.1  # of its time that another variant of a shape counts as slower
 MIN_BLOCKS = (1, 2)

@@ -40,6 +40,7 @@ TOGETHER = 8  # kernels timed in alternation
 WITHIN = 1.5  # times the least estimate at an m: what is expected to be slower is not measured there
 ANOTHER = 0.1  # of its time that another variant of a shape counts as slower
 MIN_BLOCKS = (1, 2)
+SECONDS = 6.0  # that verifying and timing one kernel may take: what hangs must not use up the budget
 
 
 def tiles(workload: Workload, target: Target) -> list[Schedule]:
@@ -106,8 +107,10 @@ def measure(
             if turn >= len(rows) or time.monotonic() >= deadline:
                 continue
             workload, schedules = base.with_m(m), rows[turn]
-            kernels = [made[s] for s in schedules]
-            outcomes = worker.compare([k.path for k in kernels if isinstance(k, Kernel)], workload, schedules, target)
+            paths = [k.path for k in (made[s] for s in schedules) if isinstance(k, Kernel)]
+            outcomes = worker.compare(paths, workload, schedules, target)
+            if len(paths) > 1 and all(o.status in ("crash", "hang") for o in outcomes):  # whose fault it was is not known
+                outcomes = [worker.measure(path, workload, s, target) for path, s in zip(paths, schedules, strict=True)]
             for s, o in zip(schedules, outcomes, strict=True):
                 store.append(_record(workload, s, target, driver, o))
                 if o.us is None:
@@ -154,7 +157,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     target = target_from_name(options.target) if options.target else detect_target()
     begin, cache, store = time.monotonic(), ArtifactCache(), RecordStore(options.out)
     format = QuantFormat(options.bits, 128, not options.asymmetric)
-    shapes = [Workload(1, *map(int, s.split("x")), format) for s in options.shapes.split(",")]
+    sizes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    shapes = [Workload(1, n, k, format) for n, k in sizes]
     plans = [promising(shape, options.m, target, options.kernels) for shape in shapes]
     print(f"{time.monotonic() - begin:.1f} s: planned", flush=True)
     with CompilePool(options.jobs or os.cpu_count(), cache=cache) as pool, ThreadPoolExecutor(1) as ahead:
@@ -173,7 +177,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             for job in jobs:
                 job.result()
             return 0
-        with DeviceWorker("cuda:0", cache.root / "locks") as worker:
+        with DeviceWorker("cuda:0", cache.root / "locks", SECONDS) as worker:
             for i, (shape, plan, job) in enumerate(zip(shapes, plans, jobs, strict=True)):
                 made, present = job.result(), time.monotonic()
                 deadline = present + max(0.0, begin + options.budget - present) / (len(shapes) - i)

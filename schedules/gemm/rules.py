@@ -58,7 +58,7 @@ class CudaRule:
 
 
 WGMMA = CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), (16, 32, 64, 128, 256), (32, 64, 128), (4, 8, 12, 16), (2, 8),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, 257, 16)), (32, 64, 128), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 MMA = CudaRule(
@@ -180,7 +180,7 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"cluster is {s.cluster}; accepted: {', '.join(map(str, CLUSTERS))}.")
     if reasons:
         return reasons
-    if s.block_m // s.tail not in rule.block_m:
+    if s.block_m % s.tail or s.block_m // s.tail not in rule.block_m:
         reasons.append(f"block_m is {s.block_m} and tail {s.tail}; accepted: strips of {', '.join(map(str, rule.block_m))} rows of x.")
     warpgroups = s.num_warps // 4
     if s.block_n // SLAB_N % warpgroups:
@@ -210,6 +210,9 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
     steps = -(-workload.k // s.block_k)
     if rule.b_fragment and steps % s.split_k:  # the cp.async pipeline is unrolled at its ends and needs a constant length
         reasons.append(f"split_k is {s.split_k}; accepted by {rule.program} for {steps} steps of {s.block_k}: its divisors.")
+    pair = 2 * LEAST_STAGED
+    if rule is WGMMA and clustered_split(s) and s.block_m % pair and s.block_m != LEAST_STAGED:
+        reasons.append(f"block_m is {s.block_m}; accepted where two blocks share a tile: {LEAST_STAGED}, and multiples of {pair}.")
     if s.split_k > steps:
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps} steps of {s.block_k}: a split would be empty.")
     return reasons

@@ -121,16 +121,17 @@ class Operands:
 
     @property
     def staged_columns(self) -> int:
-        """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores it; of a tile whose parts a cluster adds
-        up, few enough for every block of it to have some."""
+        """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores it, whole times; of a tile whose parts
+        a cluster adds up, so few that its blocks have equally many."""
         blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
-        return STAGED_COLUMNS if self.schedule.block_m // blocks >= STAGED_COLUMNS else LEAST_STAGED
+        return LEAST_STAGED if self.schedule.block_m % (STAGED_COLUMNS * blocks) else STAGED_COLUMNS
 
     def store_type(self, rows: int) -> str:
         """``tilebit::Store`` with its template arguments (``device/finish.cuh``), of a tile of so many rows of x."""
         s, w = self.schedule, self.workload
+        columns = LEAST_STAGED if rows % self.staged_columns else self.staged_columns
         arguments = (
-            TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, min(self.staged_columns, rows), s.num_warps * 32, BARRIER,
+            TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
             _cpp(not self.grouped), _cpp(w.bias),
         )  # fmt: skip
         return f"tilebit::Store<{', '.join(map(str, arguments))}>"

@@ -135,6 +135,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         for few in T.unroll(MANY_ROWS // FEW_ROWS - 1):
                             if m - top > box * MANY_ROWS + few * FEW_ROWS:
                                 load_rows(x, Xs, full, step, top, stage, box * MANY_ROWS + few * FEW_ROWS, FEW_ROWS)
+                if height % MANY_ROWS:
+                    for few in T.unroll(height % MANY_ROWS // FEW_ROWS):
+                        if m - top > height // MANY_ROWS * MANY_ROWS + few * FEW_ROWS:
+                            load_rows(x, Xs, full, step, top, stage, height // MANY_ROWS * MANY_ROWS + few * FEW_ROWS, FEW_ROWS)
             else:
                 for few in T.unroll(height // FEW_ROWS):
                     if m - top > few * FEW_ROWS:

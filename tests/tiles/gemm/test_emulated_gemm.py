@@ -94,6 +94,10 @@ PERSISTENT = (
     (Workload(60, 190, 320, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
     (Workload(228, 64, 192, QuantFormat(4, 64, False)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4)),  # a tile whose x comes in boxes
     (Workload(150, 128, 128, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 128, 64, 2, 4, cluster=2)),  # fewer rows than a box
+    (Workload(170, 128, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 112, 64, 2, 4)),  # a box and some of the rows after it
+    (Workload(100, 64, 192, QuantFormat(4, 64, False)), Schedule("gemm_wgmma", 64, 48, 64, 2, 4, stream_k=True)),
+    (Workload(150, 128, 256, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 128, 96, 64, 2, 8, split_k=2)),
+    (Workload(310, 128, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 128, 160, 64, 2, 8, tail=2)),
     (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
     (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
     # a last wave of strips: some without rows; two rounds of them, without whole tiles before; in pairs of blocks; too many tiles for it

@@ -1,0 +1,101 @@
+"""A shape's portfolio: a few kernels that together serve every m, and where one hands over to the next.
+
+Of each kernel a time is known as a function of m: what was measured, and between and beyond that the expected time (a ranker's or the
+analytic model's), multiplied by how much longer than expected its neighbouring measurements took. Expected times are steps: they change
+where a kernel's number of row tiles does, so a table has borders there, and between them one kernel, the one with the least time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+from ..schedule import Schedule
+
+MOST_KERNELS = 8
+MOST_TILES = 16  # row tiles of a kernel up to which each further one is a border of the table; the last m of a table is at its largest's
+
+# microseconds expected of a schedule at m rows
+Expected = Callable[[Schedule, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """``serving[i]`` serves every m up to ``bounds[i]`` that ``serving[i - 1]`` does not, and in ``us[i]`` microseconds at the bound, as
+    far as is known; the last one also serves every larger m. No two neighbours are equal."""
+
+    bounds: tuple[int, ...]
+    serving: tuple[Schedule, ...]
+    us: tuple[float, ...]
+
+    def at(self, m: int) -> Schedule:
+        """The schedule for ``m`` >= 1 rows."""
+        return self.serving[self.index(m)]
+
+    def index(self, m: int) -> int:
+        """Which part of the table ``m`` falls into."""
+        return min(bisect_left(self.bounds, m), len(self.bounds) - 1)
+
+    @property
+    def kernels(self) -> tuple[Schedule, ...]:
+        """Every schedule of the table once, in the order of m."""
+        return tuple(dict.fromkeys(self.serving))
+
+
+def calibrated(expected: Expected, measured: Mapping[Schedule, Mapping[int, float]]) -> Expected:
+    """``expected``, but as slow as ``measured`` (microseconds by m) says: the ratio of measured and expected time, interpolated in log m
+    and constant outside, is applied. A schedule without measurements takes the median of the ratios of those that have some."""
+    ratios = {s: sorted((log(m), log(us / expected(s, m))) for m, us in points.items()) for s, points in measured.items() if points}
+    all_ratios = sorted(r for points in ratios.values() for _, r in points)
+    usual = all_ratios[len(all_ratios) // 2] if all_ratios else 0.0
+
+    def time(schedule: Schedule, m: int) -> float:
+        points = ratios.get(schedule)
+        return expected(schedule, m) * exp(_interpolated(points, log(m)) if points else usual)
+
+    return time
+
+
+def borders(schedules: Iterable[Schedule]) -> list[int]:
+    """The largest m of each number of row tiles of each schedule, ascending."""
+    return sorted({s.block_m * tiles for s in schedules for tiles in range(1, MOST_TILES + 1)})
+
+
+def table(schedules: Sequence[Schedule], expected: Expected) -> Portfolio:
+    """The portfolio of at most ``MOST_KERNELS`` of ``schedules`` by their ``expected`` times; of equally fast ones the first is taken.
+
+    While there are too many, the one goes whose loss costs least: the sum over the table of how much longer the next best takes. Raises
+    ``ValueError`` without schedules."""
+    kept = list(dict.fromkeys(schedules))
+    if not kept:
+        raise ValueError("a portfolio of no schedules; accepted: at least one")
+    bounds = borders(kept)
+    us = {s: [expected(s, m) for m in bounds] for s in kept}
+    kept = [s for s in kept if any(us[s][i] <= min(us[o][i] for o in kept) for i in range(len(bounds)))]
+    while len(kept) > MOST_KERNELS:
+        kept.remove(min(kept, key=lambda s: _loss(s, kept, us, bounds)))
+    best = [min(kept, key=lambda s: us[s][i]) for i in range(len(bounds))]
+    last = [i for i in range(len(bounds)) if i + 1 == len(bounds) or best[i + 1] != best[i]]
+    return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
+
+
+def _loss(schedule: Schedule, kept: Sequence[Schedule], us: Mapping[Schedule, Sequence[float]], bounds: Sequence[int]) -> float:
+    """What is lost without ``schedule``: the logarithm of the slowdown, over log m."""
+    others, total, before = [s for s in kept if s != schedule], 0.0, 0
+    for i, bound in enumerate(bounds):
+        total += max(0.0, log(min(us[s][i] for s in others) / us[schedule][i])) * log((bound + 1) / (before + 1))
+        before = bound
+    return total
+
+
+def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The line through ``points`` (ascending in x) at ``x``; outside them the nearest one's value."""
+    after = bisect_left(points, (x,))
+    if after == 0:
+        return points[0][1]
+    if after == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

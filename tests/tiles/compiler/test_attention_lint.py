@@ -46,7 +46,7 @@ def test_decoding_needs_tensor_cores_and_copies():
 
 def test_prefill_has_a_loading_warpgroup():
     (finding,) = lint(ALL, replace(USED, threads=256), schedule("attention_prefill"), H200)
-    assert "256 threads a block; accepted: 384, 8 computing warps and a loading warpgroup" in finding
+    assert "256 threads a block; accepted: 384, 8 computing warps and 4 that load" in finding
 
 
 @pytest.mark.parametrize("program", GPU)

@@ -1,34 +1,86 @@
-"""What a stored number means: the number formats of weight-only GEMM."""
+"""What stored numbers mean, on both sides of a product: number formats of GEMM."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
-PER_CHANNEL = -1
-GROUP_SIZES = (32, 64, 128, PER_CHANNEL)
-BITS = (4, 8)
+PER_CHANNEL = -1  # a scale for each output channel
+PER_TENSOR = 0  # one scale
+GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
+BITS = (4, 8)  # of integer weights
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
 
 
 @dataclass(frozen=True, slots=True)
-class QuantFormat:
-    """A weight format: unsigned codes ``q`` of ``bits`` bits and, per output channel and group of ``group_size`` values of k,
+class Scale:
+    """What ``group`` numbers along k share (PER_CHANNEL, PER_TENSOR): a factor, stored as ``dtype`` ("": the product's 16-bit type), and a
+    ``zero`` point: "none", "middle" of the codes, or "stored" with the scale."""
 
-        w = (q - zero_point) * scale
+    group: int
+    dtype: str = ""
+    zero: str = "none"
 
-    ``symmetric`` formats store no zero point: it is ``2 ** (bits - 1)`` everywhere. ``group_size`` is 32, 64, 128 or -1
-    (one group per output channel). Raises ``ValueError`` for anything else.
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", "float": the product's 16-bit type) and their ``scales``, the inner level
+    first."""
+
+    kind: str
+    bits: int
+    scales: tuple[Scale, ...] = ()
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The number of each code, before zero point and scale."""
+        if self.kind == "e2m1":
+            return (*E2M1, *(-value for value in E2M1))
+        return tuple(float(code) for code in range(1 << self.bits))
+
+
+FLOAT = Numbers("float", 16)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GemmFormat:
+    """The numbers of a product's weight and of its ``x``, and what their products are summed in.
+
+        w = (value(q) - zero) * scale          value: ``weight.values``; zero, scale: ``weight.scales``
+
+    ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a format of another package is defined
+    (as ``FORMAT``), which is its name too. Raises ``ValueError`` for a weight without scales.
     """
 
-    bits: int = 4
-    group_size: int = 128
-    symmetric: bool = True
+    weight: Numbers
+    x: Numbers = FLOAT
+    accumulate: str = "float32"
+    module: str = ""
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits!r}; accepted: {BITS}")
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size is {self.group_size!r}; accepted: {GROUP_SIZES} (-1: one group per output channel)")
+        if not self.weight.scales:
+            raise ValueError(f"weight is {self.weight}; accepted: numbers with at least one level of scales")
+
+    @property
+    def bits(self) -> int:
+        """Of a stored code of the weight."""
+        return self.weight.bits
+
+    @property
+    def group_size(self) -> int:
+        """Values of k that share a scale of the inner level."""
+        return self.weight.scales[0].group
+
+    @property
+    def symmetric(self) -> bool:
+        """No zero point is stored."""
+        return self.weight.scales[0].zero != "stored"
+
+    @property
+    def integer(self) -> bool:
+        """The weight's codes are unsigned integers, whose numbers a zero point shifts."""
+        return self.weight.kind == "uint"
 
     @property
     def max_code(self) -> int:
@@ -36,33 +88,89 @@ class QuantFormat:
 
     @property
     def symmetric_zero_point(self) -> int:
-        """The zero point that a symmetric format implies."""
-        return 1 << (self.bits - 1)
+        """The zero point where none is stored: the middle of integer codes; 0 of others, whose codes have a sign."""
+        return 1 << (self.bits - 1) if self.integer else 0
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a code's number less its zero point, whatever that is."""
+        if not self.symmetric:
+            return float(self.max_code)
+        return max(abs(value - self.symmetric_zero_point) for value in self.weight.values)
 
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
         return 1 if self.group_size == PER_CHANNEL else -(-k // self.group_size)
 
     @property
+    def kind(self) -> str:
+        """The class of numbers that measurements must share to speak of each other: "w4", "w8", "w4e2m1"."""
+        return f"w{self.bits}{'' if self.integer else self.weight.kind}"
+
+    @property
     def name(self) -> str:
-        """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``."""
-        group = "channel" if self.group_size == PER_CHANNEL else f"g{self.group_size}"
-        return f"w{self.bits}a16_{group}" + ("" if self.symmetric else "_asym")
+        """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``, ``w4a16_mxfp4``."""
+        return self.module or next(name for name, known in FORMATS.items() if known == self)
 
     @classmethod
-    def parse(cls, name: str) -> QuantFormat:
-        """The inverse of ``name``; raises ``ValueError`` with an example for anything else."""
-        for bits in BITS:
-            for group in GROUP_SIZES:
-                for symmetric in (True, False):
-                    candidate = cls(bits, group, symmetric)
-                    if candidate.name == name:
-                        return candidate
-        raise ValueError(f"unknown format {name!r}; accepted are names such as 'w4a16_g128', 'w4a16_g64_asym', 'w8a16_channel'")
+    def parse(cls, name: str) -> GemmFormat:
+        """The inverse of ``name``; raises ``ValueError`` with examples for anything else."""
+        if "." in name:
+            return importlib.import_module(name).FORMAT
+        if name not in FORMATS:
+            raise ValueError(f"unknown format {name!r}; accepted are names such as 'w4a16_g128', 'w4a16_g64_asym', 'w8a16_channel'")
+        return FORMATS[name]
+
+    def __repr__(self) -> str:
+        if self.integer:
+            return f"QuantFormat(bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric})"
+        return f"GemmFormat.parse({self.name!r})"
 
     def to_json(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+        if self.integer:
+            return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+        return {"name": self.name}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> QuantFormat:
-        return cls(bits=data["bits"], group_size=data["group_size"], symmetric=data["symmetric"])
+    def from_json(cls, data: dict[str, Any]) -> GemmFormat:
+        """Raises ``KeyError`` for a missing field and ``ValueError`` for a format that is not known."""
+        if "name" in data:
+            return cls.parse(data["name"])
+        return QuantFormat(bits=data["bits"], group_size=data["group_size"], symmetric=data["symmetric"])
+
+
+class QuantFormat:
+    """A format of integer weights with 16-bit activations: unsigned codes ``q`` of ``bits`` bits (4, 8)
+    and, per output channel and group of ``group_size`` values of k,
+
+        w = (q - zero_point) * scale
+
+    ``symmetric`` formats store no zero point: it is ``2 ** (bits - 1)`` everywhere. ``group_size`` is 32, 64, 128 or -1 (one group per
+    output channel). Gives a ``GemmFormat``; raises ``ValueError`` for anything else.
+    """
+
+    def __new__(cls, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> GemmFormat:  # pyright: ignore[reportInvalidTypeForm]
+        if bits not in BITS:
+            raise ValueError(f"bits is {bits!r}; accepted: {BITS}")
+        if group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {group_size!r}; accepted: {GROUP_SIZES} (-1: one group per output channel)")
+        return GemmFormat(Numbers("uint", bits, (Scale(group_size, "", "middle" if symmetric else "stored"),)))
+
+    @staticmethod
+    def parse(name: str) -> GemmFormat:
+        """The format called ``name`` ("w4a16_g128"); raises ``ValueError`` with examples for anything else."""
+        return GemmFormat.parse(name)
+
+
+def _integer_formats() -> dict[str, GemmFormat]:
+    found = {}
+    for bits in BITS:
+        for group in GROUP_SIZES:
+            shared = "channel" if group == PER_CHANNEL else f"g{group}"
+            for symmetric in (True, False):
+                found[f"w{bits}a16_{shared}{'' if symmetric else '_asym'}"] = QuantFormat(bits, group, symmetric)
+    return found
+
+
+# Every format by its name: a new one is a line here, and a codec (tiles/gemm/codecs.py).
+FORMATS: dict[str, GemmFormat] = _integer_formats()

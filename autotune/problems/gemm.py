@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.formats import PER_CHANNEL, QuantFormat
-from ...layouts.packing import PackedLayout, gemm_layout
+from ...layouts.formats import PER_CHANNEL, GemmFormat
+from ...layouts.packing import PackedLayout
 from ...schedules.gemm import rules as rules
+from ...schedules.gemm.codecs import packed_layout
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
@@ -149,7 +150,7 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     return (finite or exact[-1:])[0]
 
 
-def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[float, ...]) -> float:
+def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
     """Standard deviation of one output of the exact problem."""
     codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6)
     activations = largest * (largest + 1) / 3
@@ -159,7 +160,7 @@ def _deviation(k: int, f: QuantFormat, largest: int, scales: tuple[float, ...]) 
 def _problem(workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, bias: Tensor) -> Problem:
     """Random packed codes and zero points beside the given x and bias, with scales drawn from the values in ``scales``."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
-    layout, stated = gemm_layout(arch, f.bits), {o.name: o for o in present(workload.operands(arch))}
+    layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
     if layout.padded(workload.n, workload.k) != (workload.n, workload.k):
         ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)

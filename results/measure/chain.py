@@ -24,7 +24,7 @@ import tilebit
 from tilebit.autotune.measure import copies_needed, time_calls
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
-from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.schedules.gemm.workload import Workload, m_bucket
 from tilebit.schedules.target import Target, detect_target
 from tilebit.weights.packed import PackedWeight
@@ -51,7 +51,7 @@ class Weights:
     dense: list[Tensor]
 
 
-def make_weights(layer: LayerShape, layers: int, format: QuantFormat, device: str) -> Weights:
+def make_weights(layer: LayerShape, layers: int, format: GemmFormat, device: str) -> Weights:
     """Random codes (and zero points), scaled so that a linear keeps the size of its input: fp16 then holds the whole chain."""
     generator = torch.Generator(device).manual_seed(0)
     levels = format.max_code + 1
@@ -125,7 +125,7 @@ def _replayed(chain: Chain, replays: int = 50) -> list[Tensor]:
     return found
 
 
-def measure_chain(target: Target, device: str, m: int, format: QuantFormat, layer: LayerShape = LAYER) -> list[dict[str, Any]]:
+def measure_chain(target: Target, device: str, m: int, format: GemmFormat, layer: LayerShape = LAYER) -> list[dict[str, Any]]:
     """The rows of one chain: ``us`` is the median of one layer in microseconds, ``saving_us`` what dependent launch saves per launch."""
     needed = copies_needed(sum(Workload(m, n, k, format).weight_bytes for _, n, k in layer), target.l2)
     layers = max(MIN_LAYERS, needed)

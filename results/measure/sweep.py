@@ -56,7 +56,7 @@ class Bench:
         self.workload, self.target = Workload(max(ms), *shape, FORMAT), target
         w, f = self.workload, FORMAT
         dtype = getattr(torch, w.dtype)
-        self.plan = plan_for(torch.device(device), w.n, w.k, f.bits, f.group_size, dtype, not f.symmetric, w.bias)
+        self.plan = plan_for(torch.device(device), w.n, w.k, f.name, dtype, w.bias)
         self.exact, random = (make(w, 0, target.arch, device) for make in (exact_problem, random_problem))
         copies = copies_needed(w.with_m(min(ms)).bytes, target.l2)
         self.problems = [random, *(random.copied() for _ in range(copies - 1))]

@@ -32,7 +32,7 @@ from torch import Tensor
 import tilebit
 from tilebit.command.bench import TORCH_DTYPES, process_fields
 from tilebit.kernels import KernelUnavailable, build, find_kernel
-from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.ops.dispatch import device_target
 from tilebit.schedules.gemm.workload import Workload, m_bucket
 from tilebit.schedules.target import Target, detect_target, target_from_name
@@ -64,7 +64,7 @@ class TilebitPeer:
     kind = "gemm"
     tol = 0.01  # of the relative Frobenius error
 
-    def __init__(self, name: str, format: QuantFormat, codes: str, x_dtype: str, dependent: bool = False) -> None:
+    def __init__(self, name: str, format: GemmFormat, codes: str, x_dtype: str, dependent: bool = False) -> None:
         self.name, self.format, self.codes, self.x_dtype, self.dependent = name, format, codes, x_dtype, dependent
 
     @property
@@ -98,7 +98,7 @@ class TilebitPeer:
         latest: dict[str, Tensor] = {}
 
         def call(weight: Tensor) -> None:
-            latest["y"] = op(x, weight, packed.scales, packed.zeros, None, packed.n, self.format.bits, GROUP, **extra)
+            latest["y"] = op(x, weight, packed.scales, packed.zeros, None, packed.n, packed.format_name, **extra)
 
         target = device_target(x.device)
         workload = Workload(m_bucket(m), packed.n, packed.k, self.format, self.x_dtype)

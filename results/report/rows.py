@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import ARCHES, target_from_name
 
@@ -80,7 +80,7 @@ class Row:
         return int(match.group(1)) if match else 16
 
     @property
-    def quant_format(self) -> QuantFormat | None:
+    def quant_format(self) -> GemmFormat | None:
         """The weight format; None for unquantized weights and for formats that tilebit has not."""
         if self.weight_bits not in (4, 8):
             return None

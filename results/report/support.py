@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload
@@ -24,7 +24,7 @@ SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 EVERY_CACHE = "kv16, kv8, kv4, kv2, kvfp8, or mixed; keys per channel or per token"
 
 
-def supported(format: QuantFormat, arch: str, dtype: str) -> bool:
+def supported(format: GemmFormat, arch: str, dtype: str) -> bool:
     """Whether every probe shape has a legal schedule on ``arch``."""
     target = target_from_name(arch)
     for m, n, k in PROBES:
@@ -35,7 +35,7 @@ def supported(format: QuantFormat, arch: str, dtype: str) -> bool:
     return True
 
 
-def claims() -> Iterator[tuple[QuantFormat, str, tuple[str, ...]]]:
+def claims() -> Iterator[tuple[GemmFormat, str, tuple[str, ...]]]:
     """(format, arch, dtypes) for every pair of a format and an architecture; no dtypes where it is not supported."""
     for bits in BITS:
         for symmetric in (True, False):
@@ -77,7 +77,7 @@ def _cells(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
     """(formats in words, cells): group sizes are joined first, then zero points, then widths."""
-    by_format: dict[QuantFormat, list[tuple[str, ...]]] = {}
+    by_format: dict[GemmFormat, list[tuple[str, ...]]] = {}
     for format, _, dtypes in claims():
         by_format.setdefault(format, []).append(dtypes)
     groups: dict[tuple, list[str]] = {}

@@ -25,6 +25,7 @@ from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
+from .codecs import codec_of
 from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes
 from .waves import cut_places, shared_places
 from .workload import Workload
@@ -36,7 +37,6 @@ EXCHANGE = 30.0  # bytes per clock that an SM's partial sums travel at, through 
 LANES = 128  # of Target.dequant_gops per SM and clock
 
 # --- gemm_wgmma, gemm_mma
-DEQUANT_OPS = {4: 2.2, 8: 2.6}  # alpha: what is not hidden of 1.25 and 1.5 counted per weight, with their waiting; fitted at 4 bits
 MMA_BURST = 1.36  # products that wait for dequantization run at a higher clock than the power limit leaves a plain product; fitted
 MMA_SPARE = 1.44  # and an SM's rate over its share when others idle; fitted
 STEP_US = 0.063  # one stage handed from producer to consumer and back; fitted
@@ -60,7 +60,6 @@ STREAM_SPLIT_US = 0.2  # one ticket and its fence; fitted
 CLUSTER_US = 0.6  # a cluster starts together, and its blocks send each other their parts
 SUM_US = 0.023  # one partial sum read from shared memory and added; fitted
 
-CPU_DEQUANT_OPS = {4: 1.0, 8: 0.75}  # per weight, in lanes: unpack, convert, scale
 CPU_L2_SPEEDUP = 2.5
 CPU_CHAINS = 4  # independent accumulators that, with decoding in between, hide the latency of a fused multiply-add
 CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
@@ -129,7 +128,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     memory = (_weight_bytes(w, n, k) + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
-    dequant = DEQUANT_OPS[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
+    dequant = codec_of(w.format).ops_per_weight[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
     dequant *= grid.decoded / grid.steps
     mma = 2.0 * s.block_m * m_tiles * n * k / (target.mma_tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
@@ -186,7 +185,7 @@ def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
     memory = _weight_bytes(w, n, k) / (target.read_gbps * 1e3)
     fits = s.block_n * k * w.format.bits // 8 < target.l2 / 2
     load = memory * (1 + (passes - 1) / (CPU_L2_SPEEDUP if fits else 1.0)) / share  # later passes find the rows of a task in cache
-    dequant = passes * CPU_DEQUANT_OPS[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
+    dequant = passes * codec_of(w.format).cpu_ops_per_weight[w.format.bits] * n * k / (target.dequant_gops * 1e3) / share
     mma = 2.0 * passes * s.block_m * n * k / (target.mma_tflops * 1e6) / share
     mma *= max(1.0, CPU_CHAINS / (2 * s.block_m * s.split_k))  # a task's tile is two vectors wide or more
     grid = _Grid(waves, waves, 1, 1, 1, 1, utilization, 0.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log2
 
 from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from . import cpu, rules, stream
+from .codecs import codec_of
 from .cost import estimate
 from .features import features
 from .tiles import tile_candidates
@@ -27,9 +29,14 @@ def _tiles(workload: Workload, target: Target) -> list[Schedule]:
     return tile_candidates(rule.program, workload, target, rule.reasons)
 
 
+def _unserved(program: str) -> Callable[[Workload], list[str]]:
+    return lambda workload: codec_of(workload.format).unserved(workload.format, program)
+
+
 BULK = Rule(
     stream.BULK,
     "tilebit.tiles.gemm.stream_bulk",
+    unserved=_unserved(stream.BULK),
     arches=("sm_90a",),
     tried=("sm_90a",),
     reads=_TILE,
@@ -41,6 +48,7 @@ BULK = Rule(
 STREAM = Rule(
     stream.ASYNC,
     "tilebit.tiles.gemm.stream",
+    unserved=_unserved(stream.ASYNC),
     arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
     tried=("sm_80", "sm_86", "sm_89"),
     reads=_TILE,
@@ -53,6 +61,7 @@ STREAM = Rule(
 WGMMA = Rule(
     rules.WGMMA.program,
     "tilebit.tiles.gemm.wgmma",
+    unserved=_unserved(rules.WGMMA.program),
     arches=rules.WGMMA.arches,
     tried=("sm_90a",),
     reads=_TILE | {"raster", "stream_k", "cluster", "tail"},
@@ -67,6 +76,7 @@ WGMMA = Rule(
 MMA = Rule(
     rules.MMA.program,
     "tilebit.tiles.gemm.mma",
+    unserved=_unserved(rules.MMA.program),
     arches=rules.MMA.arches,
     tried=("sm_80", "sm_86", "sm_89"),  # legal on sm_90a too (its code runs there) but never the faster one
     reads=_TILE | {"raster"},
@@ -79,6 +89,7 @@ MMA = Rule(
 CPU = Rule(
     cpu.PROGRAM,
     "tilebit.tiles.cpu.gemm.program",
+    unserved=_unserved(cpu.PROGRAM),
     arches=("cpu",),
     tried=("cpu",),
     reads=frozenset({"block_n", "block_m", "block_k", "num_warps", "split_k"}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...layouts.formats import PER_CHANNEL, QuantFormat
+from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
@@ -115,14 +115,14 @@ def grid_blocks(schedule: Schedule, target: Target) -> int:
     return target.units * schedule.min_blocks // schedule.cluster * schedule.cluster
 
 
-def stage_bytes(format: QuantFormat, schedule: Schedule) -> int:
+def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
     """Shared memory of one pipeline stage in bytes: packed weight tile, 16-bit x tile, and the group parameters of the tile."""
     groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
     parameters = schedule.block_n * 2 * groups * (1 if format.symmetric else 2)
     return schedule.block_n * schedule.block_k * format.bits // 8 + schedule.block_m * schedule.block_k * 2 + parameters
 
 
-def shared_memory(format: QuantFormat, schedule: Schedule) -> int:
+def shared_memory(format: GemmFormat, schedule: Schedule) -> int:
     """Shared memory of one block of a CUDA program in bytes."""
     rule = CUDA_RULES[schedule.program]
     pipeline = schedule.num_stages * (stage_bytes(format, schedule) + rule.barrier_bytes)
@@ -218,7 +218,7 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
     return reasons
 
 
-def _resource_reasons(rule: CudaRule, format: QuantFormat, schedule: Schedule, target: Target) -> list[str]:
+def _resource_reasons(rule: CudaRule, format: GemmFormat, schedule: Schedule, target: Target) -> list[str]:
     s, reasons = schedule, []
     smem = shared_memory(format, s)
     if smem > target.smem:

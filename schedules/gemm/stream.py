@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from ...layouts.formats import PER_CHANNEL, QuantFormat
+from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ..schedule import Schedule, in_turn
 from ..target import Target
 from .workload import Workload
@@ -61,7 +61,7 @@ def slot_bytes(workload: Workload, schedule: Schedule) -> int:
     return -(-x // line) * line + warps_n(s) * -(-of_warp // line) * line
 
 
-def weight_bytes(format: QuantFormat, schedule: Schedule) -> int:
+def weight_bytes(format: GemmFormat, schedule: Schedule) -> int:
     """Bytes of packed weights of one slot."""
     return schedule.block_n * schedule.block_k * format.bits // 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from ...layouts.formats import QuantFormat
-from ...layouts.packing import gemm_layout
+from ...layouts.formats import GemmFormat, QuantFormat
 from ..operands import Operand
+from .codecs import packed_layout
 
 DTYPES = ("float16", "bfloat16")
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
@@ -39,7 +39,7 @@ class Workload:
     m: int
     n: int
     k: int
-    format: QuantFormat = QuantFormat()
+    format: GemmFormat = QuantFormat()
     dtype: str = "float16"
     bias: bool = False
 
@@ -71,12 +71,12 @@ class Workload:
     @property
     def kind(self) -> str:
         """The class of numbers that records and rankers must share to say something about each other: "w4", "w8"."""
-        return f"w{self.format.bits}"
+        return self.format.kind
 
     def operands(self, arch: str) -> tuple[Operand, ...]:
         """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales and zeros
-        are padded to whole tiles of the packed layout (``layouts.packing.gemm_layout``)."""
-        f, layout = self.format, gemm_layout(arch, self.format.bits)
+        are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
+        f, layout = self.format, packed_layout(arch, self.format)
         columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
         packing = f"pack the weight for this device and dtype with tilebit.pack ({arch})"
@@ -131,5 +131,5 @@ class Workload:
         if data.get("op", "gemm") != "gemm":
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
         return cls(
-            m=data["m"], n=data["n"], k=data["k"], format=QuantFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"]
+            m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"]
         )

@@ -48,7 +48,7 @@ def op(**changes: Any) -> Callable[[Path], Any]:
     def call(_: Path) -> Any:
         x, packed, bias, _y = exact(workload(CASE, 3))
         arguments: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
-        arguments |= {"n": N, "bits": 4, "group_size": 32}
+        arguments |= {"n": N, "format": "w4a16_g32_asym"}
         for name, change in changes.items():
             arguments[name] = change(arguments[name]) if callable(change) else change
         return torch.ops.tilebit.gemm.default(*arguments.values())
@@ -103,12 +103,18 @@ def ops() -> Iterator[Bad]:
     for n in (N + 32, 1, 10**6):
         yield Bad(f"n is {n}", op(n=n), (f"n = {n}", "need"))
     for bits in (-4, 0, 1, 2, 3, 5, 16):
-        yield Bad(f"bits is {bits}", op(bits=bits), (f"bits is {bits}", "(4, 8)"))
+        yield Bad(f"bits is {bits}", lambda _, b=bits: QuantFormat(bits=b), (f"bits is {bits}", "(4, 8)"))
     for group in (-2, 0, 1, 16, 48, 256):
-        yield Bad(f"group_size is {group}", op(group_size=group), (f"group_size is {group}", "(32, 64, 128, -1)"))
-    yield Bad("8 bits of a 4-bit weight", op(bits=8), ("weight is int32 [3, 7, 128]", "needs int32 [3, 7, 256]"))
+        says = (f"group_size is {group}", "(32, 64, 128, -1)")
+        yield Bad(f"group_size is {group}", lambda _, g=group: QuantFormat(group_size=g), says)
+    for name in ("", "w4a16", "w3a16_g128", "w4a16_g16", "W4A16_G128"):
+        yield Bad(f"format is {name!r}", op(format=name), (f"unknown format {name!r}", "w4a16_g128"))
+    yield Bad("zeros of a format that has none", op(format="w4a16_g32"), ("zeros is bfloat16 [7, 96]", "has none; pass None"))
+    yield Bad("8 bits of a 4-bit weight", op(format="w8a16_g32_asym"), ("weight is int32 [3, 7, 128]", "needs int32 [3, 7, 256]"))
     for group in (64, 128, -1):
-        yield Bad(f"groups of 32 called groups of {group}", op(group_size=group), ("scales is bfloat16 [7, 96]", "need"))
+        yield Bad(
+            f"groups of 32 called groups of {group}", op(format=QuantFormat(4, group, False).name), ("scales is bfloat16 [7, 96]", "need")
+        )
     yield Bad("a bias of n_pad", op(bias=lambda b: torch.cat((b, b[:26]))), ("bias is bfloat16 [96]", "needs bfloat16 [70]"))
 
 

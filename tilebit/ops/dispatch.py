@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import packs
 from ..kernels import KernelUnavailable, build, find_kernel
-from ..layouts.formats import QuantFormat
+from ..layouts.formats import GemmFormat
 from ..runtime import LoadedKernel
 from ..schedules.gemm import rules as rules
 from ..schedules.gemm.workload import M_BUCKETS, Workload, m_bucket
@@ -53,7 +53,7 @@ class Plan:
     )
 
     def __init__(
-        self, device: torch.device, n: int, k: int, format: QuantFormat, dtype: torch.dtype, bias: bool, dependent: bool = False
+        self, device: torch.device, n: int, k: int, format: GemmFormat, dtype: torch.dtype, bias: bool, dependent: bool = False
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -120,19 +120,17 @@ def plan_for(
     device: torch.device,
     n: int,
     k: int,
-    bits: int,
-    group_size: int,
+    format: str,
     dtype: torch.dtype,
-    asymmetric: bool,
     bias: bool,
     dependent: bool = False,
 ) -> Plan:
     """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format, shape, dtype or device that is not
     supported."""
-    key = (n, k, bits, group_size, asymmetric, bias, dtype, device, dependent)
+    key = (n, k, format, bias, dtype, device, dependent)
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = Plan(device, n, k, QuantFormat(bits, group_size, not asymmetric), dtype, bias, dependent)
+        plan = plans[key] = Plan(device, n, k, GemmFormat.parse(format), dtype, bias, dependent)
     return plan
 
 

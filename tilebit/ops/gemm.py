@@ -16,7 +16,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
-from ..layouts.formats import QuantFormat
+from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
 from . import dispatch
@@ -39,7 +39,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that observe nothing
 _checked = dispatch.checked
 _library = torch.library.Library("tilebit", "DEF")
 _taken = schema(Workload(1, 1, 1).operands("cpu"))
-_library.define(f"gemm({', '.join(_taken)}, int n, int bits, int group_size, bool dependent=False) -> Tensor")
+_library.define(f"gemm({', '.join(_taken)}, int n, str format, bool dependent=False) -> Tensor")
 _operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
 
 
@@ -63,14 +63,14 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
             f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
             f"one with tilebit.pack) and a torch.Tensor or None"
         )
-    shape, f = x.shape, packed.format
+    shape = x.shape
     if packed.perm is not None:
         if not shape or shape[-1] != packed.k or x.device != packed.device:
             _reject_x(x, packed.k, packed.device)
         x = x.index_select(-1, packed.perm)
     elif shape and shape[-1] != packed.k:
         _reject_x(x, packed.k, packed.device)
-    return call(x, packed.weight, packed.scales, packed.zeros, bias, packed.n, f.bits, f.group_size, dependent)
+    return call(x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format_name, dependent)
 
 
 def call(
@@ -80,8 +80,7 @@ def call(
     zeros: Tensor | None,
     bias: Tensor | None,
     n: int,
-    bits: int,
-    group_size: int,
+    format: str,
     dependent: bool,
 ) -> Tensor:
     """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two apart.
@@ -111,11 +110,11 @@ def call(
     )
     if plain:
         try:
-            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+            return _gemm(x, weight, scales, zeros, bias, n, format, dependent)
         except (RuntimeError, ValueError):
             if (x.is_cuda or x.is_cpu) and not x.is_neg():
                 raise
-    return _operator(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+    return _operator(x, weight, scales, zeros, bias, n, format, dependent)
 
 
 def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependent: bool = False) -> None:
@@ -129,8 +128,7 @@ def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependen
     rows = list(m)
     if not rows or any(not isinstance(count, int) or count < 1 for count in rows):
         raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above")
-    f = packed.format
-    plan = dispatch.plan_for(packed.device, packed.n, packed.k, f.bits, f.group_size, packed.dtype, not f.symmetric, bias, dependent)
+    plan = dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent)
     plan.prepare(rows)
 
 
@@ -141,15 +139,14 @@ def _gemm(
     zeros: Tensor | None,
     bias: Tensor | None,
     n: int,
-    bits: int,
-    group_size: int,
+    format: str,
     dependent: bool = False,
 ) -> Tensor:
     shape = x.shape
     k = shape[-1] if shape else 0
     flat = len(shape) == 2
     m = shape[0] if flat else x.numel() // (k or 1)
-    key = (id(weight), k, n, bits, group_size, zeros is None, bias is None, dependent)
+    key = (id(weight), k, n, format, zeros is None, bias is None, dependent)
     plan = _checked.get(key)
     launch = None if plan is None else plan.launchers.get(m)
     if plan is None or launch is None:
@@ -176,7 +173,7 @@ def _gemm(
     except Exception:
         again = _checked_plan(key, x, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
         if again is not plan:  # found by a weight whose company has since been cast or moved
-            return _gemm(x, weight, scales, zeros, bias, n, bits, group_size, dependent)
+            return _gemm(x, weight, scales, zeros, bias, n, format, dependent)
         if rows.data_ptr() % ALIGNMENT == 0:
             raise
         with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
@@ -190,10 +187,10 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tenso
     Kernels check their operands in C before they launch, at no cost that shows: so this runs once per weight and number of rows, and again
     when a kernel refuses. For the same reason ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
     """
-    _, k, n, bits, group_size, symmetric, plain, dependent = key
+    _, k, n, format, _, plain, dependent = key
     if not k or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
-    plan = dispatch.plan_for(x.device, n, k, bits, group_size, x.dtype, not symmetric, not plain, dependent)
+    plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not plain, dependent)
     w = plan.workload
     call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     check(plan.operands[1:-1], (weight, scales, zeros, bias), plan.device, call, dense=True)  # x and y are this operator's own
@@ -204,14 +201,14 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tenso
 
 
 def _gemm_fake(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, bits: int, group_size: int, *_: bool
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, format: str, *_: bool
 ) -> Tensor:
     if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
     for name, operand in (("weight", weight), ("scales", scales), ("zeros", zeros), ("bias", bias)):
         if operand is not None and operand.device != x.device:
             raise ValueError(f"{name} is on {operand.device} and x on {x.device}; accepted: all on one device: move them there")
-    QuantFormat(bits, group_size, zeros is None)
+    GemmFormat.parse(format)
     return x.new_empty((*x.shape[:-1], n))
 
 

@@ -15,12 +15,14 @@ ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
 def check(operands: Sequence[Operand], given: Sequence[Tensor | None], device: torch.device, call: str, *, dense: bool = False) -> None:
     """Raise ``ValueError`` for the first tensor that does not fit its operand on ``device``; reads no device memory.
 
-    ``given`` are in call order; one that the workload does not have is not looked at. ``call`` says in words what needs them. Written
-    operands, and with ``dense`` all, must be contiguous and aligned: others may be copied first.
+    ``given`` are in call order. ``call`` says in words what needs them. Written operands, and with ``dense`` all, must be contiguous and
+    aligned: others may be copied first; and with ``dense`` what the workload does not have must be None.
     """
     sizes: dict[str, int] = {}
     for o, tensor in zip(operands, given, strict=True):
         if o.absent:
+            if dense and tensor is not None:
+                raise ValueError(f"{o.name} is {describe(tensor)}; {call} has none; pass None")
             continue
         if tensor is None:
             raise ValueError(f"{o.name} is missing; {call} needs {o.text()}; {o.advice or 'pass it'}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
+from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 
 FAMILIES = ("awq", "gptq", "compressed-tensors")
 GPTQ_FORMATS = ("gptq", "gptq_v2")
@@ -29,7 +29,7 @@ class LayerScheme:
     """
 
     storage: str
-    format: QuantFormat
+    format: GemmFormat
     desc_act: bool | None
 
 
@@ -64,7 +64,7 @@ def check_gptq_format(checkpoint_format: str | None) -> None:
         _refuse("checkpoint_format", checkpoint_format, GPTQ_FORMATS, "pass one of these, or nothing to trust the config")
 
 
-def quant_format(what: str, bits: Any, group_size: Any, symmetric: Any) -> QuantFormat:
+def quant_format(what: str, bits: Any, group_size: Any, symmetric: Any) -> GemmFormat:
     """A ``QuantFormat`` from untrusted fields; raises ``CheckpointError`` naming ``what`` holds them."""
     if isinstance(bits, bool) or bits not in BITS:
         _refuse(f"{what}: bits", bits, BITS, "requantize the model to one of these")

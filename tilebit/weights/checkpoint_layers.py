@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.checkpoints import CheckpointLayout, checkpoint_layout
-from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, QuantFormat
+from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 from .checkpoint_config import GPTQ_FORMATS, CheckpointError, LayerScheme, quant_format
 from .packed import unpack_words
 from .quantize import SCALE_DTYPES, QuantizedTensor
@@ -135,7 +135,7 @@ class StoredLayer:
             )
         return n, k
 
-    def _check_groups(self, k: int, format: QuantFormat) -> None:
+    def _check_groups(self, k: int, format: GemmFormat) -> None:
         groups = self.scales.shape[1]
         if groups != format.groups(k):
             fits = _fitting_group(k, groups)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..layouts.formats import QuantFormat
-from ..layouts.packing import gemm_layout
+from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
+from ..schedules.gemm.codecs import packed_layout
 from .packed import DTYPES, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
 
@@ -51,7 +51,7 @@ class QuantLinear(nn.Module):
         if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features = packed.k, packed.n
-        self.format = packed.format
+        self.format, self._format_name = packed.format, packed.format_name
         self._hold(packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
         self.dependent = dependent
@@ -60,7 +60,7 @@ class QuantLinear(nn.Module):
     def from_float(
         cls,
         linear: nn.Linear,
-        format: QuantFormat | str = QuantFormat(),
+        format: GemmFormat | str = QuantFormat(),
         clip_search: bool = False,
         dtype: torch.dtype | None = None,
         dependent: bool = False,
@@ -112,14 +112,12 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # As attributes they would cost 0.9 us each. A buffer that was replaced by a Parameter is found among those.
         held: dict[str, Any] = {**self._buffers, **self._parameters} if self._parameters else self._buffers
-        perm, f = held["perm"], self.format
+        perm = held["perm"]
         if perm is not None:
             x = x.index_select(-1, perm)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
-        return call(
-            x, held["weight"], held["scales"], held["zeros"], held["bias"], self.out_features, f.bits, f.group_size, self._dependent
-        )
+        return call(x, held["weight"], held["scales"], held["zeros"], held["bias"], self.out_features, self._format_name, self._dependent)
 
     def unpack(self) -> QuantizedTensor:
         """The weight as codes, scales and zero points."""
@@ -144,7 +142,7 @@ class QuantLinear(nn.Module):
         return self
 
     def _repack_for(self, arch: str) -> None:
-        if not _same_layout(arch, self.arch, self.format.bits):
+        if not _same_layout(arch, self.arch, self.format):
             codes = self.unpack()
             self._hold(pack(codes, self.scales.dtype, arch=arch))
         self.arch = arch
@@ -196,7 +194,7 @@ class QuantLinear(nn.Module):
             raise ValueError(
                 f"the state_dict holds { ({name: described.get(name) for name in own}) }; this module is {own}: build the module that fits"
             )
-        if _same_layout(described["arch"], self.arch, self.format.bits):
+        if _same_layout(described["arch"], self.arch, self.format):
             return {}
         scales, zeros = state_dict[prefix + "scales"], state_dict.get(prefix + "zeros")
         stored = PackedWeight(
@@ -207,14 +205,14 @@ class QuantLinear(nn.Module):
         return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _same_layout(a: str, b: str, bits: int) -> bool:
-    return a == b or gemm_layout(a, bits) is gemm_layout(b, bits) or gemm_layout(a, bits).name == gemm_layout(b, bits).name
+def _same_layout(a: str, b: str, format: GemmFormat) -> bool:
+    return a == b or packed_layout(a, format).name == packed_layout(b, format).name
 
 
 def _parse(state: Any) -> dict[str, Any]:
     try:
         described = json.loads(bytes(state.tolist()))
-        gemm_layout(described["arch"], described["format"]["bits"])
+        packed_layout(described["arch"], GemmFormat.from_json(described["format"]))
         return described
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise ValueError(
@@ -224,7 +222,7 @@ def _parse(state: Any) -> dict[str, Any]:
 
 def quantize_model(
     model: nn.Module,
-    format: QuantFormat | str = QuantFormat(),
+    format: GemmFormat | str = QuantFormat(),
     skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
     clip_search: bool = False,
     dtype: torch.dtype | None = None,

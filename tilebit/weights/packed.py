@@ -6,13 +6,14 @@ byte), so no step widens codes beyond uint8; the hosts and GPUs supported are li
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..layouts.formats import QuantFormat
-from ..layouts.packing import PackedLayout, gemm_layout
+from ..layouts.formats import GemmFormat
+from ..layouts.packing import PackedLayout
+from ..schedules.gemm.codecs import packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
@@ -29,7 +30,7 @@ _CHUNK_CODES = 1 << 25
 class PackedWeight:
     """A weight [n, k] as the GEMM kernels of ``arch`` read it.
 
-    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``gemm_layout(arch, format.bits)``; ``scales`` [groups, n_pad] in ``dtype``
+    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``; ``scales`` [groups, n_pad] in ``dtype``
     (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype`` holding integers, or None for a symmetric format; n_pad is n rounded up to whole
     tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T. Raises
     ``ValueError`` for anything else.
@@ -40,12 +41,14 @@ class PackedWeight:
     zeros: Tensor | None
     n: int
     k: int
-    format: QuantFormat
+    format: GemmFormat
     dtype: torch.dtype
     arch: str
     perm: Tensor | None = None
+    format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format_name", self.format.name)
         if (self.zeros is None) != self.format.symmetric:
             raise ValueError(
                 f"zeros are {'absent' if self.zeros is None else 'given'}; {self.format.name} "
@@ -65,7 +68,7 @@ class PackedWeight:
 
     @property
     def layout(self) -> PackedLayout:
-        return gemm_layout(self.arch, self.format.bits)
+        return packed_layout(self.arch, self.format)
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +97,7 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
     if device is not None:
         q = q.to(device)
-    layout = gemm_layout(arch or arch_of(q.device), q.format.bits)
+    layout = packed_layout(arch or arch_of(q.device), q.format)
     n_pad = layout.padded(q.n, q.k)[0]
     scales = q.scales.to(dtype)
     if scales.dtype != q.scales.dtype:

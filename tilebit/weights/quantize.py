@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layouts.formats import PER_CHANNEL, QuantFormat
+from ..layouts.formats import PER_CHANNEL, GemmFormat
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if its error is smaller.
@@ -34,7 +34,7 @@ class QuantizedTensor:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
-    format: QuantFormat
+    format: GemmFormat
     perm: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class QuantizedTensor:
         return shifted.to(dtype)
 
 
-def quantize(w: Tensor, format: QuantFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
+def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
     """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of ``format``.
 
     ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or bf16, else float16. Codes are rounded with
@@ -138,7 +138,7 @@ def quantize(w: Tensor, format: QuantFormat, clip_search: bool = False, scale_dt
     return QuantizedTensor(codes, scales, zeros, format)
 
 
-def _search(block: Tensor, format: QuantFormat, scale_dtype: torch.dtype, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _search(block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of least squared error over ``factors``."""
     low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
     best = _round(block, low, high, format, scale_dtype)
@@ -158,7 +158,7 @@ def _search(block: Tensor, format: QuantFormat, scale_dtype: torch.dtype, factor
     return best
 
 
-def _round(block: Tensor, low: Tensor, high: Tensor, format: QuantFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _round(block: Tensor, low: Tensor, high: Tensor, format: GemmFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, stored scales and zero points of ``block`` for the range [low, high] of each group."""
     # Symmetric: half the code range on either side. The positive end lies half a step above the last code, an error rounding has anyway.
     exact = torch.maximum(-low, high) * (2.0 / format.max_code) if format.symmetric else (high - low) / format.max_code
@@ -179,7 +179,7 @@ def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return restored.sub_(block).square_().sum(-1)
 
 
-def _per_column(values: Tensor, format: QuantFormat, k: int) -> Tensor:
+def _per_column(values: Tensor, format: GemmFormat, k: int) -> Tensor:
     """[n, groups] -> something that broadcasts against [n, k]."""
     return values if format.group_size == PER_CHANNEL else values.repeat_interleave(format.group_size, dim=1)[:, :k]
 

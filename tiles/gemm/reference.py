@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...layouts.formats import QuantFormat
+from ...layouts.formats import GemmFormat
 
 
-def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, format: QuantFormat) -> np.ndarray:
+def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, format: GemmFormat) -> np.ndarray:
     """w ``[n, k]`` in fp64 from codes ``[n, k]``, scales ``[n, groups]`` and zero points ``[n, groups]`` (None: symmetric)."""
     k = codes.shape[1]
     group = np.arange(k) // (k if format.group_size < 0 else format.group_size)
@@ -16,7 +16,7 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None,
 
 
 def gemm_reference(
-    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, bias: np.ndarray | None, format: QuantFormat
+    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, bias: np.ndarray | None, format: GemmFormat
 ) -> np.ndarray:
     """y ``[m, n]`` in fp64 = x ``[m, k]`` @ w^T (+ bias ``[n]``)."""
     y = x.astype(np.float64) @ dequantized(codes, scales, zeros, format).T

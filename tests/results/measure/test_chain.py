@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from results.measure import chain
-from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.schedules.target import cpu_target
 
 LAYER = (("up", 128, 64), ("down", 64, 96))  # the second takes m x 96 of the first one's m x 128 numbers
@@ -14,7 +14,7 @@ SYMMETRIC = QuantFormat(4, 128, True)
 
 
 @pytest.mark.parametrize("format", chain.FORMATS)
-def test_weights_keep_the_size_of_their_input(format: QuantFormat):
+def test_weights_keep_the_size_of_their_input(format: GemmFormat):
     weights = chain.make_weights((("wide", 512, 256), ("deep", 256, 512)), 3, format, "cpu")
     assert len(weights.packed) == len(weights.dense) == 6
     x = torch.randn(16, 256)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilebit.layouts.formats import QuantFormat
-from tilebit.schedules.gemm.cost import DEQUANT_OPS, MMA_BURST, STEP_US, estimate
+from tilebit.schedules.gemm.codecs import UINT
+from tilebit.schedules.gemm.cost import MMA_BURST, STEP_US, estimate
 from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
@@ -53,7 +54,7 @@ def test_equation_4_by_hand():
     n, k = 132 * 128, 4096
     e = estimate(Workload(256, n, k), BIG, H200)
     assert e.utilization == 1.0
-    assert e.dequant_us == pytest.approx(DEQUANT_OPS[4] * n * k / 33450e3)
+    assert e.dequant_us == pytest.approx(UINT.ops_per_weight[4] * n * k / 33450e3)
     assert e.mma_us == pytest.approx(2 * 256 * n * k / (656e6 * MMA_BURST) + STEP_US * k / 128)
 
 

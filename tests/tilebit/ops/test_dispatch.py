@@ -57,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def cuda_plan(n: int = N, symmetric: bool = True, bias: bool = False, dependent: bool = False) -> dispatch.Plan:
     """A plan for a GPU that is not there."""
-    made = dispatch.plan_for(torch.device("cpu"), n, K, 4, 32, torch.float16, not symmetric, bias, dependent)
+    made = dispatch.plan_for(torch.device("cpu"), n, K, "w4a16_g32" if symmetric else "w4a16_g32_asym", torch.float16, bias, dependent)
     plan = dispatch.Plan.__new__(dispatch.Plan)
     for name in ("device", "bias", "dependent", "operands", "workload"):
         setattr(plan, name, getattr(made, name))
@@ -97,7 +97,7 @@ def test_dependent_launch_is_taken_when_asked_for_and_there(asked: list[int], op
 
 
 def test_the_option_has_a_plan_of_its_own():
-    keys = (torch.device("cpu"), N, K, 4, 32, torch.float16, False, False)
+    keys = (torch.device("cpu"), N, K, "w4a16_g32", torch.float16, False)
     plain, early = dispatch.plan_for(*keys), dispatch.plan_for(*keys, True)
     assert plain is not early and (plain.dependent, early.dependent) == (False, True)
     assert dispatch.plan_for(*keys, False) is plain and dispatch.plan_for(*keys, True) is early

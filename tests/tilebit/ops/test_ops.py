@@ -69,13 +69,13 @@ def test_a_permuted_weight_gathers_x(cpu_kernels):
 @pytest.mark.parametrize("option", [(), (True,)], ids=["plain", "dependent"])
 def test_opcheck(cpu_kernels, case, option):
     x, packed, bias, _ = exact(workload(case, 5))
-    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size, *option)
+    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name, *option)
     results = torch.library.opcheck(torch.ops.tilebit.gemm.default, arguments)
     assert set(results.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in results
 
 
 def test_dependent_is_a_trailing_option_that_changes_no_result(cpu_kernels):
-    assert str(torch.ops.tilebit.gemm.default._schema).endswith("int group_size, bool dependent=False) -> Tensor")
+    assert str(torch.ops.tilebit.gemm.default._schema).endswith("str format, bool dependent=False) -> Tensor")
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
     assert torch.equal(tilebit.gemm(x, packed, bias, dependent=True), expected)
     tilebit.prepare(packed, m=[5], bias=True, dependent=True)
@@ -120,7 +120,7 @@ def test_a_weight_that_was_checked_is_checked_by_the_kernel(cpu_kernels):
         assert torch.equal(tilebit.gemm(x, packed, bias), expected)
         (name,) = wrong
         with pytest.raises(ValueError, match=f"^{name} is .* need"):
-            torch.ops.tilebit.gemm.default(x, packed.weight, *{**good, **wrong}.values(), N, 4, 32)
+            torch.ops.tilebit.gemm.default(x, packed.weight, *{**good, **wrong}.values(), N, packed.format_name)
     assert torch.equal(tilebit.gemm(x, packed, bias), expected)
 
 
@@ -131,18 +131,20 @@ def test_a_checked_weight_whose_company_changed_is_checked_again(cpu_kernels, mo
 
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         others = (t.to(dtype) for t in (packed.scales, packed.zeros, bias))
-        y = torch.ops.tilebit.gemm.default(x.to(dtype), packed.weight, *others, N, 4, 32)
+        y = torch.ops.tilebit.gemm.default(x.to(dtype), packed.weight, *others, N, packed.format_name)
         assert y.dtype is dtype
         torch.testing.assert_close(y.bfloat16(), expected, rtol=2**-7, atol=0)  # one rounding of one more or one less
     for rows in (x, x[:0]):
         with pytest.raises(ValueError, match=r"^scales is bfloat16 .* x of float16 .* needs float16"):
-            torch.ops.tilebit.gemm.default(rows.half(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)
+            torch.ops.tilebit.gemm.default(rows.half(), packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
         with pytest.raises(ValueError, match=r"^x is float32 .*accepted: float16 or bfloat16"):
-            torch.ops.tilebit.gemm.default(rows.float(), packed.weight, packed.scales, packed.zeros, bias, N, 4, 32)
+            torch.ops.tilebit.gemm.default(rows.float(), packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
     asked = []
     monkeypatch.setattr(dispatch, "find_kernel", lambda w, target: asked.append((w.m, w.dtype)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        torch.ops.tilebit.gemm.default(x.half()[:2], packed.weight, *(t.half() for t in (packed.scales, packed.zeros, bias)), N, 4, 32)
+        torch.ops.tilebit.gemm.default(
+            x.half()[:2], packed.weight, *(t.half() for t in (packed.scales, packed.zeros, bias)), N, packed.format_name
+        )
     assert asked == [(2, "float16")], "no kernel of the other dtype is looked for, which might be compiled"
 
 
@@ -202,9 +204,7 @@ def reached(monkeypatch) -> list[str]:
 def test_an_eager_call_goes_past_the_operator_to_the_same_bits(cpu_kernels, reached, case):
     x, packed, bias, _ = exact(workload(case, 5))
     x = torch.randn(5, K).to(x.dtype)
-    through = torch.ops.tilebit.gemm.default(
-        x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format.bits, packed.format.group_size
-    )
+    through = torch.ops.tilebit.gemm.default(x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
     layer = tilebit.QuantLinear(packed, bias)
     frozen = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
     for mode in (nullcontext, torch.no_grad, torch.inference_mode):
@@ -321,7 +321,7 @@ def test_a_subclass_meets_the_operator(cpu_kernels, reached, which):
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
     operands: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
     operands[which] = operands[which].as_subclass(Observing)
-    y = ops.call(**operands, n=N, bits=4, group_size=32, dependent=False)
+    y = ops.call(**operands, n=N, format="w4a16_g32_asym", dependent=False)
     assert reached and type(y) is Observing and torch.equal(y.as_subclass(torch.Tensor), expected)
 
 

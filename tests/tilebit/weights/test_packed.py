@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilebit.layouts.checkpoints import checkpoint_layout
-from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.layouts.packing import PackedLayout, gemm_layout
 from tilebit.weights.packed import PackedWeight, arch_of, pack, pack_codes, unpack_words
 from tilebit.weights.quantize import QuantizedTensor, quantize
@@ -44,7 +44,7 @@ def test_agrees_with_the_layout(layout: PackedLayout, chunk: int, monkeypatch: p
         assert torch.equal(pack_codes(codes.t().contiguous().t(), layout), words)
 
 
-def _quantized(format: QuantFormat, n: int, k: int) -> QuantizedTensor:
+def _quantized(format: GemmFormat, n: int, k: int) -> QuantizedTensor:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(7)) * 0.02 + 0.005
     return quantize(weight, format)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.weights.quantize import CLIP_FACTORS, QuantizedTensor, quantize
 
 FORMATS = [QuantFormat(bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)]
@@ -20,7 +20,7 @@ def _weight(n: int, k: int, seed: int = 0, offset: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("n,k,offset", [(4, 256, 0.01), (3, 100, -0.01), (1, 1, 0.0), (5, 33, 0.5), (2, 129, -0.5)])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_every_weight_is_within_half_a_step(format: QuantFormat, n: int, k: int, offset: float) -> None:
+def test_every_weight_is_within_half_a_step(format: GemmFormat, n: int, k: int, offset: float) -> None:
     weight = _weight(n, k, offset=offset)
     q = quantize(weight, format, scale_dtype=torch.float32)
     assert q.codes.shape == (n, k) and q.scales.shape == (n, format.groups(k))
@@ -37,7 +37,7 @@ def test_every_weight_is_within_half_a_step(format: QuantFormat, n: int, k: int,
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_codes_are_the_nearest_under_the_stored_scale(format: QuantFormat, scale_dtype: torch.dtype) -> None:
+def test_codes_are_the_nearest_under_the_stored_scale(format: GemmFormat, scale_dtype: torch.dtype) -> None:
     weight = _weight(6, 160, seed=1)
     q = quantize(weight, format, scale_dtype=scale_dtype)
     assert q.scales.dtype == scale_dtype
@@ -54,7 +54,7 @@ def test_codes_are_the_nearest_under_the_stored_scale(format: QuantFormat, scale
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_clip_search_never_loses_and_wins_with_outliers(format: QuantFormat) -> None:
+def test_clip_search_never_loses_and_wins_with_outliers(format: GemmFormat) -> None:
     weight = _weight(8, 300, seed=2)
     weight[:, 0] = 0.4
     plain, searched = quantize(weight, format), quantize(weight, format, clip_search=True)
@@ -72,7 +72,7 @@ def test_clip_search_never_loses_and_wins_with_outliers(format: QuantFormat) -> 
 
 @pytest.mark.parametrize("clip_search", [False, True])
 @pytest.mark.parametrize("format", [f for f in FORMATS if f.group_size != -1], ids=lambda f: f.name)
-def test_groups_are_independent_and_the_last_may_be_short(format: QuantFormat, clip_search: bool) -> None:
+def test_groups_are_independent_and_the_last_may_be_short(format: GemmFormat, clip_search: bool) -> None:
     weight, group = _weight(3, 2 * format.group_size + 5, seed=3), format.group_size
     whole = quantize(weight, format, clip_search)
     for g in range(3):
@@ -99,7 +99,7 @@ def test_strides_and_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_zero_and_tiny_groups(format: QuantFormat) -> None:
+def test_zero_and_tiny_groups(format: GemmFormat) -> None:
     weight = torch.zeros(3, 128)
     weight[1] = 1e-9
     weight[2] = torch.linspace(0.25, 0.5, 128)

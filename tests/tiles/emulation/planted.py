@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tilebit.autotune.problems.gemm import Problem
-from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.layouts.packing import PackedLayout, register_order
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
@@ -43,7 +43,7 @@ DIRECT = Schedule("gemm_mma", 64, 8, 64, 2, 4)
 SPLIT = Schedule("gemm_mma", 64, 16, 64, 3, 4, split_k=3)
 
 
-def work(format: QuantFormat, dtype: str = "float16", bias: bool = False, m: int = 13, n: int = 128, k: int = 448) -> Workload:
+def work(format: GemmFormat, dtype: str = "float16", bias: bool = False, m: int = 13, n: int = 128, k: int = 448) -> Workload:
     return Workload(m, n, k, format, dtype, bias)
 
 

@@ -21,7 +21,7 @@ from lanes import one_of_each
 
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
-from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, QuantFormat
+from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.waves import cut_places, shared_places
@@ -117,7 +117,7 @@ PERSISTENT = (
 )
 
 
-def in_turn(schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]], formats: Sequence[QuantFormat]) -> Iterator[Case]:
+def in_turn(schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]], formats: Sequence[GemmFormat]) -> Iterator[Case]:
     """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
     turn, next_shape, used = 0, cycle(shapes), set()
     for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), formats)):

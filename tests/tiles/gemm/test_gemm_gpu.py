@@ -17,7 +17,7 @@ from torch import Tensor
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
-from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.schedules.gemm import rules as rules
 from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import legal, programs
@@ -70,7 +70,7 @@ def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
     ]
 
 
-def _cases(format: QuantFormat, dtype: str) -> list[tuple[Workload, Schedule]]:
+def _cases(format: GemmFormat, dtype: str) -> list[tuple[Workload, Schedule]]:
     """Every second schedule: between the two dtypes each schedule meets each format, and between the formats each dtype."""
     turn = GROUP_SIZES.index(format.group_size) + format.symmetric + DTYPES.index(dtype)
     return [(Workload(1, *shape[:2], format, dtype, shape[2]), s) for shape, s in _schedules(format.bits)[turn % 2 :: 2]]
@@ -155,7 +155,7 @@ def _check_tickets(workspace: dict[str, Tensor]) -> None:
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_exact_over_seeds(kernels: dict, format: QuantFormat, dtype: str) -> None:
+def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """At least 200 seeds a format (100 a dtype) shared by its schedules, every one bit for bit what fp64 says, whatever m."""
     mine = [(w, s) for w, s in _cases(format, dtype) if (w, s) in kernels]
     assert len(mine) >= 3
@@ -175,7 +175,7 @@ def test_exact_over_seeds(kernels: dict, format: QuantFormat, dtype: str) -> Non
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_worst_tile_on_random_floats(kernels: dict, format: QuantFormat, dtype: str) -> None:
+def test_worst_tile_on_random_floats(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """The whole gate of the tuner (twice the same bits, the worst tile within twice torch's error) for each kernel."""
     for workload, schedule in _cases(format, dtype):
         if (workload, schedule) in kernels:
@@ -246,6 +246,6 @@ def test_any_shape_through_the_op(n: int, k: int, m: int) -> None:
     problem = exact_problem(Workload(m, n, k, format, "float16", True), 3, detect_target().arch, "cuda")
     o = problem.operands
 
-    y = torch.ops.tilebit.gemm(problem.x, o["weight"], o["scales"], o["zeros"], o["bias"], n, 4, 128)
+    y = torch.ops.tilebit.gemm(problem.x, o["weight"], o["scales"], o["zeros"], o["bias"], n, "w4a16_g128_asym")
     assert not check_exact(y, problem.reference())
-    assert torch.ops.tilebit.gemm(problem.x[:0], o["weight"], o["scales"], o["zeros"], o["bias"], n, 4, 128).shape == (0, n)
+    assert torch.ops.tilebit.gemm(problem.x[:0], o["weight"], o["scales"], o["zeros"], o["bias"], n, "w4a16_g128_asym").shape == (0, n)

@@ -1,0 +1,74 @@
+"""How the weights of a format reach the tensor cores: their packed layout, what unpacks them, and what that costs.
+
+A codec is the one thing that knows a kind of numbers on both sides: the packed layout is induced from the fragment of the instruction that
+reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions turn a word into operand registers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...layouts.formats import GemmFormat
+from ...layouts.packing import PackedLayout, gemm_layout
+
+
+def _induced(arch: str, format: GemmFormat) -> PackedLayout:
+    return gemm_layout(arch, format.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch, format)`` packs codes;
+    ``device(format)`` is the C++ type that unpacks them and ``headers`` where it is defined, beside what every program includes;
+    ``programs`` have the leaf functions for it. ``group_sizes`` are the groups of the inner scales that kernels take.
+    ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code (the cost model's alpha, LiquidGEMM eq. 4);
+    ``cpu_ops_per_weight`` on a CPU."""
+
+    kind: str
+    device: Callable[[GemmFormat], str]
+    programs: frozenset[str]
+    group_sizes: tuple[int, ...]
+    ops_per_weight: Mapping[int, float]
+    cpu_ops_per_weight: Mapping[int, float]
+    headers: tuple[str, ...] = ()
+    layout: Callable[[str, GemmFormat], PackedLayout] = _induced
+
+    def unserved(self, format: GemmFormat, program: str) -> list[str]:
+        """Why ``program`` does not take weights of ``format``: sentences, empty when it does."""
+        reasons = []
+        if program not in self.programs:
+            reasons.append(f"format is {format.name}; {program} has no codec for it.")
+        if format.group_size not in self.group_sizes:
+            reasons.append(f"groups of {format.group_size} values share a scale; accepted: {', '.join(map(str, self.group_sizes))}.")
+        return reasons
+
+
+_PROGRAMS = frozenset({"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"})
+UINT = Codec(
+    "uint",
+    device=lambda f: f"tilebit::Uint<{f.bits}>",
+    programs=_PROGRAMS,
+    group_sizes=(32, 64, 128, -1),
+    # What is not hidden of 1.25 and 1.5 counted per weight, with their waiting; fitted at 4 bits.
+    ops_per_weight={4: 2.2, 8: 2.6},
+    cpu_ops_per_weight={4: 1.0, 8: 0.75},
+)
+CODECS: dict[str, Codec] = {codec.kind: codec for codec in (UINT,)}
+
+
+def codec_of(format: GemmFormat) -> Codec:
+    """The codec of a format: by the kind of its weight's numbers, or the ``CODEC`` of the module that the kind names. Raises ``ValueError``
+    for a kind without one."""
+    kind = format.weight.kind
+    if kind in CODECS:
+        return CODECS[kind]
+    if "." in kind:
+        return importlib.import_module(kind).CODEC
+    raise ValueError(f"weights are {kind!r} numbers; accepted: {', '.join(map(repr, CODECS))}, or a module path with a CODEC")
+
+
+def packed_layout(arch: str, format: GemmFormat) -> PackedLayout:
+    """Where the codes of a weight of ``format`` lie on ``arch``."""
+    return codec_of(format).layout(arch, format)

@@ -16,7 +16,7 @@ from ..program import TileProgram
 from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls, prefill_params
 from .reference import prefill as prefill_reference
 
-HEADERS = ("ptx.cuh", "kv.cuh", "prefill.cuh")
+HEADERS = ("ptx.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:

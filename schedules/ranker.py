@@ -58,12 +58,16 @@ class Ranker:
 
     def predict(self, workload: AnyWorkload, schedules: Sequence[Schedule], target: Target) -> list[float]:
         """Microseconds expected of each schedule (legal ones, of kinds the model serves), in one pass over the trees."""
-        if not schedules:
+        return self.predict_pairs([(workload, s) for s in schedules], target)
+
+    def predict_pairs(self, pairs: Sequence[tuple[AnyWorkload, Schedule]], target: Target) -> list[float]:
+        """``predict`` for schedules of several workloads at once."""
+        if not pairs:
             return []
         import numpy as np  # here: `select` without a model needs neither
 
-        expected = [estimate(workload, s, target) for s in schedules]
-        rows = [vector(seen(workload, s, target, e), self.names) for s, e in zip(schedules, expected, strict=True)]
+        expected = [estimate(w, s, target) for w, s in pairs]
+        rows = [vector(seen(w, s, target, e), self.names) for (w, s), e in zip(pairs, expected, strict=True)]
         corrections = self.booster.inplace_predict(np.array(rows, dtype=np.float32), missing=nan)
         return [e.us * exp(float(c)) for e, c in zip(expected, corrections, strict=True)]
 

@@ -165,6 +165,8 @@ class Operation:
     right (``autotune/problems``). ``distance(there, here)`` is how far a measurement is from a question, in factors of two of a size;
     None: it says nothing. ``twins(there, here)``: the same shape in other numbers. ``rank(there, here)`` orders kernels made for other
     sizes (the least serves best). ``features(workload, schedule, target, estimate)`` are what a learned ranker sees; None: there is none.
+    ``proposed``: numbers of rows m at which kernels for a portfolio of a shape are proposed (``schedules/portfolio.py``); empty: its
+    kernels are chosen one by one.
     """
 
     name: str
@@ -175,3 +177,4 @@ class Operation:
     rank: Callable[[Any, Any], Any]
     twins: Callable[[Any, Any], bool] = lambda there, here: False
     features: Callable[[Any, Schedule, Target, Estimate], dict[str, float]] | None = None
+    proposed: tuple[int, ...] = ()

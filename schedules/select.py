@@ -2,18 +2,22 @@
 a ranker the nearest tuned one that is legal and not expected to be slow here, or the analytic model's best. And saying why. A schedule that
 failed when it was tuned is chosen only where all have.
 
+A GEMM's kernels take any number of rows, and a shape has few of them: its portfolio (``portfolio.py``). They are the tuned ones and what is
+chosen so for numbers of rows between; each m is served by the one that is expected to take the least time, as far as measured points say.
+
 The order was decided on the shipped records, each workload left out in turn (``autotune/regret.py``): the ranker's choice is nearer to the
 best than the nearest record's, so that neighbours' schedules only join its candidates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
 from .distance import MAX_DISTANCE, distance
 from .operations import AnyWorkload, Estimate, candidates, estimate, legal, operation
+from .portfolio import Portfolio, borders, calibrated, table
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
@@ -54,7 +58,8 @@ class Row:
 
 
 def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
-    """The schedule to use for ``workload`` on ``target``; its sizes count as their buckets (``bucketed``).
+    """The schedule to use for ``workload`` on ``target``: of a GEMM the one of its shape's portfolio that serves its m, of attention that
+    of its bucket of sizes.
 
     ``records`` and ``ranker`` default to the shipped and the user's, read once per process (``refresh`` reads them again); choices among
     them are cached. Where ``records`` are given, nothing but them and the given ``ranker`` counts.
@@ -64,11 +69,17 @@ def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord
 
 
 def choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Choice:
-    """``select`` with its source."""
+    """``select`` with its source. Where ``records`` are given, the choice for exactly these sizes, without a portfolio."""
     workload = workload.bucketed()
     if records is None and ranker is None:
         return _cached_choice(workload, target)
     return _choose(workload, target, *_known(target, records, ranker))
+
+
+def portfolio(workload: AnyWorkload, target: Target) -> Portfolio | None:
+    """The few kernels that serve every m of the workload's shape on ``target``, whatever its own m is; made once per process. None for
+    operations without portfolios. Raises ``ValueError`` when no program can serve the shape."""
+    return _cached_portfolio(workload.static(), target) if operation(workload.op).proposed else None
 
 
 def refresh() -> None:
@@ -76,6 +87,7 @@ def refresh() -> None:
     _known_records.cache_clear()
     forget_rankers()
     _cached_choice.cache_clear()
+    _cached_portfolio.cache_clear()
 
 
 def explain(
@@ -84,8 +96,9 @@ def explain(
     """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by
     measured, predicted or estimated time."""
     workload = workload.bucketed()
+    default = records is None and ranker is None
     known, ranker = _known(target, records, ranker)
-    choice = _choose(workload, target, known, ranker)
+    choice = _cached_choice(workload, target) if default else _choose(workload, target, known, ranker)
     measured = {r.schedule: r for r in latest(known).values() if r.workload == workload and r.measured_on(target)}
     options = candidates(workload, target) or []
     illegal = {s: tuple(legal(workload, s, target)) for s in dict.fromkeys([choice.schedule, *measured, *options])}
@@ -128,7 +141,41 @@ def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranke
 
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
-    return _choose(workload, target, _known_records(), known_ranker(target))
+    exact = _choose(workload, target, _known_records(), known_ranker(target))
+    shape = portfolio(workload, target)
+    if shape is None or exact.source == "tuned":
+        return exact
+    index = shape.index(workload.m)  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
+    return exact if shape.serving[index] == exact.schedule else Choice(shape.serving[index], "portfolio", predicted_us=shape.us[index])
+
+
+@lru_cache(maxsize=1024)
+def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
+    records, ranker = _known_records(), known_ranker(target)
+    measured: dict[Schedule, dict[int, float]] = {}
+    tuned: dict[int, TuningRecord] = {}
+    for r in latest(r for r in records if r.measured_on(target) and r.workload.op == static.op and r.workload.static() == static).values():
+        if r.ok and r.us is not None and not legal(r.workload, r.schedule, target):
+            m: int = r.workload.m  # pyright: ignore[reportAttributeAccessIssue]
+            measured.setdefault(r.schedule, {})[m] = r.us
+            tuned[m] = min(tuned.get(m, r), r, key=lambda record: record.us or inf)
+    proposed = {m: replace(static, m=m) for m in operation(static.op).proposed if m not in tuned}
+    chosen = [_choose(w, target, records, ranker).schedule for w in proposed.values()]
+    schedules = list(dict.fromkeys([*(tuned[m].schedule for m in sorted(tuned)), *chosen]))
+
+    rows = {s: borders([s]) for s in schedules}
+    asked = sorted({*(m for s in schedules for m in rows[s]), *tuned})
+    pairs = [(replace(static, m=m), s) for s in schedules for m in asked]
+    if ranker is not None and ranker.serves(static, schedules):
+        times = ranker.predict_pairs(pairs, target)
+    else:
+        times = [estimate(w, s, target).us for w, s in pairs]
+    known = {(s, w.m): us for (w, s), us in zip(pairs, times, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
+    for s, points in measured.items():
+        for m in points:
+            known.setdefault((s, m), estimate(replace(static, m=m), s, target).us)
+    expected = calibrated(lambda s, m: known[s, m], {s: points for s, points in measured.items() if s in rows})
+    return table(schedules, expected, {m: r.schedule for m, r in tuned.items()})
 
 
 def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
@@ -200,6 +247,8 @@ def _row(
 
 
 def _why_chosen(choice: Choice) -> str:
+    if choice.source == "portfolio":
+        return f"chosen: of the kernels that serve this shape the one for this m, expected {choice.predicted_us:.2f} us"
     if choice.predicted_us is not None:
         return f"chosen: the ranker's best, predicted {choice.predicted_us:.2f} us; this workload is not tuned (run the tuner to measure)"
     if choice.record is None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .kernels import KernelUnavailable
     from .layouts.formats import QuantFormat
     from .layouts.kv_formats import KVFormat
-    from .ops.gemm import gemm, prepare
+    from .ops.gemm import gemm
+    from .ops.prepare import prepare
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.modules import QuantLinear, quantize_model
     from .weights.packed import PackedWeight, pack
@@ -36,7 +37,7 @@ _HOME = {
     "gemm": "ops.gemm",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
-    "prepare": "ops.gemm",
+    "prepare": "ops.prepare",
     "quantize_model": "weights.modules",
 }
 _MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")

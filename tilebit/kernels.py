@@ -10,6 +10,7 @@ and the error names the commands which build the kernel.
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -33,14 +34,24 @@ TRIES = 8  # schedules tried for one workload
 UNFIT = ("illegal", "lint")
 
 
+_lock = threading.Lock()
+_turns: dict[tuple[AnyWorkload, Target], threading.Lock] = {}
+
+
 class KernelUnavailable(RuntimeError):
     """No kernel for this call is at hand and none may or can be built now; the message says how to get one."""
 
 
 def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
-    """The loaded kernel for ``workload`` (sizes: its bucket's) on this machine's ``target``. Raises ``KernelUnavailable``."""
+    """The loaded kernel for ``workload`` on this machine's ``target``; threads that ask for the same one wait for one build of it. Raises
+    ``KernelUnavailable``."""
     packed = packs.find(workload, target)
-    return packed if packed is not None else build([workload], target)[0].load()
+    if packed is not None:
+        return packed
+    with _lock:
+        turn = _turns.setdefault((workload, target), threading.Lock())
+    with turn:
+        return build([workload], target)[0].load()
 
 
 def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1) -> list[Kernel]:

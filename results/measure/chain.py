@@ -25,7 +25,7 @@ from tilebit.autotune.measure import copies_needed, time_calls
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import GemmFormat, QuantFormat
-from tilebit.schedules.gemm.workload import Workload, m_bucket
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, detect_target
 from tilebit.weights.packed import PackedWeight
 from tilebit.weights.quantize import QuantizedTensor
@@ -140,7 +140,7 @@ def measure_chain(target: Target, device: str, m: int, format: GemmFormat, layer
     errors = checked(x, weights, chains)
     times = time_calls({name: [chain] for name, chain in chains.items()}, device)
     quantized = {"format": f"w{format.bits}a16", "group_size": format.group_size, "symmetric": format.symmetric}
-    schedules = {name: find_kernel(Workload(m_bucket(m), n, k, format), target).manifest["schedule"] for name, n, k in layer}
+    schedules = {name: find_kernel(Workload(m, n, k, format), target).manifest["schedule"] for name, n, k in layer}
     saving = (times["tilebit"].us - times["tilebit_pdl"].us) / (layers * len(layer))
     own: dict[str, dict[str, Any]] = {
         "tilebit": {**quantized, "schedule": schedules},
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     target = detect_target(options.device)
     device, ms = "cuda:0" if target.is_cuda else "cpu", [int(m) for m in options.ms.split(",")]
-    build([Workload(m_bucket(m), n, k, format) for format in FORMATS for _, n, k in LAYER for m in ms], target, jobs=None)
+    build([Workload(m, n, k, format) for format in FORMATS for _, n, k in LAYER for m in ms], target, jobs=None)
     common = {**process_fields(target), "op": "chain"}
     path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
     for format in FORMATS:

@@ -34,7 +34,7 @@ from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import QuantFormat
 from tilebit.ops.dispatch import Launcher, plan_for
 from tilebit.schedules.gemm.operation import distance
-from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, detect_target
 
 from ..report.rows import ROWS
@@ -100,8 +100,9 @@ def _call(launcher: Launcher, problem: Problem, y: Tensor) -> Call:
 
 
 def sweep_ms(largest: int) -> list[int]:
-    """Of every bucket up to ``largest``: its first m, one inside, and its border."""
-    buckets = [(low, high) for low, high in pairwise((0, *M_BUCKETS)) if high <= largest]
+    """Of every octave up to ``largest``: its first m, one inside, and its last, a power of two."""
+    powers = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
+    buckets = list(pairwise((0, *powers)))
     return sorted({m for low, high in buckets for m in (low + 1, -(-(low + high) // 2), high)})
 
 

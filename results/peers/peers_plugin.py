@@ -34,7 +34,7 @@ from tilebit.command.bench import TORCH_DTYPES, process_fields
 from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.ops.dispatch import device_target
-from tilebit.schedules.gemm.workload import Workload, m_bucket
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, detect_target, target_from_name
 from tilebit.weights.quantize import QuantizedTensor
 
@@ -101,7 +101,7 @@ class TilebitPeer:
             latest["y"] = op(x, weight, packed.scales, packed.zeros, None, packed.n, packed.format_name, **extra)
 
         target = device_target(x.device)
-        workload = Workload(m_bucket(m), packed.n, packed.k, self.format, self.x_dtype)
+        workload = Workload(m, packed.n, packed.k, self.format, self.x_dtype)
         note = {**_process(target), "timer": TIMER, "schedule": find_kernel(workload, target).manifest["schedule"]}
         return (
             [lambda w=w: call(w) for w in self.ws],
@@ -151,13 +151,12 @@ def peers() -> list[TilebitPeer]:
 
 def workloads(shapes: Iterable[tuple[int, int]], ms: Iterable[int]) -> list[Workload]:
     """What the selected peers will ask for on weights (n, k) and row counts ``ms``, once each."""
-    buckets = sorted({m_bucket(m) for m in ms})
     wanted = {
         Workload(m, n, k, peer.format, peer.x_dtype): None
         for n, k in shapes
         for peer in peers()
         if peer.x_dtype == "float16" or (n, k) in BF16_SHAPES
-        for m in buckets
+        for m in sorted(set(ms))
     }
     return list(wanted)
 

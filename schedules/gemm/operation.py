@@ -13,7 +13,7 @@ from .codecs import codec_of
 from .cost import estimate
 from .features import features
 from .tiles import tile_candidates
-from .workload import Workload
+from .workload import PROPOSED_M, Workload
 
 # One unit is a factor of two in n, k or m.
 OTHER_DTYPE = 0.25
@@ -128,4 +128,5 @@ GEMM = Operation(
     rank=rank,
     twins=twins,
     features=features,
+    proposed=PROPOSED_M,
 )

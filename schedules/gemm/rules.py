@@ -27,6 +27,7 @@ MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
+ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 144, 192 x 192, H200: ptxas serializes the products, C7512)
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
@@ -240,6 +241,8 @@ def _resource_reasons(rule: CudaRule, format: GemmFormat, schedule: Schedule, ta
             f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."
         )
     needed, budget = registers_needed(s), _register_budget(rule, s)
+    if s.program == WGMMA.program and s.block_m & (s.block_m - 1):
+        budget -= ODD_TILE
     if needed > budget:
         reasons.append(
             f"a thread needs {needed} registers for accumulators and fragments, {budget} are free; "

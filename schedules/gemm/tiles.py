@@ -19,6 +19,10 @@ from .workload import Workload
 Legal = Callable[[Workload, Schedule, Target], list[str]]
 
 BLOCK_M = {"gemm_wgmma": (16, 32, 64, 128, 256), "gemm_mma": (8, 16, 32, 64, 128)}
+EXACT_M = 65  # from this many rows on tiles of gemm_wgmma are as high as m asks: multiples of 16 rows
+LEAST_EXACT, MOST_EXACT = 96, 240  # of these tiles
+MOST_ROW_TILES = 8  # for more rows any height leaves little over
+ROOM = 0.9  # of the places of whole waves that such tiles must fill
 # (block_n, num_warps), the likely winner first. Sixteen warps on 256 rows gain nothing (28672 x 4096, m = 64: 36.8 us, eight 36.1). Twelve
 # on 192 fill a wave where others do not (6144 x 4096, m = 512, 128 tiles of 128 columns: 65,600 cycles, 128 x 256 84,600, H200).
 TILES = {"gemm_wgmma": ((128, 8), (256, 8), (128, 4), (64, 4), (192, 12)), "gemm_mma": ((128, 8), (256, 16), (64, 4))}
@@ -94,10 +98,15 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
 
 def _block_ms(program: str, m: int) -> list[int]:
     """The smallest tile that covers m, and half of it from 128 rows up (twice the blocks, half the accumulators). A quarter never won
-    (m = 256, H200: 4096 x 4096 19.1 us, of a half 16.2; 6144 x 4096 28.7, of a half in two parts 21.9)."""
+    (m = 256, H200: 4096 x 4096 19.1 us, of a half 16.2; 6144 x 4096 28.7, of a half in two parts 21.9). Of gemm_wgmma, for more than 64
+    rows, also the lowest tiles that cover m by as many as there are then (5120 x 5120, m = 300, H200: 42.2 us by 256 rows, 31.2 by 160)."""
     tiles = BLOCK_M[program]
     fitting = next((b for b in tiles if b >= m), tiles[-1])
-    return [fitting, fitting // 2] if fitting >= 128 else [fitting]
+    usual = [fitting, fitting // 2] if fitting >= 128 else [fitting]
+    if program != "gemm_wgmma" or m < EXACT_M:
+        return usual
+    exact = [-(-m // (16 * count)) * 16 for count in range(1, MOST_ROW_TILES + 1)]
+    return list(dict.fromkeys([*usual, *(b for b in exact if LEAST_EXACT <= b <= MOST_EXACT)]))
 
 
 def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:

@@ -12,16 +12,8 @@ from .codecs import packed_layout
 DTYPES = ("float16", "bfloat16")
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
 
-# One tuned schedule per bucket; a bucket serves every m up to its bound, the last one every larger m.
-M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-def m_bucket(m: int) -> int:
-    """The bucket that serves ``m`` rows (m >= 1)."""
-    for bound in M_BUCKETS:
-        if m <= bound:
-            return bound
-    return M_BUCKETS[-1]
+# Numbers of rows at which schedules for a shape's portfolio are proposed where it is not tuned.
+PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +90,8 @@ class Workload:
         return replace(self, m=m)
 
     def bucketed(self) -> Workload:
-        """The workload whose tuned schedule serves this one."""
-        return self.with_m(m_bucket(self.m))
+        """The workload that is tuned for this one: itself, with at least one row."""
+        return self.with_m(max(self.m, 1))
 
     def static(self) -> Workload:
         """Equal for all workloads that one compiled kernel serves."""

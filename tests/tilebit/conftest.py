@@ -40,7 +40,6 @@ def cpu_kernels() -> None:
     from door_cases import FORMATS, ROWS, workload
 
     from tilebit.kernels import build
-    from tilebit.schedules.gemm.workload import m_bucket
     from tilebit.schedules.target import cpu_target
 
-    build([workload(case, m_bucket(m)) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)
+    build([workload(case, m) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)

@@ -19,7 +19,7 @@ from ..autotune.provenance import now, package_versions, source_commit
 from ..kernels import find_kernel
 from ..ops import gemm as _ops  # noqa: F401  registers torch.ops.tilebit
 from ..runtime import LoadedKernel
-from ..schedules.gemm.workload import Workload, m_bucket
+from ..schedules.gemm.workload import Workload
 from ..schedules.target import Target, detect_target, driver_version
 
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -110,7 +110,7 @@ def _ours(problem: Problem) -> Call:
 
 
 def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
-    kernel: LoadedKernel = find_kernel(workload.with_m(m_bucket(workload.m)), target)
+    kernel: LoadedKernel = find_kernel(workload, target)
     return {**_format_fields(workload), "schedule": kernel.manifest["schedule"]}
 
 

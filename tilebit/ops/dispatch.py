@@ -1,9 +1,8 @@
-"""From a call to a launch: one ``Plan`` per (device, shape, format, dtype), which holds one loaded kernel per m-bucket."""
+"""From a call to a launch: one ``Plan`` per (device, shape, format, dtype), which holds the shape's kernels as they are needed."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,20 +11,23 @@ import torch
 from torch import Tensor
 
 from .. import packs
-from ..kernels import KernelUnavailable, build, find_kernel
+from ..kernels import KernelUnavailable, find_kernel
 from ..layouts.formats import GemmFormat
 from ..runtime import LoadedKernel
 from ..schedules.gemm import rules as rules
-from ..schedules.gemm.workload import M_BUCKETS, Workload, m_bucket
+from ..schedules.gemm.workload import Workload
 from ..schedules.operands import WORKSPACE
 from ..schedules.operations import workspace_words
+from ..schedules.portfolio import Portfolio
 from ..schedules.schedule import Schedule
+from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
 from .launchers import Launcher, bind
 from .workspace import LIMIT_BYTES
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ROWS = 1 << 20  # of x in one launch: block and element counts stay far below 2^31
+MOST_REMEMBERED = 1 << 14  # rows; the kernel of more is looked up in the portfolio at each call
 SLICE_ROWS = 8  # slices of y that start at multiples of it are aligned, whatever n
 
 
@@ -64,43 +66,49 @@ class Plan:
         self.operands = self.workload.operands(self.target.arch)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
-        self._launchers: list[Launcher | None] = [None] * (len(M_BUCKETS) + 1)  # the last one: m above every bucket
+        self._launchers: dict[int, Launcher] = {}  # by part of the portfolio
         self._lock = threading.Lock()
         self.launchers: dict[int, Launcher] = {}
 
     def launcher(self, m: int) -> Launcher:
-        """The kernel for ``m`` >= 1 rows, ready to call; resolved once per m-bucket. Raises ``KernelUnavailable``."""
-        index = bisect_left(M_BUCKETS, m)
-        found = self._launchers[index] or self._resolve(index, m)
-        if index < len(M_BUCKETS):
+        """The kernel for ``m`` >= 1 rows, ready to call; resolved once for each part of the shape's portfolio. Raises
+        ``KernelUnavailable``."""
+        part = self.parts.index(m)
+        found = self._launchers.get(part) or self._resolve(part, m)
+        if m <= MOST_REMEMBERED:
             self.launchers[m] = found
         return found
 
-    def prepare(self, ms: Sequence[int]) -> None:
-        """Have the kernels for every number of rows in ``ms`` ready; those that must be compiled are compiled together."""
-        buckets = {m_bucket(m) for m in ms if self._launchers[bisect_left(M_BUCKETS, m)] is None}
-        wanted = [self.workload.with_m(bucket) for bucket in sorted(buckets)]
-        missing = [workload for workload in wanted if packs.find(workload, self.target) is None]
-        if len(missing) > 1:
-            build(missing, self.target, jobs=None)
-        for m in ms:
-            self.launcher(m)
+    @property
+    def parts(self) -> Portfolio:
+        """Which of the shape's kernels serves which m."""
+        shape = portfolio(self.workload, self.target)
+        assert shape is not None
+        return shape
 
-    def _resolve(self, index: int, m: int) -> Launcher:
+    def missing(self, ms: Sequence[int] | None) -> list[Workload]:
+        """What must be built before calls with ``ms`` rows (None: any number) find their kernels: a workload for each part of the portfolio
+        that no pack serves and that was not asked for yet; equal schedules once."""
+        parts = self.parts
+        wanted = range(len(parts.bounds)) if ms is None else sorted({parts.index(m) for m in ms})
+        asked = {parts.serving[i]: self.workload.with_m(parts.bounds[i]) for i in wanted if i not in self._launchers}
+        return [workload for workload in asked.values() if packs.find(workload, self.target) is None]
+
+    def _resolve(self, part: int, m: int) -> Launcher:
         with self._lock:
-            found = self._launchers[index]
+            found = self._launchers.get(part)
             if found is None:
                 if self.target.is_cuda and torch.cuda.is_current_stream_capturing():
                     options = ", bias=True" * self.bias + ", dependent=True" * self.dependent
                     raise KernelUnavailable(
-                        f"the first call with m in the bucket of {m} rows happens while a CUDA graph is captured, and loading a kernel "
-                        f"is not allowed there; "
-                        f"call tilebit.prepare(packed, m=[{m}]{options}) or run the model once before the capture"
+                        f"the first call with about {m} rows happens while a CUDA graph is captured, and loading a kernel is not allowed "
+                        f"there; call tilebit.prepare(packed, m=[{m}]{options}) or run the model once before the capture"
                     )
-                kernel = find_kernel(self.workload.with_m(m_bucket(m)), self.target)
+                bounds = self.parts.bounds
+                kernel = find_kernel(self.workload.with_m(bounds[part]), self.target)
                 if self.target.is_cuda:
                     kernel.prepare(self.device.index)
-                found = self._launchers[index] = _bind(kernel, self, M_BUCKETS[index] if index < len(M_BUCKETS) else None)
+                found = self._launchers[part] = _bind(kernel, self, bounds[part] if part + 1 < len(bounds) else None)
         return found
 
 

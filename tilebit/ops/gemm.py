@@ -7,7 +7,6 @@ microseconds of host time, which is also why an eager call goes past the dispatc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -115,21 +114,6 @@ def call(
             if (x.is_cuda or x.is_cpu) and not x.is_neg():
                 raise
     return _operator(x, weight, scales, zeros, bias, n, format, dependent)
-
-
-def prepare(packed: PackedWeight, m: Iterable[int], bias: bool = False, dependent: bool = False) -> None:
-    """Load, and where needed compile, the kernels that calls with ``m`` rows will use: before a CUDA-graph capture or a first request.
-    ``bias`` and ``dependent`` say whether these calls pass them.
-
-    Raises ``KernelUnavailable`` when one is missing and cannot be built.
-    """
-    if not isinstance(packed, PackedWeight):
-        raise TypeError(f"got prepare({type(packed).__name__}, ...); accepted: a PackedWeight; make one with tilebit.pack")
-    rows = list(m)
-    if not rows or any(not isinstance(count, int) or count < 1 for count in rows):
-        raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above")
-    plan = dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent)
-    plan.prepare(rows)
 
 
 def _gemm(

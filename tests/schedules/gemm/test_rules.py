@@ -20,7 +20,7 @@ from tilebit.schedules.gemm.rules import (
     shared_memory,
     wgmma_registers,
 )
-from tilebit.schedules.gemm.workload import M_BUCKETS, Workload
+from tilebit.schedules.gemm.workload import PROPOSED_M, Workload
 from tilebit.schedules.operations import MAX_CANDIDATES, candidates, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
@@ -30,7 +30,7 @@ H200 = target_from_name("sm_90a")
 A100 = target_from_name("sm_80")
 CPU = Target("cpu", "test cpu", 2, 0, 0, 32 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
 FORMATS = st.builds(QuantFormat, st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.booleans())
-WORKLOADS = st.builds(Workload, st.sampled_from(M_BUCKETS), st.integers(1, 60000), st.integers(1, 30000), FORMATS)
+WORKLOADS = st.builds(Workload, st.sampled_from(PROPOSED_M), st.integers(1, 60000), st.integers(1, 30000), FORMATS)
 TARGETS = st.sampled_from([*(target_from_name(a) for a in ARCHES), CPU])
 
 WGMMA = Schedule("gemm_wgmma", 128, 64, 64, 4, 8)

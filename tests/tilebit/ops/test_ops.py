@@ -22,7 +22,6 @@ from tilebit.kernels import build
 from tilebit.ops import dispatch
 from tilebit.ops import gemm as ops
 from tilebit.ops import workspace as workspaces
-from tilebit.schedules.gemm.workload import m_bucket
 from tilebit.schedules.target import cpu_target
 
 cases = pytest.mark.parametrize("case", FORMATS, ids=lambda case: f"{case[0]}-{case[1]}{'-bias' if case[2] else ''}")
@@ -352,7 +351,7 @@ def gpu_arch() -> str:
 def gpu_kernels() -> None:
     """The kernels of the tests below, compiled in parallel."""
     target = dispatch.device_target(torch.device("cuda", 0))
-    wanted = [workload(case, m_bucket(m), n, k) for case in FORMATS for m in GPU_ROWS for n, k in GPU_SHAPES]
+    wanted = [workload(case, m, n, k) for case in FORMATS for m in GPU_ROWS for n, k in GPU_SHAPES]
     wanted += [workload(case, m, 512, 4096) for case in FORMATS[:2] for m in (1, 8, 16, 64)]
     build(wanted, target, jobs=None)
 

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from types import MappingProxyType
 
-from ..schedule import Schedule
+from .schedule import Schedule
 
 MOST_KERNELS = 8
 MOST_TILES = 16  # row tiles of a kernel up to which each further one is a border of the table; the last m of a table is at its largest's
@@ -63,20 +64,21 @@ def borders(schedules: Iterable[Schedule]) -> list[int]:
     return sorted({s.block_m * tiles for s in schedules for tiles in range(1, MOST_TILES + 1)})
 
 
-def table(schedules: Sequence[Schedule], expected: Expected) -> Portfolio:
+def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int, Schedule] = MappingProxyType({})) -> Portfolio:
     """The portfolio of at most ``MOST_KERNELS`` of ``schedules`` by their ``expected`` times; of equally fast ones the first is taken.
+    Where m is ``tuned``, the schedule given there serves it, whatever is expected, besides those.
 
     While there are too many, the one goes whose loss costs least: the sum over the table of how much longer the next best takes. Raises
     ``ValueError`` without schedules."""
     kept = list(dict.fromkeys(schedules))
     if not kept:
         raise ValueError("a portfolio of no schedules; accepted: at least one")
-    bounds = borders(kept)
+    bounds = sorted({*borders(kept), *tuned})
     us = {s: [expected(s, m) for m in bounds] for s in kept}
     kept = [s for s in kept if any(us[s][i] <= min(us[o][i] for o in kept) for i in range(len(bounds)))]
     while len(kept) > MOST_KERNELS:
         kept.remove(min(kept, key=lambda s: _loss(s, kept, us, bounds)))
-    best = [min(kept, key=lambda s: us[s][i]) for i in range(len(bounds))]
+    best = [tuned.get(m) or min(kept, key=lambda s: us[s][i]) for i, m in enumerate(bounds)]
     last = [i for i in range(len(bounds)) if i + 1 == len(bounds) or best[i + 1] != best[i]]
     return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilebit.schedules.gemm.portfolio import MOST_KERNELS, borders, calibrated, table
+from tilebit.schedules.portfolio import MOST_KERNELS, borders, calibrated, table
 from tilebit.schedules.schedule import Schedule
 
 TILES = [Schedule("gemm_wgmma", 128, block_m, 128, 4, 8) for block_m in range(16, 257, 16)]

@@ -1,0 +1,87 @@
+"""Having kernels ready before they are needed: for one weight or a whole model, compiled in parallel, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ..kernels import find_kernel
+from ..weights.packed import PackedWeight
+from . import dispatch
+from .dispatch import Plan
+
+
+class Preparation:
+    """Kernels on their way. A call that needs one of them meanwhile waits for that one alone; none is compiled twice."""
+
+    def __init__(self, plans: list[Plan], ms: list[int] | None) -> None:
+        self._plans, self._ms = plans, ms
+        missing = dict.fromkeys((workload, plan.target) for plan in plans for workload in plan.missing(ms))
+        self._pool = ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1)), "tilebit-prepare") if missing else None
+        # One process compiles each kernel: they are all there after the slowest of as many as there are cores.
+        self._builds: list[Future[object]] = [self._pool.submit(find_kernel, w, t) for w, t in missing] if self._pool is not None else []
+
+    @property
+    def left(self) -> int:
+        """Kernels that are not ready yet."""
+        return sum(not build.done() for build in self._builds)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until all kernels are built, then load them. Raises ``KernelUnavailable`` when one cannot be built, and ``TimeoutError`` after
+        ``timeout`` seconds."""
+        for build in self._builds:
+            build.result(timeout)
+        if self._pool is not None:
+            self._pool.shutdown()
+        for plan in self._plans:
+            for m in plan.parts.bounds if self._ms is None else self._ms:
+                plan.launcher(m)
+
+
+def prepare(
+    weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module,
+    m: Iterable[int] | None = None,
+    bias: bool = False,
+    dependent: bool = False,
+    background: bool = False,
+) -> Preparation:
+    """Load, and where needed compile, the kernels that calls with ``m`` rows will use (None: any number of rows): before a CUDA-graph
+    capture or a first request.
+
+    ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether calls pass them, or a model, whose
+    ``QuantLinear`` layers say so themselves. All kernels compile in parallel, a process each, as many as there are cores. With
+    ``background`` this returns at once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its own
+    kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable`` when a kernel is missing and cannot be
+    built.
+    """
+    rows = None if m is None else list(m)
+    if rows is not None and (not rows or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in rows)):
+        raise ValueError(f"m is {rows}; accepted: one or more numbers of rows, 1 and above, or None for any number")
+    prepared = Preparation(list(dict.fromkeys(_plans(weights, bias, dependent))), rows)
+    if not background:
+        prepared.wait()
+    return prepared
+
+
+def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bias: bool, dependent: bool) -> list[Plan]:
+    from ..weights.modules import QuantLinear  # it imports the operator
+
+    if isinstance(weights, torch.nn.Module):
+        layers = [module for module in weights.modules() if isinstance(module, QuantLinear)]
+        if not layers:
+            raise ValueError(f"{type(weights).__name__} has no QuantLinear layer; quantize it first (tilebit.quantize_model)")
+        return [_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers]
+    found = [weights] if isinstance(weights, PackedWeight) else list(weights) if isinstance(weights, Iterable) else []
+    if not found or not all(isinstance(packed, PackedWeight) for packed in found):
+        raise TypeError(
+            f"got prepare({type(weights).__name__}, ...); accepted: a PackedWeight (make one with tilebit.pack), several, or a model with "
+            "QuantLinear layers"
+        )
+    return [_plan(packed, bias, dependent) for packed in found]
+
+
+def _plan(packed: PackedWeight, bias: bool, dependent: bool) -> Plan:
+    return dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent)

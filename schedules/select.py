@@ -141,9 +141,10 @@ def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranke
 
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
-    exact = _choose(workload, target, _known_records(), known_ranker(target))
+    records = _known_records()
+    exact = _choose(workload, target, records, known_ranker(target))
     shape = portfolio(workload, target)
-    if shape is None or exact.source == "tuned":
+    if shape is None or any(r.workload == workload and r.measured_on(target) for r in records):  # what was measured decides
         return exact
     index = shape.index(workload.m)  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
     return exact if shape.serving[index] == exact.schedule else Choice(shape.serving[index], "portfolio", predicted_us=shape.us[index])
@@ -154,14 +155,18 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
     records, ranker = _known_records(), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, TuningRecord] = {}
+    failed: set[Schedule] = set()
     for r in latest(r for r in records if r.measured_on(target) and r.workload.op == static.op and r.workload.static() == static).values():
-        if r.ok and r.us is not None and not legal(r.workload, r.schedule, target):
+        if not r.ok:
+            failed.add(r.schedule)
+        elif r.us is not None and not legal(r.workload, r.schedule, target):
             m: int = r.workload.m  # pyright: ignore[reportAttributeAccessIssue]
             measured.setdefault(r.schedule, {})[m] = r.us
             tuned[m] = min(tuned.get(m, r), r, key=lambda record: record.us or inf)
     proposed = {m: replace(static, m=m) for m in operation(static.op).proposed if m not in tuned}
     chosen = [_choose(w, target, records, ranker).schedule for w in proposed.values()]
     schedules = list(dict.fromkeys([*(tuned[m].schedule for m in sorted(tuned)), *chosen]))
+    schedules = [s for s in schedules if s not in failed or s in measured] or schedules
 
     rows = {s: borders([s]) for s in schedules}
     asked = sorted({*(m for s in schedules for m in rows[s]), *tuned})

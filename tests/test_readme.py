@@ -146,6 +146,7 @@ def test_attention_claims_have_a_program():
 def test_claims_for_this_machine_hold(device: str):
     """Every claimed format and type computes the product of its own dequantized weights, for sizes that fit no tile."""
     import tilebit
+    from tilebit.kernels import build
     from tilebit.ops import dispatch
     from tilebit.weights.quantize import quantize
 
@@ -153,7 +154,7 @@ def test_claims_for_this_machine_hold(device: str):
     target = dispatch.device_target(torch.device("cpu") if device == "cpu" else torch.device("cuda", 0))
     claimed = [(format, dtype) for format, arch, dtypes in claims() for dtype in dtypes if arch == target.arch]
     assert {dtype for _, dtype in claimed} == set(DTYPES) and QuantFormat() in {format for format, _ in claimed}
-    dispatch.build([Workload(4, n, k, format, dtype) for format, dtype in claimed], target, jobs=2)
+    build([Workload(m, n, k, format, dtype) for format, dtype in claimed], target, jobs=2)
     w, x = torch.randn(n, k), torch.randn(m, k)
     for format, name in claimed:
         dtype = getattr(torch, name)

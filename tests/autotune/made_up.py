@@ -14,7 +14,7 @@ from tilebit.schedules.target import Target, target_from_name
 
 DEVICE = target_from_name("sm_90a")
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
-WORKLOADS = tuple(Workload(m, n, k) for n, k in SHAPES for m in (1, 16, 256))
+WORKLOADS = tuple(Workload(m, n, k) for n, k in SHAPES for m in (1, 8, 16, 32, 256))
 
 
 def made_up_us(workload: Workload, schedule: Schedule, target: Target = DEVICE) -> float:

@@ -154,7 +154,7 @@ def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
     x, packed, bias, _ = exact(workload(FORMATS[1], 5))
     with pytest.raises(tilebit.KernelUnavailable) as caught:
         tilebit.gemm(x, packed, bias)
-    arguments = f"--n {N} --k {K} --m 8 --format w4a16_g32_asym --dtype bfloat16 --bias --target cpu"
+    arguments = f"--n {N} --k {K} --m 6 --format w4a16_g32_asym --dtype bfloat16 --bias --target cpu"
     assert f"tilebit compile {arguments}" in str(caught.value) and f"tilebit pack PATH {arguments}" in str(caught.value)
     dispatch.forget()
 

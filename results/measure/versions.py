@@ -1,15 +1,18 @@
-"""Time this tree's kernels beside those of another commit: ``python -m results.measure.versions --before TREE`` appends rows to
-results/rows/versions.
+"""Time this tree's kernels beside those of another commit: ``python -m results.measure.versions
+--before TREE`` appends rows to results/rows/versions.
 
     git archive COMMIT tilebit layouts schedules tiles autotune | tar -x -C TREE
     TILEBIT_COMMIT_BEFORE=COMMIT python -m results.measure.versions --before TREE [--budget 560]
 
-For each point (a product, or a decode step over a low-bit cache) both trees compile the kernel that they choose themselves ("chosen"), and
-where they choose different schedules this one also compiles the other's ("forced"). One process then verifies them, compares their bits and
-times them in alternation, in orders that are drawn, beside a copy of the kernel before ("again"), which says how far equal kernels differ
-here. On a GPU the host's time of public calls is taken too, of processes of both trees that take turns ("host").
+For each point (a product, or a decode step over a low-bit cache) both trees compile the kernel that
+they choose themselves ("chosen"), and where they choose different schedules this one also compiles
+the other's ("forced"). One process then verifies them, compares their bits and times them in
+alternation, in orders that are drawn, beside a copy of the kernel before ("again"), which says how
+far equal kernels differ here. On a GPU the host's time of public calls is taken too, of processes
+of both trees that take turns ("host").
 
-A run goes on where one of the same two commits ended. ``--target sm_90a`` compiles, without a device, and says what would be measured.
+A run goes on where one of the same two commits ended. ``--target sm_90a`` compiles, without a
+device, and says what would be measured.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ def known(path: Path, commits: tuple[Any, Any]) -> set[str]:
 
 
 class Run:
-    """One run of this program: ``points`` on ``target``'s device, rows to ``path``, until ``budget`` seconds are over."""
+    """One run of this program: ``points`` on ``target``'s device, rows to ``path``, until
+    ``budget`` seconds are over."""
 
     def __init__(self, target: Target, trees: tuple[Tree, Tree], path: Path, work: Path, budget: float) -> None:
         self.target, self.trees, self.path, self.work = target, trees, path, work
@@ -113,7 +117,11 @@ class Run:
         return found
 
     def host(self) -> None:
-        self._write(host_rows(self.trees, self.device))
+        try:
+            self._write(host_rows(self.trees, self.device))
+        except RuntimeError as error:  # the points do not depend on it
+            self.failed = True
+            self.say(f"host: {error}")
 
     def measure(self, points: Sequence[Point]) -> None:
         jobs = [with_a_copy(p, self.work / "again") for p in points]
@@ -138,7 +146,8 @@ def _key(workload: dict[str, Any] | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: what was asked for has its rows, or the budget ended, which is said; 1: something failed or was wrong, which is said."""
+    """0: what was asked for has its rows, or the budget ended, which is said; 1: something failed
+    or was wrong, which is said."""
     parser = argparse.ArgumentParser(
         prog="python -m results.measure.versions", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

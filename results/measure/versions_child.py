@@ -1,9 +1,11 @@
-"""What ``versions.py`` has a tree do, this one or the one before: a program that is run by its path, with ``tilebit`` from either.
+"""What ``versions.py`` has a tree do, this one or the one before: a program that is run by its
+path, with ``tilebit`` from either.
 
     python versions_child.py build    one job as JSON on standard input; answers with one line of JSON
     python versions_child.py host     the same, then one line of JSON for every further line of input
 
-It imports what both trees have by the names of both, and asks in the forms in which both store a workload and a schedule.
+It imports what both trees have by the names of both, and asks in the forms in which both store a
+workload and a schedule.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ def target_of(job: dict[str, Any]) -> Any:
 
 
 def built(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What became of each of ``job["wanted"]``, {workload, schedule}: its kernel's directory, schedule and words of workspace, or why it
-    ``failed``. Where no schedule is given, this tree chooses, as for its users."""
+    """What became of each of ``job["wanted"]``, {workload, schedule}: its kernel's directory,
+    schedule and words of workspace, or why it ``failed``. Where no schedule is given, this tree
+    chooses, as for its users."""
     operations = importlib.import_module("tilebit.schedules.operations")
     target = target_of(job)
     wanted = [(operations.workload_from_json(each["workload"]), each["schedule"]) for each in job["wanted"]]
@@ -41,7 +44,8 @@ def built(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def chosen(workloads: list[Any], target: Any, jobs: int) -> list[Any]:
-    """A kernel of each workload with the schedule that this tree uses for it, or the reason why there is none."""
+    """A kernel of each workload with the schedule that this tree uses for it, or the reason why
+    there is none."""
     kernels = importlib.import_module("tilebit.kernels")
     try:
         return kernels.build(workloads, target, jobs=jobs) if workloads else []

@@ -1,4 +1,5 @@
-"""The points that ``versions.py`` compares: their workloads, their kernels of both trees, their rows."""
+"""The points that ``versions.py`` compares: their workloads, their kernels of both trees, their
+rows."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from .versions_trees import Built, Tree, build
 
 
 def gemm(n: int, k: int, m: int) -> dict[str, Any]:
-    """A product with a 4-bit weight in groups of 128, in fp16, as workloads were stored when this comparison began: both trees read it."""
+    """A product with a 4-bit weight in groups of 128, in fp16, as workloads were stored when this
+    comparison began: both trees read it."""
     format = {"bits": 4, "group_size": 128, "symmetric": True}
     return {"op": "gemm", "m": m, "n": n, "k": k, "format": format, "dtype": "float16", "bias": False}
 
 
 def decode(batch: int, kv_len: int, cache: str) -> dict[str, Any]:
-    """One new token for each of ``batch`` sequences, heads 32/8 of 128, over a cache "kv8", "kv4" or "kv2" with parameters per channel; in
-    the form in which workloads were stored, as above."""
+    """One new token for each of ``batch`` sequences, heads 32/8 of 128, over a cache "kv8", "kv4"
+    or "kv2" with parameters per channel; in the form in which workloads were stored, as above."""
     code = f"int{cache.removeprefix('kv')}"
     sizes = {"batch": batch, "q_len": 1, "kv_len": kv_len, "heads_q": 32, "heads_kv": 8, "head_dim": 128}
     scores = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False, "rotary": ""}
@@ -44,7 +46,8 @@ class Point:
 
     @property
     def same_schedule(self) -> bool:
-        """Whether both trees chose the same; a field that only one tree knows stands at its default there."""
+        """Whether both trees chose the same; a field that only one tree knows stands at its default
+        there."""
         before, after = (Schedule.from_json(self.kernels[name]["schedule"]) for name in (BEFORE, AFTER))
         return before == after
 
@@ -54,7 +57,8 @@ class Point:
 
 
 def compile_all(points: Sequence[Point], trees: tuple[Tree, Tree], job: dict[str, Any], extra: Sequence[Any], deadline: float) -> None:
-    """Have both trees compile their kernels of all ``points`` (and of the workloads ``extra``), then this one the other's choices."""
+    """Have both trees compile their kernels of all ``points`` (and of the workloads ``extra``),
+    then this one the other's choices."""
     before, after = trees
     own = [{"workload": w, "schedule": None} for w in (*(p.workload for p in points), *extra)]
     made = build({before: own, after: own}, job, deadline)
@@ -68,7 +72,8 @@ def compile_all(points: Sequence[Point], trees: tuple[Tree, Tree], job: dict[str
 
 
 def with_a_copy(p: Point, folder: Path) -> dict[str, Any]:
-    """The job of a point: its kernels, and a copy of the one before, which a process loads as another."""
+    """The job of a point: its kernels, and a copy of the one before, which a process loads as
+    another."""
     before = p.kernels[BEFORE]
     copy = folder / Path(before["path"]).name
     if not copy.is_dir():
@@ -78,7 +83,8 @@ def with_a_copy(p: Point, folder: Path) -> dict[str, Any]:
 
 
 def rows_of(p: Point, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The row of what the trees chose, and where they chose apart that of the schedule before in both."""
+    """The row of what the trees chose, and where they chose apart that of the schedule before in
+    both."""
     kernels = found["kernels"]
     before = kernels[BEFORE]
     for kind, name in (("chosen", AFTER), ("forced", FORCED)):

@@ -1,7 +1,8 @@
-"""The one process in which ``versions.py`` verifies and times the kernels of both trees: reads a job as JSON from standard input, answers
-in JSON lines.
+"""The one process in which ``versions.py`` verifies and times the kernels of both trees: reads a
+job as JSON from standard input, answers in JSON lines.
 
-A kernel may hang or fault: whoever started this process (``measured``) notices, gives that point up, and starts another for those left.
+A kernel may hang or fault: whoever started this process (``measured``) notices, gives that point
+up, and starts another for those left.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ END_SECONDS = 30.0
 
 
 def compared(bouts: Sequence[Mapping[str, Timing]]) -> dict[str, dict[str, Any]]:
-    """Of each kernel the median over bouts of its time and its percentiles, the same of the time before over its own (above 1: faster than
-    before), and the least and the most of that."""
+    """Of each kernel the median over bouts of its time and its percentiles, the same of the time
+    before over its own (above 1: faster than before), and the least and the most of that."""
     found = {}
     for name in bouts[0]:
         us, p20, p80 = (median(getattr(bout[name], field) for bout in bouts) for field in ("us", "us_p20", "us_p80"))
@@ -62,8 +63,9 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def point(job: Mapping[str, Any], target: Target, device: str) -> dict[str, Any]:
-    """What is found out about one point: ``kernels`` as ``compared`` says, with ``rel_err`` and whether the outputs have the ``same_bits``
-    as those before, and the reasons why any were ``wrong``. Nothing is timed where the kernel before or after is."""
+    """What is found out about one point: ``kernels`` as ``compared`` says, with ``rel_err`` and
+    whether the outputs have the ``same_bits`` as those before, and the reasons why any were
+    ``wrong``. Nothing is timed where the kernel before or after is."""
     workload = workload_from_json(job["workload"])
     gate = gate_of(workload, 0, target.arch, device)
     runs: dict[str, tuple[LoadedKernel, dict[str, Tensor]]] = {}
@@ -97,8 +99,9 @@ def point(job: Mapping[str, Any], target: Target, device: str) -> dict[str, Any]
 
 
 def measured(points: Sequence[Mapping[str, Any]], device: str, deadline: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(index, what was found) of each of ``points`` ({workload, kernels: {name: {path, workspace_words}}}), in order; {"failed": why} for
-    one that ended the process or took longer than ``POINT_SECONDS``. Raises ``BudgetOver`` behind ``deadline``."""
+    """(index, what was found) of each of ``points`` ({workload, kernels: {name: {path,
+    workspace_words}}}), in order; {"failed": why} for one that ended the process or took longer
+    than ``POINT_SECONDS``. Raises ``BudgetOver`` behind ``deadline``."""
     left = list(range(len(points)))
     while left:
         process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -116,7 +119,8 @@ def measured(points: Sequence[Mapping[str, Any]], device: str, deadline: float) 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Have it ended, if it has not by itself; one whose kernel hangs lives until the driver lets it go."""
+    """Have it ended, if it has not by itself; one whose kernel hangs lives until the driver lets it
+    go."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
     process.kill()

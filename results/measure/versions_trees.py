@@ -1,4 +1,5 @@
-"""The two trees that ``versions.py`` compares: each compiles its kernels and makes its calls in processes of its own."""
+"""The two trees that ``versions.py`` compares: each compiles its kernels and makes its calls in
+processes of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +18,13 @@ from typing import Any
 
 CHILD = Path(__file__).with_name("versions_child.py")
 FOLDERS = ("layouts", "schedules", "tiles", "autotune")  # of a tree, beside the door, under its import name
+HOST_SECONDS = 120.0  # that the calls of both trees may take
 Built = dict[str, Any]  # a kernel's path, schedule and words of workspace, or why it failed
 
 
 class BudgetOver(Exception):
-    """The time that was given is over. What was compiled stays in the caches, what was measured in the rows."""
+    """The time that was given is over. What was compiled stays in the caches, what was measured in
+    the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Tree:
             )
 
     def environment(self) -> dict[str, str]:
-        """That of a process which imports this tree as ``tilebit``, wherever else one is installed, and keeps its kernels apart."""
+        """That of a process which imports this tree as ``tilebit``, wherever else one is installed,
+        and keeps its kernels apart."""
         package = self.work / "tree" / "tilebit"
         package.mkdir(parents=True, exist_ok=True)
         for link in package.iterdir():
@@ -64,9 +69,11 @@ class Tree:
 
 
 def build(wanted: Mapping[Tree, Sequence[Mapping[str, Any]]], job: Mapping[str, Any], deadline: float) -> dict[Tree, list[Built]]:
-    """What became of each tree's {workload, schedule}, all trees at once, each with its share of the cores. ``job`` names target or device.
+    """What became of each tree's {workload, schedule}, all trees at once, each with its share of
+    the cores. ``job`` names target or device.
 
-    Raises ``BudgetOver`` behind ``deadline`` (of ``time.monotonic``) and ``RuntimeError`` when a tree's process ends early.
+    Raises ``BudgetOver`` behind ``deadline`` (of ``time.monotonic``) and ``RuntimeError`` when a
+    tree's process ends early.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = max(1, cores // len(wanted))
@@ -89,12 +96,16 @@ def build(wanted: Mapping[Tree, Sequence[Mapping[str, Any]]], job: Mapping[str, 
 
 
 def host_times(trees: Sequence[Tree], job: Mapping[str, Any], rounds: int, seed: int = 0) -> dict[str, list[list[float]]]:
-    """Microseconds of the host for each public call (``versions_child.host_calls``): of each tree those of all rounds.
+    """Microseconds of the host for each public call (``versions_child.host_calls``): of each tree
+    those of all rounds.
 
-    Both trees' processes live throughout and take turns, in an order that every round draws. Raises ``RuntimeError`` when one ends.
+    Both trees' processes live throughout and take turns, in an order that every round draws. Raises
+    ``RuntimeError`` when one ends or all this takes longer than ``HOST_SECONDS``.
     """
     orders, turns = random.Random(seed), list(range(len(trees)))
     processes = [tree.start("host", job) for tree in trees]
+    late = threading.Timer(HOST_SECONDS, lambda: [process.kill() for process in processes])
+    late.start()
 
     def answer(index: int) -> Any:
         process = processes[index]
@@ -118,6 +129,7 @@ def host_times(trees: Sequence[Tree], job: Mapping[str, Any], rounds: int, seed:
                     found[name][index].append(us)
         return found
     finally:
+        late.cancel()
         for process in processes:
             process.kill()
             process.communicate()

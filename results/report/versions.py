@@ -19,8 +19,8 @@ AGREE = 0.01  # a kernel and its copy
 
 
 def read_versions(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By device the newest row of each point and kind against the commit before of the newest row. Raises ``ValueError`` with file and line
-    for a row that lacks a field."""
+    """By device the newest row of each point and kind against the commit before of the newest row.
+    Raises ``ValueError`` with file and line for a row that lacks a field."""
     devices: dict[str, list[dict[str, Any]]] = {}
     for place, row in json_rows(folder, VERSIONS_FIELDS):
         lacking = [field for field in POINT_FIELDS if field not in row] if row["kind"] != "host" else []
@@ -34,8 +34,8 @@ def read_versions(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def versions_section(folder: Path) -> str:
-    """Markdown of each device's newest comparison; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a
-    field."""
+    """Markdown of each device's newest comparison; "" without rows. Raises ``ValueError`` with file
+    and line for a row that lacks a field."""
     parts = []
     for gpu, rows in read_versions(folder).items():
         commits = f"{commits_of(rows)} against {short_commit(rows[0]['commit_before'])}"
@@ -72,7 +72,8 @@ def _said(rows: Sequence[dict[str, Any]], commits: str) -> str:
 
 
 def _classes(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """A line for each class of points: what the trees choose, by kind of work, band of m, format and program; then equal schedules."""
+    """A line for each class of points: what the trees choose, by kind of work, band of m, format
+    and program; then equal schedules."""
     chosen = [row for row in rows if row["kind"] == "chosen"]
     gemms = [row for row in chosen if row["workload"]["op"] == "gemm"]
     others = [row for row in chosen if row["workload"]["op"] != "gemm"]

@@ -1,4 +1,5 @@
-"""Kernels beside those of another commit: what is asked of both trees, how times are compared, and the whole program on the CPU."""
+"""Kernels beside those of another commit: what is asked of both trees, how times are compared, and
+the whole program on the CPU."""
 
 from __future__ import annotations
 
@@ -223,6 +224,19 @@ def test_a_tree_is_imported_whatever_else_is_installed(tmp_path: Path) -> None:
     assert process.communicate()[0] == "[]\n" and process.returncode == 0
     with pytest.raises(SystemExit, match=r"tilebit was imported from .*; accepted: the one of"):
         list(versions_child.answers("build", [json.dumps({"tree": str(tmp_path)})]))
+
+
+def test_calls_that_fail_cost_the_host_rows_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Trees whose door has nothing in it: their processes end at the first call."""
+    for folder in ("tilebit", "layouts", "schedules", "tiles", "autotune"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "tilebit" / "__init__.py").write_text("")
+    trees = Tree(tmp_path, tmp_path / "one"), Tree(tmp_path, tmp_path / "two")
+    run = versions.Run(target_from_name("cpu"), trees, tmp_path / "rows.jsonl", tmp_path, 600.0)
+    run.host()
+    said = capfd.readouterr()
+    assert run.failed and "ended with status 1; its own words are above" in said.out and "has no attribute" in said.err
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_a_module_that_lacks_another_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The page of comparisons with an earlier commit: means, worst points and bars by hand, and which rows count."""
+"""The page of comparisons with an earlier commit: means, worst points and bars by hand, and which
+rows count."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ meets all of them.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,13 +63,22 @@ def copies_needed(operand_bytes: int, cache_bytes: int) -> int:
     return int(CACHE_FACTOR * cache_bytes // max(operand_bytes, 1)) + 1
 
 
-def time_calls(named: Mapping[str, Sequence[Call]], device: str) -> dict[str, Timing]:
+def time_calls(named: Mapping[str, Sequence[Call]], device: str, orders: random.Random | None = None) -> dict[str, Timing]:
     """Time each implementation: ``named[name]`` holds one callable per operand copy, which launches on ``device`` ("cpu", "cuda:0"); on
-    CUDA they must be capturable. Raises ``ValueError`` when there is nothing to call."""
+    CUDA they must be capturable. ``orders`` draws the order of every round; None: always that of ``named``. At its power limit a board
+    owes a kernel's time to the one before it too. Raises ``ValueError`` when there is nothing to call."""
     for name, calls in named.items():
         if not calls:
             raise ValueError(f"{name!r} has no calls; accepted: one callable per operand copy")
-    return _time_cuda(named) if device.startswith("cuda") else _time_cpu(named)
+    return _time_cuda(named, orders) if device.startswith("cuda") else _time_cpu(named, orders)
+
+
+def _order(names: Iterable[str], orders: random.Random | None) -> list[str]:
+    """The order of the next round."""
+    order = list(names)
+    if orders is not None:
+        orders.shuffle(order)
+    return order
 
 
 def _summary(samples: list[float], calls: int, others: float | None = None) -> Timing:
@@ -76,18 +86,18 @@ def _summary(samples: list[float], calls: int, others: float | None = None) -> T
     return Timing(tenths[4], tenths[1], tenths[7], calls, len(samples), others)
 
 
-def _time_cpu(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+def _time_cpu(named: Mapping[str, Sequence[Call]], orders: random.Random | None) -> dict[str, Timing]:
     for calls in named.values():
         for call in calls:  # touch every page and wake the threads
             call()
     begin = time.perf_counter()
     rounds = []
     while len(rounds) < CPU_ROUNDS and (not rounds or time.perf_counter() - begin < CPU_ENOUGH_SECONDS):
-        rounds.append(_cpu_round(named))
+        rounds.append(_cpu_round(named, orders))
     return min(rounds, key=lambda timings: sum(t.us for t in timings.values()))  # one round for all: it was the same weather for each
 
 
-def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+def _cpu_round(named: Mapping[str, Sequence[Call]], orders: random.Random | None) -> dict[str, Timing]:
     """Calls of all implementations in alternation, each timed on its own."""
     samples: dict[str, list[float]] = {name: [] for name in named}
     time.sleep(CPU_PAUSE_SECONDS)
@@ -95,8 +105,8 @@ def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
         calls[-1]()  # wakes the threads; calls[0], the first that is timed, stays as cold as the others
     begin, turn, others = time.perf_counter(), 0, Others()
     while turn < MIN_REPLAYS or (turn < CPU_MAX_CALLS and time.perf_counter() - begin < CPU_SECONDS * len(named)):
-        for name, calls in named.items():
-            call = calls[turn % len(calls)]
+        for name in _order(named, orders):
+            call = named[name][turn % len(named[name])]
             start = time.perf_counter_ns()
             call()
             samples[name].append((time.perf_counter_ns() - start) / 1e3)
@@ -105,17 +115,17 @@ def _cpu_round(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
     return {name: _summary(values, 1, share) for name, values in samples.items()}
 
 
-def _time_cuda(named: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+def _time_cuda(named: Mapping[str, Sequence[Call]], orders: random.Random | None) -> dict[str, Timing]:
     graphs = {name: _capture(calls) for name, calls in named.items()}
     slowest = max(us for _, _, us in graphs.values())
     replays = max(MIN_REPLAYS, min(MAX_REPLAYS, int(5e4 / max(slowest, 1.0))))
     events = [{name: (_event(), _event()) for name in graphs} for _ in range(replays)]
     torch.cuda._sleep(SPIN_CYCLES)
     for turn in events:
-        for name, (graph, _, _) in graphs.items():
+        for name in _order(graphs, orders):
             start, stop = turn[name]
             start.record()
-            graph.replay()
+            graphs[name][0].replay()
             stop.record()
     torch.cuda.synchronize()
     return {

@@ -28,6 +28,7 @@ from .report.selection import SELECTION_FIELDS, selection_section
 from .report.static import FIELDS as STATIC_FIELDS
 from .report.static import static_section
 from .report.sweep import SWEEP_FIELDS, sweep_section
+from .report.versions import VERSIONS_FIELDS, versions_section
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,14 @@ STUDIES = (
         RANKER_FIELDS,
         lambda rows: ranker_section(rows / "ranker"),
         ("python -m tilebit.autotune.regret --arch ARCH --rows FILE",),
+    ),
+    Study(
+        "versions",
+        "Beside an earlier commit",
+        "Is any kernel, or any call, slower than it was?",
+        VERSIONS_FIELDS,
+        lambda rows: versions_section(rows / "versions"),
+        ("python -m results.measure.versions --before TREE",),
     ),
     Study(
         "static",

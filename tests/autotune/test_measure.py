@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import Counter
 
 import pytest
 
@@ -66,6 +68,16 @@ def test_calls_rotate_over_their_copies(clock: Clock):
     calls = [lambda i=i: (seen.append(i), clock.sleep(1e-3)) for i in range(3)]
     time_calls({"kernel": calls}, "cpu")
     assert seen[:10] == [0, 1, 2, 2, 0, 1, 2, 0, 1, 2]  # every copy once, one to wake the threads, then the timed ones
+
+
+def test_orders_are_drawn_and_each_counts_once_a_round(clock: Clock):
+    """Every implementation comes first, between and last, and each meets all of its copies in turn."""
+    seen: list[tuple[str, int]] = []
+    calls = {name: [lambda i=i, name=name: (seen.append((name, i)), clock.sleep(1e-3)) for i in range(2)] for name in "abc"}
+    time_calls(calls, "cpu", random.Random(0))
+    rounds = [seen[start : start + 3] for start in range(9, 9 + 3 * MIN_REPLAYS, 3)]  # behind the warm-up
+    assert all(sorted(turn) == [(name, number % 2) for name in "abc"] for number, turn in enumerate(rounds))
+    assert len(Counter(tuple(name for name, _ in turn) for turn in rounds)) == 6
 
 
 def test_a_disturbed_round_does_not_count(clock: Clock):

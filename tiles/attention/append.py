@@ -1,33 +1,35 @@
 """``attention_append``: new keys and values join the cache.
 
-One kernel takes rows of k and v (rotated on the way, if asked), fills each sequence's 16-bit window and, whenever 128 tokens are
-together, quantizes and packs them in registers, as the fragments that decoding will read, into their pages (BitDecoding V-B): minima and
-maxima by warp shuffles, no second pass, no repacking ever. The same blocks serve one token a sequence and a whole prompt, so that
-appending token by token gives the bits that appending all at once gives. ``device/append.cuh`` is the text.
+One kernel takes rows of k and v (rotated on the way, if asked), fills each sequence's 16-bit window and, whenever 128
+tokens are together, quantizes and packs them in registers, as the fragments that decoding will read, into their pages
+(BitDecoding V-B): minima and maxima by warp shuffles, no second pass, no repacking ever. The same blocks serve one token
+a sequence and a whole prompt, so that appending token by token gives the bits that appending all at once gives. What one
+warp does with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``).
 
-A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose new tokens complete none has one block
-all the same, and the first block of each sequence writes what stays in the window, after it has read it.
+A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose new tokens complete
+none has one block all the same, and the first block of each sequence writes what stays in the window, after it has read
+it.
 """
 
 from typing import Any
 
-from ...layouts.kv import RESIDUAL, window_words
+from ...layouts.kv import GRANULE, RESIDUAL, window_words
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..compiler.headers import TYPES, device_source
+from ..compiler.headers import device_source
 from ..program import TileProgram
-from .decode import cache_arguments
+from .cache import PASS_CONFIGS, cache_source
+from .leaves import caller
 
-HEADERS = ("ptx.cuh", "dependent.cuh", "kv.cuh", "append.cuh")
+HEADERS = (
+    "ptx.cuh", "dependent.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
+)  # fmt: skip
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}
-THREADS = 128
-
-
-def append_type(workload: AttentionWorkload) -> str:
-    """``tilebit::Append`` with its template arguments (``device/append.cuh``)."""
-    w = workload
-    return f"tilebit::Append<{TYPES[w.dtype]}, {cache_arguments(w)}, {w.page_size}, tilebit::{ROTARY[w.rotary]}>"
+WARPS, THREADS = 4, 128
+GRANULES = RESIDUAL // GRANULE // WARPS  # of a warp
+ROWS_WORDS = 9  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
+SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequences.cuh``)
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
@@ -35,12 +37,16 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language as T
 
     w, dtype = workload, workload.dtype
-    entry = f"tilebit::append_tokens<{append_type(w)}, {TYPES[dtype]}>"
+    by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
+    constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
+    source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
     batch, offsets, tokens, num_pages, slots, max_pages, positions = (
         T.dynamic(n) for n in ("batch", "offsets", "tokens", "num_pages", "num_slots", "max_pages", "positions")
     )
     HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None
     CosSin = T.Tensor((positions, w.head_dim), "float32") if w.rotary else None
+
+    call = caller({}, "Cache")
 
     @T.prim_func
     def main(
@@ -56,15 +62,69 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         cos_sin: CosSin,
     ):
         # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
-        with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=THREADS):
-            T.import_source(device_source(HEADERS))
-            T.call_extern(
-                "handle", entry, T.address_of(k[0, 0, 0]), T.address_of(v[0, 0, 0]), T.address_of(cu_seqlens[0]), T.address_of(lengths[0]),
-                T.address_of(block_tables[0, 0]), T.address_of(slots_of[0]), T.address_of(pages[0, 0, 0]), T.address_of(windows[0, 0, 0]),
-                T.address_of(head_scales[0, 0]) if w.format.has_head_scales else T.address_of(lengths[0]),
-                T.address_of(cos_sin[0, 0]) if w.rotary else T.address_of(lengths[0]),
-                batch, w.heads_kv, max_pages,
-            )  # fmt: skip
+        with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=THREADS) as (item, head):
+            T.import_source(source)
+            rows, line, place = T.alloc_local((ROWS_WORDS,), "int64"), T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
+            fragments = T.alloc_local((GRANULES * fragment_words,), "uint32")
+            extremes = T.alloc_shared((2 * WARPS * w.head_dim if by_channel else 1,), "float32")
+            total, sequence, index, length, old_length, group, e, begin = (T.alloc_var("int32") for _ in range(8))
+            thread = T.get_thread_binding()
+            T.call_extern("handle", "tilebit::wait_for_predecessor")  # all operands may be its
+            T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
+            total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
+            if item < total:
+                call(
+                    "NewRows::find", lengths, cu_seqlens, batch, line, item,
+                    place,
+                )  # fmt: skip
+                sequence = place[SEQUENCE]
+                index = item - place[FIRST]
+                length = lengths[sequence]
+                old_length = length - (cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+                group = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + index * RESIDUAL
+                call(
+                    "NewRows::open", rows, T.address_of(k[cu_seqlens[sequence], head, 0]),
+                    T.address_of(v[cu_seqlens[sequence], head, 0]), cos_sin if w.rotary else lengths,
+                    windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
+                    w.heads_kv, head, old_length,
+                )  # fmt: skip
+                if group + RESIDUAL <= length:  # all of the group is here: it goes to its pages
+                    for g in T.unroll(GRANULES, explicit=True):
+                        call(
+                            "Pack::load<true>", rows, group, thread // 32 * GRANULES + g,
+                            T.address_of(fragments[g * fragment_words]),
+                        )  # fmt: skip
+                    if by_channel:
+                        call("Pack::find_extremes", fragments, extremes)
+                        T.sync_threads()  # all warps' extremes are there
+                        call("Pack::quantize_channels", rows, group, fragments, extremes)
+                    for g in T.unroll(GRANULES, explicit=True):
+                        call(
+                            "Pack::store_keys", rows, group + (thread // 32 * GRANULES + g) * GRANULE,
+                            T.address_of(fragments[g * fragment_words]),
+                            head_scales[0, head] if w.format.has_head_scales else T.float32(1.0),
+                        )  # fmt: skip
+                    for g in T.unroll(GRANULES, explicit=True):
+                        call(
+                            "Pack::load<false>", rows, group, thread // 32 * GRANULES + g,
+                            T.address_of(fragments[g * fragment_words]),
+                        )  # fmt: skip
+                        call(
+                            "Pack::store_values", rows, group + (thread // 32 * GRANULES + g) * GRANULE,
+                            T.address_of(fragments[g * fragment_words]),
+                            head_scales[1, head] if w.format.has_head_scales else T.float32(1.0),
+                        )  # fmt: skip
+                if index == 0:
+                    T.sync_threads()  # the window has been read
+                    group = T.truncdiv(length, RESIDUAL) * RESIDUAL
+                    begin = T.max(group, old_length)
+                    e = thread
+                    while e < (length - begin) * (w.head_dim // 2):  # pairs of channels
+                        call(
+                            "NewRows::store_pair", rows, begin + T.truncdiv(e, w.head_dim // 2),
+                            begin + T.truncdiv(e, w.head_dim // 2) - group, T.truncmod(e, w.head_dim // 2) * 2,
+                        )  # fmt: skip
+                        e = e + THREADS
 
     return main
 
@@ -74,5 +134,6 @@ PROGRAM = TileProgram(
     compiler="tilelang",
     build=build,
     headers=HEADERS,
+    pass_configs=PASS_CONFIGS,
     newest_arch="sm_89",
 )

@@ -2,45 +2,75 @@
 
     out_k[cu_kv[b] + t] = q * scale + zero of token t's keys, out_v likewise, t < lengths[b]
 
-in fp32, rounded once. The rows after a sequence's history are left alone: there the new tokens' own keys and values go. A block dequantizes
-128 tokens of one key head, which share the key's channel scales, with ``num_warps`` warps (``device/gather.cuh``).
+in fp32, rounded once. The rows after a sequence's history are left alone: there the new tokens' own keys and values go.
+A block has 128 tokens of one key head, which share the key's channel scales, packed or in the 16-bit window; each of its
+``num_warps`` warps takes sixteen of them at a time, through shared memory of its own (``device/kv/rows.cuh``).
 """
 
 from typing import Any
 
-from ...layouts.kv import KVLayout, window_words
+from ...layouts.kv import GRANULE, RESIDUAL, window_words
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..compiler.headers import TYPES, device_source
+from ..compiler.headers import device_source
 from ..program import TileProgram
-from .decode import cache_arguments
+from .cache import PASS_CONFIGS, cache_source
+from .leaves import caller
 
-HEADERS = ("ptx.cuh", "kv.cuh", "gather.cuh")
-GRANULE_ROWS = 16
+HEADERS = ("ptx.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "rows")))
+GRANULES = RESIDUAL // GRANULE  # of the keys of a group, and of its values
+SEQUENCE, FIRST = 0, 1  # of a place in the line of groups (``device/kv/sequences.cuh``)
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    pages int32 ``[num_pages, heads_kv, page_words]``, windows int32 ``[slots, heads_kv, window_words]`` (``layouts.kv``), block_tables
-    int32 ``[batch, max_pages]``, slots and lengths int32 ``[batch]``, cu_kv int32 ``[batch + 1]``, head_scales fp32 ``[2, heads_kv]``
-    (fp8), out_k and out_v ``[total, heads_kv, head_dim]``. All but the heads are dynamic, from 1 up.
+    pages int32 ``[num_pages, heads_kv, page_words]``, windows int32 ``[slots, heads_kv, window_words]`` (``layouts.kv``),
+    block_tables int32 ``[batch, max_pages]``, slots and lengths int32 ``[batch]``, cu_kv int32 ``[batch + 1]``, head_scales
+    fp32 ``[2, heads_kv]`` (fp8), out_k and out_v ``[total, heads_kv, head_dim]``. All but the heads are dynamic, from 1 up.
     """
     import tilelang.language as T
 
     w, warps, dtype = workload, schedule.num_warps, workload.dtype
-    layout = KVLayout(w.format, w.head_dim, w.page_size)
-    gather = f"tilebit::Gather<{TYPES[dtype]}, {cache_arguments(w)}, {w.page_size}, {warps}>"
-    entry = f"tilebit::gather_group<{gather}, {TYPES[dtype]}, {warps}>"
+    row_pitch = w.heads_kv * w.head_dim  # elements from a row of the output to the next one
+    staged_words = GRANULE * w.head_dim // 2  # of a warp
+    source = f"{device_source(HEADERS)}\n{cache_source(w, {'THREADS': warps * 32})}"
     batch, bounds, total, num_pages, slots, max_pages = (
         T.dynamic(name) for name in ("batch", "bounds", "total", "num_pages", "num_slots", "max_pages")
     )
     HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None
 
+    call = caller({}, "Cache")
+
+    def mover(which):
+        @T.macro
+        def move(pages, tables, windows, head_scale, staging, out, sequence, slot, head, first, granule, left, row, warp):
+            """Sixteen tokens, granule ``granule`` of the group from token ``first`` on, of which there are ``left``."""
+            staged = warp * staged_words
+            if left >= RESIDUAL:  # in pages
+                call(
+                    f"CacheRows::stage_{which}", pages, T.address_of(tables[sequence, 0]), w.heads_kv, head,
+                    first + granule * GRANULE, head_scale, T.address_of(staging[staged]),
+                )  # fmt: skip
+            else:
+                call(
+                    f"CacheRows::stage_window_{which}", windows, slot, w.heads_kv, head, granule, T.address_of(staging[staged])
+                )  # fmt: skip
+            T.sync_warp()
+            call(
+                "CacheRows::store", T.address_of(staging[staged]), T.address_of(out[row + granule * GRANULE, head, 0]), row_pitch,
+                T.min(left - granule * GRANULE, GRANULE),
+            )  # fmt: skip
+            T.sync_warp()
+
+        return move
+
+    move_keys, move_values = mover("keys"), mover("values")
+
     @T.prim_func
     def main(
-        pages: T.Tensor((num_pages, w.heads_kv, layout.page_words), "int32"),
+        pages: T.Tensor((num_pages, w.heads_kv, w.layout.page_words), "int32"),
         windows: T.Tensor((slots, w.heads_kv, window_words(w.head_dim)), "int32"),
         block_tables: T.Tensor((batch, max_pages), "int32"),
         slots_of: T.Tensor((batch,), "int32"),
@@ -52,14 +82,31 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     ):
         # groups of all sequences are at most those of the rows, and one that is not full of each
         with T.Kernel(w.heads_kv, total // schedule.block_n + batch, threads=warps * 32) as (head, index):
-            staging = T.alloc_shared((warps * GRANULE_ROWS * w.head_dim // 2,), "int32")
-            T.import_source(device_source(HEADERS))
-            T.call_extern(
-                "handle", entry, T.address_of(staging[0]), T.address_of(pages[0, 0, 0]), T.address_of(windows[0, 0, 0]),
-                T.address_of(block_tables[0, 0]), T.address_of(slots_of[0]), T.address_of(lengths[0]), T.address_of(cu_kv[0]),
-                T.address_of(head_scales[0, 0]) if w.format.has_head_scales else T.address_of(lengths[0]), T.address_of(out_k[0, 0, 0]),
-                T.address_of(out_v[0, 0, 0]), batch, w.heads_kv, max_pages, head, index,
-            )  # fmt: skip
+            T.import_source(source)
+            staging = T.alloc_shared((warps * staged_words,), "uint32")
+            line, place = T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
+            groups, sequence, first, left, unit = (T.alloc_var("int32") for _ in range(5))
+            warp = T.get_thread_binding() // 32
+            groups = call("CacheRows::count", lengths, batch, line, returns="int32")
+            if index < groups:
+                call("CacheRows::find", lengths, batch, line, index, place)
+                sequence = place[SEQUENCE]
+                first = (index - place[FIRST]) * RESIDUAL
+                left = lengths[sequence] - first
+                unit = warp  # sixteen tokens' keys, then their values
+                while unit < 2 * GRANULES:
+                    if unit % GRANULES * GRANULE < left:
+                        if unit < GRANULES:
+                            move_keys(
+                                pages, block_tables, windows, head_scales[0, head] if w.format.has_head_scales else T.float32(1.0), staging,
+                                out_k, sequence, slots_of[sequence], head, first, unit, left, cu_kv[sequence] + first, warp,
+                            )  # fmt: skip
+                        else:
+                            move_values(
+                                pages, block_tables, windows, head_scales[1, head] if w.format.has_head_scales else T.float32(1.0), staging,
+                                out_v, sequence, slots_of[sequence], head, first, unit - GRANULES, left, cu_kv[sequence] + first, warp,
+                            )  # fmt: skip
+                    unit = unit + warps
 
     return main
 
@@ -69,5 +116,6 @@ PROGRAM = TileProgram(
     compiler="tilelang",
     build=build,
     headers=HEADERS,
+    pass_configs=PASS_CONFIGS,
     newest_arch="sm_89",
 )

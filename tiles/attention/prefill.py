@@ -12,8 +12,8 @@ the register operand of O += P V. That product runs while the warpgroup computes
 products over, so that one's softmax runs under another's products. Blocks whose rows see most come first.
 
 Boxes of TMA may reach into the next sequence: scores are masked by position, values beyond a sequence's last are zeroed, and rows are
-stored one by one. Softmax and masks are CUDA (``device/prefill.cuh``): reductions of an accumulator in place, and an order of instructions
-that the compilers would not keep.
+stored one by one. Softmax and masks are CUDA (``device/kv/prefill.cuh``): reductions of an accumulator in place, and an order of
+instructions that the compilers would not keep.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 
-HEADERS = ("ptx.cuh", "order.cuh", "kv.cuh", "prefill.cuh")
+HEADERS = ("ptx.cuh", "order.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
 PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 TURNS, GROUPS = 3, 6  # first named barriers of the warpgroups' turns and of each warpgroup alone; the generated code uses 0 to 2
 MAX_TURN_HEAD_DIM = 128  # beyond it a product outlasts the other warpgroup's softmax, turns or not
@@ -40,7 +40,7 @@ NO_MASK, MASK, MASK_WHERE_NEEDED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PrefillCalls:
-    """The functions of ``device/prefill.cuh`` with their template arguments, for one (workload, schedule)."""
+    """The functions of ``device/kv/prefill.cuh`` with their template arguments, for one (workload, schedule)."""
 
     workload: AttentionWorkload
     schedule: Schedule

@@ -6,11 +6,8 @@ mma.m16n8k16 itself (``GATHER``): it reads the rows that it has elements of, 16 
 every code of its own out. The 16-bit window stays packed. It is no program of the library (its name is this module's path), but it goes
 through the library's compile pool, gate and clock. Formats of 2, 4 and 8 bits; no sinks, soft cap or log-sum-exp.
 """
-# pyright: reportInvalidTypeForm=false
-# The annotations of a TileLang program are no types.
 
 from dataclasses import replace
-from math import e, log2
 from typing import Any
 
 import torch
@@ -18,23 +15,21 @@ from torch import Tensor
 
 from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.gemm import unpack_tiles
-from tilebit.layouts.kv import window_words
 from tilebit.layouts.packing import PackedLayout
 from tilebit.schedules.attention import decode as rules
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import Rule
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.attention.decode import HEADERS, decode_type
-from tilebit.tiles.compiler.headers import TYPES, device_source, literal
+from tilebit.tiles.attention.cache import PASS_CONFIGS
+from tilebit.tiles.attention.decode import HEADERS, build_with
+from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.program import TileProgram
 
 NAME = "results.measure.ablation.row_major"
 BITS = (2, 4, 8)
-# Comes between kv.cuh and attention.cuh.
-GATHER = """
-namespace tilebit {
-
+# Comes before `tilebit::Decode`.
+GATHER = """\
 // Codes of 16 tokens [token][channel]. A lane's operands are halves in the low bits: no factors. `run` numbers eight consecutive channels.
 template <int KIND, int HEAD_DIM, int ROWS>
 struct RowMajor : Granule<KIND, HEAD_DIM> {
@@ -97,27 +92,30 @@ struct RowMajorValues : RowMajor<KIND, HEAD_DIM, 4> {
   }
 };
 
-}  // namespace tilebit
 """
-# What attention.cuh says, and what it says here.
+DECODE = "template <typename S>\nstruct Decode : S {"
+# What the functions of decode attention say, and what they say here.
 EDITS = (
-    ("using Keys = Granule<KEY, HEAD_DIM>;", "using Keys = RowMajorKeys<KEY, HEAD_DIM>;"),
-    ("using Values = Granule<VALUE, HEAD_DIM>;", "using Values = RowMajorValues<VALUE, HEAD_DIM>;"),
+    (DECODE, GATHER + DECODE),
+    ("using Keys = Granule<S::KEY, S::HEAD_DIM>;", "using Keys = RowMajorKeys<S::KEY, S::HEAD_DIM>;"),
+    ("using Values = Granule<S::VALUE, S::HEAD_DIM>;", "using Values = RowMajorValues<S::VALUE, S::HEAD_DIM>;"),
     (
         "if constexpr (G::LOAD == 4)",
-        "if constexpr (G::LOAD > 4)\n      G::gather(granule, j, lane, words);\n    else if constexpr (G::LOAD == 4)",
+        "if constexpr (G::LOAD > 4)\n    G::gather(granule, j, lane, words);\n  else if constexpr (G::LOAD == 4)",
     ),
 )
 
 
-def source(decode: str) -> str:
-    """The CUDA functions of this program, from ``decode``, attention.cuh's. Raises ``LookupError`` where that no longer says what is
-    replaced here."""
+def source(functions: str) -> str:
+    """The CUDA functions of this program, from ``functions``, those of ``tiles/attention/decode.py``. Raises ``LookupError`` where they no
+    longer say what is replaced here."""
     for old, new in EDITS:
-        if decode.count(old) != 1:
-            raise LookupError(f"attention.cuh has {old!r} {decode.count(old)} times; accepted: once. Bring {__name__}.EDITS up to date")
-        decode = decode.replace(old, new)
-    return "\n".join((device_source(HEADERS[:-1]), GATHER, decode))
+        if functions.count(old) != 1:
+            raise LookupError(
+                f"the device functions have {old!r} {functions.count(old)} times; accepted: once. Bring {__name__}.EDITS up to date"
+            )
+        functions = functions.replace(old, new)
+    return functions
 
 
 def legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -131,38 +129,8 @@ def legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> li
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc, its parameters as ``tiles/attention/decode.py`` has them; ``pages`` are row-major (``repacked``)."""
-    import tilelang.language
-
-    T: Any = tilelang.language  # its declared types are those of the tree it builds, not of the text that builds it
-    w, dtype, scale = workload, workload.dtype, literal(workload.softmax_scale * log2(e))
-    entry = f"tilebit::decode_attention<{decode_type(w, schedule)}, {TYPES[dtype]}>"
-    batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))
-    num_pages, slots, max_pages = (T.dynamic(name) for name in ("num_pages", "num_slots", "max_pages"))
-
-    @T.prim_func
-    def main(
-        q: T.Tensor((batch, q_len, w.heads_q, w.head_dim), dtype),
-        pages: T.Tensor((num_pages, w.heads_kv, w.layout.page_words), "int32"),
-        windows: T.Tensor((slots, w.heads_kv, window_words(w.head_dim)), "int32"),
-        block_tables: T.Tensor((batch, max_pages), "int32"),
-        slots_of: T.Tensor((batch,), "int32"),
-        lengths: T.Tensor((batch,), "int32"),
-        workspace: T.Tensor((words,), "int32"),
-        out: T.Tensor((batch, q_len, w.heads_q, w.head_dim), dtype),
-    ):
-        with T.Kernel(target.units * schedule.min_blocks, threads=schedule.num_warps * 32):
-            shared = T.alloc_shared((rules.shared_bytes(workload, schedule) // 4,), "int32")
-            T.import_source(source(device_source(HEADERS[-1:])))
-            T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            T.call_extern(
-                "handle", entry, T.address_of(shared[0]), T.address_of(q[0, 0, 0, 0]), T.address_of(pages[0, 0, 0]),
-                T.address_of(windows[0, 0, 0]), T.address_of(block_tables[0, 0]), T.address_of(slots_of[0]), T.address_of(lengths[0]),
-                T.address_of(lengths[0]), T.address_of(lengths[0]), T.address_of(workspace[0]), T.address_of(out[0, 0, 0, 0]),
-                T.address_of(lengths[0]), batch, q_len, w.heads_kv, max_pages, T.float32(scale), T.float32(0.0),
-            )  # fmt: skip
-
-    return main
+    """The PrimFunc of ``tiles/attention/decode.py`` with other functions; ``pages`` are row-major (``repacked``)."""
+    return build_with(source(device_source(HEADERS)), workload, schedule, target)
 
 
 def repacked(problem: AttentionProblem) -> AttentionProblem:
@@ -196,5 +164,6 @@ PROGRAM = TileProgram(
     compiler="tilelang",
     build=build,
     headers=HEADERS,
+    pass_configs=PASS_CONFIGS,
     newest_arch="sm_89",
 )

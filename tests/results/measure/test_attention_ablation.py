@@ -15,7 +15,7 @@ import torch
 from defined_kernels import DefinedKernels
 from emulation import device_code
 from emulation.device_code import needs_host_compiler
-from emulation.emulated_attention import EmulatedAttention
+from emulation.generated_attention import GeneratedAttention
 from toolchain import needs_nvcc
 
 from results.measure.ablation import attention as measure_attention
@@ -45,6 +45,7 @@ from tilebit.schedules.operations import params
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
+from tilebit.tiles.attention.decode import HEADERS
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.headers import device_source
@@ -55,9 +56,9 @@ HOPPER = target_from_name("sm_90a")
 SMALL = AttentionWorkload("decode", 2, 1, 256, 4, 2, 64, KVFormat.from_name("kv4_channel"))
 
 
-def emulated(workload: AttentionWorkload, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> EmulatedAttention:
+def emulated(workload: AttentionWorkload, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> GeneratedAttention:
     monkeypatch.setitem(device_code.CUDA_ARCH, row_major.NAME, 800)
-    return EmulatedAttention(workload, schedule, replace(HOPPER, units=3))
+    return GeneratedAttention(workload, schedule, replace(HOPPER, units=3))
 
 
 @pytest.mark.slow
@@ -114,8 +115,8 @@ def test_what_the_row_major_program_cannot_do(workload: AttentionWorkload, words
 
 
 def test_the_row_major_program_says_when_its_source_has_moved() -> None:
-    text = device_source(("attention.cuh",))
-    assert "RowMajorKeys<KEY, HEAD_DIM>" in row_major.source(text)
+    text = device_source(HEADERS)
+    assert "RowMajorKeys<S::KEY, S::HEAD_DIM>" in row_major.source(text)
     for old, _ in row_major.EDITS:
         with pytest.raises(LookupError, match="0 times; accepted: once"):
             row_major.source(text.replace(old, ""))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulation.device_code import needs_host_compiler
-from emulation.emulated_attention import EmulatedAttention
+from emulation.generated_attention import GeneratedAttention
 from kv_cases import FORMATS, poisoned_problem
 from lanes import one_of_each
 from torch import Tensor
@@ -61,7 +61,7 @@ def problem_of(workload: AttentionWorkload, steps: tuple[tuple[int, int], ...], 
     return poisoned_problem(workload, [length for length, _ in steps], [rows for _, rows in steps], seed)
 
 
-def run(kernel: EmulatedAttention):
+def run(kernel: GeneratedAttention):
     return lambda problem, outputs: kernel(problem.named(outputs))
 
 
@@ -75,7 +75,7 @@ def test_the_cases_cover_everything():
 @pytest.mark.parametrize("workload", one_of_each(CASES, lambda workload: workload.format), ids=label)
 def test_append(workload: AttentionWorkload):
     """The tuner's verdict: codes and parameters are the twin's, the window holds the rest, nothing else has changed."""
-    kernel = EmulatedAttention(workload, schedule(workload), TARGET, seed=1)
+    kernel = GeneratedAttention(workload, schedule(workload), TARGET, seed=1)
     verdict = AttentionGate(*(problem_of(workload, steps, seed) for seed, steps in enumerate(STEPS))).verify(run(kernel))
     assert verdict.ok, verdict.reasons
 
@@ -107,7 +107,9 @@ def test_extreme_numbers(format: KVFormat, dtype: str):
     problem = problem_of(workload, ((256, 256), (130, 130)), 1)
     for name in ("k", "v"):
         problem.operands[name] = extreme_rows(386, 64, getattr(torch, dtype))
-    verdict = AttentionGate(problem, problem_of(workload, STEPS[0], 2)).verify(run(EmulatedAttention(workload, schedule(workload), TARGET)))
+    verdict = AttentionGate(problem, problem_of(workload, STEPS[0], 2)).verify(
+        run(GeneratedAttention(workload, schedule(workload), TARGET))
+    )
     assert verdict.ok, verdict.reasons
 
 
@@ -115,7 +117,7 @@ def test_extreme_numbers(format: KVFormat, dtype: str):
 @pytest.mark.parametrize("name", ["kv4_channel", "kv2_token", "kvfp8", "kv16"])
 def test_token_by_token_is_all_at_once(name: str):
     workload = AttentionWorkload("append", 1, 1, 300, HEADS, HEADS, 64, KVFormat.from_name(name), "float16", 64, rotary="half")
-    kernel = EmulatedAttention(workload, schedule(workload), TARGET)
+    kernel = GeneratedAttention(workload, schedule(workload), TARGET)
     problem = problem_of(workload, ((270, 270),), 7)
     o = problem.operands
 

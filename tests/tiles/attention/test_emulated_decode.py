@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from emulation.device_code import needs_host_compiler
-from emulation.emulated_attention import EmulatedAttention
+from emulation.generated_attention import GeneratedAttention
 from kv_cases import FORMATS, poisoned_problem
 from lanes import one_of_each
 
@@ -27,7 +27,7 @@ from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.tiles.attention.decode import KINDS
+from tilebit.tiles.attention.cache import KINDS
 
 pytestmark = needs_host_compiler
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 255, 256, 257, 300, 384, 391, 513)
@@ -128,7 +128,7 @@ def problems(case: Case, seed: int) -> Iterator[AttentionProblem]:
 @pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format), ids=label)
 def test_decode(case: Case):
     """The tuner's verdict, on one kernel and its workspace: right, and the same bits whatever the order of the blocks."""
-    kernel = EmulatedAttention(*case, seed=1)
+    kernel = GeneratedAttention(*case, seed=1)
 
     def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
         kernel(problem.named(outputs))

@@ -9,7 +9,7 @@ from itertools import cycle, product
 import numpy as np
 import pytest
 from emulation.device_code import DeviceCode, needs_host_compiler
-from emulation.emulated_attention import EmulatedAttention
+from emulation.generated_attention import GeneratedAttention
 from kv_cases import FORMATS, poisoned_problem
 from lanes import one_of_each
 
@@ -21,7 +21,7 @@ from tilebit.schedules.attention.workload import DTYPES, AttentionWorkload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.attention.decode import KINDS
+from tilebit.tiles.attention.cache import KINDS
 from tilebit.tiles.compiler.headers import device_source
 
 pytestmark = needs_host_compiler
@@ -57,7 +57,7 @@ def test_the_cases_cover_everything():
 
 @pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format), ids=label)
 def test_gather(case: tuple[AttentionWorkload, Schedule]):
-    kernel = EmulatedAttention(*case, TARGET, seed=1)
+    kernel = GeneratedAttention(*case, TARGET, seed=1)
     problems = (poisoned_problem(case[0], lengths, [0] * len(lengths), seed) for seed, lengths in enumerate(LENGTHS))
     verdict = AttentionGate(*problems).verify(lambda problem, outputs: kernel(problem.named(outputs)))
     assert verdict.ok, verdict.reasons
@@ -89,7 +89,7 @@ NAMED = {(kind, d): f"fragments<tilebit::{KINDS[kind]}, {d}>" for kind in KINDS 
 
 @pytest.fixture(scope="module")
 def fragments() -> DeviceCode:
-    return DeviceCode(device_source(("ptx.cuh", "kv.cuh")) + FRAGMENTS, 900, NAMED.values())
+    return DeviceCode(device_source(("ptx.cuh", "kv/pairs.cuh", "kv/granule.cuh")) + FRAGMENTS, 900, NAMED.values())
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), NAMED)

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 from emulation.device_code import KernelFault, needs_host_compiler
-from emulation.emulated_attention import EmulatedAttention
 from emulation.emulated_program import Edits
+from emulation.generated_attention import GeneratedAttention
 from emulation.planted_attention import BUGS, Bug
 from kv_cases import poisoned_problem
 from lanes import one_of_each
@@ -38,7 +38,7 @@ def gate(workload: AttentionWorkload) -> AttentionGate:
 
 
 def verdict(workload: AttentionWorkload, schedule: Schedule, edits: Edits | None = None) -> Verdict:
-    kernel = EmulatedAttention(workload, schedule, TARGET, edits, seed=2)
+    kernel = GeneratedAttention(workload, schedule, TARGET, edits, seed=2)
 
     def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
         kernel(problem.named(outputs))

@@ -1,5 +1,5 @@
-"""Bugs to plant in the CUDA programs of attention: edits of their headers, each of a text that is there exactly once; a bug whose place has
-changed is an error."""
+"""Bugs to plant in the CUDA programs of attention: edits of their loops and of their device functions, each of a text that is there exactly
+once; a bug whose place has changed is an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def once(*pairs: tuple[str, str]) -> Edit:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """An edit of the device headers of one kernel; ``sign`` is a word of the verdict, or of the fault that the emulation reports."""
+    """Edits of one kernel's program, by file, and of its device functions ("device"); ``sign`` is a word of the verdict, or of the fault
+    that the emulation reports."""
 
     name: str
     workload: AttentionWorkload
@@ -59,7 +60,18 @@ def bug(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tupl
     return Bug(name, workload, schedule, {"device": once(*pairs)}, sign)
 
 
-VALUE_PARAMETERS = "load_shared_32(parameters_of(at + VALUE_BYTES) + (strip * 16 + i * 8) * 4)"
+def loop(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "") -> Bug:
+    """A bug in the loops of the program's own file."""
+    file = schedule.program.removeprefix("attention_").removesuffix("_bulk")
+    return Bug(name, workload, schedule, {f"{file}.py": once(*pairs)}, sign)
+
+
+def ring(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "") -> Bug:
+    """A bug in the ring of decode attention."""
+    return Bug(name, workload, schedule, {"ring.py": once(*pairs)}, sign)
+
+
+VALUE_PARAMETERS = "load_shared_32(token_parameters(d.lane, at + VALUE_BYTES) + (strip * 16 + i * 8) * 4)"
 P_OPERAND = "(multiply_pairs(p[nt][i], *reinterpret_cast<const uint32_t*>(&scales)))"
 
 BUGS = (
@@ -70,44 +82,49 @@ BUGS = (
     ),
     bug("row factor of values forgotten", KV4, BULK, ("i < 2 ? unit : unit / Values::ROW_FACTOR", "unit")),
     bug("zeros of keys forgotten", KV4, BULK, ("(sums[nt][i] + Keys::MIDDLE", "(Keys::MIDDLE")),
-    bug("middle of keys forgotten", KV4, BULK, ("* scale + middle[nt][i] * key_scale;", "* scale;")),
+    bug("middle of keys forgotten", KV4, BULK, ("* d.scale + middle[nt][i] * key_scale;", "* d.scale;")),
     bug("middle of values forgotten", KV4, BULK, ("state.zeros[nt][i] -= taken[nt][i] * (Values::UNIT / 16);", "{}")),
     bug("codes of the second half not taken from the highest", KV4, BULK, ("a[2] ^= highest<G>(2), a[3] ^= highest<G>(3);", "{}")),
     bug("zeros of values forgotten", KV4, BULK, ("to[f * 16] = state.o[f][nt][i] + zeros", "to[f * 16] = state.o[f][nt][i]")),
     bug("scales of the second half of rows", KV4, BULK, (VALUE_PARAMETERS, VALUE_PARAMETERS.replace(" + i * 8", ""))),
-    bug("values' head scale", decode("kvfp8"), BULK, ("head_scales[heads + c.head]", "head_scales[c.head]")),
+    bug("values' head scale", decode("kvfp8"), BULK, ("d.head_scales[d.heads + view", "d.head_scales[view")),
     bug("bytes of a pair swapped", decode("kv8_token"), ASYNC, ("i & 1 ? 0x4342 : 0x4140", "i & 1 ? 0x4342 : 0x4041")),
     bug("channel scales of one page for all", KV4, ASYNC, ("token = token / RESIDUAL * RESIDUAL;", "{}")),
     bug("keys of the wrong head", KV4, BULK,
-        ("const char* page = record_of(source, c.head);", "const char* page = record_of(source, 0);"),
+        ("const char* page = record_of(d, source, c.head);", "const char* page = record_of(d, source, 0);"),
     ),
     bug("parameters of the page of the codes", KV4, BULK, ("source, PIECES + min(byte,", "source, 0 * min(byte,")),
     bug("rows after the last token", KV4, BULK, ("if (left < 16) {", "if (left < 0) {"), sign="inf"),
     # the pipeline
-    bug("copies not waited for", KV4, ASYNC, ('"n"(STAGES - 1)', '"n"(STAGES)')),
-    bug("parity never turns", KV4, BULK, ("stage = 0, phase ^= 1;", "stage = 0;")),
+    ring("copies not waited for", KV4, ASYNC, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
+    ring("parity never turns", KV4, BULK, ("ring[PHASE] ^ 1, ring[PHASE])", "ring[PHASE], ring[PHASE])")),
     bug("too many bytes expected", KV4, BULK,
-        ("mbarrier_expect(barrier(stage), PIECES * BYTES);", "mbarrier_expect(barrier(stage), PIECES * BYTES + 16);"),
+        ("mbarrier_expect(d.barrier(stage), PIECES * BYTES);", "mbarrier_expect(d.barrier(stage), PIECES * BYTES + 16);"),
         sign="wait",
     ),
     bug("too many bytes expected of one page", replace(KV4, page_size=128), BULK,
-        ("mbarrier_expect(barrier(stage), total);\n    }", "mbarrier_expect(barrier(stage), total + 16);\n    }"),
+        ("mbarrier_expect(d.barrier(stage), total);", "mbarrier_expect(d.barrier(stage), total + 16);"),
         sign="wait",
     ),
     bug("parameters not waited for", KV4, BULK,
         ("KEY_COPIES + VALUE_COPIES > 2 * PIECES ? 33 : 1;", "KEY_COPIES + VALUE_COPIES > 2 * PIECES ? 1 : 1;"),
     ),
-    bug("values of the next unit", replace(KV4, page_size=128), BULK, ("(values + STAGES) % 2", "(values + STAGES + 1) % 2")),
-    bug("slot asked for again while it is read", KV4, BULK,
-        ("__syncwarp();  // all lanes have read this one\n", ""),
-        ("return ring + (warp * STAGES + stage) * SLOT_BYTES;", "return ring + (warp * STAGES + stage / 2) * SLOT_BYTES;"),
+    ring("values of the next unit", replace(KV4, page_size=128), BULK, ("(values + stages) % 2", "(values + stages + 1) % 2")),
+    Bug(
+        "slot asked for again while it is read", KV4, BULK,
+        {
+            "ring.py": once(("T.sync_warp()  # all lanes have read it\n", "pass\n")),
+            "device": once(
+                ("return ring + (warp * STAGES + stage) * SLOT_BYTES;", "return ring + (warp * STAGES + stage / 2) * SLOT_BYTES;")
+            ),
+        },
     ),
     # masks and softmax
     bug("a query sees the next token", KV4, BULK, ("bool seen = token <= own", "bool seen = token <= own + 1")),
     bug("window one token too long", WINDOWED, BULK, ("seen &= token > own - WINDOW", "seen &= token >= own - WINDOW")),
     bug("first tokens forgotten", WINDOWED, BULK, (" || token < SINK_TOKENS", "")),
     bug("units before the window read", WINDOWED, BULK, ("(unit < u.sink ? unit : unit + u.skipped)", "unit")),
-    bug("soft cap forgotten", CAPPED, BULK, ("cap * tanhf(s[strip][nt][i])", "cap * s[strip][nt][i]")),
+    bug("soft cap forgotten", CAPPED, BULK, ("d.cap * tanhf(s[strip][nt][i])", "d.cap * s[strip][nt][i]")),
     bug("sums not rescaled", PEAKED, BULK, ("state.sum[nt][i] *= factor,", "")),
     bug("half of the channels not rescaled", PEAKED, BULK,
         ("state.o[f][nt][i] *= factor, state.o[f][nt][i + 2] *= factor;", "state.o[f][nt][i] *= factor;"),
@@ -124,26 +141,29 @@ BUGS = (
     ),
     # the sums of warps and blocks
     bug("warps added under different maxima", KV4, BULK, ("theirs.y, exp2_fast(theirs.x - top));", "theirs.y, 1.0f);")),
-    bug("sums read before they are there", KV4, BULK, ("__syncthreads();\n    const bool first_here", "const bool first_here")),
-    bug("the other partial result", KV4, BULK, ("2 * int64_t(blockIdx.x) + first_here", "2 * int64_t(blockIdx.x) + !first_here")),
-    bug("ticket left behind", KV4, BULK, ("shares - 1, thread) != shares - 1", "shares, thread) != shares - 1"), sign="tickets"),
-    bug("a unit that no block has", KV4, BULK,
-        ("int64_t(total) * (block + 1) / blocks : begin", "int64_t(total) * (block + 1) / blocks - (block == 1) : begin"),
+    loop("sums read before they are there", KV4, BULK, ("T.sync_threads()\n                whole =", "whole =")),
+    loop("the other partial result", KV4, BULK,
+        ('2 * block + T.Cast("int32", begin <= here[BASE])', '2 * block + T.Cast("int32", begin > here[BASE])'),
     ),
-    bug("nothing to see, no answer", KV4, BULK, (".total == 0) answer_nothing", ".total < 0) answer_nothing"), sign="length 0"),
+    bug("ticket left behind", KV4, BULK,
+        ("first, shares - 1, threadIdx.x) == shares - 1", "first, shares, threadIdx.x) == shares - 1"), sign="tickets",
+    ),
+    loop("a unit that no block has", KV4, BULK,
+        ("share(total, block + 1, blocks), begin)", 'share(total, block + 1, blocks) - T.Cast("int32", block == 1), begin)'),
+    ),
+    loop("nothing to see, no answer", KV4, BULK, ('returns="int32") == 0:', 'returns="int32") < 0:'), sign="length 0"),
     # append
-    bug("an old token taken for a new one", append("kv4_channel"), APPEND, ("if (mine >= old_length) w[i]", "if (mine > old_length) w[i]")),
+    bug("an old token taken for a new one", append("kv4_channel"), APPEND,
+        ("if (mine >= n.old_length) w[i]", "if (mine > n.old_length) w[i]"),
+    ),
     bug("a warp's extremes forgotten", append("kv4_channel"), APPEND,
-        ("for (int w = 1; w < THREADS / 32; ++w) low", "for (int w = 1; w < THREADS / 32 - 1; ++w) low"),
+        ("for (int w = 1; w < WARPS; ++w) low", "for (int w = 1; w < WARPS - 1; ++w) low"),
     ),
-    bug("extremes read before they are there", append("kv2_channel"), APPEND,
-        (
-            "__syncthreads();\n#pragma unroll\n    for (int f = 0; f < TILES; ++f) {\n      Parameters p[4];",
-            "#pragma unroll\n    for (int f = 0; f < TILES; ++f) {\n      Parameters p[4];",
-        ),
+    loop("extremes read before they are there", append("kv2_channel"), APPEND,
+        ("T.sync_threads()  # all warps' extremes are there\n", "pass\n"),
     ),
-    bug("window written before it is read", append("kv4_channel"), APPEND, ("__syncthreads();  // the window has been read", ";")),
-    bug("values' registers not swapped", append("kv4_token"), APPEND, ("r[g][f][1] = r[g][f][2], r[g][f][2] = swapped;", ";")),
+    loop("window written before it is read", append("kv4_channel"), APPEND, ("T.sync_threads()  # the window has been read", "pass")),
+    bug("values' registers not swapped", append("kv4_token"), APPEND, ("r[f][1] = r[f][2], r[f][2] = swapped;", ";")),
     bug("channel scales all in the first page", append("kv4_channel"), APPEND, ("? at / SLICE * PAGE : 0)", "? 0 : 0)")),
     bug("second group's scales in the first's place", append("kv8_channel", page_size=256), APPEND,
         ("record += group % PAGE / RESIDUAL * SLICE;", ";"),
@@ -156,6 +176,6 @@ BUGS = (
     bug("values not turned", append("kv4_channel", op="gather"), GATHER, ("transpose(a[i]));", "a[i]);")),
     bug("rows past the last token", append("kv8_channel", op="gather"), GATHER, ("if (row < rows) *", "*")),
     bug("scales of the first rows", append("kv4_token", op="gather"), GATHER,
-        ("(token % PAGE + lane / 4 + 8 * h) * 4", "(token % PAGE + lane / 4) * 4"),
+        ("(token % PAGE + lane / 4 + 8 * h) * C::PAIR_BYTES", "(token % PAGE + lane / 4) * C::PAIR_BYTES"),
     ),
 )  # fmt: skip

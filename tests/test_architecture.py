@@ -244,7 +244,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_holds_every_file(wheel: zipfile.ZipFile):
     inside = set(wheel.namelist())
-    wanted = [*sources(), *(ROOT / "tiles" / "device").glob("*.*"), *(ROOT / "schedules" / "tuned").glob("*.jsonl")]
+    wanted = [
+        *sources(),
+        *(ROOT / "tiles" / "device").glob("*.*"),
+        *(ROOT / "tiles" / "device").rglob("*.cuh"),
+        *(ROOT / "schedules" / "tuned").glob("*.jsonl"),
+    ]
     names = {path: path.relative_to(ROOT).as_posix() for path in wanted}
     missing = [name for name in names.values() if (name if name.startswith("tilebit/") else f"tilebit/{name}") not in inside]
     assert not missing, f"not in the wheel: {missing}; list their package or package-data in pyproject.toml"

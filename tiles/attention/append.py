@@ -28,7 +28,7 @@ HEADERS = (
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}
 WARPS, THREADS = 4, 128
 GRANULES = RESIDUAL // GRANULE // WARPS  # of a warp
-ROWS_WORDS = 9  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
+ROWS_WORDS = 8  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
 SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequences.cuh``)
 
 
@@ -37,6 +37,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language as T
 
     w, dtype = workload, workload.dtype
+    # left alone, ptxas takes 175 registers at 2 bits and 128 channels, which is 2 blocks; as a loop in CUDA it took 123
+    blocks_per_sm = 4 if w.format.key == "int2" and w.head_dim == 128 else 1
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
     constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
     source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
@@ -64,6 +66,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
         with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=THREADS) as (item, head):
             T.import_source(source)
+            T.annotate_min_blocks_per_sm(blocks_per_sm)
             rows, line, place = T.alloc_local((ROWS_WORDS,), "int64"), T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
             fragments = T.alloc_local((GRANULES * fragment_words,), "uint32")
             extremes = T.alloc_shared((2 * WARPS * w.head_dim if by_channel else 1,), "float32")
@@ -72,7 +75,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
             T.call_extern("handle", "tilebit::wait_for_predecessor")  # all operands may be its
             T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
             total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
-            if item < total:
+            present = item < total  # a condition without a name would be asked again for every statement
+            if present:
                 call(
                     "NewRows::find", lengths, cu_seqlens, batch, line, item,
                     place,
@@ -88,7 +92,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                     windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
                     w.heads_kv, head, old_length,
                 )  # fmt: skip
-                if group + RESIDUAL <= length:  # all of the group is here: it goes to its pages
+                full = group + RESIDUAL <= length
+                if full:  # all of the group is here: it goes to its pages
                     for g in T.unroll(GRANULES, explicit=True):
                         call(
                             "Pack::load<true>", rows, group, thread // 32 * GRANULES + g,
@@ -114,7 +119,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                             T.address_of(fragments[g * fragment_words]),
                             head_scales[1, head] if w.format.has_head_scales else T.float32(1.0),
                         )  # fmt: skip
-                if index == 0:
+                first_of_sequence = index == 0
+                if first_of_sequence:
                     T.sync_threads()  # the window has been read
                     group = T.truncdiv(length, RESIDUAL) * RESIDUAL
                     begin = T.max(group, old_length)

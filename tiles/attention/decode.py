@@ -80,18 +80,16 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
     HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None
     Sinks = T.Tensor((w.heads_q,), "float32") if w.sinks else None
     Lse = T.Tensor((batch, q_len, w.heads_q), "float32") if w.lse else None
-
     call = caller({"Decode": "Launch"}, "Launch")
+    warp_ring = ring_macros(w, s, call)
 
     def share(total, block, blocks):
         """First unit of a block's share."""
         return T.Cast("int32", T.truncdiv(T.Cast("int64", total) * T.Cast("int64", block), T.Cast("int64", blocks)))
 
     def owner(unit, blocks, total):
-        """The block whose share a unit is in."""
+        """The block whose share, from block * total / blocks on, a unit is in."""
         return T.Cast("int32", T.truncdiv((T.Cast("int64", unit) + 1) * T.Cast("int64", blocks) - 1, T.Cast("int64", total)))
-
-    warp_ring = ring_macros(w, s, call)
 
     @T.macro
     def wait_for_predecessor():
@@ -128,9 +126,9 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
             scaled, waited = T.alloc_var("int32"), T.alloc_var("int32", init=0) if bulk else None
             warp = T.get_thread_binding() // 32
             call(
-                "Decode::open", launch, shared, q, pages, windows, block_tables,
-                slots_of, lengths, head_scales if w.format.has_head_scales else lengths,
-                sinks if w.sinks else lengths, batch, q_len, w.heads_kv, max_pages, T.ceildiv(w.group * q_len, s.block_m),
+                "Decode::open", launch, shared, q, pages, windows, block_tables, slots_of, lengths,
+                head_scales if w.format.has_head_scales else lengths, sinks if w.sinks else lengths,
+                batch, q_len, w.heads_kv, max_pages, T.ceildiv(w.group * q_len, s.block_m),
                 T.float32(literal(scale)), T.float32(literal(w.soft_cap * log2(e))),
             )  # fmt: skip
             if bulk:
@@ -144,9 +142,10 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
             end = T.if_then_else(block < blocks, share(total, block + 1, blocks), begin)
             call("Decode::find", launch, line, begin, end, here)
 
-            # The warp's ring is filled. The preceding kernel of a dependent launch may write the queries, the window, and what
-            # the newest q_len tokens fill of the pages; lengths and tables must be older, also than the kernel before that one
-            # where that one was launched so too. All that is settled is asked for before it has ended (32 x 4,096 tokens at
+            # The warp's ring is filled. The preceding kernel of a dependent launch may write the
+            # queries, the window, and what the newest q_len tokens fill of the pages; lengths and
+            # tables must be older, also than the kernel before that one where that one was launched
+            # so too. All that is settled is asked for before it has ended (32 x 4,096 tokens at
             # 4 bits: 40.0 us, so 35.2; H200).
             for i in T.unroll(CURSOR_WORDS):
                 ahead[i] = here[i]
@@ -181,14 +180,9 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                     unit = x - here[BASE]
                     warp_ring.await_slot(launch, ring)
                     if unit < here[PACKED_UNITS]:
-                        call(
-                            "Scores::score", launch, here, ring[SLOT], queries, query_sums,
-                            scores, state,
-                        )  # fmt: skip
-                        call(
-                            f"Softmax::soften<{strips}>", launch, here, scores, state,
-                            call("Decode::token", here, unit, returns="int32"),
-                        )  # fmt: skip
+                        token = call("Decode::token", here, unit, returns="int32")
+                        call("Scores::score", launch, here, ring[SLOT], queries, query_sums, scores, state)
+                        call(f"Softmax::soften<{strips}>", launch, here, scores, state, token)
                         warp_ring.refill_after_keys(launch, ahead, wanted, warp, ring)
                         warp_ring.await_slot(launch, ring)
                         call("WeightedSum::add", launch, ring[SLOT], scores, state)
@@ -196,19 +190,12 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                         if scaled == 0:  # the window comes after all packed tokens
                             call("WeightedSum::scale", launch, here, state)
                         scaled = 1
-                        call(
-                            "Scores::score_window", launch, ring[SLOT], queries, scores, state
-                        )  # fmt: skip
-                        call(
-                            "Softmax::soften<1>", launch, here, scores, state,
-                            here[PACKED] + (unit - here[PACKED_UNITS]) * GRANULE,
-                        )  # fmt: skip
+                        token = here[PACKED] + (unit - here[PACKED_UNITS]) * GRANULE
+                        call("Scores::score_window", launch, ring[SLOT], queries, scores, state)
+                        call("Softmax::soften<1>", launch, here, scores, state, token)
                         warp_ring.refill_after_keys(launch, ahead, wanted, warp, ring)
                         warp_ring.await_slot(launch, ring)
-                        call(
-                            "WeightedSum::add_window", launch, ring[SLOT], scores, state,
-                            here[LENGTH] - (here[PACKED] + (unit - here[PACKED_UNITS]) * GRANULE),
-                        )  # fmt: skip
+                        call("WeightedSum::add_window", launch, ring[SLOT], scores, state, here[LENGTH] - token)
                     warp_ring.refill_after_values(launch, ahead, wanted, warp, ring)
                     x = x + warps
                 if scaled == 0:
@@ -221,7 +208,8 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                 if after[BASE] < after[END]:
                     call("Scores::load_queries", launch, after, queries)
 
-                # the warps' results are added up; so are, by the block that comes last, those of the blocks that share the segment
+                # the warps' results are added up; so are, by the block that comes last, those of the
+                # blocks that share the segment
                 T.sync_threads()  # nobody reads the last piece's any more
                 call("Reduce::store", launch, state, T.address_of(shared[sums_at]))
                 T.sync_threads()
@@ -231,20 +219,10 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                     2 * block + T.Cast("int32", begin <= here[BASE]), out, lse if w.lse else lengths,
                 )  # fmt: skip
                 if not whole:
-                    # block b's units are from b * total / blocks, so unit x belongs to block ((x + 1) * blocks - 1) / total
                     first = owner(here[BASE], blocks, total)
                     shares = owner(here[BASE] + here[TOTAL] - 1, blocks, total) - first + 1
                     if call("Reduce::last_of", workspace, first, shares, returns="bool"):
-                        call(
-                            "Reduce::add_blocks",
-                            launch,
-                            here,
-                            workspace,
-                            first,
-                            shares,
-                            out,
-                            lse if w.lse else lengths,
-                        )
+                        call("Reduce::add_blocks", launch, here, workspace, first, shares, out, lse if w.lse else lengths)
                 for i in T.unroll(CURSOR_WORDS):
                     here[i] = after[i]
 

@@ -20,6 +20,9 @@ from .leaves import caller
 
 HEADERS = ("ptx.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "rows")))
 GRANULES = RESIDUAL // GRANULE  # of the keys of a group, and of its values
+# Of four warps, by head_dim: as many as registers allow without spills. Left alone, ptxas takes 137 at 4 bits and 128 channels,
+# which is 3 blocks; as a loop in CUDA it took 124.
+BLOCKS_PER_SM = {64: 6, 128: 4, 256: 2}
 SEQUENCE, FIRST = 0, 1  # of a place in the line of groups (``device/kv/sequences.cuh``)
 
 
@@ -33,6 +36,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language as T
 
     w, warps, dtype = workload, schedule.num_warps, workload.dtype
+    eights = w.format.key == "int8" and w.format.key_scales == "channel" and w.head_dim == 128  # need more
+    blocks_per_sm = (BLOCKS_PER_SM[w.head_dim] - eights) * 4 // warps
     row_pitch = w.heads_kv * w.head_dim  # elements from a row of the output to the next one
     staged_words = GRANULE * w.head_dim // 2  # of a warp
     source = f"{device_source(HEADERS)}\n{cache_source(w, {'THREADS': warps * 32})}"
@@ -83,12 +88,14 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         # groups of all sequences are at most those of the rows, and one that is not full of each
         with T.Kernel(w.heads_kv, total // schedule.block_n + batch, threads=warps * 32) as (head, index):
             T.import_source(source)
+            T.annotate_min_blocks_per_sm(blocks_per_sm)
             staging = T.alloc_shared((warps * staged_words,), "uint32")
             line, place = T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
             groups, sequence, first, left, unit = (T.alloc_var("int32") for _ in range(5))
             warp = T.get_thread_binding() // 32
             groups = call("CacheRows::count", lengths, batch, line, returns="int32")
-            if index < groups:
+            present = index < groups  # a condition without a name would be asked again for every statement
+            if present:
                 call("CacheRows::find", lengths, batch, line, index, place)
                 sequence = place[SEQUENCE]
                 first = (index - place[FIRST]) * RESIDUAL

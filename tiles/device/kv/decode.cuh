@@ -1,7 +1,9 @@
-// What one block of decode attention knows: its launch's operands, the sizes of a slot, and the line of units that the blocks share.
+// What one block of decode attention knows: its launch's operands, the sizes of a slot, and the
+// line of units that the blocks share.
 //
-// A unit is UNIT packed tokens of a key head, or sixteen of its window. The units of all segments, a (sequence, key head, pass over columns) each,
-// stand in one line. Leaves get the launch, the cursor and arrays of registers as the addresses of what the program declares (tiles/attention/
+// A unit is UNIT packed tokens of a key head, or sixteen of its window. The units of all segments,
+// a (sequence, key head, pass over columns) each, stand in one line. Leaves get the launch, the
+// cursor and arrays of registers as the addresses of what the program declares (tiles/attention/
 // decode.py). Comes after granule.cuh, page.cuh and sequences.cuh.
 #pragma once
 #include <stdint.h>
@@ -11,17 +13,19 @@ namespace tilebit {
 __host__ __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-// S, written by the program: T, of a number; KEY, VALUE and KEY_SCALES (page.cuh) and HEAD_DIM; Page, where things lie in a page of PAGE tokens;
-// GROUP, query heads of a key head; UNIT, tokens of a packed unit; NT, 8-column tiles of a pass; WARPS of a block and STAGES of a warp's ring;
-// WINDOW, 0 or the tokens that a query sees, itself included; SINK_TOKENS, the first ones that it sees besides; SINKS, whether heads have a logit of
-// no token; CAPPED, whether scores pass through a soft cap; LSE, whether the log-sum-exp is wanted; BULK, whether copies are bulk copies.
+// S, written by the program: what the cache holds and where things lie in it (page.cuh), and of the
+// kernel: GROUP, query heads of a key head; UNIT, tokens of a packed unit; NT, 8-column tiles of a
+// pass; WARPS of a block and STAGES of a warp's ring; WINDOW, 0 or the tokens that a query sees,
+// itself included; SINK_TOKENS, the first ones that it sees besides; SINKS, whether heads have a
+// logit of no token; CAPPED, whether scores pass through a soft cap; LSE, whether the log-sum-exp is
+// wanted; BULK, whether copies are bulk copies; LAUNCH_BYTES, of the array that a launch is kept in.
 template <typename S>
 struct Decode : S {
   using Keys = Granule<S::KEY, S::HEAD_DIM>;
   using Values = Granule<S::VALUE, S::HEAD_DIM>;
   using Rows = Granule<FLOAT, S::HEAD_DIM>;  // of the residual window
   using T = typename S::T;
-  using P = S;
+  using P = S;  // of a page
   using KeyType = std::conditional_t<S::KEY == FLOAT, T, half>;  // of the operands of a packed unit
   using ValueType = std::conditional_t<S::VALUE == FLOAT, T, half>;
   static constexpr int UNIT = S::UNIT, PAGE = S::PAGE, WARPS = S::WARPS, STAGES = S::STAGES, KEY_SCALES = S::KEY_SCALES;
@@ -30,7 +34,8 @@ struct Decode : S {
   static constexpr int KEY_BYTES = UNIT * P::KEY_TOKEN, VALUE_BYTES = UNIT * P::VALUE_TOKEN;  // parameters lie behind the codes
   static constexpr int KEY_PARAMETERS = KEY_SCALES == PER_CHANNEL ? P::GROUP_RECORD : KEY_SCALES == PER_TOKEN ? UNIT * P::PAIR_BYTES : 0;
   static constexpr int VALUE_PARAMETERS = has_zero(S::VALUE) ? UNIT * P::PAIR_BYTES : 0;
-  // A slot holds the keys of a unit or its values: in halves, so that twice as many warps find room.
+  // A slot holds the keys of a unit or its values: in halves, so that twice as many warps find
+  // room.
   static constexpr int SLOT_BYTES = most(Rows::BYTES, most(KEY_BYTES + KEY_PARAMETERS, VALUE_BYTES + VALUE_PARAMETERS));
   static constexpr int RING_BYTES = WARPS * STAGES * SLOT_BYTES;
   // Pieces that a unit's keys or values, its channel parameters come in: pages, or parts of one.
@@ -38,7 +43,8 @@ struct Decode : S {
   static constexpr int SLICES = KEY_SCALES == PER_CHANNEL ? (PAGE < RESIDUAL ? RESIDUAL / PAGE : 1) : KEY_SCALES == PER_TOKEN ? PIECES : 0;
   static constexpr bool ONE_PAGE = PIECES == 1 && SLICES <= 1;  // has them all
   static constexpr int KEY_COPIES = PIECES + SLICES, VALUE_COPIES = VALUE_PARAMETERS ? 2 * PIECES : PIECES;
-  // At a slot's barrier: of the lane that asks for bulk copies, and of all lanes where they copy parameters from several pages.
+  // At a slot's barrier: of the lane that asks for bulk copies, and of all lanes where they copy
+  // parameters from several pages.
   static constexpr int ARRIVALS = S::BULK && !ONE_PAGE && KEY_COPIES + VALUE_COPIES > 2 * PIECES ? 33 : 1;
   static_assert(KEY_COPIES < 32 && VALUE_COPIES < 32, "a lane knows the page of one of them");
 
@@ -73,7 +79,8 @@ struct Decode : S {
   // First token of a packed unit.
   __device__ __forceinline__ static int token_of(const Units& u, int unit) { return (unit < u.sink ? unit : unit + u.skipped) * UNIT; }
 
-  // A place in the block's share of the line, which ends with unit `end`: a segment, which begins with unit `base`.
+  // A place in the block's share of the line, which ends with unit `end`: a segment, which begins
+  // with unit `base`.
   struct Cursor {
     int sequence, head, pass, base, end;
     Units u;
@@ -111,9 +118,10 @@ struct Decode : S {
     view<Line>(line) = line_up<THREADS>(d.batch, [&](int b) { return d.units(d.lengths[b]).total * d.heads * d.passes; });
     return view<Line>(line).total;
   }
-  // How many blocks share `total` units. All at least have a unit for every warp. Where all sequences are alike, a few fewer blocks than the
-  // grid has are taken if none of them then cuts a segment that it could have had as a whole, or in equal parts with others (128 x 1,024 tokens
-  // at 4 bits, with queries that are loaded a piece ahead: 57 us, so 43; H200).
+  // How many blocks share `total` units. All at least have a unit for every warp. Where all
+  // sequences are alike, a few fewer blocks than the grid has are taken if none of them then cuts a
+  // segment that it could have had as a whole, or in equal parts with others (128 x 1,024 tokens at
+  // 4 bits, with queries that are loaded a piece ahead: 57 us, so 43; H200).
   __device__ __forceinline__ static int sharers(const void* launch, int total) {
     const Decode& d = view<Decode>(launch);
     const int most = max(1, min(int(gridDim.x), total / WARPS)), segments = d.batch * d.heads * d.passes;

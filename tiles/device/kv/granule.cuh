@@ -1,8 +1,11 @@
-// How codes of a granule of a low-bit KV cache become operands of the tensor cores (layouts/kv.py has their order).
+// How codes of a granule of a low-bit KV cache become operands of the tensor cores (layouts/kv.py
+// has their order).
 //
-// Codes below 16 bits go to the tensor cores as fp16 numbers that cost a mask or a byte permutation: a code in the low bits of a half is the
-// subnormal q * 2^-24, one `s` bits higher q * 2^(s - 24). What is not q itself is a power of two that depends on the half of the fragment's
-// rows (ROW_FACTOR) and columns (COLUMN_FACTOR) alone: it is taken out again where a scale is applied anyway. Comes after ptx.cuh.
+// Codes below 16 bits go to the tensor cores as fp16 numbers that cost a mask or a byte
+// permutation: a code in the low bits of a half is the subnormal q * 2^-24, one `s` bits higher q *
+// 2^(s - 24). What is not q itself is a power of two that depends on the half of the fragment's
+// rows (ROW_FACTOR) and columns (COLUMN_FACTOR) alone: it is taken out again where a scale is
+// applied anyway. Comes after ptx.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -22,8 +25,9 @@ struct Granule {
   static constexpr int BYTES = WORDS * 128;
   static constexpr float ROW_FACTOR = KIND == INT4 ? 16.0f : KIND == INT2 ? 4.0f : 1.0f;  // of rows 8..15
   static constexpr float COLUMN_FACTOR = KIND == INT2 ? 16.0f : 1.0f;                     // of columns 8..15
-  // Of integer codes, the highest, about the middle one, and minus that as an A operand: what sums must be centered on. Sums of plain codes are
-  // hundreds of times what remains of them when the zeros are added, and the tensor cores cut off what they round (131,072 tokens, 8 bits: error
+  // Of integer codes, the highest, about the middle one, and minus that as an A operand: what sums
+  // must be centered on. Sums of plain codes are hundreds of times what remains of them when the
+  // zeros are added, and the tensor cores cut off what they round (131,072 tokens, 8 bits: error
   // 7.7e-3, so 4e-4).
   static constexpr bool CENTERED = has_zero(KIND);
   static constexpr int HIGHEST = CENTERED ? (1 << (BITS % 16)) - 1 : 0, MIDDLE = (HIGHEST + 1) / 2;

@@ -1,5 +1,5 @@
-// Rows of keys and values that join a low-bit KV cache: where they come from, rotated on the way, and where they lie in the 16-bit window. Comes after
-// granule.cuh and pairs.cuh.
+// Rows of keys and values that join a low-bit KV cache: where they come from, rotated on the way,
+// and where they lie in the 16-bit window. Comes after granule.cuh and pairs.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -7,7 +7,8 @@ namespace tilebit {
 
 enum Rotary { NO_ROTARY, HALF_ROTARY, INTERLEAVED_ROTARY };  // which channels are a pair: (i, i + head_dim / 2), (2 i, 2 i + 1)
 
-// Of one sequence and head; C, written by the program, says what the cache holds (page.cuh) and ROTARY.
+// Of one sequence and head; C, written by the program, says what the cache holds (page.cuh) and
+// ROTARY.
 template <typename C>
 struct NewRows {
   using T = typename C::T;

@@ -1,6 +1,8 @@
-// Groups of 128 tokens, quantized and packed in registers into their pages. A warp holds 16 tokens as the A fragments that a granule is made of:
-// register i of fragment f holds row lane / 4 + 8 (i & 1), columns 16 f + 2 (lane % 4) + 8 (i >> 1) and the next, rows tokens and columns channels.
-// Values' granules have them the other way round: movmatrix. Comes after new_rows.cuh and quantize.cuh.
+// Groups of 128 tokens, quantized and packed in registers into their pages. A warp holds 16 tokens
+// as the A fragments that a granule is made of: register i of fragment f holds row lane / 4 + 8 (i
+// & 1), columns 16 f + 2 (lane % 4) + 8 (i >> 1) and the next, rows tokens and columns channels.
+// Values' granules have them the other way round: movmatrix. Comes after new_rows.cuh and
+// quantize.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +18,8 @@ struct Pack {
   using Fragments = uint32_t[TILES][4];
   using Extremes = float[2][WARPS][HEAD_DIM];  // lowest and highest
 
-  // Sixteen tokens of keys or values, granule `granule` of the group that begins with token `group`.
+  // Sixteen tokens of keys or values, granule `granule` of the group that begins with token
+  // `group`.
   template <bool KEYS>
   __device__ __forceinline__ static void load(const void* rows, int group, int granule, uint32_t* fragments) {
     const N& n = view<N>(rows);
@@ -134,7 +137,8 @@ struct Pack {
     store<VALUE>(page + C::VALUES_AT + token % PAGE * C::VALUE_TOKEN, r);
   }
 
-  // Compress a granule's codes, register by register (rows and columns as the tensor cores want them), and store it.
+  // Compress a granule's codes, register by register (rows and columns as the tensor cores want
+  // them), and store it.
   template <int KIND>
   __device__ __forceinline__ static void store(char* granule, const Fragments& r) {
     using G = Granule<KIND, HEAD_DIM>;

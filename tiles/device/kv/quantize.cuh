@@ -1,4 +1,5 @@
-// From numbers to codes, bit for bit as layouts/kv_quantize.py has them: plain fp32 operations in their order. Comes after granule.cuh and pairs.cuh.
+// From numbers to codes, bit for bit as layouts/kv_quantize.py has them: plain fp32 operations in
+// their order. Comes after granule.cuh and pairs.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ uint32_t to_e4m3(float x) {
 struct Parameters {
   float scale, inverse, zero;
 };
-// Scale and zero point of codes up to `most` for numbers from `low` to `high`, rounded to halves as they are stored.
+// Scale and zero point of codes up to `most` for numbers from `low` to `high`, rounded to halves as
+// they are stored.
 __device__ __forceinline__ Parameters parameters_of(float low, float high, float most) {
   Parameters p;
   p.scale = __half2float(__float2half_rn(__fdiv_rn(__fsub_rn(high, low), most)));

@@ -1,5 +1,6 @@
-// The sum of partial results under different maxima: of a block's warps, through shared memory, and of the blocks that share a segment, through a
-// workspace (split_k.cuh has its tickets). Comes after softmax.cuh and split_k.cuh.
+// The sum of partial results under different maxima: of a block's warps, through shared memory, and
+// of the blocks that share a segment, through a workspace (split_k.cuh has its tickets). Comes
+// after softmax.cuh and split_k.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -40,8 +41,10 @@ struct Reduce {
         for (int f = 0; f < TILES; ++f) to[f * 16] = state.o[f][nt][i] + zeros, to[f * 16 + 8] = state.o[f][nt][i + 2] + zeros;
       }
   }
-  // The sum of the warps' results is the answer, if they had the `whole` of a segment, or goes to the workspace as partial result `part`.
-  __device__ __forceinline__ static void add_warps(const void* launch, const int* cursor, const void* shared, bool whole, void* workspace, int part, void* answers, void* log_sums) {
+  // The sum of the warps' results is the answer, if they had the `whole` of a segment, or goes to
+  // the workspace as partial result `part`.
+  __device__ __forceinline__ static void add_warps(const void* launch, const int* cursor, const void* shared, bool whole,
+                                                   void* workspace, int part, void* answers, void* log_sums) {
     const D& d = view<D>(launch);
     const Cursor& c = view<Cursor>(cursor);
     const float *sums = static_cast<const float*>(shared), *tops = sums + TOPS_AT;
@@ -67,12 +70,14 @@ struct Reduce {
       }
     }
   }
-  // Whether this block is the last of `shares` to come with a partial result of the segment that block `first` begins.
+  // Whether this block is the last of `shares` to come with a partial result of the segment that
+  // block `first` begins.
   __device__ __forceinline__ static bool last_of(void* workspace, int first, int shares) {
     return take_ticket<THREADS, 1>(static_cast<unsigned int*>(workspace) + first, shares - 1, threadIdx.x) == shares - 1;
   }
   // The sum of the partial results of the blocks from `first` on, a segment's.
-  __device__ __forceinline__ static void add_blocks(const void* launch, const int* cursor, const void* workspace, int first, int shares, void* answers, void* log_sums) {
+  __device__ __forceinline__ static void add_blocks(const void* launch, const int* cursor, const void* workspace, int first, int shares,
+                                                    void* answers, void* log_sums) {
     const D& d = view<D>(launch);
     const Cursor& c = view<Cursor>(cursor);
     const float* parts = static_cast<const float*>(workspace) + TICKETS;
@@ -121,7 +126,8 @@ struct Reduce {
   }
 
   // One answer: four channels of a column, whose P sum up to `sum` under the maximum `top`.
-  __device__ __forceinline__ static void emit(const D& d, const Cursor& c, int column, int channel, float4 v, float top, float sum, T* out, float* lse) {
+  __device__ __forceinline__ static void emit(const D& d, const Cursor& c, int column, int channel, float4 v, float top, float sum,
+                                              T* out, float* lse) {
     const int n = c.pass * COLUMNS + column, head = c.head * GROUP + n % GROUP;
     if constexpr (SINKS) {
       const float sink = d.sinks[head] * LOG2_E, higher = fmaxf(top, sink), factor = exp2_fast(top - higher);

@@ -1,5 +1,6 @@
-// Copies of a unit's keys or values into a slot of a warp's ring: from its page, from parts of several pages, or from the 16-bit window.
-// `launch` is a Decode, `cursor` where requests have come to. Comes after decode.cuh.
+// Copies of a unit's keys or values into a slot of a warp's ring: from its page, from parts of
+// several pages, or from the 16-bit window. `launch` is a Decode, `cursor` where requests have come
+// to. Comes after decode.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +17,8 @@ struct Requests {
   static constexpr int PIECES = D::PIECES, SLICES = D::SLICES, KEY_COPIES = D::KEY_COPIES, VALUE_COPIES = D::VALUE_COPIES;
   static constexpr bool BULK = D::BULK, ONE_PAGE = D::ONE_PAGE;
 
-  // The page (of a packed unit) or the window that this lane will copy keys or values from; asked for one unit ahead, because it is loaded.
+  // The page (of a packed unit) or the window that this lane will copy keys or values from; asked
+  // for one unit ahead, because it is loaded.
   template <bool VALUES>
   __device__ __forceinline__ static int source(const void* launch, const void* cursor, int unit) {
     const D& d = view<D>(launch);
@@ -63,7 +65,8 @@ struct Requests {
       if constexpr (ARRIVALS > 1) mbarrier_arrive_after_copies(d.barrier(stage));
     }
   }
-  // Whether this lane makes the copies of a slot, of `total` bytes, that all lanes know: bulk copies are one lane's.
+  // Whether this lane makes the copies of a slot, of `total` bytes, that all lanes know: bulk
+  // copies are one lane's.
   __device__ __forceinline__ static bool requests(const D& d, int stage, int total) {
     if constexpr (BULK) {
       if (!elect()) return false;
@@ -81,7 +84,8 @@ struct Requests {
   __device__ __forceinline__ static const char* record_of(const D& d, int page, int head) {
     return d.pages + uint64_t(uint32_t(page) * d.heads + head) * P::PAGE_BYTES;  // 2^32 records would be 2 TiB
   }
-  // A slot's parameters, of which lane PIECES + i knows the page of the i-th slice: not bulk copies, which small ones hold up.
+  // A slot's parameters, of which lane PIECES + i knows the page of the i-th slice: not bulk
+  // copies, which small ones hold up.
   template <int BYTES, int SLICE>
   __device__ __forceinline__ static void copy_slices(const D& d, uint32_t to, int head, int source, int at) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Rows of a low-bit KV cache, dequantized: x = q * scale + zero in fp32, rounded once. A warp loads a granule as decoding would and lays its 16 rows
-// out in a piece of shared memory that is its own, from where they are stored by 16 bytes a lane. Comes after granule.cuh, pairs.cuh and page.cuh.
+// Rows of a low-bit KV cache, dequantized: x = q * scale + zero in fp32, rounded once. A warp loads
+// a granule as decoding would and lays its 16 rows out in a piece of shared memory that is its own,
+// from where they are stored by 16 bytes a lane. Comes after granule.cuh, pairs.cuh and page.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -11,7 +12,8 @@ struct CacheRows {
   using T = typename C::T;
   static constexpr int HEAD_DIM = C::HEAD_DIM, PAGE = C::PAGE, RESIDUAL = C::RESIDUAL, CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
 
-  // Scales and zeros of a fragment's 2 x 4 elements of a lane: by half of its rows (h), and by half and element of its columns (j, e).
+  // Scales and zeros of a fragment's 2 x 4 elements of a lane: by half of its rows (h), and by half
+  // and element of its columns (j, e).
   struct Parameters {
     float scale[2][2][2], zero[2][2][2];
   };
@@ -20,7 +22,8 @@ struct CacheRows {
     p.scale[h][j][e] = low_of(pair, half()), p.zero[h][j][e] = high_of(pair, half());
   }
 
-  // Fragment `f` of a load in 16 bits of type T: register i holds row half i & 1, column half i >> 1, as the operand does.
+  // Fragment `f` of a load in 16 bits of type T: register i holds row half i & 1, column half i >>
+  // 1, as the operand does.
   template <int KIND>
   __device__ __forceinline__ static void dequantize(const uint32_t (&words)[Granule<KIND, HEAD_DIM>::LOAD], int f, const Parameters& p,
                                                     uint32_t (&out)[4]) {
@@ -62,14 +65,16 @@ struct CacheRows {
     }
   };
 
-  // Keys of the granule that starts with `token` of the sequence, a multiple of 16, in the page that the table names.
+  // Keys of the granule that starts with `token` of the sequence, a multiple of 16, in the page
+  // that the table names.
   __device__ __forceinline__ static void stage_keys(const void* records, const int* table, int heads, int head, int token, float head_scale,
                                                     uint32_t* staged) {
     const Pages pages = {static_cast<const char*>(records), table, heads, head};
     stage_keys_of<C::KEY, C::KEY_SCALES>(pages.of(token) + token % PAGE * C::KEY_TOKEN, pages, token, head_scale, staged);
   }
   template <int KIND, int SCALES>
-  __device__ __forceinline__ static void stage_keys_of(const char* granule, const Pages& pages, int token, float head_scale, uint32_t* staged) {
+  __device__ __forceinline__ static void stage_keys_of(const char* granule, const Pages& pages, int token, float head_scale,
+                                                       uint32_t* staged) {
     const int lane = threadIdx.x & 31;
     using G = Granule<KIND, HEAD_DIM>;
     uint32_t words[G::LOADS][G::LOAD];
@@ -95,7 +100,8 @@ struct CacheRows {
     }
   }
 
-  // Channels of fragment `f` of a group of 128 tokens: a group's record lies in slices in its pages, if they are smaller.
+  // Channels of fragment `f` of a group of 128 tokens: a group's record lies in slices in its
+  // pages, if they are smaller.
   __device__ __forceinline__ static void channel_parameters(Parameters& p, const Pages& pages, int group, int f) {
     constexpr int SLICE = PAGE < RESIDUAL ? C::GROUP_RECORD * PAGE / RESIDUAL : C::GROUP_RECORD;
     const int at = (f * 4 + threadIdx.x % 4) * 16;
@@ -118,7 +124,8 @@ struct CacheRows {
     stage_values_of<C::VALUE>(page + C::VALUES_AT + token % PAGE * C::VALUE_TOKEN, page, token, head_scale, staged);
   }
   template <int KIND>
-  __device__ __forceinline__ static void stage_values_of(const char* granule, const char* page, int token, float head_scale, uint32_t* staged) {
+  __device__ __forceinline__ static void stage_values_of(const char* granule, const char* page, int token, float head_scale,
+                                                         uint32_t* staged) {
     const int lane = threadIdx.x & 31;
     using G = Granule<KIND, HEAD_DIM>;
     uint32_t words[G::LOADS][G::LOAD];
@@ -142,11 +149,13 @@ struct CacheRows {
     }
   }
   // Of a granule of a residual window.
-  __device__ __forceinline__ static void stage_window_keys(const void* windows, int slot, int heads, int head, int granule, uint32_t* staged) {
+  __device__ __forceinline__ static void stage_window_keys(const void* windows, int slot, int heads, int head, int granule,
+                                                           uint32_t* staged) {
     const char* window = static_cast<const char*>(windows) + (int64_t(slot) * heads + head) * C::WINDOW_BYTES;
     stage_keys_of<FLOAT, NO_SCALES>(window + granule * Granule<FLOAT, HEAD_DIM>::BYTES, {}, 0, 1.0f, staged);
   }
-  __device__ __forceinline__ static void stage_window_values(const void* windows, int slot, int heads, int head, int granule, uint32_t* staged) {
+  __device__ __forceinline__ static void stage_window_values(const void* windows, int slot, int heads, int head, int granule,
+                                                             uint32_t* staged) {
     const char* window = static_cast<const char*>(windows) + (int64_t(slot) * heads + head) * C::WINDOW_BYTES;
     stage_values_of<FLOAT>(window + C::WINDOW_VALUES_AT + granule * Granule<FLOAT, HEAD_DIM>::BYTES, nullptr, 0, 1.0f, staged);
   }
@@ -160,14 +169,16 @@ struct CacheRows {
       if (row < rows) *reinterpret_cast<uint4*>(static_cast<T*>(to) + row * pitch + chunk * 8) = chunks[row * CHUNKS + (chunk ^ (row & 7))];
     }
   }
-  // Channels 8 * chunk + 2 * (lane % 4) and the next of a row; the exclusive or spreads the rows over the banks.
+  // Channels 8 * chunk + 2 * (lane % 4) and the next of a row; the exclusive or spreads the rows
+  // over the banks.
   __device__ __forceinline__ static void stage(uint32_t* staged, int row, int chunk, uint32_t pair) {
     staged[row * (HEAD_DIM / 2) + (chunk ^ (row & 7)) * 4 + threadIdx.x % 4] = pair;
   }
 
   // One lane's words of a granule.
   template <int KIND>
-  __device__ __forceinline__ static void load(const char* granule, uint32_t (&words)[Granule<KIND, HEAD_DIM>::LOADS][Granule<KIND, HEAD_DIM>::LOAD]) {
+  __device__ __forceinline__ static void load(const char* granule, uint32_t (&words)[Granule<KIND, HEAD_DIM>::LOADS][Granule<KIND,
+                                              HEAD_DIM>::LOAD]) {
     using G = Granule<KIND, HEAD_DIM>;
 #pragma unroll
     for (int l = 0; l < G::LOADS; ++l) {

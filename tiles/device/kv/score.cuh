@@ -1,5 +1,6 @@
-// Queries as an operand, and scores: S^T = K Q^T by mma.m16n8k16 of the keys that a slot holds. Codes are the A operand as they lie in the cache
-// (granule.cuh). Keys' channel scales go into the query operand, their zeros are one product a unit. Sums are centered: of codes less the middle
+// Queries as an operand, and scores: S^T = K Q^T by mma.m16n8k16 of the keys that a slot holds.
+// Codes are the A operand as they lie in the cache (granule.cuh). Keys' channel scales go into the
+// query operand, their zeros are one product a unit. Sums are centered: of codes less the middle
 // one. Comes after softmax.cuh.
 #pragma once
 #include <stdint.h>
@@ -45,8 +46,9 @@ struct Scores {
   }
   __device__ __forceinline__ static uint32_t pair_of(float v) { return pack_pair(v, v, half()); }
 
-  // s[strip][tile][i] = products of the slot's keys and the queries, in units of 1 / G::UNIT. Of keys with channel scales also, per column,
-  // sums[tile] = {products of the zeros, of the scales} and middle[tile] = what centers s, of both halves of the rows.
+  // s[strip][tile][i] = products of the slot's keys and the queries, in units of 1 / G::UNIT. Of
+  // keys with channel scales also, per column, sums[tile] = {products of the zeros, of the scales}
+  // and middle[tile] = what centers s, of both halves of the rows.
   template <typename G, int SCALES, int COUNT, typename C>
   __device__ __forceinline__ static void multiply(const D& d, uint32_t keys, uint32_t parameters, const Queries& queries, float (&s)[COUNT][NT][4], float (&sums)[NT][4],
                                                     float (&middle)[NT][4]) {
@@ -122,7 +124,8 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[strip][nt][i] = 0.0f;
   }
-  // Scores of a packed unit's tokens in `scores` [strip][column tile][register], less their columns' shifts, from the keys of a slot.
+  // Scores of a packed unit's tokens in `scores` [strip][column tile][register], less their
+  // columns' shifts, from the keys of a slot.
   __device__ __forceinline__ static void score(const void* launch, const void* cursor, int stage, const uint32_t* queries, const float* sum_of_queries, float* scores,
                                               const float* state) {
     const D& d = view<D>(launch);
@@ -162,7 +165,8 @@ struct Scores {
     }
   }
   // The same of sixteen tokens of the window.
-  __device__ __forceinline__ static void score_window(const void* launch, int stage, const uint32_t* queries, float* scores, const float* state) {
+  __device__ __forceinline__ static void score_window(const void* launch, int stage, const uint32_t* queries, float* scores,
+                                                      const float* state) {
     const D& d = view<D>(launch);
     WindowScores& s = view<WindowScores>(scores);
     clear(s);

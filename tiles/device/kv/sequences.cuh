@@ -4,11 +4,13 @@
 
 namespace tilebit {
 
-// The items of all sequences: how many come before those that this thread looks at, and how many there are in all.
+// The items of all sequences: how many come before those that this thread looks at, and how many
+// there are in all.
 struct Line {
   int before, total;
 };
-// Where a work item lies; `sequence` is whose it is and `first` the first of that sequence, of `total` in all.
+// Where a work item lies; `sequence` is whose it is and `first` the first of that sequence, of
+// `total` in all.
 struct Place {
   int sequence, first, total;
 };
@@ -38,7 +40,8 @@ __device__ __forceinline__ Line line_up(int batch, const Count& count) {
   return line;
 }
 
-// Place of item `item`, if there are so many, of the `line` of all threads, which call this together.
+// Place of item `item`, if there are so many, of the `line` of all threads, which call this
+// together.
 template <int THREADS, typename Count>
 __device__ __forceinline__ Place find_item(const Line& line, int batch, const Count& count, int item) {
   __shared__ int found_sequence, found_first;

@@ -1,5 +1,6 @@
-// The softmax of decode attention, in the registers that scores are in: masks, weights P = 2^(score - top), their sums. What P is relative to moves
-// only when a sum of P exceeds LAZY (BitDecoding's cooperative softmax over warps is the sum at the end of a piece). Comes after decode.cuh.
+// The softmax of decode attention, in the registers that scores are in: masks, weights P = 2^(score
+// - top), their sums. What P is relative to moves only when a sum of P exceeds LAZY (BitDecoding's
+// cooperative softmax over warps is the sum at the end of a piece). Comes after decode.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -13,8 +14,9 @@ struct Softmax {
   static constexpr float LAZY = 32.0f;      // a lane's sum of P over some strips, so P, too: times a value's scale it must stay a finite half
   static constexpr float NOTHING = -1e30f;  // a maximum of no scores
 
-  // The state of a piece: O^T [channel tile][column tile], and per column of this thread the maximum that P is relative to, the sum of P and what
-  // all channels have in common: the sum of P times zeros, and what centering O took away.
+  // The state of a piece: O^T [channel tile][column tile], and per column of this thread the
+  // maximum that P is relative to, the sum of P and what all channels have in common: the sum of P
+  // times zeros, and what centering O took away.
   struct State {
     float o[TILES][NT][4], top[NT][2], sum[NT][2], zeros[NT][2];
     // Subtracted from scores: of a column that has seen none nothing yet.
@@ -33,8 +35,8 @@ struct Softmax {
     }
   }
 
-  // Scores less their columns' shifts (under a soft cap: what it caps) to P: they become 2^(score - top), sums are kept. `first` is the position of
-  // the first of COUNT * 16 tokens.
+  // Scores less their columns' shifts (under a soft cap: what it caps) to P: they become 2^(score -
+  // top), sums are kept. `first` is the position of the first of COUNT * 16 tokens.
   template <int COUNT>
   __device__ __forceinline__ static void soften(const void* launch, const void* cursor, float* scores, float* state_of_piece, int first) {
     const D& d = view<D>(launch);
@@ -50,7 +52,8 @@ struct Softmax {
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[strip][nt][i] = d.cap * tanhf(s[strip][nt][i]) - state.shift(nt, i & 1);
     }
-    // Positions that the last query sees and the first one does not, or that no window reaches any more.
+    // Positions that the last query sees and the first one does not, or that no window reaches any
+    // more.
     const int position = u.length - d.q_len;  // of the first query
     bool masked = first + COUNT * 16 > position + 1;
     if constexpr (WINDOW > 0) masked |= first < u.length - WINDOW;
@@ -68,8 +71,8 @@ struct Softmax {
             if (!seen) s[strip][nt][i] = -INFINITY;
           }
     }
-    // Sums, which are wanted anyway, tell whether some P is too high; only then is the maximum of the scores looked for. They wait for that in
-    // registers, of which wide products have few.
+    // Sums, which are wanted anyway, tell whether some P is too high; only then is the maximum of
+    // the scores looked for. They wait for that in registers, of which wide products have few.
     constexpr int TOGETHER = most(1, least(COUNT, 8 / (NT * NT)));
 #pragma unroll
     for (int from = 0; from < COUNT; from += TOGETHER) {
@@ -107,7 +110,8 @@ struct Softmax {
         for (int i = 0; i < 4; ++i) sum[nt][i & 1] += p[strip][nt][i] = exp2_fast(s[from + strip][nt][i]);
     }
   }
-  // The maxima rise to those of TOGETHER strips' scores: what is summed up so far, what is P already and what is to become P follow.
+  // The maxima rise to those of TOGETHER strips' scores: what is summed up so far, what is P
+  // already and what is to become P follow.
   template <int COUNT, int TOGETHER>
   __device__ __forceinline__ static void raise(float (&s)[COUNT][NT][4], int from, State& state) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// What a piece sums up: O^T += V^T P^T by mma.m16n8k16. Codes are the A operand as they lie in the cache (granule.cuh); values' token scales go into
-// P, their zeros are a sum of P. P goes from accumulator to operand by movmatrix. Comes after softmax.cuh.
+// What a piece sums up: O^T += V^T P^T by mma.m16n8k16. Codes are the A operand as they lie in the
+// cache (granule.cuh); values' token scales go into P, their zeros are a sum of P. P goes from
+// accumulator to operand by movmatrix. Comes after softmax.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -21,9 +22,10 @@ struct WeightedSum {
     return uint32_t(G::HIGHEST * (i & 1 ? int(G::ROW_FACTOR) : 1) * (i >> 1 ? int(G::COLUMN_FACTOR) : 1)) * 0x00010001u;
   }
 
-  // O^T += V^T P^T of one strip; p is the operand. Of tokens 8..15 what codes lack of the highest one is multiplied, by minus P: so sums stay about
-  // as small as centered ones, and what is missing is the same for all channels. (131,072 tokens in one warp at 2 bits, modelled with sums that are
-  // cut off: plain codes 15 % off, so 0.09 %.)
+  // O^T += V^T P^T of one strip; p is the operand. Of tokens 8..15 what codes lack of the highest
+  // one is multiplied, by minus P: so sums stay about as small as centered ones, and what is
+  // missing is the same for all channels. (131,072 tokens in one warp at 2 bits, modelled with sums
+  // that are cut off: plain codes 15 % off, so 0.09 %.)
   template <typename G, typename C>
   __device__ __forceinline__ static void accumulate(int lane, uint32_t values, const uint32_t (&p)[NT][2], State& state) {
 #pragma unroll

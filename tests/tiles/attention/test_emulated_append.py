@@ -1,4 +1,4 @@
-"""The append program without a GPU: its own text on every thread of every block, bit for bit against the numpy twin."""
+"""The append program without a GPU: the generated kernel on every thread of every block, bit for bit against the numpy twin."""
 
 from __future__ import annotations
 

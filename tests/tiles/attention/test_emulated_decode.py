@@ -1,8 +1,7 @@
-"""The decode programs without a GPU: their own text on every thread of every block, against fp64.
+"""The decode programs without a GPU: the whole kernel that TileLang generates, on every thread of every block, against fp64.
 
-The tile program's ``build`` runs on a stand-in for TileLang, the device headers are compiled for the host, their PTX included; copies land
-as late as they may, and what they will overwrite is spoilt when they are issued. What the cache does not hold is NaN. TileLang's lowering
-is left to the GPU tests.
+The generated CUDA and the device functions in it are compiled for the host, their PTX included; copies land as late as they may,
+and what they will overwrite is spoilt when they are issued. What the cache does not hold is NaN.
 """
 
 from __future__ import annotations

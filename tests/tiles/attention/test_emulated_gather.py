@@ -1,5 +1,5 @@
-"""The gather program without a GPU: its own text on every thread of every block, every row equal to the cache's value rounded once; and
-what all programs read a cache with, code by code."""
+"""The gather program without a GPU: the generated kernel on every thread of every block, every row equal to the cache's value rounded
+once; and what all programs read a cache with, code by code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The softmax, masks and stores of the prefill programs (``device/prefill.cuh``) run on the host, with the two products done by numpy in
+"""The softmax, masks and stores of the prefill programs (``device/kv/prefill.cuh``) run on the host, with the two products done by numpy in
 the tensor cores' layout: everything between accumulator and operand, for every block of ragged batches, against the fp64 reference.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import random
 import re
 import sys
 import tempfile
@@ -21,16 +22,21 @@ from operator import floordiv
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from tilebit.schedules.attention.rules import workspace_words
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.program import program, program_module
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
-from .emulated_attention import EmulatedAttention
+from .emulated_program import Edits
 
 SHARED_BYTES = 228 * 1024
+GUARDED = ("out", "lse", "out_k", "out_v")  # outputs with memory of the test's own around them
 UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two of them are a NaN
 # What generated code calls of TileLang's own headers, and its names of types.
 TILELANG = """
@@ -46,9 +52,12 @@ SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A generated kernel: its CUDA, and its launch: a grid of C expressions of ``dim_<symbol>``, threads and bytes of shared memory."""
+    """A generated kernel: its CUDA, the names of its tensors in call order, its symbols, (name, tensor, dimension) each, and its launch: a
+    grid of C expressions of ``dim_<symbol>``, threads and bytes of shared memory."""
 
     cuda: str
+    tensors: tuple[str, ...]
+    symbols: tuple[tuple[str, int, int], ...]
     grid: tuple[str, ...]
     threads: int
     shared_bytes: int
@@ -59,41 +68,67 @@ class Lowered:
         return tuple(int(eval(extent, {"__builtins__": {}, "tb_floordiv": floordiv}, named)) for extent in self.grid)
 
 
-class GeneratedAttention(EmulatedAttention):
-    """``kernel(tensors)`` launches the whole generated kernel on torch tensors by the names of its parameters."""
+class GeneratedAttention:
+    """``kernel(tensors)`` launches the whole generated kernel on torch tensors by the names of its parameters; outputs are written in
+    place.
 
-    def run_blocks(self, symbols: dict[str, int], arrays: Mapping[str, tuple[np.ndarray, int]]) -> None:
-        lowered = lower(self.workload, self.schedule, self.target, self.edited())
+    The workspace, where the program takes one, is kept from launch to launch as a captured graph keeps it: only its tickets survive, all
+    else is poisoned anew. Blocks run one after another, in an order drawn from ``seed`` anew at each launch. ``edits`` are of the
+    program's files by name ("ring.py"), and of its device functions ("device").
+    """
+
+    def __init__(self, workload: AttentionWorkload, schedule: Schedule, target: Target, edits: Edits | None = None, seed: int = 0) -> None:
+        self.workload, self.schedule, self.target, self.edits = workload, schedule, target, dict(edits or {})
+        self.random = random.Random(seed)
+        self.workspace = torch.zeros(workspace_words(workload, schedule, target), dtype=torch.int32)
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.workspace[TICKETS:] = -1  # NaN
+        named = {"workspace": self.workspace, **tensors}
+        names = program(self.schedule.program).params(self.workload, self.schedule)
+        passed = [named[name] for name in names]
+        lowered = lower(self.workload, self.schedule, self.target, self._edited())
         cuda = self.edits["device"](lowered.cuda) if "device" in self.edits else lowered.cuda
         code, params = compiled(cuda, CUDA_ARCH[self.schedule.program])
-        grid = lowered.grid_of(symbols)
-        addresses = {name: array.ctypes.data + first * array.itemsize for name, (array, first) in arrays.items()}
-        addresses |= {"slots_of": addresses["slots"]}
-        arguments = [(addresses[p] if p in addresses else int(symbols[p]), 0) for p in params]
-        tensors = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a, _ in arrays.values()]
+        assert all(tensor.is_contiguous() for tensor in passed)
+        values = {name: passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
+        grid = lowered.grid_of(values)
+        values |= {name: tensor.data_ptr() for name, tensor in zip(lowered.tensors, passed, strict=True)}
+        readable = [_extent(tensor, name in GUARDED) for name, tensor in zip(names, passed, strict=True)]
         memory = np.empty(SHARED_BYTES + 1024, np.uint8)
         base = -memory.ctypes.data % 1024
         blocks = [index[::-1] for index in np.ndindex(*grid[::-1])]
-        if self.order == "shuffled":
-            self.random.shuffle(blocks)
-        for block in reversed(blocks) if self.order == "descending" else blocks:
+        self.random.shuffle(blocks)
+        for block in blocks:
             memory[:] = UNTOUCHED
-            place = Place.of(grid, [block], [memory.ctypes.data + base], tensors)
-            code.call("main_kernel", arguments, lowered.threads, place)
+            place = Place.of(grid, [block], [memory.ctypes.data + base], readable)
+            code.call("main_kernel", [(values[param], 0) for param in params], lowered.threads, place)
             if (memory[:base] != UNTOUCHED).any() or (memory[base + lowered.shared_bytes :] != UNTOUCHED).any():
                 raise KernelFault(f"a block stores outside of its {lowered.shared_bytes} bytes of shared memory")
 
-    def edited(self) -> tuple[tuple[str, str], ...]:
+    @property
+    def tickets_left(self) -> bool:
+        return bool(self.workspace[:TICKETS].any())
+
+    def _edited(self) -> tuple[tuple[str, str], ...]:
         """(module, its text) of the program's files that are edited."""
         package = program_module(self.schedule.program).rpartition(".")[0]
         found = []
         for name, edit in self.edits.items():
             if name != "device":
-                of_file = f"{package}.{Path(name).stem}"
-                spec = find_spec(of_file)
+                module = f"{package}.{Path(name).stem}"
+                spec = find_spec(module)
                 assert spec is not None and spec.origin is not None
-                found.append((of_file, edit(Path(spec.origin).read_text())))
+                found.append((module, edit(Path(spec.origin).read_text())))
         return tuple(found)
+
+
+def _extent(tensor: Tensor, guarded: bool) -> tuple[int, int]:
+    """Where the memory that a kernel may touch begins and ends: a guarded tensor's guards, too, which the gate looks at."""
+    if guarded:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 @cache
@@ -128,9 +163,10 @@ def _lower(workload: AttentionWorkload, schedule: Schedule, target: Target, edit
         build = importlib.import_module(program_module(schedule.program)).PROGRAM.build
         function = build(workload, schedule, target)
     artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
-    params = describe_params(function, tile_program.params(workload, schedule))
-    (launch,) = read_host(artifact.host_mod, artifact.device_mod, params).launches
-    return Lowered(artifact.kernel_source, launch.grid, int(launch.block[0]), int(launch.smem))
+    names = tuple(function.buffer_map[param].name for param in function.params)
+    plan = read_host(artifact.host_mod, artifact.device_mod, describe_params(function, tile_program.params(workload, schedule)))
+    (launch,) = plan.launches
+    return Lowered(artifact.kernel_source, names, plan.symbols, launch.grid, int(launch.block[0]), int(launch.smem))
 
 
 @contextmanager

@@ -25,12 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilebit.schedules.attention.rules import workspace_words
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.operations import find_rule, operands, params, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.program import program, program_module
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
 from .emulated_program import Edits
@@ -85,11 +84,11 @@ class GeneratedAttention:
     def __call__(self, tensors: Mapping[str, Tensor]) -> None:
         self.workspace[TICKETS:] = -1  # NaN
         named = {"workspace": self.workspace, **tensors}
-        names = program(self.schedule.program).params(self.workload, self.schedule)
+        names = params(self.workload, self.schedule, self.target)
         passed = [named[name] for name in names]
         lowered = lower(self.workload, self.schedule, self.target, self._edited())
         cuda = self.edits["device"](lowered.cuda) if "device" in self.edits else lowered.cuda
-        code, params = compiled(cuda, CUDA_ARCH[self.schedule.program])
+        code, arguments = compiled(cuda, CUDA_ARCH[self.schedule.program])
         assert all(tensor.is_contiguous() for tensor in passed)
         values = {name: passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
         grid = lowered.grid_of(values)
@@ -102,7 +101,7 @@ class GeneratedAttention:
         for block in blocks:
             memory[:] = UNTOUCHED
             place = Place.of(grid, [block], [memory.ctypes.data + base], readable)
-            code.call("main_kernel", [(values[param], 0) for param in params], lowered.threads, place)
+            code.call("main_kernel", [(values[name], 0) for name in arguments], lowered.threads, place)
             if (memory[:base] != UNTOUCHED).any() or (memory[base + lowered.shared_bytes :] != UNTOUCHED).any():
                 raise KernelFault(f"a block stores outside of its {lowered.shared_bytes} bytes of shared memory")
 
@@ -112,7 +111,7 @@ class GeneratedAttention:
 
     def _edited(self) -> tuple[tuple[str, str], ...]:
         """(module, its text) of the program's files that are edited."""
-        package = program_module(self.schedule.program).rpartition(".")[0]
+        package = find_rule(self.schedule.program).module.rpartition(".")[0]
         found = []
         for name, edit in self.edits.items():
             if name != "device":
@@ -158,13 +157,15 @@ def _lower(workload: AttentionWorkload, schedule: Schedule, target: Target, edit
     from tilebit.tiles.compiler.cuda import lower_cuda, lowered_arch
     from tilebit.tiles.compiler.host_plan import describe_params, read_host
 
-    tile_program = program(schedule.program)
+    tile_program = importlib.import_module(find_rule(schedule.program).module).PROGRAM
     with tempfile.TemporaryDirectory() as folder, _modules(Path(folder), edited):
-        build = importlib.import_module(program_module(schedule.program)).PROGRAM.build
+        build = importlib.import_module(find_rule(schedule.program).module).PROGRAM.build
         function = build(workload, schedule, target)
     artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
     names = tuple(function.buffer_map[param].name for param in function.params)
-    plan = read_host(artifact.host_mod, artifact.device_mod, describe_params(function, tile_program.params(workload, schedule)))
+    declared = operands(workload, schedule.program, target.arch)
+    described = describe_params(function, params(workload, schedule, target), declared)
+    plan = read_host(artifact.host_mod, artifact.device_mod, described)
     (launch,) = plan.launches
     return Lowered(artifact.kernel_source, names, plan.symbols, launch.grid, int(launch.block[0]), int(launch.smem))
 

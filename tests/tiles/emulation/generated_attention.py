@@ -162,12 +162,14 @@ def _lower(workload: AttentionWorkload, schedule: Schedule, target: Target, edit
         build = importlib.import_module(find_rule(schedule.program).module).PROGRAM.build
         function = build(workload, schedule, target)
     artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
-    names = tuple(function.buffer_map[param].name for param in function.params)
+    # plain Python all of it: TVM's own strings and numbers would load TVM where they arrive
+    names = tuple(str(function.buffer_map[param].name) for param in function.params)
     declared = operands(workload, schedule.program, target.arch)
     described = describe_params(function, params(workload, schedule, target), declared)
     plan = read_host(artifact.host_mod, artifact.device_mod, described)
     (launch,) = plan.launches
-    return Lowered(artifact.kernel_source, names, plan.symbols, launch.grid, int(launch.block[0]), int(launch.smem))
+    symbols = tuple((str(name), int(tensor), int(dim)) for name, tensor, dim in plan.symbols)
+    return Lowered(str(artifact.kernel_source), names, symbols, tuple(map(str, launch.grid)), int(launch.block[0]), int(launch.smem))
 
 
 @contextmanager

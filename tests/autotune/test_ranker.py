@@ -93,7 +93,7 @@ def test_rates_of_a_records_device_follow_its_units():
 
 def test_too_few_records_are_refused_with_a_sentence(found, tmp_path):
     assert too_few(found) is None
-    for few in (found[:100], [s for s in found if s.record.workload.n == 4096]):
+    for few in (found[:100], [s for s in found if (s.record.workload.n, s.record.workload.k) == (4096, 4096)]):
         assert "accepted: at least 200 of at least 10" in (too_few(few) or "")
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(s.record.to_json()) + "\n" for s in found[:3]))

@@ -266,7 +266,7 @@ def test_a_run_off_that_ends_the_process_changes_nothing(cache, store):
 
 def test_m_is_tuned_as_it_is_and_once(cache, store):
     report, measurer, _ = scripted(cache, store, workloads=[WORKLOAD.with_m(m) for m in (3, 4, 3, 300)], max_candidates=2)
-    assert [r.workload.m for r in report.results] == [3, 4, 300] and [m for m, _ in measurer.seen] == [3, 3, 4, 4, 300, 300]
+    assert [r.workload.to_json()["m"] for r in report.results] == [3, 4, 300] and [m for m, _ in measurer.seen] == [3, 3, 4, 4, 300, 300]
 
 
 def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
-from tilebit.schedules.operations import find_rule, params, workspace_words
+from tilebit.schedules.operations import find_rule, operands, params, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.programs import program
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
 from .emulated_program import Edits
@@ -102,7 +101,7 @@ class GeneratedAttention:
         for block in blocks:
             memory[:] = UNTOUCHED
             place = Place.of(grid, [block], [memory.ctypes.data + base], readable)
-            code.call("main_kernel", [(values[param], 0) for param in arguments], lowered.threads, place)
+            code.call("main_kernel", [(values[name], 0) for name in arguments], lowered.threads, place)
             if (memory[:base] != UNTOUCHED).any() or (memory[base + lowered.shared_bytes :] != UNTOUCHED).any():
                 raise KernelFault(f"a block stores outside of its {lowered.shared_bytes} bytes of shared memory")
 
@@ -158,19 +157,19 @@ def _lower(workload: AttentionWorkload, schedule: Schedule, target: Target, edit
     from tilebit.tiles.compiler.cuda import lower_cuda, lowered_arch
     from tilebit.tiles.compiler.host_plan import describe_params, read_host
 
-    tile_program = program(schedule.program)
+    tile_program = importlib.import_module(find_rule(schedule.program).module).PROGRAM
     with tempfile.TemporaryDirectory() as folder, _modules(Path(folder), edited):
         build = importlib.import_module(find_rule(schedule.program).module).PROGRAM.build
         function = build(workload, schedule, target)
     artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
-    names = tuple(function.buffer_map[param].name for param in function.params)
-    plan = read_host(
-        artifact.host_mod,
-        artifact.device_mod,
-        describe_params(function, params(workload, schedule, target), workload.operands(target.arch)),
-    )
+    # plain Python all of it: TVM's own strings and numbers would load TVM where they arrive
+    names = tuple(str(function.buffer_map[param].name) for param in function.params)
+    declared = operands(workload, schedule.program, target.arch)
+    described = describe_params(function, params(workload, schedule, target), declared)
+    plan = read_host(artifact.host_mod, artifact.device_mod, described)
     (launch,) = plan.launches
-    return Lowered(artifact.kernel_source, names, plan.symbols, launch.grid, int(launch.block[0]), int(launch.smem))
+    symbols = tuple((str(name), int(tensor), int(dim)) for name, tensor, dim in plan.symbols)
+    return Lowered(str(artifact.kernel_source), names, symbols, tuple(map(str, launch.grid)), int(launch.block[0]), int(launch.smem))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from types import MappingProxyType
 
 from .schedule import Schedule
@@ -47,14 +47,16 @@ class Portfolio:
 
 def calibrated(expected: Expected, measured: Mapping[Schedule, Mapping[int, float]]) -> Expected:
     """``expected``, but as slow as ``measured`` (microseconds by m) says: the ratio of measured and expected time, interpolated in log m
-    and constant outside, is applied. A schedule without measurements takes the median of the ratios of those that have some."""
+    and constant outside, is applied, and no m takes longer than was measured for a larger one. A schedule without measurements takes the
+    median of the ratios of those that have some."""
     ratios = {s: sorted((log(m), log(us / expected(s, m))) for m, us in points.items()) for s, points in measured.items() if points}
     all_ratios = sorted(r for points in ratios.values() for _, r in points)
     usual = all_ratios[len(all_ratios) // 2] if all_ratios else 0.0
 
     def time(schedule: Schedule, m: int) -> float:
         points = ratios.get(schedule)
-        return expected(schedule, m) * exp(_interpolated(points, log(m)) if points else usual)
+        most = min((us for larger, us in measured.get(schedule, {}).items() if larger >= m), default=inf)
+        return min(most, expected(schedule, m) * exp(_interpolated(points, log(m)) if points else usual))
 
     return time
 
@@ -78,7 +80,9 @@ def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int,
     kept = [s for s in kept if any(us[s][i] <= min(us[o][i] for o in kept) for i in range(len(bounds)))]
     while len(kept) > MOST_KERNELS:
         kept.remove(min(kept, key=lambda s: _loss(s, kept, us, bounds)))
-    best = [tuned.get(m) or min(kept, key=lambda s: us[s][i]) for i, m in enumerate(bounds)]
+    serving = list(dict.fromkeys([*kept, *tuned.values()]))
+    us |= {s: [expected(s, m) for m in bounds] for s in serving if s not in us}
+    best = [tuned.get(m) or min(serving, key=lambda s: us[s][i]) for i, m in enumerate(bounds)]
     last = [i for i in range(len(bounds)) if i + 1 == len(bounds) or best[i + 1] != best[i]]
     return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
 

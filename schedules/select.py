@@ -144,7 +144,7 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
     records = _known_records()
     exact = _choose(workload, target, records, known_ranker(target))
     shape = portfolio(workload, target)
-    if shape is None or any(r.workload == workload and r.measured_on(target) for r in records):  # what was measured decides
+    if shape is None or any(_speaks(r, workload, target) for r in records):  # what was measured decides
         return exact
     index = shape.index(workload.m)  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
     return exact if shape.serving[index] == exact.schedule else Choice(shape.serving[index], "portfolio", predicted_us=shape.us[index])
@@ -154,33 +154,39 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
 def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
     records, ranker = _known_records(), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
-    tuned: dict[int, TuningRecord] = {}
+    tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
-    for r in latest(r for r in records if r.measured_on(target) and r.workload.op == static.op and r.workload.static() == static).values():
+    for r in latest(records).values():
+        m: int = getattr(r.workload, "m", 0)
+        here = replace(static, m=m)
+        if not _speaks(r, here, target):
+            continue
+        if m not in tuned:
+            tuned[m] = _choose(here, target, records, ranker).schedule
         if not r.ok:
             failed.add(r.schedule)
-        elif r.us is not None and not legal(r.workload, r.schedule, target):
-            m: int = r.workload.m  # pyright: ignore[reportAttributeAccessIssue]
-            measured.setdefault(r.schedule, {})[m] = r.us
-            tuned[m] = min(tuned.get(m, r), r, key=lambda record: record.us or inf)
-    proposed = {m: replace(static, m=m) for m in operation(static.op).proposed if m not in tuned}
-    chosen = [_choose(w, target, records, ranker).schedule for w in proposed.values()]
-    schedules = list(dict.fromkeys([*(tuned[m].schedule for m in sorted(tuned)), *chosen]))
+        elif r.us is not None and not legal(here, r.schedule, target):
+            points = measured.setdefault(r.schedule, {})
+            points[m] = r.us if r.workload == here else points.get(m, r.us)  # a twin's time where there is no own
+    proposed = [replace(static, m=m) for m in operation(static.op).proposed if m not in tuned]
+    chosen = [_choose(w, target, records, ranker).schedule for w in proposed]
+    schedules = list(dict.fromkeys([*(tuned[m] for m in sorted(tuned)), *chosen]))
     schedules = [s for s in schedules if s not in failed or s in measured] or schedules
 
-    rows = {s: borders([s]) for s in schedules}
-    asked = sorted({*(m for s in schedules for m in rows[s]), *tuned})
+    asked = sorted({*borders(schedules), *tuned})
     pairs = [(replace(static, m=m), s) for s in schedules for m in asked]
     if ranker is not None and ranker.serves(static, schedules):
         times = ranker.predict_pairs(pairs, target)
     else:
         times = [estimate(w, s, target).us for w, s in pairs]
     known = {(s, w.m): us for (w, s), us in zip(pairs, times, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
-    for s, points in measured.items():
-        for m in points:
-            known.setdefault((s, m), estimate(replace(static, m=m), s, target).us)
-    expected = calibrated(lambda s, m: known[s, m], {s: points for s, points in measured.items() if s in rows})
-    return table(schedules, expected, {m: r.schedule for m, r in tuned.items()})
+    points = {s: {m: us for m, us in measured[s].items() if (s, m) in known} for s in schedules if s in measured}
+    return table(schedules, calibrated(lambda s, m: known[s, m], points), tuned)
+
+
+def _speaks(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
+    """Whether a record was measured here for just this workload, or for a twin."""
+    return record.workload.op == workload.op and record.measured_on(target) and operation(workload.op).twins(record.workload, workload)
 
 
 def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
@@ -194,7 +200,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
     options = candidates(workload, target) or []
     expected = [estimate(workload, s, target).us for s in options]
     served = ranker is not None and ranker.serves(workload, options)
-    taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
+    taken_over = [(d, r) for d, r in near if not served or _speaks(r, workload, target)]
     bound = NEAR_ENOUGH * min(expected, default=inf)
     for d, record in taken_over:
         if estimate(workload, record.schedule, target).us <= bound:
@@ -214,12 +220,6 @@ def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecor
         return Choice(record.schedule, "nearest", record, d)
     schedule = min(options, key=lambda s: (failed[s].status == WRONG, estimate(workload, s, target).us))
     return Choice(schedule, "failed", failed[schedule])
-
-
-def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
-    """Whether a record is of the same shape on such a device, in other numbers."""
-    same_op = record.workload.op == workload.op
-    return same_op and record.measured_on(target) and operation(workload.op).twins(record.workload, workload)
 
 
 def _row(

@@ -40,6 +40,19 @@ def test_measurements_correct_expectations_between_and_beyond_them() -> None:
     assert corrected(other, 256) == pytest.approx(4 * time(other, 256))
 
 
+def test_no_m_is_expected_to_take_longer_than_a_larger_one_did() -> None:
+    tile = TILES[7]
+    corrected = calibrated(lambda s, m: 100.0 / m, {tile: {128: 3.0}})
+    assert corrected(tile, 4) == 3.0 and corrected(tile, 256) == pytest.approx(100 / 256 * 3.0 / (100 / 128))
+
+
+def test_a_tuned_m_is_served_by_what_was_tuned_and_so_may_others_be() -> None:
+    quick = Schedule("gemm_stream_bulk", 64, 4, 128, 4, 8)
+    found = table(TILES, lambda s, m: time(s, m) if s != quick else (1.0 if m <= 4 else 1e9), {4: quick, 48: TILES[9]})
+    assert {found.at(m) for m in (1, 2, 3, 4)} == {quick} and found.at(48) == TILES[9]
+    assert found.at(49) != TILES[9] and found.at(5) in TILES
+
+
 def test_a_portfolio_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no schedules"):
         table([], time)

@@ -31,7 +31,7 @@ ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 14
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
-# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/split_k.cuh).
+# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/store/split_k.cuh).
 TICKETS = 16384
 
 

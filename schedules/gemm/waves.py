@@ -1,9 +1,9 @@
-"""The last wave of a persistent grid of ``gemm_wgmma``: which tiles its blocks share or cut (``Order`` in ``tiles/device/order.cuh``)."""
+"""The last wave of a persistent grid of ``gemm_wgmma``: which tiles blocks share or cut (``Order`` in ``device/order/tiles.cuh``)."""
 
 from __future__ import annotations
 
 TAILS = (2, 4)  # strips that a tile may be cut into
-SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order.cuh has the same number, and says what it was measured on)
+SHARING_STEPS = 8  # of a share of tiles that sharing costs (device/order/tiles.cuh has the same number, and says what it was measured on)
 
 
 def shared_places(places: int, teams: int, steps: int) -> int:

@@ -23,7 +23,7 @@ from .cache import PASS_CONFIGS, cache_source
 from .leaves import caller
 
 HEADERS = (
-    "ptx.cuh", "dependent.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
+    "ptx/instructions.cuh", "pipeline/dependent.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
 )  # fmt: skip
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}
 WARPS, THREADS = 4, 128

@@ -45,7 +45,7 @@ from .ring import (
 )  # fmt: skip
 
 FUNCTIONS = ("pairs", "granule", "page", "sequences", "decode", "request", "softmax", "score", "weighted_sum", "reduce")
-HEADERS = ("ptx.cuh", "split_k.cuh", "dependent.cuh", *(f"kv/{name}.cuh" for name in FUNCTIONS))
+HEADERS = ("ptx/instructions.cuh", "store/split_k.cuh", "pipeline/dependent.cuh", *(f"kv/{name}.cuh" for name in FUNCTIONS))
 LAUNCH_WORDS = 14  # of 64 bits, of what `tilebit::Decode` keeps of the launch
 
 

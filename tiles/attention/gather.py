@@ -18,7 +18,7 @@ from ..program import TileProgram
 from .cache import PASS_CONFIGS, cache_source
 from .leaves import caller
 
-HEADERS = ("ptx.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "rows")))
+HEADERS = ("ptx/instructions.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "rows")))
 GRANULES = RESIDUAL // GRANULE  # of the keys of a group, and of its values
 # Of four warps, by head_dim: as many as registers allow without spills. Left alone, ptxas takes 137 at 4 bits and 128 channels,
 # which is 3 blocks; as a loop in CUDA it took 124.

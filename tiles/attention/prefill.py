@@ -27,7 +27,7 @@ from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 
-HEADERS = ("ptx.cuh", "order.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
+HEADERS = ("ptx/instructions.cuh", "order/tiles.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
 PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 TURNS, GROUPS = 3, 6  # first named barriers of the warpgroups' turns and of each warpgroup alone; the generated code uses 0 to 2
 MAX_TURN_HEAD_DIM = 128  # beyond it a product outlasts the other warpgroup's softmax, turns or not

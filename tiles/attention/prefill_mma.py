@@ -15,7 +15,7 @@ from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls
 
-HEADERS = ("ptx.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
+HEADERS = ("ptx/instructions.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:

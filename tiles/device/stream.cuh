@@ -3,7 +3,7 @@
 //
 // A step is RECORDS packed records deep in k. Its slot of the ring holds x [COLUMNS][STEP_K + 8] (16 bytes of padding a row, so that
 // ldmatrix meets no bank twice) and, for each of the WARPS_N warps that share x, the 512-byte lines of TILES 16-row tiles, scales and zero
-// points. Comes after ptx.cuh and raw.cuh. BULK: the weights arrive by 1-D bulk copies behind an mbarrier (sm_90), else by cp.async.
+// points. Comes after ptx/instructions.cuh and codecs/raw.cuh. BULK: the weights arrive by 1-D bulk copies behind an mbarrier (sm_90), else by cp.async.
 #pragma once
 #include <stdint.h>
 

@@ -20,7 +20,7 @@ from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import BARRIER, Operands
 
-HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh")
+HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh")
 
 # From here on the tile goes to y through shared memory: below, a thread holds few columns and storing them directly costs less.
 STAGED_BLOCK_M = 32
@@ -31,7 +31,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
     ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets, then fp32
-    sums; ``device/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout

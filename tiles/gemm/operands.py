@@ -103,7 +103,7 @@ class Operands:
         return self.schedule.block_n // 64 // (self.schedule.num_warps // 4)
 
     def dequantize_call(self, part: int = 0, parts: int = 1) -> str:
-        """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments (``device/dequant.cuh``)."""
+        """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments (``device/codecs/dequant.cuh``)."""
         w, s = self.workload, self.schedule
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
@@ -114,7 +114,7 @@ class Operands:
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 
     def stage_call(self) -> str:
-        """``tilebit::stage_transposed`` with its template arguments (``device/epilogue.cuh``)."""
+        """``tilebit::stage_transposed`` with its template arguments (``device/store/epilogue.cuh``)."""
         s = self.schedule
         arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, s.num_warps * 32, BARRIER)
         return f"tilebit::stage_transposed<{', '.join(map(str, arguments))}>"
@@ -127,7 +127,7 @@ class Operands:
         return LEAST_STAGED if self.schedule.block_m % (STAGED_COLUMNS * blocks) else STAGED_COLUMNS
 
     def store_type(self, rows: int) -> str:
-        """``tilebit::Store`` with its template arguments (``device/finish.cuh``), of a tile of so many rows of x."""
+        """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile of so many rows of x."""
         s, w = self.schedule, self.workload
         columns = LEAST_STAGED if rows % self.staged_columns else self.staged_columns
         arguments = (

@@ -6,7 +6,7 @@ At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channe
 the steps of k (``block_k`` deep) in turn, and each streams the packed lines of its own rows through a ring of ``num_stages`` slots that no
 other warp touches: nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 32 or 16 rows, the first of these that
 divides block_n; where that is not all of them, neighbouring warps share the slots of x. ``split_k`` blocks share an output tile. Codes go
-to the tensor cores as they are (``device/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to
+to the tensor cores as they are (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to
 the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes would take them
 eight conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns are idle at m = 1 at no cost
 (fp16 sums would do with four FMAs, and lose what subnormal codes stand for).
@@ -29,7 +29,7 @@ from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .operands import Operands
 
-HEADERS = ("dequant.cuh", "split_k.cuh", "raw.cuh", "ptx.cuh", "dependent.cuh", "stream.cuh")
+HEADERS = ("codecs/dequant.cuh", "store/split_k.cuh", "codecs/raw.cuh", "ptx/instructions.cuh", "pipeline/dependent.cuh", "stream.cuh")
 
 
 def stream_type(workload: Workload, schedule: Schedule) -> str:

@@ -13,7 +13,7 @@ by one, so that more of a stage is on its way (1 to 2 % of the cycles of 256 x 1
 repeated for a second, Machete needs 682 us for that product at 1.5 to 1.6 GHz, cuBLAS in 16 bits 718; what saves energy (x loaded once for
 two blocks, weights dequantized once for 256 columns of x) saves time.
 
-One loop runs over all steps that a block owns (``device/order.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
+One loop runs over all steps that a block owns (``order/tiles.cuh``). Without ``stream_k`` these are the steps of one tile, or of one of
 ``split_k`` parts of it (two are added up by a cluster through its shared memory, more through a workspace). With it the grid is as many
 blocks as the device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a block, in whole waves
 (28672 x 4096, m = 4096: 2,185,000 cycles, so 2,107,000, H200); where a last wave would idle for longer than summing takes, it and one
@@ -47,7 +47,15 @@ from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import BARRIER, Operands
 
-HEADERS = ("ptx.cuh", "dequant.cuh", "split_k.cuh", "epilogue.cuh", "dependent.cuh", "order.cuh", "finish.cuh")
+HEADERS = (
+    "ptx/instructions.cuh",
+    "codecs/dequant.cuh",
+    "store/split_k.cuh",
+    "store/epilogue.cuh",
+    "pipeline/dependent.cuh",
+    "order/tiles.cuh",
+    "store/finish.cuh",
+)
 # Rows of x that a load of a tile with fewer than ``block_m`` fetches: those beyond the last take TMA longer to fill with zeros than to load
 # (4096 x 4096, m = 129: 22.1 us, so 15.5; 28672 x 4096, m = 257: 236, so 173; H200). Whole tiles come in one box: in boxes of 32 rows
 # 28672 x 4096 at m = 512 took 246 us, so 187.
@@ -60,7 +68,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
     ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets,
-    then fp32 sums; ``device/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
 

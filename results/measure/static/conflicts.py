@@ -123,7 +123,7 @@ def _descriptors(source: str, s: Schedule) -> int:
 
 def _stmatrix(s: Schedule) -> int:
     """A warpgroup's transposed stores of four 8 x 8 matrices into its staged columns, whose pieces of 8 rows trade places, and the 128-bit
-    loads that follow them (``Store`` in ``finish.cuh``)."""
+    loads that follow them (``Store`` in ``store/finish.cuh``)."""
     own_rows = s.block_n // (s.num_warps // 4)
     pieces = own_rows // 8
 

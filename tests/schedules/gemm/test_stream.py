@@ -109,7 +109,7 @@ def test_a_workspace_is_taken_where_one_is_made():
 
 
 def test_tickets_are_as_many_as_the_device_code_skips():
-    found = re.search(r"constexpr int TICKETS = (\d+);", (DEVICE_DIR / "split_k.cuh").read_text())
+    found = re.search(r"constexpr int TICKETS = (\d+);", (DEVICE_DIR / "store/split_k.cuh").read_text())
     assert found and int(found.group(1)) == TICKETS
 
 

@@ -89,7 +89,7 @@ NAMED = {(kind, d): f"fragments<tilebit::{KINDS[kind]}, {d}>" for kind in KINDS 
 
 @pytest.fixture(scope="module")
 def fragments() -> DeviceCode:
-    return DeviceCode(device_source(("ptx.cuh", "kv/pairs.cuh", "kv/granule.cuh")) + FRAGMENTS, 900, NAMED.values())
+    return DeviceCode(device_source(("ptx/instructions.cuh", "kv/pairs.cuh", "kv/granule.cuh")) + FRAGMENTS, 900, NAMED.values())
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), NAMED)

@@ -18,7 +18,7 @@ from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compi
 
 pytestmark = needs_host_compiler
 FORMATS = tuple(product(("float16", "bfloat16"), (4, 8)))
-SOURCE = device_source(("dequant.cuh", "raw.cuh"))
+SOURCE = device_source(("codecs/dequant.cuh", "codecs/raw.cuh"))
 ROWS_R = np.array([True, True, False, False] * 2)  # of the eight A elements: rows r; the others are of rows r + 8
 
 

@@ -194,7 +194,7 @@ def test_the_cases_cover_everything():
 
 def test_persistent_cases_have_waves_and_shares():
     """Of whole tiles, of parts that begin in the middle of one, and of both; a last wave that is left short: ``Order`` in
-    device/order.cuh."""
+    device/order/tiles.cuh."""
     found, strips = set(), set()
     for workload, schedule in PERSISTENT:
         assert legal(workload, schedule, HOPPER) == []

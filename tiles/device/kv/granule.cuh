@@ -5,7 +5,7 @@
 // permutation: a code in the low bits of a half is the subnormal q * 2^-24, one `s` bits higher q *
 // 2^(s - 24). What is not q itself is a power of two that depends on the half of the fragment's
 // rows (ROW_FACTOR) and columns (COLUMN_FACTOR) alone: it is taken out again where a scale is
-// applied anyway. Comes after ptx.cuh.
+// applied anyway. Comes after ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
 // Softmax of attention over tiles of 16-bit keys, in the registers of the tensor cores' accumulators: score tiles come, weights go, nothing
-// passes through shared memory. Comes after ptx.cuh, pairs.cuh and sequences.cuh.
+// passes through shared memory. Comes after ptx/instructions.cuh, pairs.cuh and sequences.cuh.
 //
 // A warp holds 16 query rows. Of a tile's accumulators a lane (g = lane / 4, c = lane % 4) has, at 4 n + 2 h + e, row g + 8 h and column
 // 8 n + 2 c + e: a row is spread over the four lanes of a quad, and the weights, rounded to 16 bits, lie in the same order as the operand of

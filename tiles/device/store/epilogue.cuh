@@ -3,7 +3,7 @@
 // The accumulators hold Y^T (MMA rows are output channels), so a direct store would write 2 bytes at a time, each with its own address and
 // predicate: at 128 x 256 x 128 and k = 4096 that epilogue cost 8 % of the kernel (209 us against 192 staged, n = k = m = 4096, H200).
 //
-// Comes after ptx.cuh, which has sync_group.
+// Comes after ptx/instructions.cuh, which has sync_group.
 #pragma once
 #include <stdint.h>
 #ifndef TILEBIT_HOST_EMULATION

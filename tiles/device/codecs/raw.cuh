@@ -9,7 +9,7 @@
 //   fp16, 8 bits: a byte in the low bits of a half is q * 2^-24.
 //   bf16, 4 bits: subnormals of bf16 are out of reach of an fp32 accumulator, so a nibble sits under the exponent of 128: 128 + q.
 //   bf16, 8 bits: q itself, through fp32 (2^23 + q).
-// Comes after dequant.cuh. Rows r (registers 0, 2 of an A fragment) and r + 8 (registers 1, 3) may differ in FACTOR.
+// Comes after codecs/dequant.cuh. Rows r (registers 0, 2 of an A fragment) and r + 8 (registers 1, 3) may differ in FACTOR.
 #pragma once
 
 namespace tilebit {

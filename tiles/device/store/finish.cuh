@@ -1,6 +1,6 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it, scale it, store it.
 //
-// Comes after split_k.cuh, epilogue.cuh, order.cuh and ptx.cuh.
+// Comes after store/split_k.cuh, store/epilogue.cuh, order/tiles.cuh and ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 

@@ -51,14 +51,36 @@ STATIC_SMEM = 16  # the ticket of gemm_stream
 THREADS_PER_SM = 2048
 
 
+def x_pitch(schedule: Schedule) -> int:
+    """Bytes of a row of x in a slot: with 16 bytes of padding ``ldmatrix`` meets no bank twice."""
+    return schedule.block_k * 2 + 16
+
+
+def x_bytes(schedule: Schedule) -> int:
+    """Bytes of a slot's x, whole lines."""
+    return _whole_lines(schedule.block_m * x_pitch(schedule), schedule)
+
+
+def warp_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of a slot's weights, scales and zero points of one warp, whole lines."""
+    f, s = workload.format, schedule
+    parameters = step_groups(f, s) * warp_rows(s) * 2 * (1 if f.symmetric else 2)
+    return _whole_lines(weight_bytes(f, s) // warps_n(s) + parameters, s)
+
+
+def step_groups(format: QuantFormat, schedule: Schedule) -> int:
+    """Scale groups that a step touches; 0: per-channel scales, which no slot holds."""
+    return 0 if format.group_size == PER_CHANNEL else max(1, schedule.block_k // format.group_size)
+
+
 def slot_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of one slot of the ring: x with 16 bytes of padding a row, and each warp's weights, scales and zero points, for bulk copies
-    each on a line of its own (``Stream`` in ``tiles/device/stream.cuh``)."""
-    f, s, line = workload.format, schedule, LINE[schedule.program]
-    groups = 0 if f.group_size == PER_CHANNEL else max(1, s.block_k // f.group_size)
-    scales = s.block_n * 2 * groups * (1 if f.symmetric else 2)
-    x, of_warp = s.block_m * (s.block_k * 2 + 16), (weight_bytes(f, s) + scales) // warps_n(s)
-    return -(-x // line) * line + warps_n(s) * -(-of_warp // line) * line
+    """Bytes of one slot of the ring: x, then what each of the warps that share it has for itself."""
+    return x_bytes(schedule) + warps_n(schedule) * warp_bytes(workload, schedule)
+
+
+def _whole_lines(size: int, schedule: Schedule) -> int:
+    line = LINE[schedule.program]
+    return -(-size // line) * line
 
 
 def weight_bytes(format: GemmFormat, schedule: Schedule) -> int:
@@ -86,19 +108,36 @@ def cluster_sms(size: int, target: Target) -> int:
     return int(target.units * CLUSTER_SMS.get(size, 1.0)) // size * size
 
 
+def ring_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of all slots of all rings of a block."""
+    return rings(schedule) * schedule.num_stages * slot_bytes(workload, schedule)
+
+
+def sum_pitch(schedule: Schedule) -> int:
+    """Floats from one column of a block's partial sums to the next: a warp's stores meet no bank twice."""
+    return schedule.block_n + 4
+
+
+def exchange_at(workload: Workload, schedule: Schedule) -> int:
+    """The 32-bit word from which on a block holds what a cluster's blocks send each other: behind the rings with their barriers (two of a
+    slot), and behind the partial sums which take their place."""
+    s = schedule
+    barriers = rings(s) * s.num_stages * 16 if s.program == BULK else 0
+    sums = rings(s) * s.block_m * sum_pitch(s) * 4
+    return -(-max(ring_bytes(workload, s) + barriers, sums) // 16) * 4
+
+
 def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of shared memory of a block: the ring with its barriers (two of a slot), or the partial sums which take its place, and
-    what a cluster's blocks send each other.
+    """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's blocks send each other (a barrier in 16
+    bytes, then 16 bytes for each four of the block's own sums, of each block).
 
     ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the blocks of a dependent launch start
     early, and two of them on an SM that is idle make the kernel wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1
     us in a chain where the same kernel alone takes 9.4, H200)."""
     s = schedule
-    ring = rings(s) * s.num_stages * (slot_bytes(workload, s) + (16 if s.program == BULK else 0))
-    sums = rings(s) * s.block_m * (s.block_n + 4) * 4
-    gathered = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
+    exchanged = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
     alone = target.smem_per_sm // (s.min_blocks + 1) - BLOCK_SMEM_OVERHEAD + 16 if s.program == BULK else 0
-    return max(-(-max(ring, sums) // 16) * 4 + gathered // 4, -(-alone // 16) * 4)
+    return max(exchange_at(workload, s) + exchanged // 4, -(-alone // 16) * 4)
 
 
 def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:

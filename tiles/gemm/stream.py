@@ -14,8 +14,8 @@ eight conversions and eight FMAs where the tensor core takes one instruction, se
 ``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are
 requested before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
 
-TileLang has no per-warp pipelines (its barriers and its specialization are a block's), so the loop is CUDA, in ``device/stream.cuh``; the
-grid, the operands and the shared memory are declared here.
+What a thread computes and the copies that it asks for are CUDA (``device/codecs/raw_product.cuh``, ``device/pipeline/copies.cuh``),
+because ... 
 """
 
 from typing import Any
@@ -28,36 +28,75 @@ from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .operands import Operands
+from .stream_ring import ring_macros
+from .stream_sums import sum_macros
 
-HEADERS = ("codecs/dequant.cuh", "store/split_k.cuh", "codecs/raw.cuh", "ptx/instructions.cuh", "pipeline/dependent.cuh", "stream.cuh")
+HEADERS = (
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/raw_product.cuh", "pipeline/copies.cuh",
+    "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
+)  # fmt: skip
+
+# Warps loop for different lengths: nothing may be moved, shared or guarded behind the program's back.
+PASS_CONFIGS = {
+    "tl.disable_thread_storage_sync": True,  # a barrier of the block would stand in the loops of its warps
+    "tl.disable_safe_memory_legalize": True,  # a predicate on every copy, all of which are inside by construction
+    "tl.disable_shared_memory_reuse": True,
+}
 
 
-def stream_type(workload: Workload, schedule: Schedule) -> str:
-    """``tilebit::Stream`` with its template arguments (``device/stream.cuh``)."""
+def product_type(workload: Workload, schedule: Schedule) -> str:
+    """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``)."""
     f, s = workload.format, schedule
-    group_steps = 0 if f.group_size == PER_CHANNEL else f.group_size // 16
     arguments = (
-        TYPES[workload.dtype], f.bits, str(f.symmetric).lower(), group_steps, rules.warp_rows(s) // 16, rules.warps_n(s), rules.rings(s),
-        s.block_m, s.block_k * f.bits // 256, s.num_stages, str(s.program == rules.BULK).lower(),
+        TYPES[workload.dtype], f.bits, str(f.symmetric).lower(), 0 if f.group_size == PER_CHANNEL else f.group_size // 16,
+        rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256,
     )  # fmt: skip
-    return f"tilebit::Stream<{', '.join(map(str, arguments))}>"
+    return f"tilebit::RawProduct<{', '.join(map(str, arguments))}>"
+
+
+def warps_apart(schedule: Schedule) -> bool:
+    """Whether warps that share x may be most of a step apart: each says when it has read x, where else they meet at a step's end. It pays
+    where many or tall warps share x for 16 columns (in alternation, H200: 57344 x 8192 2.6 to 5.8 %, 28672 x 4096 2.3 %) and costs 1 %
+    elsewhere."""
+    s = schedule
+    return s.program == rules.BULK and rules.warps_n(s) > 1 and s.block_m > 8 and s.block_n >= 192
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule); parameters as in ``wgmma.build``, m dynamic."""
     import tilelang.language as T
 
-    p = Operands(workload, schedule)
-    splits, dtype, bulk = schedule.split_k, workload.dtype, schedule.program == rules.BULK
-    threads = schedule.num_warps * 32
+    p, s, dtype, bulk = Operands(workload, schedule), schedule, workload.dtype, schedule.program == rules.BULK
+    splits, stages, rings, warps_n, rows = s.split_k, s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
+    threads, apart = s.num_warps * 32, warps_apart(s)
+    row_tiles, column_tiles = rows // 16, max(1, s.block_m // 8)
     cluster = [1, 1, splits] if bulk and splits > 1 else None
-    collected = splits > 1 and not bulk
-    entry = f"tilebit::stream_gemm<{stream_type(workload, schedule)}, {TYPES[dtype]}, {str(workload.bias).lower()}>"
+    product, sum_pitch = product_type(workload, s), rules.sum_pitch(s)
+    store_sums = f"tilebit::store_sums<{row_tiles}, {s.block_m}, {sum_pitch}>"
+    ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
     Bias = T.Tensor((p.n,), dtype) if workload.bias else None
-    Workspace = T.Tensor((words,), "int32") if collected else None
+    Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
+
+    @T.macro
+    def open_rings(shared, warp, lane):
+        """Barriers of the ring's slots: a slot is filled when its weights' bytes, announced by one lane, and the copies of all have come."""
+        if ring.row_of(warp) == 0 and lane < stages:
+            T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, warp, lane), 33 * warps_n)
+            if apart:
+                T.call_extern("handle", "tilebit::mbarrier_init", ring.x_read(shared, warp, lane), warps_n)
+        T.call_extern("handle", "tilebit::fence_barriers")
+        ring.meet(warp)
+
+    @T.macro
+    def await_slot(shared, warp, slot, phase):
+        if bulk:
+            T.call_extern("handle", "tilebit::mbarrier_wait", ring.filled(shared, warp, slot), phase)
+        else:
+            T.ptx_wait_group(stages - 1)
+            ring.meet(warp)
 
     @T.prim_func
     def main(
@@ -69,17 +108,85 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
     ):
-        with T.Kernel(p.n_pad // schedule.block_n, T.ceildiv(m, schedule.block_m), splits, threads=threads, cluster_dims=cluster):
-            ring = T.alloc_shared((rules.shared_words(workload, schedule, target),), "int32")
+        with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
             T.import_source(device_source(HEADERS))
-            T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            T.annotate_min_blocks_per_sm(s.min_blocks)
+            shared = T.alloc_shared((rules.shared_words(workload, s, target),), "float32")  # rings and barriers, then sums
+            sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
+            x_sums = T.alloc_local((column_tiles * 4,), "float32")
+            thread = T.get_thread_binding()
+            lane, warp = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", thread % 32)), T.alloc_var("int32", init=T.shfl_sync(thread // 32, 0))  # so nvcc knows that it is the warp's
+            row, column = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", bx * s.block_n + ring.row_of(warp) * rows)), by * s.block_m
+            first_parameter = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.first_parameter(row, lane)))
+            first_x = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.first_of_x(warp, lane)))
+            x_place = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.x_place(warp, lane)))
+            policy = T.alloc_var("uint64", init=T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0
+            slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
+            step, end = T.alloc_var("int32", init=bz * p.steps // splits + ring.ring_of(warp)), (bz + 1) * p.steps // splits
+
+            if bulk:
+                if splits > 1:
+                    end_of_tile.await_parts(shared, thread)
+                open_rings(shared, warp, lane)
+                T.call_extern("handle", "tilebit::launch_dependents")
+            for i in T.unroll(row_tiles * column_tiles * 4):
+                sums[i] = 0.0
+                products[i] = 0.0
+            for i in T.unroll(column_tiles * 4):
+                x_sums[i] = 0.0
+
+            # The ring is filled: with weights, which no earlier kernel writes, before that one has ended.
+            for stage in T.unroll(stages):
+                if step + stage * rings < end:
+                    ring.request_weights(weight, shared, policy, row, warp, lane, step + stage * rings, stage)
+                    ring.request_parameters(scales, zeros, shared, first_parameter, row, warp, lane, step + stage * rings, stage)
+            if bulk:
+                T.call_extern("handle", "tilebit::wait_for_predecessor")
+            for stage in T.unroll(stages):
+                if step + stage * rings < end:
+                    ring.request_x(x, shared, first_x, x_place, column, warp, lane, step + stage * rings, stage)
+                if not bulk:
+                    T.ptx_commit_group()
+
+            while step < end:  # the ring's steps, every `rings`-th of the block's
+                await_slot(shared, warp, slot, phase)
+                T.call_extern(
+                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, warp, slot),
+                    ring.weights_at(shared, warp, slot), ring.parameters_at(shared, warp, slot), sums.access_ptr("rw"),
+                    products.access_ptr("rw"), x_sums.access_ptr("rw"), lane, ring.x_read(shared, warp, slot),
+                )  # fmt: skip
+                T.sync_warp()  # nobody else reads the warp's own weights
+                if step + stages * rings < end:
+                    ring.request_weights(weight, shared, policy, row, warp, lane, step + stages * rings, slot)
+                if apart:
+                    T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, warp, slot), phase)
+                else:
+                    ring.meet(warp)  # all that share the slot have read x
+                if step + stages * rings < end:
+                    ring.request_parameters(scales, zeros, shared, first_parameter, row, warp, lane, step + stages * rings, slot)
+                    ring.request_x(x, shared, first_x, x_place, column, warp, lane, step + stages * rings, slot)
+                if not bulk:
+                    T.ptx_commit_group()
+                step = step + rings
+                phase = T.if_then_else(slot == stages - 1, phase ^ 1, phase)
+                slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             T.call_extern(
-                "handle", entry, T.address_of(ring[0]), T.address_of(x[0, 0]), T.address_of(weight[0, 0, 0]), T.address_of(scales[0, 0]),
-                T.address_of(zeros[0, 0]) if p.asymmetric else T.address_of(scales[0, 0]),
-                T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
-                T.address_of(workspace[0]) if collected else T.address_of(weight[0, 0, 0]),
-                T.address_of(y[0, 0]), m, p.n, p.kx, p.k_tiles, p.n_pad, p.groups, p.steps, splits,
+                "handle", f"{product}::finish", sums.access_ptr("rw"), products.access_ptr("rw"), x_sums.access_ptr("rw"),
+                T.address_of(scales[0, row]), T.address_of(zeros[0, row]) if p.asymmetric else T.address_of(scales[0, row]), lane,
             )  # fmt: skip
+
+            T.sync_threads()  # the rings become sums
+            T.call_extern(
+                "handle", store_sums, sums.access_ptr("r"),
+                T.address_of(shared[ring.ring_of(thread // 32) * (s.block_m * sum_pitch) + ring.row_of(thread // 32) * rows]), lane,
+            )  # fmt: skip
+            T.sync_threads()
+            if splits == 1:
+                end_of_tile.store_alone(shared, y, bias, bx, by, thread)
+            elif bulk:
+                end_of_tile.store_by_cluster(shared, y, bias, bx, by, bz, thread)
+            else:
+                end_of_tile.store_by_ticket(shared, workspace, y, bias, bx, by, bz, thread)
 
     return main
 
@@ -91,6 +198,7 @@ def stream_program(name: str) -> TileProgram:
         compiler="tilelang",
         build=build,
         headers=HEADERS,
+        pass_configs=PASS_CONFIGS,
         newest_arch="sm_89" if name == rules.ASYNC else None,
     )
 

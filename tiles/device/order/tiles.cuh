@@ -4,15 +4,6 @@
 
 namespace tilebit {
 
-// The same number, which the compiler cannot know: what is computed from it stays where it is written instead of being kept in registers
-// throughout the main loop, which has none to spare (128 x 256: 1,024 bytes of spills without).
-__device__ __forceinline__ int fresh(int value) {
-#ifndef TILEBIT_HOST_EMULATION
-  asm volatile("" : "+r"(value));
-#endif
-  return value;
-}
-
 // Steps that sharing tiles costs a block: handing a part in takes 6,900 cycles at 128 x 256, adding one up 5,000 more than storing a tile that
 // is whole, a step 2,150 (H200); the rest is that blocks end unevenly (28672 x 4096, m = 1024, where sharing saves 6.8 steps: 507,000 cycles
 // without, 519,000 with). schedules/gemm/waves.py has the same number.

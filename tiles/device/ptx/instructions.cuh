@@ -9,7 +9,13 @@
 
 namespace tilebit {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// A place in shared memory as instructions name it; a pointer is one as well.
+struct SharedAddress {
+  uint32_t address;
+  __device__ __forceinline__ SharedAddress(uint32_t a) : address(a) {}
+  __device__ __forceinline__ SharedAddress(const void* p) : address(static_cast<uint32_t>(__cvta_generic_to_shared(p))) {}
+};
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return SharedAddress(p).address; }
 
 __device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, half) {
   asm volatile(
@@ -49,8 +55,8 @@ __device__ __forceinline__ uint32_t load_shared_32(uint32_t address) {
 }
 __device__ __forceinline__ void store_shared_32(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 // 16 bytes, or 16 zeros where `valid` is false.
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+__device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -66,11 +72,11 @@ __device__ __forceinline__ void sync_group(int group) {
 }
 
 // ---- mbarriers and bulk copies (sm_90) ----
-__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+__device__ __forceinline__ void mbarrier_init(SharedAddress barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier.address), "r"(count) : "memory");
 }
-__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+__device__ __forceinline__ void mbarrier_expect(SharedAddress barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.address), "r"(bytes) : "memory");
 }
 // True in one lane of the warp, all of which call this; ptxas then knows that what follows is one lane's, and makes no loop over lanes of it.
 __device__ __forceinline__ bool elect() {
@@ -78,21 +84,21 @@ __device__ __forceinline__ bool elect() {
   asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
   return elected;
 }
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier.address) : "memory");
 }
 // This thread's arrival once all its cp.async so far have landed.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void mbarrier_arrive_after_copies(SharedAddress barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.address) : "memory");
 }
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+__device__ __forceinline__ void mbarrier_wait(SharedAddress barrier, int parity) {
   asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(parity)
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier.address), "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier), "l"(policy)
+__device__ __forceinline__ void bulk_copy(SharedAddress to, const void* from, int bytes, SharedAddress barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to.address), "l"(from),
+               "r"(bytes), "r"(barrier.address), "l"(policy)
                : "memory");
 }
 // What threads have stored to shared memory so far comes before bulk copies that are requested from now on.
@@ -123,6 +129,22 @@ __device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* ba
                "f"(v.z), "f"(v.w), "r"(told)
                : "memory");
 #endif
+}
+
+// The same number, or place, which the compiler cannot know: what is computed from it stays where it
+// is written instead of being kept in registers throughout a loop that has none to spare (gemm_wgmma,
+// 128 x 256: 1,024 bytes of spills without), and it is itself kept instead of being found anew.
+__device__ __forceinline__ int fresh(int value) {
+#ifndef TILEBIT_HOST_EMULATION
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+__device__ __forceinline__ const char* fresh(const char* place) {
+#ifndef TILEBIT_HOST_EMULATION
+  asm volatile("" : "+l"(place));
+#endif
+  return place;
 }
 
 __device__ __forceinline__ float to_float(half v) { return __half2float(v); }

@@ -27,9 +27,9 @@ __device__ __forceinline__ Part hand_in(const float* accumulators, void* workspa
       if (complete) *ticket = 0;
       __threadfence();
     }
-    sync_threads<BARRIER, THREADS>();
+    sync_group<BARRIER, THREADS>(0);
     const bool others_are_there = complete;
-    sync_threads<BARRIER, THREADS>();
+    sync_group<BARRIER, THREADS>(0);
     if (others_are_there) return Part::ALL_BUT_MINE;
   }
   float4* mine = reinterpret_cast<float4*>(share_of<REGISTERS * THREADS, ONE>(workspace, block, first));

@@ -2,7 +2,7 @@
 //
 // A workspace is TICKETS words, one per output tile, zero between launches (atomicInc wraps, so a launch needs no memset and a captured graph
 // can be replayed), then partial tiles [register / 4][thread] float4: any order serves, because writer and reader are the same thread of their
-// block; this one makes each store a contiguous 512-byte line per warp.
+// block; this one makes each store a contiguous 512-byte line per warp. Comes after ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -10,29 +10,19 @@ namespace tilebit {
 
 constexpr int TICKETS = 16384;  // schedules/gemm/rules.py has the same number
 
-// A named barrier of the computing threads alone: the producer warps of a specialized kernel take no part in it.
-template <int BARRIER, int THREADS>
-__device__ __forceinline__ void sync_threads() {
-#ifdef TILEBIT_HOST_EMULATION
-  host_sync();
-#else
-  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
-#endif
-}
-
 // Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
 // what all have stored. One thread's fences are for all: what comes before a barrier comes before its fence, and what comes after, after.
 // A fence of every thread takes as long as all their stores, one by one: 3 % of 10240 x 8192, m = 512, stream_k (156.4 us, so 152.5, H200).
 template <int THREADS, int BARRIER>
-__device__ __forceinline__ int take_ticket(unsigned int* ticket, int others, int thread) {
+__device__ __forceinline__ int take_ticket(void* ticket, int others, int thread) {
   __shared__ int arrived;
-  sync_threads<BARRIER, THREADS>();
+  sync_group<BARRIER, THREADS>(0);
   if (thread == 0) {
     __threadfence();
-    arrived = atomicInc(ticket, others);
+    arrived = atomicInc(static_cast<unsigned int*>(ticket), others);
     __threadfence();
   }
-  sync_threads<BARRIER, THREADS>();
+  sync_group<BARRIER, THREADS>(0);
   return arrived;
 }
 

@@ -68,7 +68,7 @@ def warp_bytes(workload: Workload, schedule: Schedule) -> int:
     return _whole_lines(weight_bytes(f, s) // warps_n(s) + parameters, s)
 
 
-def step_groups(format: QuantFormat, schedule: Schedule) -> int:
+def step_groups(format: GemmFormat, schedule: Schedule) -> int:
     """Scale groups that a step touches; 0: per-channel scales, which no slot holds."""
     return 0 if format.group_size == PER_CHANNEL else max(1, schedule.block_k // format.group_size)
 

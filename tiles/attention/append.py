@@ -23,8 +23,10 @@ from .cache import PASS_CONFIGS, cache_source
 from .leaves import caller
 
 HEADERS = (
-    "ptx/instructions.cuh", "pipeline/dependent.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
-)  # fmt: skip
+    "ptx/instructions.cuh",
+    "pipeline/dependent.cuh",
+    *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
+)
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}
 WARPS, THREADS = 4, 128
 GRANULES = RESIDUAL // GRANULE // WARPS  # of a warp

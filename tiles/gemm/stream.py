@@ -14,8 +14,9 @@ eight conversions and eight FMAs where the tensor core takes one instruction, se
 ``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are
 requested before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
 
-What a thread computes and the copies that it asks for are CUDA (``device/codecs/raw_product.cuh``, ``device/pipeline/copies.cuh``),
-because ... 
+The grid, the loop, its rings (``stream_ring.py``) and the sums at its end (``stream_sums.py``) are Python. What a thread computes is CUDA,
+in ``device/codecs/raw_product.cuh``: operands are exchanged between a warp's lanes by ``mma.sync`` and ``ldmatrix``. So are copies of
+several rows: as TIR every row's address is found anew in every step (m = 16: 546 instructions, so 446).
 """
 
 from typing import Any
@@ -81,22 +82,46 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
 
     @T.macro
-    def open_rings(shared, warp, lane):
-        """Barriers of the ring's slots: a slot is filled when its weights' bytes, announced by one lane, and the copies of all have come."""
-        if ring.row_of(warp) == 0 and lane < stages:
-            T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, warp, lane), 33 * warps_n)
+    def open_rings(shared, own):
+        """Barriers of the slots: one is filled when its weights' bytes, which one lane announces, and
+        all lanes' copies have come."""
+        if ring.row_of(own.warp) == 0 and own.lane < stages:
+            T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, own.warp, own.lane), 33 * warps_n)
             if apart:
-                T.call_extern("handle", "tilebit::mbarrier_init", ring.x_read(shared, warp, lane), warps_n)
+                T.call_extern("handle", "tilebit::mbarrier_init", ring.x_read(shared, own.warp, own.lane), warps_n)
         T.call_extern("handle", "tilebit::fence_barriers")
-        ring.meet(warp)
+        ring.meet(own)
 
     @T.macro
-    def await_slot(shared, warp, slot, phase):
+    def fill_rings(x, weight, scales, zeros, shared, own, step, end):
+        """Requests the first ``num_stages`` steps: weights, which no earlier kernel writes, before that one has ended."""
+        for stage in T.unroll(stages):
+            if step + stage * rings < end:
+                ring.request_weights(weight, shared, own, step + stage * rings, stage)
+                ring.request_parameters(scales, zeros, shared, own, step + stage * rings, stage)
         if bulk:
-            T.call_extern("handle", "tilebit::mbarrier_wait", ring.filled(shared, warp, slot), phase)
+            T.call_extern("handle", "tilebit::wait_for_predecessor")
+        for stage in T.unroll(stages):
+            if step + stage * rings < end:
+                ring.request_x(x, shared, own, step + stage * rings, stage)
+            if not bulk:
+                T.ptx_commit_group()
+
+    @T.macro
+    def await_slot(shared, own, slot, phase):
+        if bulk:
+            T.call_extern("handle", "tilebit::mbarrier_wait", ring.filled(shared, own.warp, slot), phase)
         else:
             T.ptx_wait_group(stages - 1)
-            ring.meet(warp)
+            ring.meet(own)
+
+    @T.macro
+    def await_readers(shared, own, slot, phase):
+        """All that share the slot have read its x."""
+        if apart:
+            T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own.warp, slot), phase)
+        else:
+            ring.meet(own)
 
     @T.prim_func
     def main(
@@ -115,56 +140,36 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
             x_sums = T.alloc_local((column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
-            lane, warp = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", thread % 32)), T.alloc_var("int32", init=T.shfl_sync(thread // 32, 0))  # so nvcc knows that it is the warp's
-            row, column = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", bx * s.block_n + ring.row_of(warp) * rows)), by * s.block_m
-            first_parameter = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.first_parameter(row, lane)))
-            first_x = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.first_of_x(warp, lane)))
-            x_place = T.alloc_var("int32", init=T.call_extern("int32", "tilebit::fresh", ring.x_place(warp, lane)))
-            policy = T.alloc_var("uint64", init=T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0
-            slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
-            step, end = T.alloc_var("int32", init=bz * p.steps // splits + ring.ring_of(warp)), (bz + 1) * p.steps // splits
+            own = ring.own(thread, bx, by)
+            step, end = T.alloc_var("int32", init=bz * p.steps // splits + ring.ring_of(own.warp)), (bz + 1) * p.steps // splits
+            slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
 
             if bulk:
                 if splits > 1:
                     end_of_tile.await_parts(shared, thread)
-                open_rings(shared, warp, lane)
+                open_rings(shared, own)
                 T.call_extern("handle", "tilebit::launch_dependents")
             for i in T.unroll(row_tiles * column_tiles * 4):
                 sums[i] = 0.0
                 products[i] = 0.0
             for i in T.unroll(column_tiles * 4):
                 x_sums[i] = 0.0
+            fill_rings(x, weight, scales, zeros, shared, own, step, end)
 
-            # The ring is filled: with weights, which no earlier kernel writes, before that one has ended.
-            for stage in T.unroll(stages):
-                if step + stage * rings < end:
-                    ring.request_weights(weight, shared, policy, row, warp, lane, step + stage * rings, stage)
-                    ring.request_parameters(scales, zeros, shared, first_parameter, row, warp, lane, step + stage * rings, stage)
-            if bulk:
-                T.call_extern("handle", "tilebit::wait_for_predecessor")
-            for stage in T.unroll(stages):
-                if step + stage * rings < end:
-                    ring.request_x(x, shared, first_x, x_place, column, warp, lane, step + stage * rings, stage)
-                if not bulk:
-                    T.ptx_commit_group()
-
-            while step < end:  # the ring's steps, every `rings`-th of the block's
-                await_slot(shared, warp, slot, phase)
+            while step < end:  # the ring's share of the block's steps
+                await_slot(shared, own, slot, phase)
                 T.call_extern(
-                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, warp, slot),
-                    ring.weights_at(shared, warp, slot), ring.parameters_at(shared, warp, slot), sums.access_ptr("rw"),
-                    products.access_ptr("rw"), x_sums.access_ptr("rw"), lane, ring.x_read(shared, warp, slot),
+                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own.warp, slot),
+                    ring.weights_at(shared, own.warp, slot), ring.parameters_at(shared, own.warp, slot), sums.access_ptr("rw"),
+                    products.access_ptr("rw"), x_sums.access_ptr("rw"), own.lane, ring.x_read(shared, own.warp, slot),
                 )  # fmt: skip
-                T.sync_warp()  # nobody else reads the warp's own weights
+                T.sync_warp()  # all lanes have read the weights, which are the warp's own
                 if step + stages * rings < end:
-                    ring.request_weights(weight, shared, policy, row, warp, lane, step + stages * rings, slot)
-                if apart:
-                    T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, warp, slot), phase)
-                else:
-                    ring.meet(warp)  # all that share the slot have read x
+                    ring.request_weights(weight, shared, own, step + stages * rings, slot)
+                await_readers(shared, own, slot, phase)
                 if step + stages * rings < end:
-                    ring.request_parameters(scales, zeros, shared, first_parameter, row, warp, lane, step + stages * rings, slot)
-                    ring.request_x(x, shared, first_x, x_place, column, warp, lane, step + stages * rings, slot)
+                    ring.request_parameters(scales, zeros, shared, own, step + stages * rings, slot)
+                    ring.request_x(x, shared, own, step + stages * rings, slot)
                 if not bulk:
                     T.ptx_commit_group()
                 step = step + rings
@@ -172,14 +177,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             T.call_extern(
                 "handle", f"{product}::finish", sums.access_ptr("rw"), products.access_ptr("rw"), x_sums.access_ptr("rw"),
-                T.address_of(scales[0, row]), T.address_of(zeros[0, row]) if p.asymmetric else T.address_of(scales[0, row]), lane,
+                T.address_of(scales[0, own.row]), T.address_of(zeros[0, own.row]) if p.asymmetric else T.address_of(scales[0, own.row]),
+                own.lane,
             )  # fmt: skip
 
-            T.sync_threads()  # the rings become sums
-            T.call_extern(
-                "handle", store_sums, sums.access_ptr("r"),
-                T.address_of(shared[ring.ring_of(thread // 32) * (s.block_m * sum_pitch) + ring.row_of(thread // 32) * rows]), lane,
-            )  # fmt: skip
+            T.sync_threads()  # the rings become sums [ring][column][sum_pitch]
+            own_sums = ring.ring_of(thread // 32) * (s.block_m * sum_pitch) + ring.row_of(thread // 32) * rows
+            T.call_extern("handle", store_sums, sums.access_ptr("r"), T.address_of(shared[own_sums]), own.lane)
             T.sync_threads()
             if splits == 1:
                 end_of_tile.store_alone(shared, y, bias, bx, by, thread)

@@ -4,35 +4,59 @@ A slot holds what the ``warps_n`` warps of a ring multiply in one step: x, which
 packed weights of its own rows, their scales and their zero points. Warps copy for themselves; of x each copies a share.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from ...schedules.gemm import stream as rules
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
-from ..compiler.headers import TYPES
 from .operands import Operands
 
 CHUNK = 8  # elements of 16 bytes, which one thread copies at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a thread of a kernel knows of itself (TIR expressions): its ``lane``, its ``warp`` of the
+    block, that warp's first ``row`` of W and the block's first ``column`` of x; where its copies
+    begin at step 0, from which a step is one multiplication away: of parameters in [groups, n_pad],
+    of x in the block's rows, of x in a slot (bytes); and the cache policy of bulk copies.
+
+    Found anew for every step, requests were 146 of a step's 711 instructions (5120 x 27648 at m =
+    16: 28.6 us, so 26.6, with copies by an elected lane and scales by ldmatrix; H200).
+    """
+
+    lane: Any
+    warp: Any
+    row: Any
+    column: Any
+    parameter: Any
+    x: Any
+    x_byte: Any
+    policy: Any
+
+
 def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
-    """Places in a block's one shared buffer of 32-bit words (one, because TileLang starts buffers at any multiple of 16 bytes, and bulk
-    copies off a line of 128 are slow: 57344 x 8192 at m = 1 with weights 272 bytes into a slot took 64.7 us, so 58.5; H200), and macros that
-    fill a slot. ``warp`` is a warp of the block, ``slot`` one of its ring's."""
+    """Places in a block's shared memory, and macros that fill a slot of a ring.
+
+    ``shared`` is the block's one buffer of 32-bit words. One, because TileLang starts buffers at any
+    multiple of 16 bytes, and bulk copies to places off a line of 128 are slow (57344 x 8192 at m = 1
+    with weights 272 bytes into a slot: 64.7 us, so 58.5; H200).
+    """
     import tilelang.language as T
 
     p, s, bulk = Operands(workload, schedule), schedule, schedule.program == rules.BULK
     stages, rings, warps_n, rows = s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
     slot_bytes, x_bytes, warp_bytes = rules.slot_bytes(workload, s), rules.x_bytes(s), rules.warp_bytes(workload, s)
     weight_bytes, barriers_at = rules.weight_bytes(workload.format, s) // warps_n, rules.ring_bytes(workload, s) // 4
-    x_chunks = s.block_k // CHUNK
-    x_rows = 32 * warps_n // x_chunks  # that one pass of the ring's warps copies
-    copy_rows = f"tilebit::async_copy_rows<{s.block_m}, {x_rows}, {rules.x_pitch(s)}>"
+    x_chunks, x_pitch = s.block_k // CHUNK, rules.x_pitch(s)
+    x_rows = 32 * warps_n // x_chunks  # that the ring's warps copy in one pass
     copy_weights = f"tilebit::{'bulk' if bulk else 'async'}_copy_weights<{rows}, {p.records}>"
+    copy_x = f"tilebit::async_copy_rows<{s.block_m}, {x_rows}, {x_pitch}>"
     whole = p.kx % s.block_k == 0  # no step reaches past k
     groups, row_chunks = rules.step_groups(workload.format, s), rows // CHUNK
-    scale_chunks = groups * row_chunks  # those of zero points follow them
+    scale_chunks = groups * row_chunks  # which those of zero points follow
     chunks = scale_chunks * (2 if p.asymmetric else 1)
 
     # Written out wherever they are used: bound to a name they would lose their ranges, and indices become 64-bit.
@@ -40,90 +64,102 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         return warp % s.num_warps // warps_n
 
     def row_of(warp):
+        """The warp's number in its ring."""
         return warp % warps_n
 
     def x_at(shared, warp, slot, byte=0):
         return T.address_of(shared[((ring_of(warp) * stages + slot) * slot_bytes + byte) // 4])
 
     def weights_at(shared, warp, slot, byte=0):
-        own = x_bytes + row_of(warp) * warp_bytes
-        return T.address_of(shared[((ring_of(warp) * stages + slot) * slot_bytes + own + byte) // 4])
+        return x_at(shared, warp, slot, x_bytes + row_of(warp) * warp_bytes + byte)
 
     def parameters_at(shared, warp, slot, byte=0):
+        """Of the scales of the step's groups [groups, rows]; zero points follow."""
         return weights_at(shared, warp, slot, weight_bytes + byte)
 
     def filled(shared, warp, slot):
-        """The barrier of ``gemm_stream_bulk`` that counts what arrives in a slot."""
+        """The barrier that counts what bulk copies and threads bring into a slot."""
         return T.address_of(shared[barriers_at + (ring_of(warp) * stages + slot) * 2])
 
     def x_read(shared, warp, slot):
-        """And the one that counts the warps that have read its x."""
+        """The barrier that counts the warps that have read the slot's x."""
         return T.address_of(shared[barriers_at + (rings * stages + ring_of(warp) * stages + slot) * 2])
 
+    def parameter_at(row, chunk):
+        """The first element of a step's chunk of scales or zero points, in [groups, n_pad]."""
+        return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * CHUNK if groups else 0
+
+    def variable(dtype, value):
+        return T.alloc_var(dtype, init=value)[0]
+
+    def kept(value):
+        """A number that is found once: nvcc would find it anew in every step."""
+        return variable("int32", T.call_extern("int32", "tilebit::fresh", value))
+
+    def own(thread, bx, by):
+        warp = variable("int32", T.shfl_sync(thread // 32, 0))  # so nvcc knows that a warp has one
+        lane, row = kept(thread % 32), kept(bx * s.block_n + row_of(warp) * rows)
+        x_row, x_chunk = (row_of(warp) * 32 + lane) // x_chunks, lane % x_chunks
+        return Own(
+            lane, warp, row, by * s.block_m, kept(parameter_at(row, lane)), kept(x_row * p.kx + x_chunk * CHUNK),
+            kept(x_row * x_pitch + x_chunk * 16), variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
+        )  # fmt: skip
+
     @T.macro
-    def meet(warp):
-        """Of the warps that share x."""
+    def meet(own):
+        """Of the warps of a ring."""
         if warps_n == 1:
             T.sync_warp()
         else:
-            T.sync_threads(1 + ring_of(warp), 32 * warps_n)
-
-    def first_parameter(row, lane):
-        """Of the scales or zero points of a step's groups, the first that a lane copies, as an index into [groups, n_pad]."""
-        return lane % scale_chunks // row_chunks * p.n_pad + row + lane % row_chunks * CHUNK if groups else 0
+            T.sync_threads(1 + ring_of(own.warp), 32 * warps_n)
 
     @T.macro
-    def request_weights(weight, shared, policy, row, warp, lane, step, slot):
-        """The packed lines of the warp's rows, 512 bytes of each 16."""
-        if bulk:
-            if T.call_extern("bool", "tilebit::elect"):
-                T.call_extern("handle", "tilebit::mbarrier_expect", filled(shared, warp, slot), weight_bytes)
-                T.call_extern(
-                    "handle", copy_weights, weights_at(shared, warp, slot), T.address_of(weight[row // 64, step * p.records, 0]),
-                    row % 64, p.k_tiles, filled(shared, warp, slot), policy,
-                )  # fmt: skip
-        else:
+    def request_weights(weight, shared, own, step, slot):
+        """The warp's packed weights of a step."""
+        if not bulk:
             T.call_extern(
-                "handle", copy_weights, weights_at(shared, warp, slot), T.address_of(weight[row // 64, step * p.records, 0]),
-                row % 64, p.k_tiles, lane,
+                "handle", copy_weights, weights_at(shared, own.warp, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
+                own.row % 64, p.k_tiles, own.lane,
+            )  # fmt: skip
+        elif T.call_extern("bool", "tilebit::elect"):
+            T.call_extern("handle", "tilebit::mbarrier_expect", filled(shared, own.warp, slot), weight_bytes)
+            T.call_extern(
+                "handle", copy_weights, weights_at(shared, own.warp, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
+                own.row % 64, p.k_tiles, filled(shared, own.warp, slot), own.policy,
             )  # fmt: skip
 
     @T.macro
-    def request_parameters(scales, zeros, shared, first, row, warp, lane, step, slot):
-        """Scales and zero points, 8 rows' a lane. Not by bulk copies: so small ones cost the weights 5 % of their rate (57344 x 8192 at m =
-        1: 67.7 us, so 63.9, H200). The last step may reach past k: no scale is there, and what is could be a NaN."""
-        group = step * s.block_k // workload.format.group_size if groups else 0
-        for i in T.unroll(-(-chunks // 32)):
-            chunk = i * 32 + lane
-            if chunks % 32 == 0 or chunk < chunks:
-                at = group * p.n_pad + (first if i == 0 else first_parameter(row, chunk))
-                T.call_extern(
-                    "handle", "tilebit::async_copy_either", parameters_at(shared, warp, slot, chunk * 16), T.address_of(scales[0, at]),
-                    T.address_of(zeros[0, at]) if p.asymmetric else T.address_of(scales[0, at]), chunk < scale_chunks,
-                    True if whole else group + chunk % scale_chunks // row_chunks < p.groups,
-                )  # fmt: skip
-
-    def first_of_x(warp, lane):
-        return (row_of(warp) * 32 + lane) // x_chunks * p.kx + lane % x_chunks * CHUNK
-
-    def x_place(warp, lane):
-        return (row_of(warp) * 32 + lane) // x_chunks * rules.x_pitch(s) + lane % x_chunks * 16
+    def request_parameters(scales, zeros, shared, own, step, slot):
+        """The warp's scales and zero points of a step. Not by bulk copies: so small ones cost the
+        weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, so 63.9, H200). The last step may
+        reach past k: no scale is there, and what is could be a NaN."""
+        if groups:
+            group = step * s.block_k // workload.format.group_size
+            for i in T.unroll(-(-chunks // 32)):
+                chunk = i * 32 + own.lane
+                if chunks % 32 == 0 or chunk < chunks:
+                    at = group * p.n_pad + (own.parameter if i == 0 else parameter_at(own.row, chunk))
+                    T.call_extern(
+                        "handle", "tilebit::async_copy_either", parameters_at(shared, own.warp, slot, chunk * 16),
+                        T.address_of(scales[0, at]), T.address_of(zeros[0, at]) if p.asymmetric else T.address_of(scales[0, at]),
+                        chunk < scale_chunks, True if whole else group + chunk % scale_chunks // row_chunks < p.groups,
+                    )  # fmt: skip
 
     @T.macro
-    def request_x(x, shared, first, place, column, warp, lane, step, slot):
-        """The warp's share of x. Rows past the last are left as they are (their columns of y are not stored), k past the last is zero."""
-        x_row, x_chunk = (row_of(warp) * 32 + lane) // x_chunks, lane % x_chunks
+    def request_x(x, shared, own, step, slot):
+        """The warp's share of a step's x. Rows past the last are left as they are (their columns of y
+        are not stored), k past the last is zero."""
+        x_row = (row_of(own.warp) * 32 + own.lane) // x_chunks
         if s.block_m % x_rows == 0 or x_row < s.block_m:
             T.call_extern(
-                "handle", copy_rows, x_at(shared, warp, slot, place),
-                T.address_of(x[column, first + step * s.block_k]), p.kx * 2, x.shape[0] - column - x_row,
-                column + s.block_m <= x.shape[0], True if whole else step * s.block_k + x_chunk * CHUNK < p.kx,
+                "handle", copy_x, x_at(shared, own.warp, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
+                x.shape[0] - own.column - x_row, own.column + s.block_m <= x.shape[0],
+                True if whole else step * s.block_k + own.lane % x_chunks * CHUNK < p.kx,
             )  # fmt: skip
         if bulk:
-            T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, warp, slot))
+            T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own.warp, slot))
 
     return SimpleNamespace(
         ring_of=ring_of, row_of=row_of, x_at=x_at, weights_at=weights_at, parameters_at=parameters_at, filled=filled, x_read=x_read,
-        meet=meet, first_parameter=first_parameter, first_of_x=first_of_x, x_place=x_place, request_weights=request_weights, request_parameters=request_parameters,
-        request_x=request_x,
+        own=own, meet=meet, request_weights=request_weights, request_parameters=request_parameters, request_x=request_x,
     )  # fmt: skip

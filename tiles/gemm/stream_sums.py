@@ -3,7 +3,6 @@ added up in one order, ring by ring, block by block, and stored.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 from ...schedules.gemm import stream as rules
 from ...schedules.gemm.rules import TICKETS
@@ -78,7 +77,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         if thread == 0:
             T.call_extern("handle", "tilebit::mbarrier_init", T.address_of(shared[told]), 1)
         T.call_extern("handle", "tilebit::fence_barriers")
-        T.cluster_arrive_relaxed()
+        T.cluster_arrive_relaxed()  # nothing else is promised to be seen: a release would be a fence of the whole GPU
 
     @T.macro
     def store_by_cluster(shared, y, bias, bx, by, bz, thread):
@@ -110,4 +109,6 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                     total = total + shared[parts + block * each * 4 + element]
                 store(y, bias, bx, by, bz * each * 4 + element, total)
 
-    return SimpleNamespace(await_parts=await_parts, store_alone=store_alone, store_by_ticket=store_by_ticket, store_by_cluster=store_by_cluster)
+    return SimpleNamespace(
+        await_parts=await_parts, store_alone=store_alone, store_by_ticket=store_by_ticket, store_by_cluster=store_by_cluster
+    )

@@ -19,20 +19,27 @@ from tilebit.schedules.gemm.stream import (
     BLOCK_SMEM_OVERHEAD,
     PACKED_K,
     STATIC_SMEM,
+    exchange_at,
+    ring_bytes,
     rings,
     shared_words,
     slot_bytes,
+    step_groups,
     stream_candidates,
+    sum_pitch,
+    warp_bytes,
     warp_rows,
     warps_n,
     weight_bytes,
+    x_bytes,
+    x_pitch,
 )
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.gemm.operands import gemm_params
-from tilebit.tiles.gemm.stream import stream_type
+from tilebit.tiles.gemm.stream import product_type
 from tilebit.tiles.program import DEVICE_DIR
 
 H200, A100 = target_from_name("sm_90a"), target_from_name("sm_80")
@@ -123,27 +130,18 @@ def test_shared_memory_by_hand():
     assert slot_bytes(W4, narrow) == 384 + 64 * 128 // 2 + 64 * 2, "one row of x, 272 bytes, takes three lines"
 
 
-# What of tilebit::Stream is arithmetic on its template arguments; the rest is instructions that a host has not.
-SIZES = (
-    "SLOT_BYTES",
-    "WARPS_IN_ROW * S::WEIGHT_BYTES",
-    "WARPS_IN_K * STAGE_COUNT",
-    "RING_BYTES",
-    "SUM_BYTES",
-    "THREADS",
-    "BLOCK_ROWS",
-    "STEP_K",
-)
+# What of tilebit::RawProduct is arithmetic on its template arguments; the rest is instructions that a host has not.
+SIZES = ("STEP_K", "ROWS", "PITCH", "SCALE_BYTES")
 
 
-def stream_sizes(pairs: list[tuple[Workload, Schedule]]) -> list[list[int]]:
-    """``SIZES`` of the ``tilebit::Stream`` of each pair, computed by the host's compiler from the header's own text."""
-    source = (DEVICE_DIR / "stream.cuh").read_text()
+def product_sizes(pairs: list[tuple[Workload, Schedule]]) -> list[list[int]]:
+    """``SIZES`` of the ``tilebit::RawProduct`` of each pair, computed by the host's compiler from the header's own text."""
+    source = (DEVICE_DIR / "codecs/raw_product.cuh").read_text()
     start = source.index("template <typename T, int BITS, bool SYMMETRIC, int GROUP_STEPS")
     members = source[start : source.index("using R = ", start)]
     functions = [
-        f'extern "C" void sizes_{i}(int* out) {{ using S = {stream_type(w, s)}; '
-        + " ".join(f"*out++ = S::{size};".replace("STAGE_COUNT", str(s.num_stages)) for size in SIZES)
+        f'extern "C" void sizes_{i}(int* out) {{ using S = {product_type(w, s)}; '
+        + " ".join(f"*out++ = S::{size};" for size in SIZES)
         + " }"
         for i, (w, s) in enumerate(pairs)
     ]
@@ -174,15 +172,24 @@ def sized_pairs() -> list[tuple[Workload, Schedule]]:
 
 
 @needs_host_compiler
-def test_rule_and_device_code_agree_on_shared_memory():
-    """A ring that is larger than what was asked for would run into other memory."""
+def test_rule_and_device_code_agree_on_a_slot():
+    """The program puts x, weights and parameters where the device code reads them."""
     pairs = sized_pairs()
-    for (workload, s), sizes in zip(pairs, stream_sizes(pairs), strict=True):
-        slot, weights, slots, ring, sums, threads, rows, step_k = sizes
-        assert (threads, rows, step_k) == (s.num_warps * 32, s.block_n, s.block_k)
-        assert slot == slot_bytes(workload, s) and weights == weight_bytes(workload.format, s)
-        assert slots == rings(s) * s.num_stages and ring == slots * slot and ring % 16 == 0
-        needed = max(ring + 16 * slots * (s.program == "gemm_stream_bulk"), sums)
+    for (workload, s), sizes in zip(pairs, product_sizes(pairs), strict=True):
+        f = workload.format
+        assert sizes == [s.block_k, warp_rows(s), x_pitch(s), step_groups(f, s) * warp_rows(s) * 2]
+        assert x_bytes(s) >= s.block_m * x_pitch(s)
+        assert warp_bytes(workload, s) >= weight_bytes(f, s) // warps_n(s) + sizes[-1] * (1 if f.symmetric else 2)
+
+
+def test_rings_sums_and_what_is_exchanged_fit():
+    """A ring that is larger than what was asked for would run into other memory."""
+    for workload, s in sized_pairs():
+        slots = rings(s) * s.num_stages
+        ring = slots * slot_bytes(workload, s)
+        assert ring == ring_bytes(workload, s) and ring % 16 == 0
+        needed = max(ring + 16 * slots * (s.program == "gemm_stream_bulk"), rings(s) * s.block_m * sum_pitch(s) * 4)
+        assert exchange_at(workload, s) * 4 == -(-needed // 16) * 16
         given = shared_words(workload, s, H200) * 4
         if s.program == "gemm_stream":
             assert given == -(-needed // 16) * 16

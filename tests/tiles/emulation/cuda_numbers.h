@@ -12,6 +12,7 @@ struct Float16 {
   uint16_t bits;
   Float16() = default;
   Float16(float value) : bits(round(value)) {}
+  explicit operator float() const { return float(value()); }
 
   static uint16_t round(double value) {
     uint16_t sign = signbit(value) ? 0x8000 : 0;

@@ -280,7 +280,6 @@ inline Index index_of(const int32_t* v) { return {v[0], v[1], v[2]}; }
 
 // Every thread of the block waits for all others.
 inline void __syncthreads() { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][0], tilebit_host::block_threads); }
-inline void host_sync() { __syncthreads(); }
 inline void __syncwarp(uint32_t mask = ~0u) { tilebit_host::collective("syncwarp", nullptr, [](void**) {}, mask); }
 inline void __threadfence() {}
 

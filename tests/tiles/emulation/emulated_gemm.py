@@ -24,7 +24,6 @@ from .launch import Plan
 
 GEMMS = tilebit.tiles.gemm.__name__
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
-SOURCES = {"gemm_stream_bulk": f"{GEMMS}.stream"}  # where a program's `build` is, if not in the module of its name
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}
 Case = tuple[Workload, Schedule]
 __all__ = ["ORDERS", "Case", "Edits", "EmulatedGemm"]
@@ -80,8 +79,7 @@ class EmulatedGemm(EmulatedProgram):
         return device_calls(cases).get(plan.source, ())
 
     def build(self) -> Callable[..., None]:
-        name = self.schedule.program
-        module = self.module(SOURCES.get(name, find_rule(name).module))
+        module = self.module(find_rule(self.schedule.program).module)
         if "operands.py" in self.edits:
             module.Operands = self.module(f"{GEMMS}.operands").Operands
         return module.build(self.workload, self.schedule, self.target)

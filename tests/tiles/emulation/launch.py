@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -54,13 +54,11 @@ class Block:
 
 @dataclass(slots=True)
 class Cluster:
-    """The blocks that run now. ``joined``: their arguments for a device function in which they meet; ``synced``: groups that have come to
-    the cluster's barrier, ever."""
+    """The blocks that run now. ``synced``: groups that have come to the cluster's barrier, ever."""
 
     blocks: list[Block]
     place: Place
     groups: int
-    joined: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     synced: int = 0
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 
-from .planted import DIRECT, MMA, SPLIT, TWO_SLABS, W4, W4Z, Bug, device, swap, work
+from .planted import DIRECT, MMA, SPLIT, TWO_SLABS, W4, Bug, device, swap, work
 
 RING = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
 PAIR = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, cluster=2)
@@ -20,17 +17,6 @@ STRIPS = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)  # with 5 SMs: a last 
 CUT = work(W4, m=100, n=192)
 HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a product is always under way
 BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
-
-FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
-STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
-WIDE = Schedule("gemm_stream", 128, 8, 64, 2, 4)
-BULK = Schedule("gemm_stream_bulk", 64, 8, 64, 3, 2)
-BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
-SIXTEEN = Schedule("gemm_stream", 64, 16, 64, 2, 2)
-APART = Schedule("gemm_stream_bulk", 256, 16, 128, 2, 4)
-OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packed records
-MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
-FINE = QuantFormat(4, 32, False)
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
 RELEASE = "last = stage\n" + " " * 32 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
@@ -172,61 +158,4 @@ BUGS = (
     ),
     device("first part added twice", BUSY, STREAM_K, ("part == Part::ALL ? first : first + O::TEAM", "first"), sign=""),
     device("ticket not reset", BUSY, STREAM_K, ("if (complete) *ticket = 0;", ""), sign=""),
-    # small m
-    device("power of two of the upper rows wrong", FEW, STREAM, ("INVERSE_HIGH = 1048576.0f", "INVERSE_HIGH = 16777216.0f")),
-    device("zero point not subtracted", FEW_Z, STREAM, (" - (i < 2 ? z0 : z1) * of_x[c][i]", "")),
-    device("sum of x not cleared", FEW_Z, STREAM, ("sum[c][i] = 0.0f;", ";")),
-    device(
-        "scale of the wrong group", work(FINE, m=5), STREAM,
-        ("done / (GROUP_STEPS ? GROUP_STEPS : 1) - 1, pairs)", "0, pairs)"),
-    ),
-    device("sum of x of every second k16 step only", MANY, SIXTEEN, ("if (atom % 2 == 0) add_x(sum[c]", "if (atom % 4 == 0) add_x(sum[c]")),
-    device("half of a k16 step not in the sum of x", MANY, SIXTEEN, ("sum[c][0] + sum[c][2]", "sum[c][0]")),
-    device("sum of another column of x", MANY, SIXTEEN, ("both, (lane & 3) * 8 + i * 4)", "both, (lane & 3) * 4 + i * 4)")),
-    device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("above * (k_tiles - 1) + r", "r")),
-    device(
-        "rows of the next record over the first", work(W4, m=5, n=320), replace(OFF, program="gemm_stream_bulk"),
-        ("(r * ROWS + first) * 32", "r * ROWS * 32"), sign="",
-    ),
-    device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(high[0])", "to_float(low[0])")),
-    device("scale for a zero point", FEW_Z, STREAM, ("odd * SCALE_BYTES", "0")),
-    device("codes of row r + 8 left in row r", FEW, STREAM, ("R::BOTH_ROWS && i < 2", "false")),
-    device(
-        "last slot not filled", FEW, STREAM,
-        ("for (int stage = 0; stage < STAGES; ++stage)\n      if", "for (int stage = 0; stage < STAGES - 1; ++stage)\n      if"),
-    ),
-    device("one copy too few waited for", FEW, STREAM, ('"n"(STAGES - 1)', '"n"(STAGES)')),
-    device("slot refilled while a neighbour reads it", FEW, WIDE, ("sync_group<1, 32 * WARPS_N>(wk);  // all that", "// all that")),
-    device("own copies taken for the neighbour's", FEW, WIDE, ('"memory");\n        sync_group<1, 32 * WARPS_N>(wk);', '"memory");')),
-    device(
-        "k tail of x not zero", work(W4, m=5, k=500), STREAM,
-        ("inside = whole() || step * STEP_K", "inside = true || step * STEP_K"), sign="",
-    ),
-    device(
-        "scales of a group past k read", work(FINE, m=5, k=480), STREAM,
-        ("first + c % OF_SCALES / CHUNKS < groups", "true"), sign="past the ends",
-    ),
-    device("warps' sums not met", FEW, STREAM, ("sums[(wk * COLUMNS + column)", "sums[(0 * COLUMNS + column)")),
-    device("rows of x read that are not there", FEW, STREAM, ("column0 + COLUMNS <= m", "true"), sign="past the ends"),
-    device("x refilled while a neighbour reads it", WIDE_M, APART, ("mbarrier_wait(read(stage), phase);", ";"), sign=""),
-    device(
-        "x taken for read by all when one warp has", WIDE_M, APART,
-        ("mbarrier_init(read(lane), WARPS_N)", "mbarrier_init(read(lane), 1)"), sign="",
-    ),
-    device("bytes expected by every lane", FEW, BULK, ("if (elect())", "if (elect() || true)"), sign=""),
-    device("phase never turns", FEW, BULK, ("stage = 0, phase ^= 1", "stage = 0")),
-    device(
-        "bytes of a bulk copy miscounted", FEW, BULK,
-        ("mbarrier_expect(barrier(stage), WEIGHT_BYTES)", "mbarrier_expect(barrier(stage), WEIGHT_BYTES + 16)"), sign="threads",
-    ),
-    device("fewer arrivals than lanes", FEW, BULK, ("33 * WARPS_N", "32 * WARPS_N"), sign=""),
-    device("share of a cluster's block lost", FEW, BULK_SPLIT, ("for (int rank = 1; rank < splits", "for (int rank = 2; rank < splits")),
-    device(
-        "sums read before they are sent", FEW, BULK_SPLIT,
-        ("    mbarrier_wait(shared_address(gathered), 0);\n", ""), sign="",
-    ),
-    device(
-        "sums sent to the wrong place", FEW, BULK_SPLIT,
-        ("parts + share * each + piece % each", "parts + share * each + piece"), sign="",
-    ),
 )  # fmt: skip

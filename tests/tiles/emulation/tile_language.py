@@ -28,7 +28,6 @@ from .tile_memory import Buffer, Element, IllegalAccess, RegisterTile, ThreadLoc
 
 WAIT = "tilebit::wait_for_predecessor"
 AWAIT = "tilebit::await_stage"  # what other groups of threads must do first
-CLUSTER_WIDE = "tilebit::stream_gemm<"  # device functions in which the blocks of a cluster meet
 
 
 class TileLanguage:
@@ -173,12 +172,7 @@ class TileLanguage:
         group, cluster = self.group, self.cluster
         group.waited |= name == WAIT
         passed = [_passed(a) for a in arguments]
-        if not name.startswith(CLUSTER_WIDE):
-            self.device.call(name, passed, group.size, cluster.place, group.block.rank)
-        else:
-            cluster.joined[group.block.rank] = passed
-            if len(cluster.joined) == len(cluster.blocks):
-                self.device.call_blocks(name, [cluster.joined[block.rank] for block in cluster.blocks], group.size, cluster.place)
+        self.device.call(name, passed, group.size, cluster.place, group.block.rank)
         self.crew.pause()
 
     def clear(self, tile: RegisterTile) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA GEMM programs without a GPU: their own text, their own headers, exact.
+"""The tiled CUDA GEMM programs without a GPU: their own text, their own headers, exact.
 
 From codes to y every piece is the real one: ``gemm_layout`` packs, each program's ``build`` runs (on a stand-in for TileLang) with the real
 ``Operands``, the device headers are compiled for the host and run on every thread, their PTX included. Loading and computing warps take
@@ -8,37 +8,33 @@ turns in a random order. TileLang's lowering is left to the GPU tests.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from lanes import one_of_each
 
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
-from tilebit.layouts.formats import GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
-from tilebit.layouts.packing import gemm_layout
+from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.waves import cut_places, shared_places
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.gemm.reference import gemm_reference
 
 sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import needs_host_compiler
 from emulation.emulated_gemm import ORDERS, EmulatedGemm
+from gemm_cases import FORMATS, Case, in_turn, label, problem_of
 
 pytestmark = needs_host_compiler
-Case = tuple[Workload, Schedule]
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # so few that a small grid of stream_k has waves and shares
-TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER}
+TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80")}
 
 # block_n, block_m, block_k, stages, warps, split_k, min_blocks, raster
 SCHEDULES = (
@@ -56,30 +52,6 @@ SCHEDULES = (
     Schedule("gemm_mma", 128, 8, 32, 4, 8),
 )
 SHAPES = ((13, 192, 448), (40, 100, 500), (1, 250, 1000), (33, 64, 380), (9, 320, 64), (17, 256, 257))
-STREAM_SCHEDULES = (
-    Schedule("gemm_stream", 64, 8, 64, 3, 4),
-    Schedule("gemm_stream", 16, 1, 32, 4, 2, split_k=2),
-    Schedule("gemm_stream", 128, 16, 64, 2, 4, split_k=3),
-    Schedule("gemm_stream_bulk", 64, 16, 64, 2, 3),
-    Schedule("gemm_stream_bulk", 128, 4, 64, 3, 4, split_k=3),
-    Schedule("gemm_stream_bulk", 32, 2, 128, 3, 2),
-    Schedule("gemm_stream_bulk", 64, 8, 32, 2, 2, split_k=2),
-)
-# Warps whose rows lie in two packed records, and rows of x that are not there, whose sums would spoil the others'.
-BETWEEN_RECORDS = (
-    (Workload(11, 320, 512, QuantFormat(4, 128, False), bias=True), Schedule("gemm_stream_bulk", 80, 16, 128, 2, 2)),
-    (Workload(5, 300, 500, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_stream_bulk", 160, 8, 64, 2, 4, split_k=2)),
-    (Workload(13, 190, 384, QuantFormat(8, PER_CHANNEL, False)), Schedule("gemm_stream_bulk", 48, 16, 32, 3, 2)),
-    (Workload(1, 192, 512, QuantFormat(4, 64, False)), Schedule("gemm_stream_bulk", 96, 1, 128, 2, 4)),
-    (Workload(12, 320, 256, QuantFormat(4, 128, True)), Schedule("gemm_stream", 80, 16, 64, 2, 2)),
-    (Workload(16, 448, 512, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 112, 16, 128, 2, 2)),  # rows in three records
-    (Workload(16, 256, 768, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),  # warps apart by a step
-    (Workload(3, 430, 192, QuantFormat(8, 64, True), "bfloat16"), Schedule("gemm_stream", 224, 4, 64, 2, 4)),
-    (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
-)
-STREAM_SHAPES = ((16, 128, 512), (5, 100, 500), (1, 64, 384), (11, 128, 257))
-FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False)))
-STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
 # Whole waves of tiles and shares that cross their borders; two blocks that share x.
 PERSISTENT = (
     (Workload(100, 190, 1024, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
@@ -117,28 +89,7 @@ PERSISTENT = (
 )
 
 
-def in_turn(schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]], formats: Sequence[GemmFormat]) -> Iterator[Case]:
-    """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
-    turn, next_shape, used = 0, cycle(shapes), set()
-    for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), formats)):
-        workload = Workload(*next(next_shape), format, dtype, bias=i % 3 == 0)
-        for _ in schedules:
-            schedule = schedules[turn % len(schedules)]
-            turn += 1
-            if not legal(workload, schedule, TARGET[schedule.program]):
-                used.add(schedule)
-                yield workload, schedule
-                break
-        else:
-            raise AssertionError(f"no schedule is legal for {workload}")
-    for schedule, (shape, format) in product(schedules, product(shapes, formats)):
-        workload = Workload(*shape, format, bias=True)
-        if schedule not in used and not legal(workload, schedule, TARGET[schedule.program]):
-            used.add(schedule)
-            yield workload, schedule
-
-
-CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS), *PERSISTENT, *in_turn(STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS), *BETWEEN_RECORDS)
+CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS, TARGET), *PERSISTENT)
 SHARED = tuple(c for c in CASES if c[1].split_k > 1 or c[1].stream_k)
 
 
@@ -147,49 +98,13 @@ def emulated(case: Case, order: str = "shuffled", seed: int = 0) -> EmulatedGemm
     return EmulatedGemm(workload, schedule, together=CASES, target=TARGET[schedule.program], order=order, seed=seed)
 
 
-def label(case: Case) -> str:
-    w, s = case
-    division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}-tail{s.tail}"
-    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{division}"
-
-
-def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
-    """An exact problem that starts from codes, and its reference [m, n] in fp64. x: small integers; codes and zero points: any; scales:
-    powers of two."""
-    w, f = workload, workload.format
-    rng = np.random.default_rng(seed)
-    layout = gemm_layout("sm_90a", f.bits)
-    largest = 4 if f.bits == 4 else 1  # so that most sums stay finite in fp16
-    x = rng.integers(-largest, largest + 1, (w.m, w.k))
-    codes = rng.integers(0, f.max_code + 1, (w.n, w.k)).astype(np.uint8)
-    scales = rng.choice([1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))
-    scales[:, ::2] *= 0.5
-    zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
-    bias = rng.integers(-64, 65, w.n) if w.bias else None
-    reference = torch.from_numpy(gemm_reference(x, codes, scales, zeros, bias, f))
-
-    dtype = getattr(torch, w.dtype)
-
-    def padded(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.pad(values.T.astype(np.float32), ((0, 0), (0, -w.n % 64)))).to(dtype)
-
-    operands = {"weight": torch.from_numpy(layout.pack(codes).view(np.int32)), "scales": padded(scales)}
-    if zeros is not None:
-        operands["zeros"] = padded(zeros)
-    if bias is not None:
-        operands["bias"] = torch.from_numpy(bias).to(dtype)
-    return Problem(w, layout, torch.from_numpy(x).to(dtype), operands), reference
-
-
 def test_the_cases_cover_everything():
-    for schedules, shapes, formats in ((SCHEDULES, SHAPES, FORMATS), (STREAM_SCHEDULES, STREAM_SHAPES, STREAM_FORMATS)):
-        found = [(w, s) for w, s in CASES if s in schedules]
-        assert {(w.dtype, w.format) for w, _ in found} >= set(product(("float16", "bfloat16"), formats))
-        assert {s for _, s in found} == set(schedules)
-        assert {(w.m, w.n, w.k) for w, _ in found} >= set(shapes)
-        assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in found)
-    uneven = {s.program for w, s in CASES if -(-w.k // s.block_k) % s.split_k}
-    assert uneven == {"gemm_wgmma", "gemm_stream", "gemm_stream_bulk"}, "no case has shares of unequal length"
+    found = [(w, s) for w, s in CASES if s in SCHEDULES]
+    assert {(w.dtype, w.format) for w, _ in found} >= set(product(("float16", "bfloat16"), FORMATS))
+    assert {s for _, s in found} == set(SCHEDULES)
+    assert {(w.m, w.n, w.k) for w, _ in found} >= set(SHAPES)
+    assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in found)
+    assert any(s.program == "gemm_wgmma" and -(-w.k // s.block_k) % s.split_k for w, s in CASES), "no case has shares of unequal length"
 
 
 def test_persistent_cases_have_waves_and_shares():

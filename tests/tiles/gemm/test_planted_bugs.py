@@ -20,6 +20,7 @@ from tilebit.autotune.problems.gemm import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_worst_tile, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm import stream
 from tilebit.schedules.gemm.cpu import cpu_legal, isa
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
@@ -31,12 +32,13 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
 sys.path.append(str(Path(__file__).parents[1]))
-from emulation import planted, planted_cpu, planted_loops
+from emulation import planted, planted_cpu, planted_loops, planted_stream
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_gemm import Edits, EmulatedGemm
+from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import SPLIT, W4, W8, Bug, swap, work
 
-BUGS = (*planted.BUGS, *planted_loops.BUGS)
+BUGS = (*planted.BUGS, *planted_loops.BUGS, *planted_stream.BUGS)
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # so few that a small grid of stream_k has waves and shares
 TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER}
 
@@ -46,8 +48,11 @@ def sound_problems(workload: Workload):
     return exact_problem(workload, 1, "sm_90a"), random_problem(workload, 2, "sm_90a")
 
 
-def emulated(workload: Workload, schedule: Schedule, edits: Edits | None = None) -> EmulatedGemm:
-    cases = [(bug.workload, bug.schedule) for bug in BUGS]
+def emulated(workload: Workload, schedule: Schedule, edits: Edits | None = None) -> EmulatedGemm | GeneratedGemm:
+    """Tiled programs run on a stand-in for TileLang, the others as what TileLang generates."""
+    if schedule.program in stream.ARCHES:
+        return GeneratedGemm(workload, schedule, TARGET[schedule.program], edits)
+    cases = [(bug.workload, bug.schedule) for bug in BUGS if bug.schedule.program not in stream.ARCHES]
     return EmulatedGemm(workload, schedule, edits, together=cases, target=TARGET[schedule.program])
 
 
@@ -103,7 +108,7 @@ def test_a_sum_in_order_of_arrival_is_caught():
 def test_a_missing_barrier_is_seen():
     """Threads that do not wait for thread 0's ticket read an old one: the emulated block does not run them in step."""
     workload = work(W4, k=576)
-    unguarded = swap(("sync_threads<BARRIER, THREADS>();\n  return arrived;", "return arrived;"))
+    unguarded = swap(("sync_group<BARRIER, THREADS>(0);\n  return arrived;", "return arrived;"))
     with pytest.raises(AssertionError, match="threads of a block disagree"):
         EmulatedGemm(workload, SPLIT, {"device": unguarded})(sound_problems(workload)[0], guarded_output((13, 128), torch.float16).y)
 

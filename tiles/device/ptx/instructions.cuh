@@ -111,10 +111,6 @@ __device__ __forceinline__ uint64_t evict_first() {
 }
 
 // ---- clusters ----
-// A block has come to a point, and waits for the others of its cluster. Nothing that was written before is promised to be seen after: a
-// release at this scope is a fence of the whole GPU.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Barriers that were initialized are seen by the cluster once it has met.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Stores to the same place in the shared memory of block `rank` of the cluster, whose barrier is told of the bytes once they are there.

@@ -1,0 +1,234 @@
+"""The CUDA that TileLang generates from a program, run whole on a CPU: what its passes make of loops, branches and shared memory is tested
+too, which a stand-in for the language cannot see.
+
+TileLang lowers in a process of its own: it must not share one with TVM, and tests load both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from operator import floordiv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.operations import find_rule, operands, params, workspace_words
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
+
+from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
+from .emulated_program import Edits
+
+SHARED_BYTES = 228 * 1024
+UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two of them are a NaN
+# What generated code calls of TileLang's own headers, and its names of types.
+TILELANG = """
+namespace tl {
+inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+inline void __sync_thread_partial(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+}
+using half_t = half; using bfloat16_t = __nv_bfloat16; using uint = unsigned;
+"""
+KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) main_kernel\((.*?)\) \{')
+SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A generated kernel: its CUDA, the names of its tensors in call order, its symbols, (name, tensor, dimension) each, and its launch: a
+    grid of C expressions of ``dim_<symbol>``, blocks of a cluster in each direction, threads and bytes of shared memory of a block."""
+
+    cuda: str
+    tensors: tuple[str, ...]
+    symbols: tuple[tuple[str, int, int], ...]
+    grid: tuple[str, ...]
+    cluster: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+
+    def grid_of(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
+        """Its extents, x first."""
+        named = {f"dim_{name}": value for name, value in symbols.items()}
+        return tuple(int(eval(extent, {"__builtins__": {}, "tb_floordiv": floordiv}, named)) for extent in self.grid)
+
+    def clusters(self, grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+        """The blocks of the grid, (x, y, z) each, cluster by cluster in the order of their ranks."""
+        counts = [extent // size for extent, size in zip(grid, self.cluster, strict=True)]
+        return [
+            [
+                tuple(c * size + i for c, size, i in zip(corner[::-1], self.cluster, inner[::-1], strict=True))
+                for inner in np.ndindex(*self.cluster[::-1])
+            ]
+            for corner in np.ndindex(*counts[::-1])
+        ]
+
+
+class GeneratedKernel:
+    """The whole generated kernel of (workload, schedule) on torch tensors of the CPU.
+
+    Blocks run one after another, those of a cluster together, in one of ``ORDERS`` of ``emulated_program``; shuffled: drawn from ``seed``
+    anew at each launch. ``edits`` are of the program's files by name ("stream.py"), and of its device functions ("device"). Raises
+    ``KernelFault`` for what no kernel may do.
+    """
+
+    guarded: tuple[str, ...] = ()  # outputs with memory of the test's own around them
+
+    def __init__(
+        self, workload: Any, schedule: Schedule, target: Target, edits: Edits | None = None, order: str = "shuffled", seed: int = 0
+    ) -> None:
+        self.workload, self.schedule, self.target, self.edits = workload, schedule, target, dict(edits or {})
+        self.order, self.random = order, random.Random(seed)
+        self.workspaces: dict[Any, Tensor] = {}
+
+    def launch(self, tensors: Mapping[str, Tensor], workload: Any = None) -> None:
+        """Runs the kernel once on tensors by the names of its parameters, in place. ``workload``: as this launch has it, where its size
+        differs from the kernel's.
+
+        The workspace, where the program takes one, is kept from launch to launch as a captured graph keeps it: only its tickets survive,
+        all else is poisoned anew.
+        """
+        names = params(self.workload, self.schedule, self.target)
+        named = {**tensors, "workspace": self._workspace(workload or self.workload)}
+        passed = [named[name] for name in names]
+        assert all(tensor.is_contiguous() for tensor in passed)
+        lowered = lower(self.workload, self.schedule, self.target, self._edited())
+        cuda = self.edits["device"](lowered.cuda) if "device" in self.edits else lowered.cuda
+        code, arguments = compiled(cuda, CUDA_ARCH[self.schedule.program])
+        values = {name: passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
+        grid = lowered.grid_of(values)
+        values |= {name: tensor.data_ptr() for name, tensor in zip(lowered.tensors, passed, strict=True)}
+        readable = [_extent(tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
+        clusters = lowered.clusters(grid)
+        if self.order == "shuffled":
+            self.random.shuffle(clusters)
+        memory = np.empty((len(clusters[0]), SHARED_BYTES + 1024), np.uint8)
+        bases = [-block.ctypes.data % 1024 for block in memory]
+        for blocks in reversed(clusters) if self.order == "descending" else clusters:
+            memory[:] = UNTOUCHED
+            place = Place.of(grid, blocks, [block.ctypes.data + base for block, base in zip(memory, bases, strict=True)], readable)
+            code.call_blocks("main_kernel", [[(values[name], 0) for name in arguments]] * len(blocks), lowered.threads, place)
+            for block, base in zip(memory, bases, strict=True):
+                if (block[:base] != UNTOUCHED).any() or (block[base + lowered.shared_bytes :] != UNTOUCHED).any():
+                    raise KernelFault(f"a block stores outside of its {lowered.shared_bytes} bytes of shared memory")
+
+    @property
+    def tickets_left(self) -> bool:
+        return any(bool(workspace[:TICKETS].any()) for workspace in self.workspaces.values())
+
+    def _workspace(self, workload: Any) -> Tensor:
+        words = workspace_words(workload, self.schedule, self.target)
+        workspace = self.workspaces.setdefault(workload, torch.zeros(words, dtype=torch.int32))
+        workspace[TICKETS:] = -1  # NaN
+        return workspace
+
+    def _edited(self) -> tuple[tuple[str, str], ...]:
+        """(module, its text) of the program's files that are edited."""
+        package = find_rule(self.schedule.program).module.rpartition(".")[0]
+        found = []
+        for name, edit in self.edits.items():
+            if name != "device":
+                module = f"{package}.{Path(name).stem}"
+                spec = find_spec(module)
+                assert spec is not None and spec.origin is not None
+                found.append((module, edit(Path(spec.origin).read_text())))
+        return tuple(found)
+
+
+def _extent(tensor: Tensor, guarded: bool) -> tuple[int, int]:
+    """Where the memory that a kernel may touch begins and ends: a guarded tensor's guards, too, which the gate looks at."""
+    if guarded:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+@cache
+def compiled(cuda: str, arch: int) -> tuple[DeviceCode, tuple[str, ...]]:
+    """The kernel ``main_kernel`` for the host, and its parameters in order."""
+    found = KERNEL.search(cuda)
+    assert found is not None, "the generated source has no main_kernel"
+    body = "inline void main_kernel(" + found[1].replace("__restrict__", "") + ") {" + cuda[found.end() :]
+    body = SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(tilebit_host::place.shared[tilebit_host::rank()]);", body)
+    functions = cuda[: cuda.index("#if defined(_MSC_VER)")]
+    params = tuple(param.replace("*", " ").split()[-1] for param in found[1].split(","))
+    return DeviceCode(functions + TILELANG + body, arch, ["main_kernel"]), params
+
+
+@cache
+def lower(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple[str, str], ...] = ()) -> Lowered:
+    """What TileLang makes of the program, whose modules ``edited`` have the text that is given with them."""
+    return _lowering_process().submit(_lower, workload, schedule, target, edited).result()
+
+
+@cache
+def _lowering_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def _lower(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple[str, str], ...]) -> Lowered:
+    """In the other process, from which TVM's own exceptions could not return."""
+    try:
+        return _lower_here(workload, schedule, target, edited)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def _lower_here(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple[str, str], ...]) -> Lowered:
+    from tilebit.tiles.compiler.cuda import lower_cuda, lowered_arch
+    from tilebit.tiles.compiler.host_plan import describe_params, read_host
+
+    tile_program = importlib.import_module(find_rule(schedule.program).module).PROGRAM
+    with tempfile.TemporaryDirectory() as folder, _modules(Path(folder), edited):
+        build = importlib.import_module(find_rule(schedule.program).module).PROGRAM.build
+        function = build(workload, schedule, target)
+    artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
+    # plain Python all of it: TVM's own strings and numbers would load TVM where they arrive
+    names = tuple(str(function.buffer_map[param].name) for param in function.params)
+    declared = operands(workload, schedule.program, target.arch)
+    described = describe_params(function, params(workload, schedule, target), declared)
+    plan = read_host(artifact.host_mod, artifact.device_mod, described)
+    (launch,) = plan.launches
+    symbols = tuple((str(name), int(tensor), int(dim)) for name, tensor, dim in plan.symbols)
+    grid, cluster = tuple(map(str, launch.grid)), tuple(map(int, launch.cluster or (1, 1, 1)))
+    return Lowered(str(artifact.kernel_source), names, symbols, grid, cluster, int(launch.block[0]), int(launch.smem))
+
+
+@contextmanager
+def _modules(folder: Path, edited: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """While this lasts, the edited modules and what imports them are others; their files lie in ``folder``, where TileLang reads the text
+    of their functions."""
+    packages = tuple({name.rpartition(".")[0] + "." for name, _ in edited})
+    before = {name: module for name, module in sys.modules.items() if packages and name.startswith(packages)}
+    for name in before:
+        del sys.modules[name]
+    try:
+        for name, text in edited:
+            path = folder / f"{name}.py"
+            path.write_text(text)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        yield
+    finally:
+        for name in [name for name in sys.modules if packages and name.startswith(packages)]:
+            del sys.modules[name]
+        sys.modules.update(before)

@@ -1,0 +1,78 @@
+"""Cases of the CUDA GEMM programs: (workload, schedule) over formats, shapes and schedules, and exact problems for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, product
+
+import numpy as np
+import torch
+
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.layouts.formats import GROUP_SIZES, GemmFormat, QuantFormat
+from tilebit.layouts.packing import gemm_layout
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
+from tilebit.tiles.gemm.reference import gemm_reference
+
+Case = tuple[Workload, Schedule]
+FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False)))
+
+
+def in_turn(
+    schedules: Sequence[Schedule], shapes: Sequence[tuple[int, int, int]], formats: Sequence[GemmFormat], targets: Mapping[str, Target]
+) -> Iterator[Case]:
+    """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
+    turn, next_shape, used = 0, cycle(shapes), set()
+    for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), formats)):
+        workload = Workload(*next(next_shape), format, dtype, bias=i % 3 == 0)
+        for _ in schedules:
+            schedule = schedules[turn % len(schedules)]
+            turn += 1
+            if not legal(workload, schedule, targets[schedule.program]):
+                used.add(schedule)
+                yield workload, schedule
+                break
+        else:
+            raise AssertionError(f"no schedule is legal for {workload}")
+    for schedule, (shape, format) in product(schedules, product(shapes, formats)):
+        workload = Workload(*shape, format, bias=True)
+        if schedule not in used and not legal(workload, schedule, targets[schedule.program]):
+            used.add(schedule)
+            yield workload, schedule
+
+
+def label(case: Case) -> str:
+    w, s = case
+    division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}-tail{s.tail}"
+    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{division}"
+
+
+def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
+    """An exact problem that starts from codes, and its reference [m, n] in fp64. x: small integers; codes and zero points: any; scales:
+    powers of two."""
+    w, f = workload, workload.format
+    rng = np.random.default_rng(seed)
+    layout = gemm_layout("sm_90a", f.bits)
+    largest = 4 if f.bits == 4 else 1  # so that most sums stay finite in fp16
+    x = rng.integers(-largest, largest + 1, (w.m, w.k))
+    codes = rng.integers(0, f.max_code + 1, (w.n, w.k)).astype(np.uint8)
+    scales = rng.choice([1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))
+    scales[:, ::2] *= 0.5
+    zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
+    bias = rng.integers(-64, 65, w.n) if w.bias else None
+    reference = torch.from_numpy(gemm_reference(x, codes, scales, zeros, bias, f))
+
+    dtype = getattr(torch, w.dtype)
+
+    def padded(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.pad(values.T.astype(np.float32), ((0, 0), (0, -w.n % 64)))).to(dtype)
+
+    operands = {"weight": torch.from_numpy(layout.pack(codes).view(np.int32)), "scales": padded(scales)}
+    if zeros is not None:
+        operands["zeros"] = padded(zeros)
+    if bias is not None:
+        operands["bias"] = torch.from_numpy(bias).to(dtype)
+    return Problem(w, layout, torch.from_numpy(x).to(dtype), operands), reference

@@ -172,5 +172,5 @@ def _integer_formats() -> dict[str, GemmFormat]:
     return found
 
 
-# Every format by its name: a new one is a line here, and a codec (tiles/gemm/codecs.py).
+# Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
 FORMATS: dict[str, GemmFormat] = _integer_formats()

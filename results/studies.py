@@ -80,7 +80,7 @@ STUDIES = (
     ),
     Study(
         "sweep",
-        "Between m-buckets, and odd shapes",
+        "Every m, and odd shapes",
         "Is any m, or any odd shape, much slower than its neighbours?",
         SWEEP_FIELDS,
         lambda rows: sweep_section(rows / "sweep"),

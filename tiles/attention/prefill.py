@@ -22,6 +22,7 @@ from typing import Any
 
 from ...schedules.attention import rules as rules
 from ...schedules.attention.workload import AttentionWorkload
+from ...schedules.gemm.rules import REGISTERS_PER_SM
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
@@ -84,11 +85,11 @@ class PrefillCalls:
         return literal(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
 
 
-def warpgroup_registers(block_m: int) -> tuple[int, int]:
-    """(producer's, consumer's) registers of a thread, out of the even share that a launch gives to both."""
-    consumers = block_m * 2
+def warpgroup_registers(schedule: Schedule) -> tuple[int, int]:
+    """(producer's, consumer's) registers of a thread, out of the even share that a launch of ``min_blocks`` an SM gives to both."""
+    consumers = schedule.block_m * 2
     threads = PRODUCERS + consumers
-    share = min(255, 65536 // threads) // 8 * 8
+    share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
     return 24, min(240, (share * threads - 24 * PRODUCERS) // consumers // 8 * 8)
 
 
@@ -104,7 +105,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     w, calls = workload, PrefillCalls(workload, schedule)
     bm, bn, hd, dtype, stages = schedule.block_m, schedule.block_n, w.head_dim, w.dtype, schedule.num_stages
     groups, consumers = bm // 64, bm * 2
-    producer_registers, consumer_registers = warpgroup_registers(bm)
+    producer_registers, consumer_registers = warpgroup_registers(schedule)
     scale, argument = T.float32(calls.scale), T.float32(calls.argument)
     # Of a consumer: O, S and P, and what else is live, of which the addresses of Q's k steps can be computed anew at each step.
     tight = hd // 2 + bn // 2 + bn // 4 + OTHER_REGISTERS > consumer_registers

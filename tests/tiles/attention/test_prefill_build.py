@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from toolchain import needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.rules import REGISTERS_PER_SM
 from tilebit.schedules.operations import find_rule, legal, params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
@@ -75,6 +77,18 @@ def test_the_cases_are_legal_and_use_every_value():
         assert all({True, False} == set(column) for column in zip(*flags, strict=True))
 
 
+def test_registers_that_a_block_moves_are_its_own():
+    """Else setmaxnreg waits for ever for those of another block."""
+    target, legal_ones = target_from_name("sm_90a"), 0
+    for head_dim, block_m, block_n, min_blocks in product((64, 128, 256), (64, 128, 192), (64, 96, 128, 176), (1, 2, 3)):
+        schedule = Schedule(WGMMA, block_n, block_m, head_dim, 2, block_m // 16, min_blocks=min_blocks)
+        if not legal(prefill(head_dim), schedule, target):
+            loading, computing = warpgroup_registers(schedule)
+            legal_ones += min_blocks > 1
+            assert (loading * PRODUCERS + computing * 2 * block_m) * min_blocks <= REGISTERS_PER_SM, schedule
+    assert legal_ones
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
     with CompilePool(jobs=1, cache=ArtifactCache()) as one:
@@ -97,7 +111,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, AttentionWorkl
     assert resources["threads"] == schedule.num_warps * 32 + loading
     if schedule.program == WGMMA:
         assert code["wgmma"] > 0 and code["tma"] > 0 and code["register_reallocations"] == 2
-        producer, consumer = warpgroup_registers(schedule.block_m)
+        producer, consumer = warpgroup_registers(schedule)
         given = -(-resources["registers"] // 8) * 8 * resources["threads"]
         assert producer * PRODUCERS + consumer * schedule.block_m * 2 <= given, "setmaxnreg would wait for ever"
         check_pipeline((kernel.path / "kernel.cu").read_text())

@@ -171,7 +171,7 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
     proposed = [replace(static, m=m) for m in operation(static.op).proposed if m not in tuned]
     chosen = [_choose(w, target, records, ranker).schedule for w in proposed]
     schedules = list(dict.fromkeys([*(tuned[m] for m in sorted(tuned)), *chosen]))
-    schedules = [s for s in schedules if s not in failed or s in measured] or schedules
+    schedules = [s for s in schedules if s not in failed or s in measured or s in tuned.values()]
 
     asked = sorted({*borders(schedules), *tuned})
     pairs = [(replace(static, m=m), s) for s in schedules for m in asked]

@@ -22,17 +22,16 @@ from typing import Any
 
 from ...schedules.attention import rules as rules
 from ...schedules.attention.workload import AttentionWorkload
-from ...schedules.gemm.rules import REGISTERS_PER_SM
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 
 HEADERS = ("ptx.cuh", "order.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
-PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
+PRODUCERS = rules.LOADING_WARPS * 32  # threads: registers are handed from warpgroup to warpgroup
 TURNS, GROUPS = 3, 6  # first named barriers of the warpgroups' turns and of each warpgroup alone; the generated code uses 0 to 2
 MAX_TURN_HEAD_DIM = 128  # beyond it a product outlasts the other warpgroup's softmax, turns or not
-OTHER_REGISTERS = 64  # of a consumer's thread, beside accumulators and operand
+ROOM = 64  # registers of a consumer's thread beside its tiles of O, S and P; with fewer, addresses are computed anew at each step
 # Fields of `tilebit::PrefillTile`, ints in this order.
 ROWS, FIRST_ROW, FIRST_KEY, KEYS, MASKED, CLEAR, STEPS, FIELDS = 0, 1, 2, 3, 6, 7, 8, 11
 STATE_FLOATS = 6  # of `tilebit::RowState`
@@ -85,14 +84,6 @@ class PrefillCalls:
         return literal(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
 
 
-def warpgroup_registers(schedule: Schedule) -> tuple[int, int]:
-    """(producer's, consumer's) registers of a thread, out of the even share that a launch of ``min_blocks`` an SM gives to both."""
-    consumers = schedule.block_m * 2
-    threads = PRODUCERS + consumers
-    share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
-    return 24, min(240, (share * threads - 24 * PRODUCERS) // consumers // 8 * 8)
-
-
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
@@ -105,10 +96,9 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     w, calls = workload, PrefillCalls(workload, schedule)
     bm, bn, hd, dtype, stages = schedule.block_m, schedule.block_n, w.head_dim, w.dtype, schedule.num_stages
     groups, consumers = bm // 64, bm * 2
-    producer_registers, consumer_registers = warpgroup_registers(schedule)
+    producer_registers, consumer_registers = rules.prefill_registers(schedule)
     scale, argument = T.float32(calls.scale), T.float32(calls.argument)
-    # Of a consumer: O, S and P, and what else is live, of which the addresses of Q's k steps can be computed anew at each step.
-    tight = hd // 2 + bn // 2 + bn // 4 + OTHER_REGISTERS > consumer_registers
+    tight = rules.tile_registers(w, schedule) + ROOM > consumer_registers
     turns = groups > 1 and hd <= MAX_TURN_HEAD_DIM
     await_turn, pass_turn = f"tilebit::await_turn<{TURNS}>", f"tilebit::pass_turn<{groups}, {TURNS}>"
     zero_tail = f"tilebit::zero_tail<{bn}, {hd}, 128, {GROUPS}>"

@@ -25,6 +25,7 @@ from .launch import Plan
 GEMMS = tilebit.tiles.gemm.__name__
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SOURCES = {"gemm_stream_bulk": f"{GEMMS}.stream"}  # where a program's `build` is, if not in the module of its name
+HELPERS = {"operands.py": "Operands", "wgmma_load.py": "load_macros"}  # what programs take from other files, which edits may name, too
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}
 Case = tuple[Workload, Schedule]
 __all__ = ["ORDERS", "Case", "Edits", "EmulatedGemm"]
@@ -82,8 +83,9 @@ class EmulatedGemm(EmulatedProgram):
     def build(self) -> Callable[..., None]:
         name = self.schedule.program
         module = self.module(SOURCES.get(name, find_rule(name).module))
-        if "operands.py" in self.edits:
-            module.Operands = self.module(f"{GEMMS}.operands").Operands
+        for file, name in HELPERS.items():
+            if file in self.edits:
+                setattr(module, name, getattr(self.module(f"{GEMMS}.{file.removesuffix('.py')}"), name))
         return module.build(self.workload, self.schedule, self.target)
 
 

@@ -38,7 +38,7 @@ from .selection_grid import scanned
 
 FINALISTS = 5  # of a scan, timed once more beside the tuner's choice: the least of hundreds of times was lucky as well as fast
 SYMMETRIC, ASYMMETRIC = QuantFormat(4, 128, True), QuantFormat(4, 128, False)
-# Linears of Qwen2 to 3, Llama 2 and 3, Mistral Nemo and SigLIP; small, medium and large m.
+# Linears of Qwen2 to 3, Llama 1 to 3, Yi, Mistral Nemo and SigLIP; small, medium and large m.
 FRESH = (
     Workload(1, 151936, 5120, SYMMETRIC),
     Workload(1, 2560, 9728, ASYMMETRIC),

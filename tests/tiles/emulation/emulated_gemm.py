@@ -13,10 +13,9 @@ import tilebit.tiles.gemm
 from tilebit.autotune.problems.gemm import Problem, split_workspace
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import find_rule
+from tilebit.schedules.operations import find_rule, params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.tiles.gemm.operands import gemm_params
 
 from .device_code import CUDA_ARCH
 from .emulated_program import ORDERS, Edits, EmulatedProgram
@@ -74,7 +73,7 @@ class EmulatedGemm(EmulatedProgram):
         self.run_blocks({"m": m, "words": words}, {**flat, "y": (y, start)})
 
     def params(self) -> tuple[str, ...]:
-        return gemm_params(self.workload, self.schedule)
+        return params(self.workload, self.schedule, self.target)
 
     def expected_calls(self, plan: Plan) -> tuple[str, ...]:
         cases = tuple(case for case in self.together if case[1].program == self.schedule.program)

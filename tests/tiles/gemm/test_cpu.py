@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -13,7 +13,9 @@ from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.schedules.gemm.cpu import cpu_candidates, cpu_legal
 from tilebit.schedules.gemm.operation import CPU as CPU_RULE
 from tilebit.schedules.gemm.workload import DTYPES, Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
@@ -240,7 +242,9 @@ def test_illegal_schedules_say_why():
         assert words in sentence
     (sentence,) = CPU_RULE.reasons(Workload(1, 1 << 17, 1 << 15, QuantFormat(4, 32)), good, target("avx2"))
     assert "2^31" in sentence
-    from tilebit.schedules.target import target_from_name
-
     (sentence,) = CPU_RULE.reasons(workload, good, target_from_name("sm_80"))
-    assert "avx2" in sentence and cpu_candidates(workload, target_from_name("sm_80")) == []
+    assert sentence == "gemm_cpu does not run on sm_80; accepted: cpu." and cpu_candidates(workload, target_from_name("sm_80")) == []
+    (sentence,) = legal(workload, replace(good, program="gemm_mma"), target("avx2"))
+    assert sentence == "gemm_mma does not run on cpu; accepted: sm_80, sm_86, sm_89, sm_90a."
+    (sentence,) = legal(workload, replace(good, program="gemm_tpu"), target("avx2"))
+    assert "program is 'gemm_tpu'; accepted for" in sentence

@@ -3,7 +3,7 @@
 Kernels do not depend on m. So all schedules that may be good at some of the m are compiled once per shape, and each is measured wherever
 the analytic model does not expect it to be far behind, several of one m in alternation. Every measurement is a tuning record (a verified
 one, or a failure), appended to ``--out``; its workload has the m itself. That is what a cost model is checked with, and what a shape's
-portfolio is made of (``schedules/gemm/portfolio.py``).
+portfolio is made of (``schedules/portfolio.py``).
 """
 
 from __future__ import annotations

@@ -7,26 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 PER_CHANNEL = -1  # a scale for each output channel
-PER_TENSOR = 0  # one scale
 GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
 BITS = (4, 8)  # of integer weights
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What ``group`` numbers along k share (PER_CHANNEL, PER_TENSOR): a factor, stored as ``dtype`` ("": the product's 16-bit type), and a
-    ``zero`` point: "none", "middle" of the codes, or "stored" with the scale."""
+    """What ``group`` numbers along k share (or PER_CHANNEL): a factor, stored in the product's 16-bit type, and a ``zero`` point: "none",
+    "middle" of the codes, or "stored" with the scale."""
 
     group: int
-    dtype: str = ""
     zero: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", "float": the product's 16-bit type) and their ``scales``, the inner level
-    first."""
+    """Codes of ``bits`` bits of a ``kind`` ("uint") and their ``scales``, the inner level first."""
 
     kind: str
     bits: int
@@ -35,17 +31,12 @@ class Numbers:
     @property
     def values(self) -> tuple[float, ...]:
         """The number of each code, before zero point and scale."""
-        if self.kind == "e2m1":
-            return (*E2M1, *(-value for value in E2M1))
         return tuple(float(code) for code in range(1 << self.bits))
-
-
-FLOAT = Numbers("float", 16)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GemmFormat:
-    """The numbers of a product's weight and of its ``x``, and what their products are summed in.
+    """The numbers of a product's weight; x is of the product's 16-bit type, and sums are fp32.
 
         w = (value(q) - zero) * scale          value: ``weight.values``; zero, scale: ``weight.scales``
 
@@ -54,8 +45,6 @@ class GemmFormat:
     """
 
     weight: Numbers
-    x: Numbers = FLOAT
-    accumulate: str = "float32"
     module: str = ""
 
     def __post_init__(self) -> None:
@@ -104,12 +93,12 @@ class GemmFormat:
 
     @property
     def kind(self) -> str:
-        """The class of numbers that measurements must share to speak of each other: "w4", "w8", "w4e2m1"."""
+        """The class of numbers that measurements must share to speak of each other: "w4", "w8"."""
         return f"w{self.bits}{'' if self.integer else self.weight.kind}"
 
     @property
     def name(self) -> str:
-        """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``, ``w4a16_mxfp4``."""
+        """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``."""
         return self.module or next(name for name, known in FORMATS.items() if known == self)
 
     @classmethod
@@ -154,7 +143,7 @@ class QuantFormat:
             raise ValueError(f"bits is {bits!r}; accepted: {BITS}")
         if group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {group_size!r}; accepted: {GROUP_SIZES} (-1: one group per output channel)")
-        return GemmFormat(Numbers("uint", bits, (Scale(group_size, "", "middle" if symmetric else "stored"),)))
+        return GemmFormat(Numbers("uint", bits, (Scale(group_size, "middle" if symmetric else "stored"),)))
 
     @staticmethod
     def parse(name: str) -> GemmFormat:
@@ -172,5 +161,5 @@ def _integer_formats() -> dict[str, GemmFormat]:
     return found
 
 
-# Every format by its name: a new one is a line here, and a codec (tiles/gemm/codecs.py).
+# Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
 FORMATS: dict[str, GemmFormat] = _integer_formats()

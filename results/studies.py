@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .report.ablation import ABLATION_FIELDS, ATTENTION_FIELDS, ablation_section, attention_ablation_section, read_ablation
+from .report.any_m import any_m_section
 from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
 from .report.chains import FIELDS as CHAIN_FIELDS
@@ -79,11 +80,19 @@ STUDIES = (
     ),
     Study(
         "sweep",
-        "Between m-buckets, and odd shapes",
+        "Every m, and odd shapes",
         "Is any m, or any odd shape, much slower than its neighbours?",
         SWEEP_FIELDS,
         lambda rows: sweep_section(rows / "sweep"),
         ("python -m results.measure.sweep",),
+    ),
+    Study(
+        "any_m",
+        "Any number of rows",
+        "Is the right kernel chosen between powers of two, on shapes without records?",
+        Row,
+        lambda rows: any_m_section(read_rows(rows / "any_m")),
+        ("python -m results.peers.import_peers FILE --run untuned --out results/rows/any_m",),
     ),
     Study(
         "overheads",

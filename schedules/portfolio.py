@@ -68,7 +68,8 @@ def borders(schedules: Iterable[Schedule]) -> list[int]:
 
 def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int, Schedule] = MappingProxyType({})) -> Portfolio:
     """The portfolio of at most ``MOST_KERNELS`` of ``schedules`` by their ``expected`` times; of equally fast ones the first is taken.
-    Where m is ``tuned``, the schedule given there serves it, whatever is expected, besides those.
+    Where m is ``tuned``, the schedule given there serves it, whatever is expected, besides those; if it is none of ``schedules``, it
+    serves nothing else.
 
     While there are too many, the one goes whose loss costs least: the sum over the table of how much longer the next best takes. Raises
     ``ValueError`` without schedules."""
@@ -80,9 +81,10 @@ def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int,
     kept = [s for s in kept if any(us[s][i] <= min(us[o][i] for o in kept) for i in range(len(bounds)))]
     while len(kept) > MOST_KERNELS:
         kept.remove(min(kept, key=lambda s: _loss(s, kept, us, bounds)))
-    serving = list(dict.fromkeys([*kept, *tuned.values()]))
-    us |= {s: [expected(s, m) for m in bounds] for s in serving if s not in us}
-    best = [tuned.get(m) or min(serving, key=lambda s: us[s][i]) for i, m in enumerate(bounds)]
+    offered = set(us)
+    us |= {s: [expected(s, m) for m in bounds] for s in tuned.values() if s not in us}
+    competing = list(dict.fromkeys([*kept, *(s for s in tuned.values() if s in offered)]))
+    best = [tuned.get(m) or min(competing, key=lambda s: us[s][i]) for i, m in enumerate(bounds)]
     last = [i for i in range(len(bounds)) if i + 1 == len(bounds) or best[i + 1] != best[i]]
     return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
 

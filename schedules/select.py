@@ -10,7 +10,7 @@ best than the nearest record's, so that neighbours' schedules only join its cand
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -73,13 +73,14 @@ def choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord
     workload = workload.bucketed()
     if records is None and ranker is None:
         return _cached_choice(workload, target)
-    return _choose(workload, target, *_known(target, records, ranker))
+    known, ranker = _known(target, records, ranker)
+    return _choose(workload, target, known, ranker)
 
 
 def portfolio(workload: AnyWorkload, target: Target) -> Portfolio | None:
     """The few kernels that serve every m of the workload's shape on ``target``, whatever its own m is; made once per process. None for
     operations without portfolios. Raises ``ValueError`` when no program can serve the shape."""
-    return _cached_portfolio(workload.static(), target) if operation(workload.op).proposed else None
+    return _cached_portfolio(workload.static(), target)[0] if operation(workload.op).proposed else None
 
 
 def refresh() -> None:
@@ -99,7 +100,7 @@ def explain(
     default = records is None and ranker is None
     known, ranker = _known(target, records, ranker)
     choice = _cached_choice(workload, target) if default else _choose(workload, target, known, ranker)
-    measured = {r.schedule: r for r in latest(known).values() if r.workload == workload and r.measured_on(target)}
+    measured = {r.schedule: r for r in known.of.get(workload, ()) if r.measured_on(target)}
     options = candidates(workload, target) or []
     illegal = {s: tuple(legal(workload, s, target)) for s in dict.fromkeys([choice.schedule, *measured, *options])}
     predicted: dict[Schedule, float] = {}
@@ -110,56 +111,75 @@ def explain(
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
-def neighbours(workload: AnyWorkload, target: Target, records: Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Records as choosing asks for them: ``of`` each workload the last of each schedule and device, and the ``good`` ones, which were
+    about the fastest of their workload and device."""
+
+    of: Mapping[AnyWorkload, Sequence[TuningRecord]]
+    good: Sequence[TuningRecord]
+
+    @classmethod
+    def among(cls, records: Iterable[TuningRecord]) -> Known:
+        of: dict[AnyWorkload, list[TuningRecord]] = {}
+        for r in latest(records).values():
+            of.setdefault(r.workload, []).append(r)
+        good = []
+        for found in of.values():
+            timed = [(r, r.us) for r in found if r.ok and r.us is not None]
+            best: dict[tuple[str, int], float] = {}
+            for r, us in timed:
+                best[r.gpu, r.units] = min(us, best.get((r.gpu, r.units), inf))
+            good += [r for r, us in timed if us <= GOOD_THERE * best[r.gpu, r.units]]
+        return cls(of, good)
+
+
+def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """(distance, record) of what says something about ``workload`` on ``target``, the nearest and fastest first: everything measured for
     it here, and of other workloads and devices what was about the fastest there. Legality here is not asked."""
-    timed = [r for r in records if r.ok and r.us is not None]
-    best: dict[tuple[AnyWorkload, str, int], float] = {}
-    for r in timed:
-        there = (r.workload, r.gpu, r.units)
-        best[there] = min(r.us or inf, best.get(there, inf))
-    near = [
-        (d, r)
-        for r in timed
-        if (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE
-        if d == 0 or (r.us or inf) <= GOOD_THERE * best[r.workload, r.gpu, r.units]
-    ]
+    known = records if isinstance(records, Known) else Known.among(records)
+    here = [r for r in known.of.get(workload, ()) if r.ok and r.us is not None and r.measured_on(target)]
+    elsewhere = [r for r in known.good if not (r.workload == workload and r.measured_on(target))]
+    near = [(d, r) for r in (*here, *elsewhere) if (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE]
     return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
 
 
 @lru_cache(maxsize=1)
-def _known_records() -> tuple[TuningRecord, ...]:
-    return (*shipped_records(), *user_records())
+def _known_records() -> Known:
+    return Known.among((*shipped_records(), *user_records()))
 
 
-def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranker | None) -> tuple[Sequence[TuningRecord], Ranker | None]:
+def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranker | None) -> tuple[Known, Ranker | None]:
     """The records and the ranker that count."""
     if records is not None:
-        return records, ranker
+        return Known.among(records), ranker
     return _known_records(), ranker or known_ranker(target)
 
 
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
-    records = _known_records()
-    exact = _choose(workload, target, records, known_ranker(target))
-    shape = portfolio(workload, target)
-    if shape is None or any(_speaks(r, workload, target) for r in records):  # what was measured decides
+    exact = _choose(workload, target, _known_records(), known_ranker(target))
+    if not operation(workload.op).proposed:
         return exact
-    index = shape.index(workload.m)  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
+    shape, tuned = _cached_portfolio(workload.static(), target)
+    m: int = workload.m  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
+    if m in tuned:  # what was measured decides
+        return exact
+    index = shape.index(m)
     return exact if shape.serving[index] == exact.schedule else Choice(shape.serving[index], "portfolio", predicted_us=shape.us[index])
 
 
 @lru_cache(maxsize=1024)
-def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
+def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
+    """The portfolio, and the numbers of rows at which the shape or a twin was tuned here."""
     records, ranker = _known_records(), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
-    for r in latest(records).values():
-        m: int = getattr(r.workload, "m", 0)
+    for r in (r for there, found in records.of.items() if there.op == static.op for r in found if r.measured_on(target)):
+        m: int = r.workload.m  # pyright: ignore[reportAttributeAccessIssue]
         here = replace(static, m=m)
-        if not _speaks(r, here, target):
+        if not operation(static.op).twins(r.workload, here):
             continue
         if m not in tuned:
             tuned[m] = _choose(here, target, records, ranker).schedule
@@ -171,9 +191,10 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
     proposed = [replace(static, m=m) for m in operation(static.op).proposed if m not in tuned]
     chosen = [_choose(w, target, records, ranker).schedule for w in proposed]
     schedules = list(dict.fromkeys([*(tuned[m] for m in sorted(tuned)), *chosen]))
-    schedules = [s for s in schedules if s not in failed or s in measured] or schedules
+    # What failed competes nowhere; it stays where nothing else is left.
+    competing = [s for s in schedules if s not in failed or s in measured] or schedules
 
-    asked = sorted({*borders(schedules), *tuned})
+    asked = sorted({*borders(competing), *tuned})
     pairs = [(replace(static, m=m), s) for s in schedules for m in asked]
     if ranker is not None and ranker.serves(static, schedules):
         times = ranker.predict_pairs(pairs, target)
@@ -181,26 +202,25 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> Portfolio:
         times = [estimate(w, s, target).us for w, s in pairs]
     known = {(s, w.m): us for (w, s), us in zip(pairs, times, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
     points = {s: {m: us for m, us in measured[s].items() if (s, m) in known} for s in schedules if s in measured}
-    return table(schedules, calibrated(lambda s, m: known[s, m], points), tuned)
+    return table(competing, calibrated(lambda s, m: known[s, m], points), tuned), frozenset(tuned)
 
 
-def _speaks(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
-    """Whether a record was measured here for just this workload, or for a twin."""
+def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
+    """Whether a record was measured here for just this workload, or for the same shape in other numbers."""
     return record.workload.op == workload.op and record.measured_on(target) and operation(workload.op).twins(record.workload, workload)
 
 
-def _choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord], ranker: Ranker | None) -> Choice:
-    current = latest(records).values()
-    failed = {r.schedule: r for r in current if not r.ok and r.workload == workload and r.measured_on(target)}
+def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranker | None) -> Choice:
+    failed = {r.schedule: r for r in records.of.get(workload, ()) if not r.ok and r.measured_on(target)}
     near = [
-        (d, r) for d, r in neighbours(workload, target, current) if r.schedule not in failed and not legal(workload, r.schedule, target)
+        (d, r) for d, r in neighbours(workload, target, records) if r.schedule not in failed and not legal(workload, r.schedule, target)
     ]
     if near and near[0][0] == 0:
         return Choice(near[0][1].schedule, "tuned", near[0][1])
     options = candidates(workload, target) or []
     expected = [estimate(workload, s, target).us for s in options]
     served = ranker is not None and ranker.serves(workload, options)
-    taken_over = [(d, r) for d, r in near if not served or _speaks(r, workload, target)]
+    taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
     bound = NEAR_ENOUGH * min(expected, default=inf)
     for d, record in taken_over:
         if estimate(workload, record.schedule, target).us <= bound:

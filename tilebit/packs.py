@@ -70,15 +70,18 @@ class Pack:
         return tuple(sorted({entry.arch for entry in self.kernels}))
 
     def entry_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
-        """The entry that serves ``workload`` best, as its operation ranks them: of a GEMM the bucket of its m, else the next larger one,
-        else the largest; of attention, whose kernels serve all sizes alike, that of the nearest ones.
+        """The entry that serves ``workload`` best, as its operation ranks them: of a GEMM that of its m, else of the next larger one,
+        else of the largest; of attention, whose kernels serve all sizes alike, that of the nearest ones.
 
         ``features`` are the instruction sets this machine has: kernels that use others are passed over. None: do not ask.
         """
-        entries, wanted = self._by_workload.get((workload.static(), arch), []), workload.bucketed()
-        usable = [e for e in entries if features is None or set(e.features) <= set(features)]
-        rank = operation(workload.op).rank
-        return min(usable, key=lambda entry: rank(entry.workload, wanted), default=None)
+        wanted, rank = workload.bucketed(), operation(workload.op).rank
+        return min(self.entries_for(workload, arch, features), key=lambda entry: rank(entry.workload, wanted), default=None)
+
+    def entries_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> list[PackEntry]:
+        """All entries for what ``workload`` has in common with every other that one kernel serves, and for these ``features``."""
+        entries = self._by_workload.get((workload.static(), arch), [])
+        return [e for e in entries if features is None or set(e.features) <= set(features)]
 
     def kernel_for(self, workload: AnyWorkload, m: int | None = None, arch: str | None = None) -> LoadedKernel:
         """The loaded kernel for ``workload`` (a GEMM: at ``m`` rows, if given) on ``arch`` (default: the pack's only one).
@@ -123,6 +126,11 @@ def find(workload: AnyWorkload, target: Target) -> LoadedKernel | None:
         if entry is not None:
             return load_kernel(entry.path)
     return None
+
+
+def entries(workload: AnyWorkload, target: Target) -> list[PackEntry]:
+    """All kernels among which ``find`` chooses for the workload's shape, whatever its sizes are: those of the latest pack that has any."""
+    return next((found for pack in loaded() if (found := pack.entries_for(workload, target.arch, target.features))), [])
 
 
 def unload(pack: Pack) -> None:

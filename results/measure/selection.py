@@ -38,19 +38,19 @@ from .selection_grid import scanned
 
 FINALISTS = 5  # of a scan, timed once more beside the tuner's choice: the least of hundreds of times was lucky as well as fast
 SYMMETRIC, ASYMMETRIC = QuantFormat(4, 128, True), QuantFormat(4, 128, False)
-# Linears of Qwen2 to 3, Llama 2 and 3, Mistral Nemo and SigLIP; small, medium and large m.
+# Linears of Qwen2 to 3, Llama 1 to 3, Yi, Mistral Nemo and SigLIP; small, medium and large m.
 FRESH = (
     Workload(1, 151936, 5120, SYMMETRIC),
     Workload(1, 2560, 9728, ASYMMETRIC),
-    Workload(4, 5120, 5120, SYMMETRIC),
+    Workload(4, 6656, 6656, SYMMETRIC),
     Workload(16, 5120, 25600, ASYMMETRIC),
     Workload(16, 1024, 4096, QuantFormat(8, 128, True)),
     Workload(48, 3456, 1152, ASYMMETRIC),
     Workload(48, 14336, 5120, SYMMETRIC),
     Workload(128, 3584, 18944, ASYMMETRIC),
-    Workload(256, 13824, 5120, ASYMMETRIC),
-    Workload(256, 8192, 8192, ASYMMETRIC, "bfloat16"),
-    Workload(700, 12288, 4096, SYMMETRIC),
+    Workload(256, 15360, 5120, ASYMMETRIC),
+    Workload(256, 7168, 7168, ASYMMETRIC, "bfloat16"),
+    Workload(700, 11008, 4096, SYMMETRIC),
     Workload(2048, 22016, 4096, ASYMMETRIC),
 )
 EXHAUSTIVE = (Workload(1, 4096, 14336, ASYMMETRIC), Workload(64, 6144, 4096, ASYMMETRIC), Workload(256, 10240, 8192, ASYMMETRIC))

@@ -59,9 +59,9 @@ def _fresh(rows: list[dict[str, Any]]) -> list[str]:
     """A summary in words and the table of workloads without a record."""
     losses = list(map(slower_by, rows))
     said = (
-        f"Without a record: what `select` gives for workloads of shapes in no record ({len(rows)}), beside the tuner's choice, timed side "
-        f"by side. Slower in the median by **{median(losses):.1%}** ({against_bar(median(losses), FRESH_MEDIAN)}), in the worst case by "
-        f"**{max(losses):.1%}** ({against_bar(max(losses), FRESH_WORST)})."
+        f"Without a record: what `select` gives for workloads of shapes that were in no record ({len(rows)}), beside the tuner's "
+        f"choice, timed side by side. Slower in the median by **{median(losses):.1%}** ({against_bar(median(losses), FRESH_MEDIAN)}), "
+        f"in the worst case by **{max(losses):.1%}** ({against_bar(max(losses), FRESH_WORST)})."
     )
     lines = []
     for row, loss in zip(rows, losses, strict=True):

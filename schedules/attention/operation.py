@@ -103,6 +103,7 @@ _WGMMA = Rule(
     estimate=estimate,
     promises=("wgmma", "tma", "register_reallocations"),
     loading_warps=rules.LOADING_WARPS,
+    registers=rules.prefill_registers,
 )
 _MMA = Rule(
     rules.MMA,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...layouts.kv import GRANULE, RESIDUAL
-from ..gemm.rules import wgmma_registers
+from ..gemm.rules import REGISTERS_PER_SM, WGMMA_SPARE
 from ..schedule import Schedule
 from ..target import Target
 from .decode import field_reasons, resource_reasons
@@ -26,6 +26,8 @@ MOVERS = {"append": "attention_append", "gather": "attention_gather"}
 MOVER_WARPS = {"append": (4,), "gather": (4, 8)}
 WGMMA, MMA = "attention_prefill", "attention_prefill_mma"
 LOADING_WARPS = 4  # of a block of the program with wgmma, beside the computing ones
+LOADING_REGISTERS = 24  # of a loading thread: the fewest that setmaxnreg knows
+MOST_REGISTERS = 240  # of a computing thread of that program, in setmaxnreg's steps of 8
 WARP_ROWS = 16  # of queries that a warp of a prefill program holds
 CPU_THREADS_MAX = 512
 CPU_STEPS = (GRANULE, 32, 64, RESIDUAL)
@@ -34,19 +36,20 @@ CPU_ISAS = ("avx512", "avx2")
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRule:
-    """``spare_registers`` is what running maxima, sums and addresses take of a computing thread's, ``fixed_smem`` bytes of barriers and
-    alignment."""
+    """``spare_registers`` is what running maxima, sums and addresses take of a computing thread's, ``cap_registers`` what a soft
+    cap takes besides (fewer: schedules spill, compiled for sm_90a), ``fixed_smem`` bytes of barriers and alignment."""
 
     block_m: tuple[int, ...]
     block_n: tuple[int, ...]
     stages: tuple[int, int]
     spare_registers: int
+    cap_registers: int
     fixed_smem: int
 
 
 _PREFILL = {
-    WGMMA: _PrefillRule((64, 128, 192), (64, 80, 96, 128, 176), (1, 4), 32, 1024),
-    MMA: _PrefillRule((64, 128), (32, 64, 128), (1, 4), 72, 256),
+    WGMMA: _PrefillRule((64, 128, 192), (64, 80, 96, 128, 176), (1, 4), 40, 8, 1024),
+    MMA: _PrefillRule((64, 128), (32, 64, 128), (1, 4), 72, 0, 256),
 }
 # What is tried: (block_m, block_n, num_stages), the likely winner first.
 _PREFILL_TILES = {
@@ -84,9 +87,23 @@ def prefill_shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int
     return 2 * workload.head_dim * (s.block_m + 2 * s.num_stages * s.block_n) + _PREFILL[s.program].fixed_smem
 
 
-def _prefill_registers(workload: AttentionWorkload, schedule: Schedule) -> int:
+def tile_registers(workload: AttentionWorkload, schedule: Schedule) -> int:
     """Of a computing thread, whose warp holds 16 rows: fp32 outputs and scores, and the scores once more in 16 bits."""
     return workload.head_dim // 2 + schedule.block_n // 2 + schedule.block_n // 4
+
+
+def launch_registers(schedule: Schedule) -> int:
+    """Of every thread of the program with wgmma when its block starts: an even share, of ``min_blocks`` blocks an SM."""
+    threads = (LOADING_WARPS + schedule.num_warps) * 32
+    return min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+
+
+def prefill_registers(schedule: Schedule) -> tuple[int, int]:
+    """(loading thread's, computing thread's) registers of the program with wgmma: the first give up most of what a launch gives to
+    both, the others take it."""
+    given = launch_registers(schedule) * (LOADING_WARPS + schedule.num_warps)
+    free = given - LOADING_REGISTERS * LOADING_WARPS
+    return LOADING_REGISTERS, min(MOST_REGISTERS, free // schedule.num_warps // 8 * 8)
 
 
 def prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -98,10 +115,17 @@ def prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Targe
         reasons.append(f"num_warps is {s.num_warps}; accepted for block_m {s.block_m}: {s.block_m // WARP_ROWS} ({WARP_ROWS} rows a warp).")
     if reasons:
         return reasons
-    needed, smem = _prefill_registers(workload, s) + rule.spare_registers, prefill_shared_bytes(workload, s)
-    if s.program == WGMMA:  # its loading warpgroup gives registers to the others
-        return resource_reasons(s, target, smem, needed, wgmma_registers(s)[1], extra_warps=LOADING_WARPS)
-    return resource_reasons(s, target, smem, needed, 255)
+    needed = tile_registers(workload, s) + rule.spare_registers + (rule.cap_registers if workload.soft_cap else 0)
+    smem = prefill_shared_bytes(workload, s)
+    if s.program != WGMMA:
+        return resource_reasons(s, target, smem, needed, 255)
+    share, one = launch_registers(s), max(workload.head_dim, s.block_n) // 2 + WGMMA_SPARE
+    if share < one:
+        reasons.append(
+            f"a launch gives a thread {share} registers, one wgmma of {max(workload.head_dim, s.block_n)} columns takes {one}; "
+            "use fewer min_blocks or a smaller block_m."
+        )
+    return reasons + resource_reasons(s, target, smem, needed, prefill_registers(s)[1], extra_warps=LOADING_WARPS)
 
 
 def mover_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:

@@ -1,7 +1,7 @@
 """How the weights of a format reach the tensor cores: their packed layout, what unpacks them, and what that costs.
 
 A codec is the one thing that knows a kind of numbers on both sides: the packed layout is induced from the fragment of the instruction that
-reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions turn a word into operand registers.
+reads it (``layouts/packing.py``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
 @dataclass(frozen=True, slots=True)
 class Codec:
     """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch, format)`` packs codes;
-    ``device(format)`` is the C++ type that unpacks them and ``headers`` where it is defined, beside what every program includes;
     ``programs`` have the leaf functions for it. ``group_sizes`` are the groups of the inner scales that kernels take.
     ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code (the cost model's alpha, LiquidGEMM eq. 4);
     ``cpu_ops_per_weight`` on a CPU."""
 
     kind: str
-    device: Callable[[GemmFormat], str]
     programs: frozenset[str]
     group_sizes: tuple[int, ...]
     ops_per_weight: Mapping[int, float]
     cpu_ops_per_weight: Mapping[int, float]
-    headers: tuple[str, ...] = ()
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
 
     def unserved(self, format: GemmFormat, program: str) -> list[str]:
@@ -48,7 +45,6 @@ class Codec:
 _PROGRAMS = frozenset({"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"})
 UINT = Codec(
     "uint",
-    device=lambda f: f"tilebit::Uint<{f.bits}>",
     programs=_PROGRAMS,
     group_sizes=(32, 64, 128, -1),
     # What is not hidden of 1.25 and 1.5 counted per weight, with their waiting; fitted at 4 bits.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,7 +20,6 @@ from ..schedules.gemm import rules as rules
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import WORKSPACE
 from ..schedules.operations import workspace_words
-from ..schedules.portfolio import Portfolio
 from ..schedules.schedule import Schedule
 from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
@@ -27,8 +28,16 @@ from .workspace import LIMIT_BYTES
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ROWS = 1 << 20  # of x in one launch: block and element counts stay far below 2^31
-MOST_REMEMBERED = 1 << 14  # rows; the kernel of more is looked up in the portfolio at each call
+MOST_REMEMBERED = 1 << 14  # rows; which kernel serves more is looked up at each call
 SLICE_ROWS = 8  # slices of y that start at multiples of it are aligned, whatever n
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one kernel serves: it is found as that of ``workload``, and gets up to ``rows`` rows of x (None: any number)."""
+
+    workload: Workload
+    rows: int | None
 
 
 class Plan:
@@ -42,6 +51,8 @@ class Plan:
     __slots__ = (
         "_launchers",
         "_lock",
+        "_served",
+        "_turns",
         "bias",
         "dependent",
         "device",
@@ -66,36 +77,65 @@ class Plan:
         self.operands = self.workload.operands(self.target.arch)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
-        self._launchers: dict[int, Launcher] = {}  # by part of the portfolio
+        self._served: tuple[tuple[int, ...], tuple[Part, ...]] | None = None
+        self._launchers: dict[Part, Launcher] = {}
+        self._turns: dict[Part, threading.Lock] = {}
         self._lock = threading.Lock()
         self.launchers: dict[int, Launcher] = {}
 
     def launcher(self, m: int) -> Launcher:
-        """The kernel for ``m`` >= 1 rows, ready to call; resolved once for each part of the shape's portfolio. Raises
-        ``KernelUnavailable``."""
-        part = self.parts.index(m)
+        """The kernel for ``m`` >= 1 rows, ready to call; resolved once for all rows that it serves. Raises ``KernelUnavailable``."""
+        part = self._part(m)
         found = self._launchers.get(part) or self._resolve(part, m)
         if m <= MOST_REMEMBERED:
             self.launchers[m] = found
         return found
 
     @property
-    def parts(self) -> Portfolio:
-        """Which of the shape's kernels serves which m."""
-        shape = portfolio(self.workload, self.target)
-        assert shape is not None
-        return shape
+    def bounds(self) -> tuple[int, ...]:
+        """The largest numbers of rows before another kernel serves; the last one's serves any more."""
+        return self._parts()[0]
 
     def missing(self, ms: Sequence[int] | None) -> list[Workload]:
-        """What must be built before calls with ``ms`` rows (None: any number) find their kernels: a workload for each part of the portfolio
-        that no pack serves and that was not asked for yet; equal schedules once."""
-        parts = self.parts
-        wanted = range(len(parts.bounds)) if ms is None else sorted({parts.index(m) for m in ms})
-        asked = {parts.serving[i]: self.workload.with_m(parts.bounds[i]) for i in wanted if i not in self._launchers}
-        return [workload for workload in asked.values() if packs.find(workload, self.target) is None]
+        """What must be built before calls with ``ms`` rows (None: any number) find their kernels, each kernel once: those that are not
+        loaded yet and that no pack has."""
+        parts = self._parts()[1] if ms is None else [self._part(m) for m in ms]
+        if packs.entries(self.workload, self.target):
+            return []
+        return list(dict.fromkeys(part.workload for part in parts if part not in self._launchers))
 
-    def _resolve(self, part: int, m: int) -> Launcher:
+    def _part(self, m: int) -> Part:
+        bounds, parts = self._parts()
+        return parts[min(bisect_left(bounds, m), len(parts) - 1)]
+
+    def _parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+        """(bounds, who serves up to each). Decided once, whatever is tuned later: launchers were made for these rows (``forget`` lets
+        plans decide anew)."""
+        if self._served is None:
+            self._served = self._packed_parts() or self._portfolio_parts()
+        return self._served
+
+    def _packed_parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]] | None:
+        """The parts of a pack: each of its kernels serves calls with more rows than the one before was made for, up to its own."""
+        bounds = tuple(sorted({entry.workload.m for entry in packs.entries(self.workload, self.target)}))  # type: ignore[attr-defined]
+        rows = (*bounds[:-1], None)
+        return (bounds, tuple(Part(self.workload.with_m(m), most) for m, most in zip(bounds, rows, strict=True))) if bounds else None
+
+    def _portfolio_parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+        """The parts of the shape's portfolio. A schedule that serves several is one kernel, found for the most rows that it serves: should
+        it not compile, another one for so many rows does not crawl. Only the last part's launcher takes any number of rows: that costs
+        host time."""
+        shape = portfolio(self.workload, self.target)
+        assert shape is not None
+        most = dict(zip(shape.serving, shape.bounds, strict=True))  # of each schedule the last bound
+        below = dict(zip(shape.serving[:-1], shape.bounds[:-1], strict=True))
+        parts = [Part(self.workload.with_m(most[s]), below[s]) for s in shape.serving[:-1]]
+        return shape.bounds, (*parts, Part(self.workload.with_m(most[shape.serving[-1]]), None))
+
+    def _resolve(self, part: Part, m: int) -> Launcher:
         with self._lock:
+            turn = self._turns.setdefault(part, threading.Lock())
+        with turn:  # of this kernel alone: calls that need another one do not wait for its compilation
             found = self._launchers.get(part)
             if found is None:
                 if self.target.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -104,11 +144,10 @@ class Plan:
                         f"the first call with about {m} rows happens while a CUDA graph is captured, and loading a kernel is not allowed "
                         f"there; call tilebit.prepare(packed, m=[{m}]{options}) or run the model once before the capture"
                     )
-                bounds = self.parts.bounds
-                kernel = find_kernel(self.workload.with_m(bounds[part]), self.target)
+                kernel = find_kernel(part.workload, self.target)
                 if self.target.is_cuda:
                     kernel.prepare(self.device.index)
-                found = self._launchers[part] = _bind(kernel, self, bounds[part] if part + 1 < len(bounds) else None)
+                found = self._launchers[part] = _bind(kernel, self, part.rows)
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,13 +32,14 @@ class Preparation:
 
     def wait(self, timeout: float | None = None) -> None:
         """Until all kernels are built, then load them. Raises ``KernelUnavailable`` when one cannot be built, and ``TimeoutError`` after
-        ``timeout`` seconds."""
+        ``timeout`` seconds in all."""
+        until = None if timeout is None else time.monotonic() + timeout
         for build in self._builds:
-            build.result(timeout)
+            build.result(None if until is None else max(0.0, until - time.monotonic()))
         if self._pool is not None:
             self._pool.shutdown()
         for plan in self._plans:
-            for m in plan.parts.bounds if self._ms is None else self._ms:
+            for m in plan.bounds if self._ms is None else self._ms:
                 plan.launcher(m)
 
 

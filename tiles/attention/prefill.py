@@ -2,112 +2,63 @@
 
     o[i, h] = sum_j p_j v[j, h'],   p = softmax over the keys j that row i sees,   s_j = scale * q[i, h] . k[j, h']
 
-Sequences lie end to end: rows ``cu_q[b]`` .. of q are the newest tokens of sequence b, whose keys are rows ``cu_kv[b]`` .. of k and v (a
-history of the cache, gathered, then the new ones), so the last query sees the last key. h' is the key head of query head h.
+Sequences lie end to end: rows ``cu_q[b]`` .. of q are the newest tokens of sequence b, whose keys
+are rows ``cu_kv[b]`` .. of k and v (a history of the cache, gathered, then the new ones), so the
+last query sees the last key. h' is the key head of query head h.
 
-FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) in TileLang. A block has ``block_m`` rows of one head, 64 a warpgroup, and walks
-over tiles of ``block_n`` keys from the diagonal backwards; tiles that no row sees are not visited. One warp loads queries and keys by TMA,
-one the values, each through ``num_stages`` stages of its own. S = Q K^T reads shared memory; its accumulators become P in place and are
-the register operand of O += P V. That product runs while the warpgroup computes the next P, and the warpgroups take turns in handing
-products over, so that one's softmax runs under another's products. Blocks whose rows see most come first.
+FlashAttention-3 (Shah et al. 2024, sections 3.1 and 3.2) in TileLang. A block has ``block_m`` rows
+of one head, 64 a warpgroup, and walks over tiles of ``block_n`` keys from the diagonal backwards;
+tiles that no row sees are not visited. Blocks whose rows see most come first. Its threads have
+three roles (``PRODUCERS`` threads load, two warps of them):
 
-Boxes of TMA may reach into the next sequence: scores are masked by position, values beyond a sequence's last are zeroed, and rows are
-stored one by one. Softmax and masks are CUDA (``device/kv/prefill.cuh``): reductions of an accumulator in place, and an order of
-instructions that the compilers would not keep.
+    warp 0                 queries, once         ->  Qs     full_q
+                           keys, tile by tile    ->  Ks     full_k, back by empty_k
+    warp 1                 values, tile by tile  ->  Vs     full_v, back by empty_v
+    warpgroups 1, 2, ...   S = Q K^T, softmax, O += P V; each stores its rows
+
+Keys and values have ``num_stages`` stages each. S = Q K^T reads shared memory; its accumulators
+become P in place and are the register operand of O += P V. That product runs while the warpgroup
+computes the next P, and the warpgroups take turns in handing products over, so that one's softmax
+runs under another's products.
+
+Boxes of TMA may reach into the next sequence: scores are masked by position, values beyond a
+sequence's last are zeroed, and rows are stored one by one. Softmax and masks are CUDA
+(``device/kv/prefill.cuh``): reductions of an accumulator in place, and an order of instructions that
+the compilers would not keep.
 """
 
-from dataclasses import dataclass
-from math import e, log2
+from types import SimpleNamespace
 from typing import Any
 
 from ...schedules.attention import rules as rules
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..compiler.headers import TYPES, device_source, literal
+from ..compiler.headers import device_source
 from ..program import TileProgram
+from .prefill_calls import CLEAR, FIELDS, FIRST_KEY, FIRST_ROW, GROUPS, MASK, MASKED, NO_MASK, STATE_FLOATS, STEPS, TURNS, PrefillCalls
 
 HEADERS = ("ptx/instructions.cuh", "order/tiles.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
-PRODUCERS = 128  # threads of the warpgroup that loads: registers are handed from warpgroup to warpgroup
-TURNS, GROUPS = 3, 6  # first named barriers of the warpgroups' turns and of each warpgroup alone; the generated code uses 0 to 2
+PRODUCERS = rules.LOADING_WARPS * 32  # threads: registers are handed from warpgroup to warpgroup
 MAX_TURN_HEAD_DIM = 128  # beyond it a product outlasts the other warpgroup's softmax, turns or not
-OTHER_REGISTERS = 64  # of a consumer's thread, beside accumulators and operand
-# Fields of `tilebit::PrefillTile`, ints in this order.
-ROWS, FIRST_ROW, FIRST_KEY, KEYS, MASKED, CLEAR, STEPS, FIELDS = 0, 1, 2, 3, 6, 7, 8, 11
-STATE_FLOATS = 6  # of `tilebit::RowState`
-NO_MASK, MASK, MASK_WHERE_NEEDED = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCalls:
-    """The functions of ``device/kv/prefill.cuh`` with their template arguments, for one (workload, schedule)."""
-
-    workload: AttentionWorkload
-    schedule: Schedule
-
-    def find(self, threads: int) -> str:
-        """``threads``: of a block."""
-        w, s = self.workload, self.schedule
-        return f"tilebit::find_tile_or_exit<{threads}, {s.block_m}, {s.block_n}, {w.window}, {w.sink_tokens}>"
-
-    @property
-    def key(self) -> str:
-        return f"tilebit::step_key<{self.schedule.block_n}>"
-
-    def softmax(self, masking: int) -> str:
-        w, s = self.workload, self.schedule
-        return f"tilebit::softmax_step<{s.block_n}, {w.window}, {w.sink_tokens}, {_cpp(w.soft_cap > 0)}, {masking}>"
-
-    @property
-    def round_weights(self) -> str:
-        return f"tilebit::round_weights<{TYPES[self.workload.dtype]}, {self.schedule.block_n}>"
-
-    @property
-    def rescale(self) -> str:
-        return f"tilebit::rescale_rows<{self.workload.head_dim}>"
-
-    def finish(self, threads: int) -> str:
-        """``threads`` share what lies in the place where the output is staged."""
-        w = self.workload
-        return f"tilebit::finish_rows<{TYPES[w.dtype]}, {w.head_dim}, {_cpp(w.sinks)}, {_cpp(w.lse)}, {threads}, {GROUPS}>"
-
-    @property
-    def scale(self) -> float:
-        """What a score is multiplied by to be an exponent of 2; of capped scores, tanh(..), the cap's."""
-        w = self.workload
-        return literal((w.soft_cap or w.softmax_scale) * log2(e))
-
-    @property
-    def argument(self) -> float:
-        """What makes q.k the exponent of 2 in tanh(x) = 1 - 2 / (1 + exp(2 x)); 0 without a cap."""
-        w = self.workload
-        return literal(2 * log2(e) * w.softmax_scale / w.soft_cap) if w.soft_cap else 0.0
-
-
-def warpgroup_registers(block_m: int) -> tuple[int, int]:
-    """(producer's, consumer's) registers of a thread, out of the even share that a launch gives to both."""
-    consumers = block_m * 2
-    threads = PRODUCERS + consumers
-    share = min(255, 65536 // threads) // 8 * 8
-    return 24, min(240, (share * threads - 24 * PRODUCERS) // consumers // 8 * 8)
+ROOM = 64  # registers of a consumer's thread beside its tiles of O, S and P; with fewer, addresses are computed anew at each step
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    q, out ``[tokens, heads_q, head_dim]``, k, v ``[total, heads_kv, head_dim]``, cu_q, cu_kv int32 ``[batch + 1]``, sinks fp32
-    ``[heads_q]``, lse fp32 ``[tokens, heads_q]`` (natural logarithm; -inf, and out 0, where a row sees nothing). tokens, total and batch
-    are dynamic, from 1 up.
+    q, out ``[tokens, heads_q, head_dim]``, k, v ``[total, heads_kv, head_dim]``, cu_q, cu_kv int32
+    ``[batch + 1]``, sinks fp32 ``[heads_q]``, lse fp32 ``[tokens, heads_q]`` (natural logarithm;
+    -inf, and out 0, where a row sees nothing). tokens, total and batch are dynamic, from 1 up.
     """
     import tilelang.language as T
 
     w, calls = workload, PrefillCalls(workload, schedule)
     bm, bn, hd, dtype, stages = schedule.block_m, schedule.block_n, w.head_dim, w.dtype, schedule.num_stages
-    groups, consumers = bm // 64, bm * 2
-    producer_registers, consumer_registers = warpgroup_registers(bm)
+    groups, consumers = bm // 64, schedule.num_warps * 32
+    producer_registers, consumer_registers = rules.prefill_registers(schedule)
     scale, argument = T.float32(calls.scale), T.float32(calls.argument)
-    # Of a consumer: O, S and P, and what else is live, of which the addresses of Q's k steps can be computed anew at each step.
-    tight = hd // 2 + bn // 2 + bn // 4 + OTHER_REGISTERS > consumer_registers
+    tight = rules.tile_registers(w, schedule) + ROOM > consumer_registers
     turns = groups > 1 and hd <= MAX_TURN_HEAD_DIM
     await_turn, pass_turn = f"tilebit::await_turn<{TURNS}>", f"tilebit::pass_turn<{groups}, {TURNS}>"
     zero_tail = f"tilebit::zero_tail<{bn}, {hd}, 128, {GROUPS}>"
@@ -117,8 +68,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     Sinks = T.Tensor((w.heads_q,), "float32") if w.sinks else None  # an argument annotated None is left out of the kernel
     Lse = T.Tensor((tokens, w.heads_q), "float32") if w.lse else None
 
-    # Polled: TileLang's own wait sleeps (32 heads, 8,192 tokens: 999 us, so 982; 64 heads, 16,384: 7,779, so 7,646; none slower; H200).
-    # Pointers to read: one from T.address_of would count as a store, and cost a fence before the next product.
+    # Polled: TileLang's own wait sleeps (results/notes/prefill-polls.md). Pointers to read: one from T.address_of would count as a
+    # store, and cost a fence before the next product.
     @T.macro
     def await_stage(full, stage, parity):
         T.call_extern("handle", "tilebit::await_stage", full.access_ptr("r", offset=stage), parity)
@@ -128,31 +79,105 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         T.call_extern("handle", "tilebit::release<1>", stage_empty.access_ptr("r", offset=stage), thread)
 
     @T.macro
-    def step_of(Qs, Ks, Vs, S, P, O, state, tile, full_k, full_v, empty_k, empty_v, zero, i, masking, thread):  # noqa: E741
-        await_stage(full_k, i % stages, i // stages & 1)
+    def load_queries_and_keys(q, k, shared, tile, at: T.Ref, head):
+        T.tma_copy(q[tile[FIRST_ROW] : tile[FIRST_ROW] + bm, head, 0:hd], shared.Qs, barrier=shared.full_q[0])
+        T.barrier_arrive(shared.full_q[0])
+        for i in T.serial(tile[STEPS]):
+            at = tile[FIRST_KEY] + T.call_pure_extern("int32", calls.key, T.address_of(tile[0]), i)
+            T.mbarrier_wait_parity(shared.empty_k[i % stages], (i // stages & 1) ^ 1)
+            T.tma_copy(k[at : at + bn, head // w.group, 0:hd], shared.Ks[i % stages, :, :], barrier=shared.full_k[i % stages])
+            T.barrier_arrive(shared.full_k[i % stages])
+
+    @T.macro
+    def load_values(v, shared, tile, at: T.Ref, head):
+        for i in T.serial(tile[STEPS]):
+            at = tile[FIRST_KEY] + T.call_pure_extern("int32", calls.key, T.address_of(tile[0]), i)
+            T.mbarrier_wait_parity(shared.empty_v[i % stages], (i // stages & 1) ^ 1)
+            T.tma_copy(v[at : at + bn, head // w.group, 0:hd], shared.Vs[i % stages, :, :], barrier=shared.full_v[i % stages])
+            T.barrier_arrive(shared.full_v[i % stages])
+
+    def soften(mine, i, masking, thread):
+        """S becomes exponentials under a new maximum, which ``state`` keeps."""
+        return T.call_extern(
+            "handle", calls.softmax(masking), mine.S.access_ptr("rw"), T.address_of(mine.state[0]), T.address_of(mine.tile[0]),
+            i, scale, argument, thread,
+        )  # fmt: skip
+
+    @T.macro
+    def first_step(shared, mine, thread):
+        """P of the newest keys; no product runs meanwhile."""
+        await_stage(shared.full_q, 0, 0)
+        await_stage(shared.full_k, 0, 0)
+        T.wgmma_gemm(shared.Qs, shared.Ks[0, :, :], mine.S, transpose_B=True, clear_accum=True, policy=policy)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(mine.S, num_regs=bn // 2)
+        release(shared.empty_k, 0, thread)
+        soften(mine, 0, MASK, thread)
+        T.call_extern("handle", calls.round_weights, mine.S.access_ptr("r"), mine.P.access_ptr("w"))
+        await_stage(shared.full_v, 0, 0)
+        T.call_extern("handle", zero_tail, T.address_of(shared.Vs[0, 0, 0]), T.address_of(mine.tile[0]), thread)
+
+    @T.macro
+    def next_step(shared, mine, i, masking, thread):
+        """S of step i and O += P V of the step before are under way together; P of step i is computed under the second."""
+        await_stage(shared.full_k, i % stages, i // stages & 1)
         if turns:
             T.call_extern("handle", await_turn, thread)
         if tight:
-            zero[0] = T.call_extern("int32", "tilebit::opaque_zero")
-            T.wgmma_gemm(Qs[zero[0] : zero[0] + bm, :], Ks[i % stages, :, :], S, transpose_B=True, clear_accum=True, policy=policy)
+            mine.zero[0] = T.call_extern("int32", "tilebit::opaque_zero")
+            T.wgmma_gemm(
+                shared.Qs[mine.zero[0] : mine.zero[0] + bm, :], shared.Ks[i % stages, :, :], mine.S,
+                transpose_B=True, clear_accum=True, policy=policy,
+            )  # fmt: skip
         else:
-            T.wgmma_gemm(Qs, Ks[i % stages, :, :], S, transpose_B=True, clear_accum=True, policy=policy)
-        await_stage(full_v, (i - 1) % stages, (i - 1) // stages & 1)
-        T.wgmma_gemm(P, Vs[(i - 1) % stages, :, :], O, policy=policy)
+            T.wgmma_gemm(shared.Qs, shared.Ks[i % stages, :, :], mine.S, transpose_B=True, clear_accum=True, policy=policy)
+        await_stage(shared.full_v, (i - 1) % stages, (i - 1) // stages & 1)
+        T.wgmma_gemm(mine.P, shared.Vs[(i - 1) % stages, :, :], mine.O, policy=policy)
         if turns:
             T.call_extern("handle", pass_turn, thread)
         T.wait_wgmma(1)
-        T.warpgroup_fence_operand(S, num_regs=bn // 2)
-        release(empty_k, i % stages, thread)
-        T.call_extern(
-            "handle", calls.softmax(masking), S.access_ptr("rw"), T.address_of(state[0]), T.address_of(tile[0]), i, scale, argument, thread
-        )
-        T.call_extern("handle", "tilebit::weights_before_wait", T.address_of(state[0]))
+        T.warpgroup_fence_operand(mine.S, num_regs=bn // 2)
+        release(shared.empty_k, i % stages, thread)
+        soften(mine, i, masking, thread)
+        T.call_extern("handle", "tilebit::weights_before_wait", T.address_of(mine.state[0]))
         T.wait_wgmma(0)
-        T.warpgroup_fence_operand(O, num_regs=hd // 2)
-        release(empty_v, (i - 1) % stages, thread)
-        T.call_extern("handle", calls.rescale, O.access_ptr("rw"), T.address_of(state[0]))
-        T.call_extern("handle", calls.round_weights, S.access_ptr("r"), P.access_ptr("w"))
+        T.warpgroup_fence_operand(mine.O, num_regs=hd // 2)
+        release(shared.empty_v, (i - 1) % stages, thread)
+        T.call_extern("handle", calls.rescale, mine.O.access_ptr("rw"), T.address_of(mine.state[0]))
+        T.call_extern("handle", calls.round_weights, mine.S.access_ptr("r"), mine.P.access_ptr("w"))
+
+    @T.macro
+    def last_product(shared, mine):
+        await_stage(shared.full_v, (mine.tile[STEPS] - 1) % stages, (mine.tile[STEPS] - 1) // stages & 1)
+        T.wgmma_gemm(mine.P, shared.Vs[(mine.tile[STEPS] - 1) % stages, :, :], mine.O, policy=policy)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(mine.O, num_regs=hd // 2)
+
+    @T.macro
+    def attend(shared, mine, thread):
+        """The computing warpgroups' walk over their tile's keys; then O are its sums, and ``state`` what they are divided by."""
+        if turns and thread // 128 == groups - 1:
+            T.call_extern("handle", pass_turn, thread)  # the first turn is the first warpgroup's
+        T.call_extern("handle", "tilebit::begin_rows", T.address_of(mine.state[0]))
+        T.clear(mine.O)
+        first_step(shared, mine, thread)
+        for i in T.serial(1, mine.tile[MASKED]):
+            next_step(shared, mine, i, MASK, thread)
+        for i in T.serial(mine.tile[MASKED], mine.tile[CLEAR]):
+            next_step(shared, mine, i, NO_MASK, thread)
+        if w.window:
+            for i in T.serial(mine.tile[CLEAR], mine.tile[STEPS]):
+                next_step(shared, mine, i, MASK, thread)
+        last_product(shared, mine)
+
+    @T.macro
+    def store(shared, mine, out, sinks, lse, head, thread):
+        """Through the place of the queries."""
+        T.call_extern(
+            "handle", calls.finish(128), mine.O.access_ptr("r"), T.address_of(mine.state[0]), T.address_of(mine.tile[0]),
+            T.address_of(shared.Qs[0, 0]), T.address_of(out[0, 0, 0]), T.address_of(sinks[0]) if w.sinks else 0,
+            T.address_of(lse[0, 0]) if w.lse else 0, head, w.heads_q, scale, thread,
+        )  # fmt: skip
 
     @T.prim_func
     def main(
@@ -181,85 +206,29 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
             tile = T.alloc_local((FIELDS,), "int32")
             zero = T.alloc_local((1,), "int32")
             state = T.alloc_local((STATE_FLOATS,), "float32")
+            shared = SimpleNamespace(Qs=Qs, Ks=Ks, Vs=Vs, full_q=full_q, full_k=full_k, full_v=full_v, empty_k=empty_k, empty_v=empty_v)
+            mine = SimpleNamespace(S=S, P=P, O=O, tile=tile, zero=zero, state=state)
             T.import_source(device_source(HEADERS))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
 
             T.call_extern(
-                "handle",
-                calls.find(PRODUCERS + consumers),
-                T.address_of(cu_q[0]),
-                T.address_of(cu_kv[0]),
-                bounds - 1,
-                index,
+                "handle", calls.find(PRODUCERS + consumers), T.address_of(cu_q[0]), T.address_of(cu_kv[0]), bounds - 1, index,
                 T.address_of(tile[0]),
-            )
+            )  # fmt: skip
             if thread < PRODUCERS:
                 T.set_max_nreg(producer_registers, 0)
                 at = T.alloc_var("int32")
                 if thread < 32:
-                    T.tma_copy(q[tile[FIRST_ROW] : tile[FIRST_ROW] + bm, head, 0:hd], Qs, barrier=full_q[0])
-                    T.barrier_arrive(full_q[0])
-                    for i in T.serial(tile[STEPS]):
-                        at = tile[FIRST_KEY] + T.call_pure_extern("int32", calls.key, T.address_of(tile[0]), i)
-                        T.mbarrier_wait_parity(empty_k[i % stages], (i // stages & 1) ^ 1)
-                        T.tma_copy(k[at : at + bn, head // w.group, 0:hd], Ks[i % stages, :, :], barrier=full_k[i % stages])
-                        T.barrier_arrive(full_k[i % stages])
+                    load_queries_and_keys(q, k, shared, tile, at, head)
                 elif thread < 64:
-                    for i in T.serial(tile[STEPS]):
-                        at = tile[FIRST_KEY] + T.call_pure_extern("int32", calls.key, T.address_of(tile[0]), i)
-                        T.mbarrier_wait_parity(empty_v[i % stages], (i // stages & 1) ^ 1)
-                        T.tma_copy(v[at : at + bn, head // w.group, 0:hd], Vs[i % stages, :, :], barrier=full_v[i % stages])
-                        T.barrier_arrive(full_v[i % stages])
+                    load_values(v, shared, tile, at, head)
             else:
                 T.set_max_nreg(consumer_registers, 1)
-                own = thread - PRODUCERS
-                if turns and own // 128 == groups - 1:
-                    T.call_extern("handle", pass_turn, own)  # the first turn is the first warpgroup's
-                T.call_extern("handle", "tilebit::begin_rows", T.address_of(state[0]))
-                T.clear(O)
-                await_stage(full_q, 0, 0)
-                await_stage(full_k, 0, 0)
-                T.wgmma_gemm(Qs, Ks[0, :, :], S, transpose_B=True, clear_accum=True, policy=policy)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(S, num_regs=bn // 2)
-                release(empty_k, 0, own)
-                T.call_extern(
-                    "handle",
-                    calls.softmax(MASK),
-                    S.access_ptr("rw"),
-                    T.address_of(state[0]),
-                    T.address_of(tile[0]),
-                    0,
-                    scale,
-                    argument,
-                    own,
-                )
-                T.call_extern("handle", calls.round_weights, S.access_ptr("r"), P.access_ptr("w"))
-                await_stage(full_v, 0, 0)
-                T.call_extern("handle", zero_tail, T.address_of(Vs[0, 0, 0]), T.address_of(tile[0]), own)
-                for i in T.serial(1, tile[MASKED]):
-                    step_of(Qs, Ks, Vs, S, P, O, state, tile, full_k, full_v, empty_k, empty_v, zero, i, MASK, own)
-                for i in T.serial(tile[MASKED], tile[CLEAR]):
-                    step_of(Qs, Ks, Vs, S, P, O, state, tile, full_k, full_v, empty_k, empty_v, zero, i, NO_MASK, own)
-                if w.window:
-                    for i in T.serial(tile[CLEAR], tile[STEPS]):
-                        step_of(Qs, Ks, Vs, S, P, O, state, tile, full_k, full_v, empty_k, empty_v, zero, i, MASK, own)
-                await_stage(full_v, (tile[STEPS] - 1) % stages, (tile[STEPS] - 1) // stages & 1)
-                T.wgmma_gemm(P, Vs[(tile[STEPS] - 1) % stages, :, :], O, policy=policy)
-                T.wait_wgmma(0)
-                T.warpgroup_fence_operand(O, num_regs=hd // 2)
-                T.call_extern(
-                    "handle", calls.finish(128), O.access_ptr("r"), T.address_of(state[0]), T.address_of(tile[0]), T.address_of(Qs[0, 0]),
-                    T.address_of(out[0, 0, 0]), T.address_of(sinks[0]) if w.sinks else 0, T.address_of(lse[0, 0]) if w.lse else 0,
-                    head, w.heads_q, scale, own,
-                )  # fmt: skip
+                attend(shared, mine, thread - PRODUCERS)
+                store(shared, mine, out, sinks, lse, head, thread - PRODUCERS)
 
     return main
-
-
-def _cpp(flag: bool) -> str:
-    return "true" if flag else "false"
 
 
 PROGRAM = TileProgram(

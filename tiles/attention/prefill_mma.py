@@ -13,7 +13,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
-from .prefill import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls
+from .prefill_calls import FIELDS, FIRST_KEY, FIRST_ROW, KEYS, MASK_WHERE_NEEDED, ROWS, STATE_FLOATS, STEPS, PrefillCalls
 
 HEADERS = ("ptx/instructions.cuh", "kv/pairs.cuh", "kv/sequences.cuh", "kv/prefill.cuh")
 

@@ -139,15 +139,3 @@ class Operands:
 
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
-
-
-def gemm_params(workload: Workload, schedule: Schedule) -> tuple[str, ...]:
-    """Kernel parameters in call order."""
-    names = ["x", "weight", "scales"]
-    if not workload.format.symmetric:
-        names.append("zeros")
-    if workload.bias:
-        names.append("bias")
-    if schedule.stream_k or (schedule.split_k > 1 and not clustered_split(schedule)):
-        names.append("workspace")
-    return (*names, "y")

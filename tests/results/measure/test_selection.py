@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -25,8 +26,9 @@ from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import rules as gemm
 from tilebit.schedules.gemm.cost import estimate
+from tilebit.schedules.gemm.operation import GEMM
 from tilebit.schedules.gemm.workload import PROPOSED_M, Workload
-from tilebit.schedules.operations import candidates, legal, programs
+from tilebit.schedules.operations import OPERATIONS, candidates, legal, programs
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import refresh
@@ -176,8 +178,8 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure, "FRESH", (Workload(3, 96, 256, FORMAT, "bfloat16"),))
     monkeypatch.setattr(measure, "EXHAUSTIVE", (Workload(1, 64, 128, QuantFormat(4, 32)),))
     monkeypatch.setattr(measure, "scanned", partial(grid.scanned, places=5))
-    of_rules = candidates
-    monkeypatch.setattr(gemm, "candidates", lambda workload, target: (of_rules(workload, target) or [])[:3])
+    few = [replace(r, candidates=lambda w, t, of_rule=r.candidates: of_rule(w, t)[:3]) for r in GEMM.rules]
+    monkeypatch.setitem(OPERATIONS, GEMM.name, replace(GEMM, rules=tuple(few)))
     turns, of_worker = [], DeviceWorker.measure
     monkeypatch.setattr(DeviceWorker, "measure", lambda self, *job: turns.append(job[2]) or of_worker(self, *job))
     refresh()
@@ -195,7 +197,8 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     tried = list({(r.workload, r.schedule): r for r in every}.values())  # the last of each: the tuner times its fastest once more
     assert [r.schedule for r in tried] == turns and len(turns) == 3 + 5 and all(r.ok for r in tried)
     assert (fresh["op"], fresh["kind"], fresh["n"], fresh["m"], fresh["dtype"]) == ("selection", "fresh", 96, 3, "bfloat16")
-    assert (fresh["source"], fresh["measured"], fresh["candidates"], fresh["failed"]) == ("model", 3, 3, 0) and not fresh["fallback"]
+    assert fresh["source"] in ("model", "portfolio")  # by this CPU's caches, m = 3 has the model's best or shares another m's kernel
+    assert (fresh["measured"], fresh["candidates"], fresh["failed"], fresh["fallback"]) == (3, 3, 0, False)
     assert Schedule.from_json(fresh["best_schedule"]) == min(tried[:3], key=lambda r: r.us or 0.0).schedule
     assert (fresh["schedule"] == fresh["best_schedule"]) <= (fresh["us"] == fresh["best_us"]) and fresh["us"] > 0
     assert (exhaustive["scanned"], exhaustive["measured"], exhaustive["share"], exhaustive["failed"]) == (5, 3, 0.6, 0)
@@ -243,7 +246,7 @@ def test_the_page_says_what_the_rows_say(tmp_path: Path) -> None:
         for n, us, count in ((512, 10.25, 12), (1024, 10.0, 60))
     ]
     section = selection_section(written(tmp_path, rows))
-    assert "of shapes in no record (3)" in section and "in the median by **4.0%** (asked: at most 10%, met)" in section
+    assert "of shapes that were in no record (3)" in section and "in the median by **4.0%** (asked: at most 10%, met)" in section
     assert "in the worst case by **26.0%** (asked: at most 25%, **missed**)" in section
     assert "| 512 x 4096 | 1 | w4a16_g128_asym, float16 | ranker | 10.4 | 10.0 | 4.0% | 20 of 80 |" in section and "99.0" not in section
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from defined_kernels import DefinedKernels
+from defined_kernels import CHOSEN, DefinedKernels
 from torch import Tensor
 
 from results.peers import attention_plugin
@@ -58,7 +58,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
 
     def find(workload: AttentionWorkload, target: Any) -> Any:
         kernel = made.find(workload, target)
-        kernel.manifest, kernel.run_dependent = {"schedule": {"program": "defined"}}, None
+        kernel.manifest, kernel.run_dependent = {"schedule": CHOSEN}, None
         return kernel
 
     monkeypatch.setattr(attention_dispatch, "find_kernel", find)
@@ -98,7 +98,7 @@ def test_a_decode_peer_runs_as_the_harness_runs_it(kernels: DefinedKernels, name
     assert kv_bytes == 2 * 2 * (2 * page_words * 4 + 44 * 4 * D)  # 256 packed tokens of 2 sequences and 2 heads, and 44 in the window
     said = json.loads(note)
     assert (said["impl"], said["format"], said["page_size"]) == ("tilebit", peer.format.name, peer.page_size or 128)
-    assert said["schedule"] == {"program": "defined"} and set(KIND) | set(PROCESS) == set(said)
+    assert said["schedule"] == CHOSEN and set(KIND) | set(PROCESS) == set(said)
     vars(peer).clear()  # the harness drops what a case left behind
     vars(peer).update(before)
     assert not hasattr(peer, "operands")

@@ -179,9 +179,9 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert peers_plugin.main(["--compile", "6144x4096,28672x4096", "1,3,16", "--target", "sm_90a"]) == 0
     (wanted, arch, jobs) = built[0]
     assert arch == "sm_90a" and jobs is None and len(set(wanted)) == len(wanted)
-    # Three formats and three buckets (3 rows are in that of 4) for both weights, and bfloat16 for one of them.
+    # Three formats and three numbers of rows for both weights, and bfloat16 for one of them.
     assert len(wanted) == 3 * 3 * 2 + 3
-    assert Workload(4, 28672, 4096, QuantFormat(4, 128, True), "bfloat16") in wanted
+    assert Workload(3, 28672, 4096, QuantFormat(4, 128, True), "bfloat16") in wanted
 
     def fails(*_: Any, **__: Any) -> None:
         raise KernelUnavailable("no compiler here")

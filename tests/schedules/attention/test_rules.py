@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -10,7 +11,7 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention import decode as attention_decode
 from tilebit.schedules.attention import rules as attention
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
-from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.gemm.rules import REGISTERS_PER_SM, TICKETS
 from tilebit.schedules.operations import candidates, estimate, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import ARCHES, target_from_name
@@ -154,6 +155,36 @@ def test_prefill_tiles_fit(arch, head_dim):
     assert attention.prefill_shared_bytes(workload, best) <= device.smem
     assert head_dim == 256 or best.block_m == 128
     assert "num_warps is 2; accepted for block_m" in " ".join(legal(workload, replace(best, num_warps=2), device))
+
+
+TALL = Schedule(attention.WGMMA, 64, 64, 128, 2, 4)
+
+
+@pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 12), (1, 2, 3, 4))))
+def test_prefill_hands_registers_on_and_makes_none(num_warps, min_blocks):
+    """What both sides take fits into what the launch gave to all threads alike, in the steps that setmaxnreg knows; a kernel that
+    asks for more waits for ever."""
+    threads = num_warps * 32 + 128
+    producer, consumer = attention.prefill_registers(replace(TALL, num_warps=num_warps, min_blocks=min_blocks))
+    given = min(255, REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
+    assert producer * 128 + consumer * num_warps * 32 <= given * threads
+    assert producer % 8 == consumer % 8 == 0 and 24 <= producer <= consumer <= 240
+
+
+def test_prefill_registers_by_hand():
+    assert attention.prefill_registers(replace(TALL, num_warps=8)) == (24, 240)
+    assert attention.prefill_registers(replace(TALL, num_warps=12)) == (24, 160)
+    assert attention.prefill_registers(replace(TALL, min_blocks=2)) == (24, 232)
+    assert programs("prefill")[attention.WGMMA].registers is attention.prefill_registers, "lint looks at what the kernel asks for"
+
+
+def test_prefill_needs_registers():
+    workload, tall = replace(W, op="prefill", q_len=8192), replace(TALL, block_n=176, block_m=128, num_warps=8)
+    assert legal(workload, tall, H200) == []
+    assert "registers, 240 are free" in " ".join(legal(replace(workload, soft_cap=30.0), tall, H200)), "it spills"
+    two = replace(TALL, block_k=256, num_stages=1, min_blocks=2)
+    (reason,) = legal(replace(workload, head_dim=256), two, H200)
+    assert reason.startswith("a launch gives a thread 128 registers, one wgmma of 256 columns takes 158;")
 
 
 def test_few_queries_take_no_tile_that_is_mostly_empty():

@@ -35,10 +35,9 @@ from tilebit.schedules.gemm.stream import (
     x_pitch,
 )
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import legal
+from tilebit.schedules.operations import legal, params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.gemm.operands import gemm_params
 from tilebit.tiles.gemm.stream import product_type
 from tilebit.tiles.program import DEVICE_DIR
 
@@ -110,9 +109,8 @@ def test_a_workspace_is_taken_where_one_is_made():
     for target, schedule in ((A100, ASYNC), (H200, ASYNC), (H200, BULK)):
         for split_k in (1, 2, 4):
             split = replace(schedule, split_k=split_k)
-            assert (
-                bool(workspace_words(W4, split, target)) == ("workspace" in gemm_params(W4, split)) == (split_k > 1 and schedule == ASYNC)
-            )
+            taken = split_k > 1 and schedule == ASYNC
+            assert bool(workspace_words(W4, split, target)) == ("workspace" in params(W4, split, target)) == taken
 
 
 def test_tickets_are_as_many_as_the_device_code_skips():

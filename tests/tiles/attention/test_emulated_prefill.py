@@ -16,12 +16,12 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.tiles.attention import reference
-from tilebit.tiles.attention.prefill import (
+from tilebit.tiles.attention.prefill import HEADERS
+from tilebit.tiles.attention.prefill_calls import (
     CLEAR,
     FIELDS,
     FIRST_KEY,
     FIRST_ROW,
-    HEADERS,
     MASK,
     MASK_WHERE_NEEDED,
     MASKED,

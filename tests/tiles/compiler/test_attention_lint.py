@@ -24,7 +24,8 @@ def schedule(program: str) -> Schedule:
 
 
 def resources(program: str) -> Resources:
-    return replace(USED, threads={"attention_prefill": 384, "attention_prefill_mma": 256}.get(program, 128))
+    threads, registers = {"attention_prefill": (384, 168), "attention_prefill_mma": (256, 120)}.get(program, (128, 120))
+    return replace(USED, threads=threads, registers=registers)
 
 
 @pytest.mark.parametrize("program", GPU)
@@ -45,8 +46,16 @@ def test_decoding_needs_tensor_cores_and_copies():
 
 
 def test_prefill_has_a_loading_warpgroup():
-    (finding,) = lint(ALL, replace(USED, threads=256), schedule("attention_prefill"), H200)
+    (finding,) = lint(ALL, replace(USED, threads=256, registers=255), schedule("attention_prefill"), H200)
     assert "256 threads a block; accepted: 384, 8 computing warps and 4 that load" in finding
+
+
+def test_prefill_takes_no_more_registers_than_it_starts_with():
+    two = replace(schedule("attention_prefill"), block_m=64, num_warps=4, min_blocks=2)
+    started = replace(USED, threads=256, registers=128)
+    assert lint(ALL, started, two, H200) == []
+    (finding,) = errors(lint(ALL, replace(started, registers=120), two, H200))
+    assert "setmaxnreg takes 32768 registers of the 30720 that a block starts with" in finding
 
 
 @pytest.mark.parametrize("program", GPU)

@@ -13,10 +13,9 @@ import tilebit.tiles.gemm
 from tilebit.autotune.problems.gemm import Problem, split_workspace
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import find_rule
+from tilebit.schedules.operations import find_rule, params
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.tiles.gemm.operands import gemm_params
 
 from .device_code import CUDA_ARCH
 from .emulated_program import ORDERS, Edits, EmulatedProgram
@@ -24,6 +23,7 @@ from .launch import Plan
 
 GEMMS = tilebit.tiles.gemm.__name__
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
+HELPERS = {"operands.py": "Operands", "wgmma_load.py": "load_macros"}  # what programs take from other files, which edits may name, too
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}
 Case = tuple[Workload, Schedule]
 __all__ = ["ORDERS", "Case", "Edits", "EmulatedGemm"]
@@ -72,7 +72,7 @@ class EmulatedGemm(EmulatedProgram):
         self.run_blocks({"m": m, "words": words}, {**flat, "y": (y, start)})
 
     def params(self) -> tuple[str, ...]:
-        return gemm_params(self.workload, self.schedule)
+        return params(self.workload, self.schedule, self.target)
 
     def expected_calls(self, plan: Plan) -> tuple[str, ...]:
         cases = tuple(case for case in self.together if case[1].program == self.schedule.program)
@@ -80,8 +80,9 @@ class EmulatedGemm(EmulatedProgram):
 
     def build(self) -> Callable[..., None]:
         module = self.module(find_rule(self.schedule.program).module)
-        if "operands.py" in self.edits:
-            module.Operands = self.module(f"{GEMMS}.operands").Operands
+        for file, name in HELPERS.items():
+            if file in self.edits:
+                setattr(module, name, getattr(self.module(f"{GEMMS}.{file.removesuffix('.py')}"), name))
         return module.build(self.workload, self.schedule, self.target)
 
 

@@ -19,25 +19,30 @@ HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a pro
 BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
-RELEASE = "last = stage\n" + " " * 32 + 'T.call_extern("handle", release, T.address_of(empty[last]), thread, 1)\n'
-AWAIT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage * parts]), phase)\n'
-RELEASE_LAST = 'T.call_extern("handle", release, T.address_of(empty[last * parts + 1]), thread, j)\n'
-RELEASE_FIRST = 'T.call_extern("handle", release, T.address_of(empty[stage * parts]), thread, 1)\n'
+RELEASE = "last = stage\n" + " " * 24 + "release(empty[last], thread, 1)\n"
+AWAIT = "await_full(full[stage * parts], phase)\n"
+RELEASE_LAST = "release(empty[last * parts + 1], thread, j)"
+RELEASE_FIRST = "release(empty[stage * parts], thread, 1)\n"
 REST = "multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)\n"
 DRAIN = "T.wait_wgmma(0)\n"
-LAST_RELEASE = DRAIN + " " * 28 + RELEASE_LAST.replace("j)", "1)")
+LAST_RELEASE = DRAIN + " " * 20 + RELEASE_LAST.replace("j)", "1)")
 PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)\n"
-FREE = "T.mbarrier_wait_parity(empty[i % stages * parts], (i // stages & 1) ^ 1)\n"
-LOAD = "load_first_weight(halves,"
-INDENT = " " * 20
-LEFT = "T.cluster_arrive_relaxed()  # has left its stages\n" + INDENT + "T.cluster_wait()\n"
-SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
+FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
+LOAD = "load_weights[part](halves,"
+LEFT = "meet_cluster()  # has left its stages\n"
+SENT = "await_full(sent[i], 0)"
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
+LOADS_X = " " * 20 + "load.x("
 
 
 def loop(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
     """A bug in the program's own file."""
     return Bug(name, workload, schedule, {f"{schedule.program.removeprefix('gemm_')}.py": swap(*pairs)}, sign=sign)
+
+
+def load(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in the loading warps of ``gemm_wgmma``."""
+    return Bug(name, workload, schedule, {"wgmma_load.py": swap(*pairs)}, sign=sign)
 
 
 BUGS = (
@@ -55,7 +60,7 @@ BUGS = (
     loop("sum starts anew at every step", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, True)")),
     loop(
         "stage released before the product", work(W4), RING,
-        (RELEASE, "pass\n"), (PRODUCT, RELEASE.replace(" " * 32, " " * 28) + " " * 28 + PRODUCT),
+        (RELEASE, "pass\n"), (PRODUCT, RELEASE.replace(" " * 24, " " * 20) + " " * 20 + PRODUCT),
     ),
     loop(
         "stage released before the product, in parts", work(W4, k=512), HALVES,
@@ -69,46 +74,43 @@ BUGS = (
     ),
     loop(
         "second part of a step multiplied twice", work(W4, k=512), HALVES,
-        ("for part in (0, parts - 1))\n    load_first_weight", "for part in (parts - 1, parts - 1))\n    load_first_weight"),
+        ("for part in (0, parts - 1))", "for part in (parts - 1, parts - 1))"),
     ),
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
     loop(
         "second part of a stage not waited for", work(W4, k=512), HALVES,
-        ("T.address_of(full[stage * parts + 1]), phase", "T.address_of(full[stage * parts]), phase"), sign="",
+        ("await_full(full[stage * parts + 1], phase)", "await_full(full[stage * parts], phase)"), sign="",
     ),
     loop(
         "first part released before the last is dequantized", work(W4, k=512), HALVES,
-        (REST, RELEASE_FIRST + " " * 32 + REST), (REST + " " * 32 + RELEASE_FIRST, REST), sign="",
+        (REST, RELEASE_FIRST + " " * 24 + REST), (REST + " " * 24 + RELEASE_FIRST, REST), sign="",
     ),
     loop("full stage not waited for", work(W4), RING, (AWAIT, "pass\n"), sign=""),
     loop(
         "full stage's parity wrong", work(W4), RING,
-        ("full[stage * parts]), phase)", "full[stage * parts]), phase ^ 1)"), sign="",
+        ("full[stage * parts], phase)", "full[stage * parts], phase ^ 1)"), sign="",
     ),
-    loop("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
-    loop("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 24 + LOAD, "pass\n" + " " * 24 + LOAD), sign=""),
+    load("empty stage's parity wrong", work(W4), RING, ("(i // stages & 1) ^ 1)", "i // stages & 1)"), sign="nobody can go on"),
+    load("weights loaded over a stage in use", work(W4), RING, (FREE + " " * 16 + LOAD, "pass\n" + " " * 16 + LOAD), sign=""),
     loop(
         "last ring stage skipped", work(W4), Schedule("gemm_wgmma", 64, 16, 64, 3, 4),
         ("Xs[stage, part, 0:height, :]", "Xs[stage % (stages - 1), part, 0:height, :]"),
     ),
-    loop("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
-    loop("x of the wrong rows", work(W4, m=40), RING, ("x[top + first : top + first + rows", "x[first : first + rows")),
-    loop(
-        "x of few rows left out", work(W4, m=70), BOXES,
-        ("box * MANY_ROWS + few * FEW_ROWS:", "box * MANY_ROWS + few * FEW_ROWS + 8:"),
-    ),
+    load("weights of the wrong slab", work(W4, n=256), TWO_SLABS, ("bx * (bn // 64)", "bx")),
+    load("x of the wrong rows", work(W4, m=40), RING, ("x[top + first : top + first + rows", "x[first : first + rows")),
+    load("x of few rows left out", work(W4, m=70), BOXES, ("first + few * FEW_ROWS:", "first + few * FEW_ROWS + 8:")),
     loop("one loading warp counted", work(W4), RING, ("alloc_barrier([64] * (", "alloc_barrier([32] * ("), sign=""),
     loop(
         "x loaded before the kernel that writes it ends", work(W4), RING,
-        (PREDECESSOR + INDENT + "for", "pass\n" + INDENT + "for"), sign="earlier kernel",
+        (PREDECESSOR + LOADS_X, "pass\n" + LOADS_X), sign="earlier kernel",
     ),
     loop(
         "y stored before the kernel that reads it ends", work(W4), RING,
-        (PREDECESSOR + " " * 16 + "stage, phase", "pass\n" + " " * 16 + "stage, phase"), sign="earlier",
+        (PREDECESSOR + " " * 16 + "# the half", "pass\n" + " " * 16 + "# the half"), sign="earlier",
     ),
     loop("shared x released by one block alone", work(W4), PAIR, ("schedule.num_warps * cluster", "schedule.num_warps"), sign=""),
     device("stage released in one block of two", work(W4), PAIR, ("lane < CLUSTER", "lane < 1"), sign="nobody can go on"),
-    loop("each step loaded like the first of its tile", work(W4), RING, ("step, left = step + 1, left - 1", "left = left - 1")),
+    load("each step loaded like the first of its tile", work(W4), RING, ("step, left = step + 1, left - 1", "left = left - 1")),
     device("piece of a shared tile as long as a tile", BUSY, STREAM_K, ("min(tile, share - i)", "tile")),
     # wgmma: strips of tiles
     device("strip of a tile lost", CUT, STRIPS, ("% TAIL * (BLOCK_M / TAIL)", "% 1 * (BLOCK_M / TAIL)"), sign="NaN"),
@@ -116,13 +118,13 @@ BUGS = (
     device("strips of some blocks lost", CUT, STRIPS, ("(cut * TAIL - team + teams - 1)", "(cut * TAIL - team)"), sign="NaN"),
     loop(
         "strip's sums stored for the tile before", CUT, STRIPS,
-        ('(of("pieces", m, block) + piece) if kind', "piece if kind"), sign="",
+        ('(ask("pieces", block) + piece) if kind', "piece if kind"), sign="",
     ),
     # wgmma: shares of tiles
     loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (SENT, "pass"), sign=""),
     loop(
         "parts sent over stages in use", work(W4, m=40), CLUSTERED,
-        (LEFT, LEFT.replace("T.cluster_wait()", "pass")), sign="",
+        (LEFT, "T.cluster_arrive_relaxed()\n"), sign="",
     ),
     device(
         "bytes of a sent part miscounted", work(W4, m=40), CLUSTERED,

@@ -34,6 +34,7 @@ class TileLanguage:
     """Stands in for the module ``tilelang.language`` while one kernel runs. ``symbols`` are its dynamic extents."""
 
     GemmWarpPolicy = SimpleNamespace(FullRow="FullRow")
+    Ref = int  # annotates a variable that a macro assigns: here none is read after the macro
 
     def __init__(self, symbols: dict[str, int], plan: Plan, device: DeviceCode | None, order: random.Random) -> None:
         self.symbols, self.plan, self.device, self.order = symbols, plan, device, order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -11,8 +11,11 @@ from cpu_cases import FEATURES, activations, guards_intact, operands, poisoned, 
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.schedules.gemm.cpu import cpu_candidates, cpu_legal
+from tilebit.schedules.gemm.operation import CPU as CPU_RULE
 from tilebit.schedules.gemm.workload import DTYPES, Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
@@ -222,9 +225,8 @@ def test_candidates_are_legal_and_ordered():
 def test_illegal_schedules_say_why():
     workload = Workload(1, 64, 64, QuantFormat(4, 32))
     good = Schedule("gemm_cpu", 32, 1, 32, num_warps=2)
-    assert cpu_legal(workload, good, target("avx2")) == []
+    assert CPU_RULE.reasons(workload, good, target("avx2")) == []
     wrong = {
-        "program is": Schedule("gemm_mma", 32, 1, 32, num_warps=2),
         "block_n is 48": Schedule("gemm_cpu", 48, 1, 32, num_warps=2),
         "block_k is 24": Schedule("gemm_cpu", 32, 1, 24, num_warps=2),
         "must divide the group size 32": Schedule("gemm_cpu", 32, 1, 64, num_warps=2),
@@ -236,11 +238,13 @@ def test_illegal_schedules_say_why():
         "raster is 4": Schedule("gemm_cpu", 32, 1, 32, num_warps=2, raster=4),
     }
     for words, schedule in wrong.items():
-        (sentence,) = cpu_legal(workload, schedule, target("avx2"))
+        (sentence,) = CPU_RULE.reasons(workload, schedule, target("avx2"))
         assert words in sentence
-    (sentence,) = cpu_legal(Workload(1, 1 << 17, 1 << 15, QuantFormat(4, 32)), good, target("avx2"))
+    (sentence,) = CPU_RULE.reasons(Workload(1, 1 << 17, 1 << 15, QuantFormat(4, 32)), good, target("avx2"))
     assert "2^31" in sentence
-    from tilebit.schedules.target import target_from_name
-
-    (sentence,) = cpu_legal(workload, good, target_from_name("sm_80"))
-    assert "avx2" in sentence and cpu_candidates(workload, target_from_name("sm_80")) == []
+    (sentence,) = CPU_RULE.reasons(workload, good, target_from_name("sm_80"))
+    assert sentence == "gemm_cpu does not run on sm_80; accepted: cpu." and cpu_candidates(workload, target_from_name("sm_80")) == []
+    (sentence,) = legal(workload, replace(good, program="gemm_mma"), target("avx2"))
+    assert sentence == "gemm_mma does not run on cpu; accepted: sm_80, sm_86, sm_89, sm_90a."
+    (sentence,) = legal(workload, replace(good, program="gemm_tpu"), target("avx2"))
+    assert "program is 'gemm_tpu'; accepted for" in sentence

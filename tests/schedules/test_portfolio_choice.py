@@ -1,0 +1,97 @@
+"""What serves every m of a shape: what was measured at the m where something was, legal kernels everywhere, also where tuning failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import candidates, legal
+from tilebit.schedules.portfolio import MOST_KERNELS
+from tilebit.schedules.records import TuningRecord, latest, shipped_records
+from tilebit.schedules.select import Known, choose, neighbours, portfolio, refresh
+from tilebit.schedules.target import target_from_name
+
+H200 = target_from_name("sm_90a")
+A100 = target_from_name("sm_80")  # neither records nor a ranker
+TUNED = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_on(H200)]
+SHAPES = list(dict.fromkeys(r.workload.static() for r in TUNED if isinstance(r.workload, Workload)))
+SOME = SHAPES[::9]
+UNTUNED = Workload(1, 6656, 5120)
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's records, none so far."""
+    monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
+    refresh()
+    yield tmp_path / "records.jsonl"
+    refresh()
+
+
+def rest_are_slow(some: list[Workload], every: list[Workload]) -> list:
+    return [pytest.param(s, id=s.served, marks=() if s in some else pytest.mark.slow) for s in every]
+
+
+@pytest.mark.parametrize("shape", rest_are_slow(SOME, SHAPES))
+def test_a_recorded_m_is_served_by_the_fastest_recorded_there(shape: Workload, mine: Path) -> None:
+    best: dict[Workload, TuningRecord] = {}
+    for r in latest(TUNED).values():
+        if (
+            isinstance(r.workload, Workload)
+            and r.workload.static() == shape
+            and r.us is not None
+            and r.ok
+            and not legal(r.workload, r.schedule, H200)
+        ):
+            held = best.get(r.workload)
+            best[r.workload] = r if held is None or r.us < (held.us or 0) else held
+    assert best
+    table = portfolio(shape, H200)
+    assert table is not None
+    for workload, r in best.items():
+        assert choose(workload, H200).schedule == r.schedule == table.at(workload.m), workload.m
+
+
+@pytest.mark.parametrize("shape", rest_are_slow([*SOME, UNTUNED], [*SHAPES, UNTUNED]))
+def test_every_m_is_served_by_a_kernel_that_is_legal_there(shape: Workload, mine: Path) -> None:
+    table = portfolio(shape, H200)
+    assert table is not None
+    assert not [m for m in range(1, 5001) if legal(replace(shape, m=m), table.at(m), H200)]
+    if shape == UNTUNED:
+        assert len(table.kernels) <= MOST_KERNELS
+    for m in (1, 3, 24, 257, 700, 3000, 4999):
+        assert choose(replace(shape, m=m), H200).schedule == table.at(m), m
+
+
+def test_where_all_failed_when_tuned_the_other_m_are_served_by_what_did_not(mine: Path) -> None:
+    before = portfolio(UNTUNED, A100)
+    assert before is not None
+    at = UNTUNED.with_m(200)
+    failed = [TuningRecord(at, s, A100.name, A100.arch, A100.units, status="crash", reason="made up") for s in candidates(at, A100) or []]
+    assert {before.at(m) for m in (200, 300, 3000)} & {r.schedule for r in failed}
+    mine.write_text("".join(json.dumps(r.to_json()) + "\n" for r in failed))
+    refresh()
+    table = portfolio(UNTUNED, A100)
+    assert table is not None and choose(at, A100).source == "failed" and table.at(200) == choose(at, A100).schedule
+    assert not {r.schedule for r in failed} & {table.at(m) for m in (1, 16, 64, 300, 700, 3000)}, "what failed serves nothing else"
+    assert table.at(16) == before.at(16)
+
+
+def test_records_that_say_nothing_are_left_out() -> None:
+    """Of another workload only what was about the fastest there; of this one everything that works, with the fastest first."""
+    here, there = Workload(64, 4096, 4096), Workload(64, 5120, 4096)
+    options = (candidates(here, H200) or [])[:3]
+    records = [
+        TuningRecord(w, s, H200.name, H200.arch, H200.units, us=us)
+        for w in (here, there)
+        for s, us in zip(options, (9.0, 5.0, 5.2), strict=True)
+    ]
+    records.append(TuningRecord(here, options[0], H200.name, H200.arch, H200.units, us=8.0))  # a later measurement
+    for known in (records, Known.among(records)):
+        found = [(r.workload, r.us) for _, r in neighbours(here, H200, known)]
+        assert found == [(here, 5.0), (here, 5.2), (here, 8.0), (there, 5.0), (there, 5.2)]

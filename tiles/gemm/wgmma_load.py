@@ -1,0 +1,108 @@
+"""What the two loading warps of ``gemm_wgmma`` do: one brings weights, scales and zero points, one x, by TMA.
+
+Each walks over all steps of its block. For every part of a step it waits until ``empty`` says that
+the part's place in the ring has been read, has TMA fill it, and arrives at ``full``, which the
+bytes complete. Part ``part`` of iteration i lies in stage i % num_stages; both barriers have one
+element for every part of every stage.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from .wgmma_plan import Plan
+
+# Rows of x that a load of a tile with fewer than its height fetches: those beyond the last take TMA longer
+# to fill with zeros than to load (results/notes/wgmma-few-rows.md). Whole tiles come in one box (wgmma-one-box.md).
+MANY_ROWS, FEW_ROWS = 64, 16
+
+
+def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
+    """TileLang macros: ``weights`` and ``x`` are all that one warp does; ``m`` is the kernel's dynamic number of rows.
+
+    ``step``, ``bx``, ``top`` and ``left`` are variables: the step, the tile's place and the steps left
+    of a piece of a tile. Where a piece begins is found once, because divisions of loading warps keep
+    the tensor cores waiting (results/notes/wgmma-places.md).
+    """
+    import tilelang.language as T
+
+    p, s, parts, lines = plan.operands, plan.operands.schedule, plan.parts, plan.lines
+    bn, bk, stages, cluster = s.block_n, s.block_k, s.num_stages, s.cluster
+
+    def ask(what, *where):
+        return plan.ask(T, what, m, *where)
+
+    def weight_part(part):
+        @T.macro
+        def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
+            rows, line, group = bx * (bn // 64), (step * parts + part) * lines, p.group_of(step)
+            T.tma_copy(
+                halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
+            )
+            if part == 0:  # for all parts, the last of which is dequantized before the first is released
+                T.tma_copy(scales[group : group + p.step_groups, bx * bn : bx * bn + bn], Ss[stage, :, :], barrier=full[stage * parts])
+            if part == 0 and p.asymmetric:
+                T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[stage, :, :], barrier=full[stage * parts])
+
+        return load
+
+    def x_part(part, height):
+        @T.macro
+        def load_rows(x, Xs, full, step, top, stage, first, rows):
+            k0 = (step * parts + part) * (bk // parts)
+            T.tma_copy(
+                x[top + first : top + first + rows, k0 : k0 + bk // parts], Xs[stage, part, first : first + rows, :],
+                barrier=full[stage * parts + part], cluster_mask=(1 << cluster) - 1 if cluster > 1 else None,
+            )  # fmt: skip
+
+        @T.macro
+        def load_few(x, Xs, full, step, top, stage, first, boxes):
+            for few in T.unroll(boxes):
+                if m - top > first + few * FEW_ROWS:
+                    load_rows(x, Xs, full, step, top, stage, first + few * FEW_ROWS, FEW_ROWS)
+
+        @T.macro
+        def load(x, Xs, full, step, top, stage):
+            if m - top > height - FEW_ROWS:
+                load_rows(x, Xs, full, step, top, stage, 0, height)
+            elif height >= MANY_ROWS:
+                for box in T.unroll(height // MANY_ROWS):
+                    if m - top > box * MANY_ROWS + MANY_ROWS - FEW_ROWS:
+                        load_rows(x, Xs, full, step, top, stage, box * MANY_ROWS, MANY_ROWS)
+                    else:
+                        load_few(x, Xs, full, step, top, stage, box * MANY_ROWS, MANY_ROWS // FEW_ROWS - 1)
+                if height % MANY_ROWS:
+                    load_few(x, Xs, full, step, top, stage, height // MANY_ROWS * MANY_ROWS, height % MANY_ROWS // FEW_ROWS)
+            else:
+                load_few(x, Xs, full, step, top, stage, 0, height // FEW_ROWS)
+
+        return load
+
+    each_part = tuple(range(parts))
+    kinds = tuple(range(len(plan.heights)))
+    load_weights = [weight_part(part) for part in each_part]
+    load_x = [[x_part(part, height) for part in each_part] for height in plan.heights]
+
+    @T.macro
+    def weights(halves, scales, zeros, Ws, Ss, Zs, full, empty, block, step: T.Ref, bx: T.Ref, left: T.Ref):
+        for i in T.serial(ask("iterations", block)):
+            if left == 0:
+                step, bx, left = ask("step", block, i), ask("n_block", block, i), ask("left", block, i)
+            for part in each_part:
+                T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)
+                load_weights[part](halves, scales, zeros, Ws, Ss, Zs, full, step, bx, i % stages)
+                T.barrier_arrive(full[i % stages * parts + part])
+            step, left = step + 1, left - 1
+
+    @T.macro
+    def rows_of_x(x, Xs, full, empty, block, step: T.Ref, top: T.Ref, left: T.Ref):
+        for kind in kinds:
+            for i in T.serial(*plan.run(T, kind, m, block)):
+                if left == 0:
+                    step, top, left = ask("step", block, i), ask("first_row", block, i), ask("left", block, i)
+                for part in each_part:
+                    T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)
+                    load_x[kind][part](x, Xs, full, step, top, i % stages)
+                    T.barrier_arrive(full[i % stages * parts + part])
+                step, left = step + 1, left - 1
+
+    return SimpleNamespace(weights=weights, x=rows_of_x)

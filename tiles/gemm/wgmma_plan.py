@@ -1,0 +1,93 @@
+"""How a block of ``gemm_wgmma`` divides its work, and the device functions that it calls for it, with their template arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...schedules.gemm import rules as rules
+from .operands import BARRIER, Operands
+
+PRODUCERS = rules.WGMMA.producer_threads  # of the warpgroup that loads: registers are handed from warpgroup to warpgroup
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Of one (workload, schedule). ``kinds`` of tiles below are indices into ``heights``: 0 a whole tile, 1 a strip of one."""
+
+    operands: Operands
+
+    @property
+    def parts(self) -> int:
+        """Of a step, each of which is loaded by itself and has registers of its own for its weights."""
+        return 2 if self.operands.records % 2 == 0 else 1
+
+    @property
+    def lines(self) -> int:
+        """Half records of a slab in a part."""
+        return self.operands.records // self.parts * 2
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of x of a whole tile and, where a last wave is cut into strips, of a strip."""
+        s = self.operands.schedule
+        return (s.block_m,) if s.tail == 1 else (s.block_m, s.block_m // s.tail)
+
+    @property
+    def clustered(self) -> bool:
+        """The parts of a tile are added up by a cluster, through its shared memory."""
+        return rules.clustered_split(self.operands.schedule)
+
+    @property
+    def shared(self) -> bool:
+        """They are added up through a workspace."""
+        s = self.operands.schedule
+        return s.stream_k or (s.split_k > 1 and not self.clustered)
+
+    @property
+    def consumers(self) -> int:
+        """Threads that compute."""
+        return self.operands.schedule.num_warps * 32
+
+    @property
+    def order(self) -> str:
+        """The type whose functions say which steps of which tiles a block takes."""
+        p, s = self.operands, self.operands.schedule
+        n_blocks = -(-p.n_pad // s.block_n)
+        return f"tilebit::Order<{n_blocks}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}>"
+
+    def dequantize(self, part: int) -> str:
+        return self.operands.dequantize_call(part, self.parts)
+
+    def finish(self, kind: int) -> str:
+        store = self.operands.store_type(self.heights[kind])
+        return f"tilebit::finish_tile<{self.order}, {store}, {self.consumers}, {BARRIER}, {'true' if self.shared else 'false'}>"
+
+    @property
+    def own_chunks(self) -> tuple[int, ...]:
+        """Each block's, of a tile that the two of a cluster share."""
+        return tuple(range(-(-self.operands.schedule.block_m // self.operands.staged_columns // 2)))
+
+    @property
+    def send_half(self) -> str:
+        return f"tilebit::send_half<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}>"
+
+    def store_chunk(self, chunk: int) -> str:
+        return f"tilebit::store_chunk<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}, {chunk}>"
+
+    @property
+    def release(self) -> str:
+        return f"tilebit::release<{self.operands.schedule.cluster}>"
+
+    @property
+    def keep(self) -> str:
+        return f"{self.order}::keep<{BARRIER}, {self.consumers}>"
+
+    def ask(self, T: Any, what: str, *where: Any) -> Any:
+        """A member of ``order``, which the device computes: as TIR the divisions would be written out at every use."""
+        return T.call_pure_extern("int32", f"{self.order}::{what}", *where)
+
+    def run(self, T: Any, kind: int, m: Any, block: Any) -> tuple[Any, Any]:
+        """The iterations of a block that multiply tiles of ``kind``: (first, one past the last)."""
+        first, end = self.ask(T, "first_strip", m, block) if len(self.heights) > 1 else None, self.ask(T, "iterations", m, block)
+        return (first, end) if kind else (0, end if first is None else first)

@@ -1,4 +1,4 @@
-"""Every CUDA program once, through the whole gate of the tuner: the exact oracle (of attention: what the cache says, in fp64), random
+"""Every CUDA program, through the whole gate of the tuner: the exact oracle (of attention: what the cache says, in fp64), random
 values, poison, guard bands, the same bits twice. What `make gpu-smoke` runs."""
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ CASES: tuple[Case, ...] = (
     (Workload(33, 320, 1056, W8, "bfloat16"), Schedule("gemm_mma", 64, 16, 32, 3, 4)),
     (Workload(8, 505, 1001, W4, "bfloat16", bias=True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
     (Workload(2, 505, 1001, W4, bias=True), Schedule("gemm_stream_bulk", 32, 2, 64, 4, 8, split_k=2)),
+    (Workload(5, 505, 1001, W4), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),  # sums by ticket
+    (Workload(16, 512, 1152, W4, bias=True), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),  # warps apart by a step
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),
     (GATHER, Schedule("attention_gather", RESIDUAL, 1, 64, num_warps=4)),
     (PREFILL, Schedule("attention_prefill", 128, 128, 128, 2, 8)),
+    (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),  # two blocks share the registers of an SM
     (PREFILL, Schedule("attention_prefill_mma", 64, 128, 128, 2, 8)),
 )
-QUICK = CASES[6]  # compiles in the least time
+QUICK = next(case for case in CASES if case[1].program == "attention_append")  # compiles in the least time
 
 
 def label(case: Case) -> str:
     return case[1].program
 
 
-def test_every_cuda_program_is_there_once() -> None:
+def test_every_cuda_program_is_there() -> None:
     """Needs no GPU: a program that was added, or a case that the rules no longer accept, shows where the suite is edited."""
-    assert sorted(map(label, CASES)) == sorted(programs(arch="sm_90a"))
+    assert set(map(label, CASES)) == set(programs(arch="sm_90a"))
     for workload, schedule in CASES:
         assert legal(workload, schedule, target_from_name("sm_90a")) == [], schedule
 

@@ -205,7 +205,7 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert Schedule.from_json(exhaustive["schedule"]) == min(tried[3:6], key=lambda r: r.us or 0.0).schedule
     assert Schedule.from_json(exhaustive["best_schedule"]) in {r.schedule for r in tried[3:]}
     assert 0 < exhaustive["best_us"] <= exhaustive["tuned_us"] and exhaustive["legal"] > 5 and "3 candidates" in exhaustive["rule"]
-    assert fresh["run"] == exhaustive["run"] and f"select {fresh['us']:.2f} us (model), tuned {fresh['best_us']:.2f} us" in said
+    assert fresh["run"] == exhaustive["run"] and f"select {fresh['us']:.2f} us ({fresh['source']}), tuned {fresh['best_us']:.2f} us" in said
     assert f"tuned {exhaustive['tuned_us']:.2f} us, scan of 5 {exhaustive['best_us']:.2f} us" in said and "96 x 256" in selection_section(
         out
     )

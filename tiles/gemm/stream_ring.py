@@ -149,13 +149,11 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     def request_x(x, shared, own, step, slot):
         """The warp's share of a step's x. Rows past the last are left as they are (their columns of y
         are not stored), k past the last is zero."""
-        x_row = (row_of(own.warp) * 32 + own.lane) // x_chunks
-        if s.block_m % x_rows == 0 or x_row < s.block_m:
-            T.call_extern(
-                "handle", copy_x, x_at(shared, own.warp, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
-                x.shape[0] - own.column - x_row, own.column + s.block_m <= x.shape[0],
-                True if whole else step * s.block_k + own.lane % x_chunks * CHUNK < p.kx,
-            )  # fmt: skip
+        T.call_extern(
+            "handle", copy_x, x_at(shared, own.warp, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
+            (row_of(own.warp) * 32 + own.lane) // x_chunks, x.shape[0] - own.column, own.column + s.block_m <= x.shape[0],
+            True if whole else step * s.block_k + own.lane % x_chunks * CHUNK < p.kx,
+        )  # fmt: skip
         if bulk:
             T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own.warp, slot))
 

@@ -16,6 +16,7 @@ WIDE = Schedule("gemm_stream", 128, 8, 64, 2, 4)
 SPLIT = Schedule("gemm_stream", 64, 8, 64, 2, 2, split_k=2)
 BULK = Schedule("gemm_stream_bulk", 64, 8, 64, 3, 2)
 BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
+THREE = Schedule("gemm_stream", 192, 16, 128, 2, 3)  # that bring six rows of x at once
 SIXTEEN = Schedule("gemm_stream", 64, 16, 64, 2, 2)
 APART = Schedule("gemm_stream_bulk", 256, 16, 128, 2, 4)
 OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packed records
@@ -62,6 +63,7 @@ BUGS = (
         ("(r * ROWS + first) * 32", "r * ROWS * 32"), sign="",
     ),
     device("rows of x behind the first of a thread lost", MANY, SIXTEEN, ("i * PITCH, from + int64_t(i) * stride", "i * PITCH, from")),
+    device("rows of x behind the tile's last", work(W4Z, m=16, n=192, k=512), THREE, ("|| row + i < ROWS", "|| true"), sign=""),
     ring("k tail of x not zero", work(W4, m=5, k=500), STREAM, ("True if whole else step", "True if True else step"), sign=""),
     ring(
         "scales of a group past k read", work(FINE, m=5, k=480), STREAM,

@@ -53,6 +53,11 @@ BETWEEN_RECORDS = (
     (Workload(12, 320, 256, QuantFormat(4, 128, True)), Schedule("gemm_stream", 80, 16, 64, 2, 2)),
     (Workload(16, 448, 512, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 112, 16, 128, 2, 2)),  # rows in three records
     (Workload(16, 256, 768, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),  # warps apart by a step
+    # Seven and three warps bring 14 and 6 rows of x at once: of the last few rows only some of them.
+    (Workload(16, 448, 512, QuantFormat(4, 128, False)), Schedule("gemm_stream_bulk", 448, 16, 128, 2, 7)),
+    (Workload(15, 448, 384, QuantFormat(4, 128, True)), Schedule("gemm_stream_bulk", 448, 16, 128, 2, 14)),
+    (Workload(8, 192, 384, QuantFormat(4, 64, True)), Schedule("gemm_stream", 192, 8, 128, 2, 3)),
+    (Workload(16, 320, 256, QuantFormat(4, 128, True), "bfloat16"), Schedule("gemm_stream", 320, 16, 128, 2, 5)),
     (Workload(3, 430, 192, QuantFormat(8, 64, True), "bfloat16"), Schedule("gemm_stream", 224, 4, 64, 2, 4)),
     (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
 )

@@ -40,19 +40,17 @@ __device__ __forceinline__ void async_copy_weights(SharedAddress to, const void*
     }
 }
 
-// 16 bytes of each of rows 0, STEP, 2 STEP ... below ROWS, which lie `stride` bytes apart, to rows of
-// PITCH bytes: of all (`whole`), or only of those below `there`. Zeros where they are not `inside`.
+// 16 bytes of each of rows `row`, row + STEP, row + 2 STEP ... below ROWS, which lie `stride` bytes
+// apart, to rows of PITCH bytes; `to` and `from` are those of the first. Of all (`whole`), or only of
+// those below `there`. Zeros where they are not `inside`.
 template <int ROWS, int STEP, int PITCH>
-__device__ __forceinline__ void async_copy_rows(SharedAddress to, const void* from_, int stride, int there, bool whole, bool inside) {
+__device__ __forceinline__ void async_copy_rows(SharedAddress to, const void* from_, int stride, int row, int there, bool whole, bool inside) {
   const char* from = fresh(static_cast<const char*>(from_));  // found once, not for each row anew
-  if (ROWS == 1 || whole) {
+  const bool all = ROWS == 1 || whole;
 #pragma unroll
-    for (int i = 0; i < ROWS; i += STEP) cp_async_16(to.address + i * PITCH, from + int64_t(i) * stride, inside);
-  } else {
-#pragma unroll
-    for (int i = 0; i < ROWS; i += STEP)
-      if (i < there) cp_async_16(to.address + i * PITCH, from + int64_t(i) * stride, inside);
-  }
+  for (int i = 0; i < ROWS; i += STEP)
+    if ((i + STEP <= ROWS || row + i < ROWS) && (all || row + i < there))
+      cp_async_16(to.address + i * PITCH, from + int64_t(i) * stride, inside);
 }
 
 // 16 bytes of one of two places.

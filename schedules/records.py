@@ -73,6 +73,11 @@ class TuningRecord:
         """Whether this was measured on a device like ``target``: same arch, name and number of units."""
         return (self.arch, self.gpu, self.units) == (target.arch, target.name, target.units)
 
+    def measured_on_sibling(self, target: Target) -> bool:
+        """Whether this was measured on a device like ``target`` or on one of the same arch and as many units, which differs from it in
+        memory and clocks (H100 and H200)."""
+        return (self.arch, self.units) == (target.arch, target.units)
+
     def to_json(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
         return {**self.extra, **data, "workload": self.workload.to_json(), "schedule": self.schedule.to_json()}

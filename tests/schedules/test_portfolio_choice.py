@@ -57,6 +57,16 @@ def test_a_recorded_m_is_served_by_the_fastest_recorded_there(shape: Workload, m
         assert choose(workload, H200).schedule == r.schedule == table.at(workload.m), workload.m
 
 
+@pytest.mark.parametrize("shape", rest_are_slow(SOME, SHAPES))
+def test_a_sibling_s_tuned_choices_serve_where_nothing_is_tuned(shape: Workload, mine: Path) -> None:
+    """An H100 has an H200's cores."""
+    sibling = replace(H200, name="NVIDIA H100 80GB HBM3")
+    tuned = {r.workload.m for r in TUNED if isinstance(r.workload, Workload) and r.workload.static() == shape and r.ok}
+    for m in tuned:
+        workload = replace(shape, m=m)
+        assert choose(workload, sibling).schedule == choose(workload, H200).schedule, m
+
+
 @pytest.mark.parametrize("shape", rest_are_slow([*SOME, UNTUNED], [*SHAPES, UNTUNED]))
 def test_every_m_is_served_by_a_kernel_that_is_legal_there(shape: Workload, mine: Path) -> None:
     table = portfolio(shape, H200)

@@ -85,10 +85,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def open_rings(shared, own):
         """Barriers of the slots: one is filled when its weights' bytes, which one lane announces, and
         all lanes' copies have come."""
-        if ring.row_of(own.warp) == 0 and own.lane < stages:
-            T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, own.warp, own.lane), 33 * warps_n)
+        if own.member == 0 and own.lane < stages:
+            T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, own, own.lane), 33 * warps_n)
             if apart:
-                T.call_extern("handle", "tilebit::mbarrier_init", ring.x_read(shared, own.warp, own.lane), warps_n)
+                T.call_extern("handle", "tilebit::mbarrier_init", ring.x_read(shared, own, own.lane), warps_n)
         T.call_extern("handle", "tilebit::fence_barriers")
         ring.meet(own)
 
@@ -110,7 +110,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     @T.macro
     def await_slot(shared, own, slot, phase):
         if bulk:
-            T.call_extern("handle", "tilebit::mbarrier_wait", ring.filled(shared, own.warp, slot), phase)
+            T.call_extern("handle", "tilebit::mbarrier_wait", ring.filled(shared, own, slot), phase)
         else:
             T.ptx_wait_group(stages - 1)
             ring.meet(own)
@@ -119,7 +119,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def await_readers(shared, own, slot, phase):
         """All that share the slot have read its x."""
         if apart:
-            T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own.warp, slot), phase)
+            T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)
         else:
             ring.meet(own)
 
@@ -141,7 +141,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             x_sums = T.alloc_local((column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
             own = ring.own(thread, bx, by)
-            step, end = T.alloc_var("int32", init=bz * p.steps // splits + ring.ring_of(own.warp)), (bz + 1) * p.steps // splits
+            step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
 
             if bulk:
@@ -159,9 +159,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             while step < end:  # the ring's share of the block's steps
                 await_slot(shared, own, slot, phase)
                 T.call_extern(
-                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own.warp, slot),
-                    ring.weights_at(shared, own.warp, slot), ring.parameters_at(shared, own.warp, slot), sums.access_ptr("rw"),
-                    products.access_ptr("rw"), x_sums.access_ptr("rw"), own.lane, ring.x_read(shared, own.warp, slot),
+                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own, slot),
+                    ring.weights_at(shared, own, slot), ring.parameters_at(shared, own, slot), sums.access_ptr("rw"),
+                    products.access_ptr("rw"), x_sums.access_ptr("rw"), own.lane, ring.x_read(shared, own, slot),
                 )  # fmt: skip
                 T.sync_warp()  # all lanes have read the weights, which are the warp's own
                 if step + stages * rings < end:
@@ -182,7 +182,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             )  # fmt: skip
 
             T.sync_threads()  # the rings become sums [ring][column][sum_pitch]
-            own_sums = ring.ring_of(thread // 32) * (s.block_m * sum_pitch) + ring.row_of(thread // 32) * rows
+            own_sums = thread // 32 // warps_n * (s.block_m * sum_pitch) + thread // 32 % warps_n * rows
             T.call_extern("handle", store_sums, sums.access_ptr("r"), T.address_of(shared[own_sums]), own.lane)
             T.sync_threads()
             if splits == 1:

@@ -18,8 +18,8 @@ CHUNK = 8  # elements of 16 bytes, which one thread copies at a time
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a thread of a kernel knows of itself (TIR expressions): its ``lane``, its ``warp`` of the
-    block, that warp's first ``row`` of W and the block's first ``column`` of x; where its copies
+    """What a thread of a kernel knows of itself (TIR expressions): its ``lane``, its ``ring`` and the
+    number of its warp in it (``member``), that warp's first ``row`` of W and the block's first ``column`` of x; where its copies
     begin at step 0, from which a step is one multiplication away: of parameters in [groups, n_pad],
     of x in the block's rows, of x in a slot (bytes); and the cache policy of bulk copies.
 
@@ -28,7 +28,8 @@ class Own:
     """
 
     lane: Any
-    warp: Any
+    ring: Any
+    member: Any
     row: Any
     column: Any
     parameter: Any
@@ -59,31 +60,23 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     scale_chunks = groups * row_chunks  # which those of zero points follow
     chunks = scale_chunks * (2 if p.asymmetric else 1)
 
-    # Written out wherever they are used: bound to a name they would lose their ranges, and indices become 64-bit.
-    def ring_of(warp):
-        return warp % s.num_warps // warps_n
+    def x_at(shared, own, slot, byte=0):
+        return T.address_of(shared[((own.ring * stages + slot) * slot_bytes + byte) // 4])
 
-    def row_of(warp):
-        """The warp's number in its ring."""
-        return warp % warps_n
+    def weights_at(shared, own, slot, byte=0):
+        return x_at(shared, own, slot, x_bytes + own.member * warp_bytes + byte)
 
-    def x_at(shared, warp, slot, byte=0):
-        return T.address_of(shared[((ring_of(warp) * stages + slot) * slot_bytes + byte) // 4])
-
-    def weights_at(shared, warp, slot, byte=0):
-        return x_at(shared, warp, slot, x_bytes + row_of(warp) * warp_bytes + byte)
-
-    def parameters_at(shared, warp, slot, byte=0):
+    def parameters_at(shared, own, slot, byte=0):
         """Of the scales of the step's groups [groups, rows]; zero points follow."""
-        return weights_at(shared, warp, slot, weight_bytes + byte)
+        return weights_at(shared, own, slot, weight_bytes + byte)
 
-    def filled(shared, warp, slot):
+    def filled(shared, own, slot):
         """The barrier that counts what bulk copies and threads bring into a slot."""
-        return T.address_of(shared[barriers_at + (ring_of(warp) * stages + slot) * 2])
+        return T.address_of(shared[barriers_at + (own.ring * stages + slot) * 2])
 
-    def x_read(shared, warp, slot):
+    def x_read(shared, own, slot):
         """The barrier that counts the warps that have read the slot's x."""
-        return T.address_of(shared[barriers_at + (rings * stages + ring_of(warp) * stages + slot) * 2])
+        return T.address_of(shared[barriers_at + (rings * stages + own.ring * stages + slot) * 2])
 
     def parameter_at(row, chunk):
         """The first element of a step's chunk of scales or zero points, in [groups, n_pad]."""
@@ -96,12 +89,19 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         """A number that is found once: nvcc would find it anew in every step."""
         return variable("int32", T.call_extern("int32", "tilebit::fresh", value))
 
+    def below(number, count):
+        """A number below ``count``, which is written so that TIR knows it: the rest of a division by
+        12 of what it knows nothing of is one of 64 bits."""
+        return number & ((1 << (count - 1).bit_length()) - 1) if count > 1 else 0
+
     def own(thread, bx, by):
-        warp = variable("int32", T.shfl_sync(thread // 32, 0))  # so nvcc knows that a warp has one
-        lane, row = kept(thread % 32), kept(bx * s.block_n + row_of(warp) * rows)
-        x_row, x_chunk = (row_of(warp) * 32 + lane) // x_chunks, lane % x_chunks
+        warp = below(variable("int32", T.shfl_sync(thread // 32, 0)), s.num_warps)  # so nvcc knows that a warp has one
+        ring = below(variable("int32", warp // warps_n), rings)
+        member = below(variable("int32", warp % warps_n), warps_n)
+        lane, row = kept(thread % 32), kept(bx * s.block_n + member * rows)
+        x_row, x_chunk = (member * 32 + lane) // x_chunks, lane % x_chunks
         return Own(
-            lane, warp, row, by * s.block_m, kept(parameter_at(row, lane)), kept(x_row * p.kx + x_chunk * CHUNK),
+            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)), kept(x_row * p.kx + x_chunk * CHUNK),
             kept(x_row * x_pitch + x_chunk * 16), variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
         )  # fmt: skip
 
@@ -111,21 +111,21 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         if warps_n == 1:
             T.sync_warp()
         else:
-            T.sync_threads(1 + ring_of(own.warp), 32 * warps_n)
+            T.sync_threads(1 + own.ring, 32 * warps_n)
 
     @T.macro
     def request_weights(weight, shared, own, step, slot):
         """The warp's packed weights of a step."""
         if not bulk:
             T.call_extern(
-                "handle", copy_weights, weights_at(shared, own.warp, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
+                "handle", copy_weights, weights_at(shared, own, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
                 own.row % 64, p.k_tiles, own.lane,
             )  # fmt: skip
         elif T.call_extern("bool", "tilebit::elect"):
-            T.call_extern("handle", "tilebit::mbarrier_expect", filled(shared, own.warp, slot), weight_bytes)
+            T.call_extern("handle", "tilebit::mbarrier_expect", filled(shared, own, slot), weight_bytes)
             T.call_extern(
-                "handle", copy_weights, weights_at(shared, own.warp, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
-                own.row % 64, p.k_tiles, filled(shared, own.warp, slot), own.policy,
+                "handle", copy_weights, weights_at(shared, own, slot), T.address_of(weight[own.row // 64, step * p.records, 0]),
+                own.row % 64, p.k_tiles, filled(shared, own, slot), own.policy,
             )  # fmt: skip
 
     @T.macro
@@ -140,7 +140,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                 if chunks % 32 == 0 or chunk < chunks:
                     at = group * p.n_pad + (own.parameter if i == 0 else parameter_at(own.row, chunk))
                     T.call_extern(
-                        "handle", "tilebit::async_copy_either", parameters_at(shared, own.warp, slot, chunk * 16),
+                        "handle", "tilebit::async_copy_either", parameters_at(shared, own, slot, chunk * 16),
                         T.address_of(scales[0, at]), T.address_of(zeros[0, at]) if p.asymmetric else T.address_of(scales[0, at]),
                         chunk < scale_chunks, True if whole else group + chunk % scale_chunks // row_chunks < p.groups,
                     )  # fmt: skip
@@ -150,14 +150,14 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         """The warp's share of a step's x. Rows past the last are left as they are (their columns of y
         are not stored), k past the last is zero."""
         T.call_extern(
-            "handle", copy_x, x_at(shared, own.warp, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
-            (row_of(own.warp) * 32 + own.lane) // x_chunks, x.shape[0] - own.column, own.column + s.block_m <= x.shape[0],
+            "handle", copy_x, x_at(shared, own, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
+            (own.member * 32 + own.lane) // x_chunks, x.shape[0] - own.column, own.column + s.block_m <= x.shape[0],
             True if whole else step * s.block_k + own.lane % x_chunks * CHUNK < p.kx,
         )  # fmt: skip
         if bulk:
-            T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own.warp, slot))
+            T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own, slot))
 
     return SimpleNamespace(
-        ring_of=ring_of, row_of=row_of, x_at=x_at, weights_at=weights_at, parameters_at=parameters_at, filled=filled, x_read=x_read,
+        x_at=x_at, weights_at=weights_at, parameters_at=parameters_at, filled=filled, x_read=x_read,
         own=own, meet=meet, request_weights=request_weights, request_parameters=request_parameters, request_x=request_x,
     )  # fmt: skip

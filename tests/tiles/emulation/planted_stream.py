@@ -24,7 +24,7 @@ MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
-READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own.warp, slot), phase)\n'
+READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"
 TOLD = 'T.call_extern("handle", "tilebit::mbarrier_wait", T.address_of(shared[told]), 0)'
 
@@ -71,11 +71,11 @@ BUGS = (
     ),
     ring("rows of x read that are not there", FEW, STREAM, ("own.column + s.block_m <= x.shape[0]", "True"), sign="past the ends"),
     ring("x of the first step in every slot", FEW, STREAM, ("own.x + step * s.block_k]", "own.x]")),
-    ring("weights of a neighbour", FEW, WIDE, ("row_of(warp) * warp_bytes", "0 * warp_bytes"), sign=""),
+    ring("weights of a neighbour", FEW, WIDE, ("own.member * warp_bytes", "0 * warp_bytes"), sign=""),
     ring("bytes expected by every lane", FEW, BULK, ('elif T.call_extern("bool", "tilebit::elect"):', "else:"), sign=""),
     ring(
         "bytes of a bulk copy miscounted", FEW, BULK,
-        ("filled(shared, own.warp, slot), weight_bytes)", "filled(shared, own.warp, slot), weight_bytes + 16)"), sign="threads",
+        ("filled(shared, own, slot), weight_bytes)", "filled(shared, own, slot), weight_bytes + 16)"), sign="threads",
     ),
     # the loop
     loop("last slot not filled", FEW, STREAM, (FILL.format("stages"), FILL.format("stages - 1"))),
@@ -85,14 +85,14 @@ BUGS = (
     loop("x refilled while a neighbour reads it", WIDE_M, APART, (READERS, "pass\n"), sign=""),
     loop(
         "x taken for read by all when one warp has", WIDE_M, APART,
-        ("ring.x_read(shared, own.warp, own.lane), warps_n)", "ring.x_read(shared, own.warp, own.lane), 1)"), sign="",
+        ("ring.x_read(shared, own, own.lane), warps_n)", "ring.x_read(shared, own, own.lane), 1)"), sign="",
     ),
     loop("phase never turns", FEW, BULK, ("phase ^ 1, phase)", "phase, phase)"), sign=""),
     loop("fewer arrivals than lanes", FEW, BULK, ("33 * warps_n", "32 * warps_n"), sign=""),
     loop("every ring takes every step", FEW, STREAM, ("step = step + rings", "step = step + 1")),
     loop("shares of k that overlap", FEW, SPLIT, ("(bz + 1) * p.steps", "(bz + 2) * p.steps"), sign="past the ends"),
     # the end of a tile
-    loop("warps' sums not met", FEW, STREAM, ("own_sums = ring.ring_of(thread // 32)", "own_sums = 0")),
+    loop("warps' sums not met", FEW, STREAM, ("own_sums = thread // 32 // warps_n", "own_sums = 0")),
     sums("n tail not masked, small m", work(W4, m=5, n=100), STREAM, ("% bn < p.n and", "% bn < p.n_pad and"), sign="after the output"),
     sums("a ring's sums lost", FEW, STREAM, ("for ring in T.unroll(rings):", "for ring in T.unroll(rings - 1):")),
     sums("part of the first block lost", FEW, SPLIT, ("for block in T.serial(splits):", "for block in T.serial(1, splits):")),

@@ -9,20 +9,24 @@ from typing import Any
 PER_CHANNEL = -1  # a scale for each output channel
 GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
 BITS = (4, 8)  # of integer weights
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign (OCP Microscaling Formats 1.0, 5.3.3)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What ``group`` numbers along k share (or PER_CHANNEL): a factor, stored in the product's 16-bit type, and a ``zero`` point: "none",
-    "middle" of the codes, or "stored" with the scale."""
+    """What ``group`` numbers along k share (or PER_CHANNEL): a factor, and a ``zero`` point: "none",
+    "middle" of the codes, or "stored" with the scale. Kernels read factors of groups in the
+    product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
+    powers of two, or "e4m3"; "": any of that type."""
 
     group: int
     zero: str = "none"
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Codes of ``bits`` bits of a ``kind`` ("uint") and their ``scales``, the inner level first."""
+    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1") and their ``scales``, the inner level first."""
 
     kind: str
     bits: int
@@ -31,6 +35,8 @@ class Numbers:
     @property
     def values(self) -> tuple[float, ...]:
         """The number of each code, before zero point and scale."""
+        if self.kind == "e2m1":
+            return (*E2M1, *(-value for value in E2M1))
         return tuple(float(code) for code in range(1 << self.bits))
 
 
@@ -38,7 +44,9 @@ class Numbers:
 class GemmFormat:
     """The numbers of a product's weight; x is of the product's 16-bit type, and sums are fp32.
 
-        w = (value(q) - zero) * scale          value: ``weight.values``; zero, scale: ``weight.scales``
+        w = (value(q) - zero) * scale (* row scale)     value: ``weight.values``; zero, scale: ``weight.scales``
+
+    The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
 
     ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a format of another package is defined
     (as ``FORMAT``), which is its name too. Raises ``ValueError`` for a weight without scales.
@@ -65,6 +73,11 @@ class GemmFormat:
     def symmetric(self) -> bool:
         """No zero point is stored."""
         return self.weight.scales[0].zero != "stored"
+
+    @property
+    def row_scaled(self) -> bool:
+        """Groups' scales have a factor for each output channel."""
+        return len(self.weight.scales) > 1
 
     @property
     def integer(self) -> bool:
@@ -162,4 +175,10 @@ def _integer_formats() -> dict[str, GemmFormat]:
 
 
 # Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
-FORMATS: dict[str, GemmFormat] = _integer_formats()
+FORMATS: dict[str, GemmFormat] = {
+    **_integer_formats(),
+    # OCP Microscaling Formats 1.0: groups of 32 share a power of two.
+    "w4a16_mxfp4": GemmFormat(Numbers("e2m1", 4, (Scale(32, of="e8m0"),))),
+    # NVIDIA's: groups of 16 share an e4m3 number, all of a tensor (or of a row) an fp32 one.
+    "w4a16_nvfp4": GemmFormat(Numbers("e2m1", 4, (Scale(16, of="e4m3"), Scale(PER_CHANNEL)))),
+}

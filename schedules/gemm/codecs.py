@@ -1,7 +1,7 @@
 """How the weights of a format reach the tensor cores: their packed layout, what unpacks them, and what that costs.
 
 A codec is the one thing that knows a kind of numbers on both sides: the packed layout is induced from the fragment of the instruction that
-reads it (``layouts/packing.py``).
+reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions turn a word into operand registers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from ...layouts.formats import GemmFormat
 from ...layouts.packing import PackedLayout, gemm_layout
@@ -21,15 +22,18 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
 @dataclass(frozen=True, slots=True)
 class Codec:
     """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch, format)`` packs codes;
-    ``programs`` have the leaf functions for it. ``group_sizes`` are the groups of the inner scales that kernels take.
+    ``device(format)`` is the C++ type whose functions turn a packed word into operand registers, ``programs`` those that have them.
+    ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the largest of these scales.
     ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code (the cost model's alpha, LiquidGEMM eq. 4);
     ``cpu_ops_per_weight`` on a CPU."""
 
     kind: str
+    device: Callable[[GemmFormat], str]
     programs: frozenset[str]
     group_sizes: tuple[int, ...]
     ops_per_weight: Mapping[int, float]
     cpu_ops_per_weight: Mapping[int, float]
+    largest_scale: float = inf
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
 
     def unserved(self, format: GemmFormat, program: str) -> list[str]:
@@ -45,13 +49,23 @@ class Codec:
 _PROGRAMS = frozenset({"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"})
 UINT = Codec(
     "uint",
+    device=lambda f: f"tilebit::Uint<{f.bits}>",
     programs=_PROGRAMS,
     group_sizes=(32, 64, 128, -1),
     # What is not hidden of 1.25 and 1.5 counted per weight, with their waiting; fitted at 4 bits.
     ops_per_weight={4: 2.2, 8: 2.6},
     cpu_ops_per_weight={4: 1.0, 8: 0.75},
 )
-CODECS: dict[str, Codec] = {codec.kind: codec for codec in (UINT,)}
+E2M1 = Codec(
+    "e2m1",
+    device=lambda f: "tilebit::E2m1",
+    programs=_PROGRAMS,
+    group_sizes=(16, 32),
+    ops_per_weight={4: 2.6},
+    cpu_ops_per_weight={4: 1.0},
+    largest_scale=2.0,  # a code's bits are a number 2^14 (bf16: 2^126) too small, which its scale makes good
+)
+CODECS: dict[str, Codec] = {codec.kind: codec for codec in (UINT, E2M1)}
 
 
 def codec_of(format: GemmFormat) -> Codec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 PER_CHANNEL = -1  # a scale for each output channel
@@ -99,6 +100,11 @@ class GemmFormat:
         if not self.symmetric:
             return float(self.max_code)
         return max(abs(value - self.symmetric_zero_point) for value in self.weight.values)
+
+    @property
+    def unit(self) -> float:
+        """What every code's number is a whole multiple of: a power of two."""
+        return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
 
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""

@@ -126,14 +126,18 @@ ALL_FIELDS = frozenset(f.name for f in fields(Schedule))
 class Rule:
     """A program and what it accepts.
 
-    ``module`` holds its ``PROGRAM``; ``arches`` it runs on, those in ``tried`` with candidates of its own (elsewhere another program of the
-    operation is never slower). ``reads`` are the fields of a ``Schedule`` that it uses: every other must stand at its default.
-    ``legal(workload, schedule, target)`` gives sentences about the fields it reads, ``unserved(workload)`` about the workload.
-    ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload, arch)`` are those of a program that reads them in
-    another form than the workload's own; ``sources(workload)`` files that decide what it builds for some workloads, beside the program's own:
-    device functions (names under ``tiles/device``, or absolute paths) and modules of other packages. ``promises`` are instructions that lint finds in its code whatever the
-    schedule (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the computing ones, and take registers
-    from them as ``registers(schedule)`` says: (of a loading thread, of a computing one).
+    ``module`` holds its ``PROGRAM``; ``arches`` it runs on, those in ``tried`` with candidates of
+    its own (elsewhere another program of the operation is never slower). ``reads`` are the fields
+    of a ``Schedule`` that it uses: every other must stand at its default. ``legal(workload,
+    schedule, target)`` gives sentences about the fields it reads, ``unserved(workload)`` about the
+    workload. ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload,
+    arch)`` are those of a program that reads them in another form than the workload's own;
+    ``sources(workload)`` files that decide what it builds for some workloads, beside the program's
+    own: device functions (names under ``tiles/device``, or absolute paths) and modules of other
+    packages. ``promises`` are instructions that lint finds in its code whatever the schedule
+    (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the
+    computing ones, and take registers from them as ``registers(schedule)`` says: (of a loading
+    thread, of a computing one).
     """
 
     program: str

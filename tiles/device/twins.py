@@ -65,9 +65,10 @@ def dequantize(
 ) -> np.ndarray:  # fmt: skip
     """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs * 8], each thread's A registers in order.
 
-    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits [groups of the stage, rows of the block],
-    ``zeros`` None for a symmetric format; ``numbers`` the codes' kind; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without ``scaled``
-    the result is q - z.
+    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits
+    [groups of the stage, rows of the block], ``zeros`` None for a symmetric format; ``numbers`` the
+    codes' kind; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without
+    ``scaled`` the result is q - z.
     """
     bits = numbers.bits
     per_step = bits // 4  # words of a k16 step

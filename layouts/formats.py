@@ -120,6 +120,11 @@ class GemmFormat:
         """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``."""
         return self.module or next(name for name, known in FORMATS.items() if known == self)
 
+    @property
+    def family(self) -> str:
+        """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``; not of integers its name."""
+        return f"w{self.bits}a16" if self.integer else self.name
+
     @classmethod
     def parse(cls, name: str) -> GemmFormat:
         """The inverse of ``name``; raises ``ValueError`` with examples for anything else."""

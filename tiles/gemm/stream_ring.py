@@ -100,7 +100,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         lane, row = kept(thread % 32), kept(bx * s.block_n + member * rows)
         x_row, x_chunk = (member * 32 + lane) // x_chunks, lane % x_chunks
         return Own(
-            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)), kept(x_row * p.kx + x_chunk * CHUNK),
+            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)) if groups else 0, kept(x_row * p.kx + x_chunk * CHUNK),
             kept(x_row * x_pitch + x_chunk * 16), variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
         )  # fmt: skip
 

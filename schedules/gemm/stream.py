@@ -45,10 +45,8 @@ RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 RINGS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a block: twelve warps have registers that sixteen have not, and won at every m
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
-BLOCK_SMEM_OVERHEAD = 1024
 LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
 STATIC_SMEM = 16  # the ticket of gemm_stream
-THREADS_PER_SM = 2048
 
 
 def x_pitch(schedule: Schedule) -> int:
@@ -136,7 +134,7 @@ def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
     us in a chain where the same kernel alone takes 9.4, H200)."""
     s = schedule
     exchanged = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
-    alone = target.smem_per_sm // (s.min_blocks + 1) - BLOCK_SMEM_OVERHEAD + 16 if s.program == BULK else 0
+    alone = target.smem_per_sm // (s.min_blocks + 1) - target.BLOCK_SMEM + 16 if s.program == BULK else 0
     return max(exchange_at(workload, s) + exchanged // 4, -(-alone // 16) * 4)
 
 
@@ -181,14 +179,14 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     if reasons:
         return reasons
     smem = shared_words(workload, s, target) * 4 + STATIC_SMEM
-    if s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD) > target.smem_per_sm or smem > target.smem:
+    if s.min_blocks * (smem + target.BLOCK_SMEM) > target.smem_per_sm or smem > target.smem:
         reasons.append(
             f"{s.min_blocks} blocks need {s.min_blocks * smem} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
             "use fewer num_stages, num_warps or min_blocks."
         )
-    if s.min_blocks * s.num_warps * 32 > THREADS_PER_SM:
-        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {THREADS_PER_SM}.")
-    needed, share = registers_needed(s), 65536 // (s.min_blocks * s.num_warps * 32) // 8 * 8
+    if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
+        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
+    needed, share = registers_needed(s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):
         reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")
     return reasons

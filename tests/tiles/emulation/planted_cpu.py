@@ -34,7 +34,7 @@ AFTER = "for part, numbers in after:"
 BUGS: dict[str, tuple[str, Edit, str]] = {
     "nibble swapped": (
         "inner",
-        swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("row // parts, lanes)", "1 - row // parts, lanes)")),
+        swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("2 * p, row // parts)", "2 * p, 1 - row // parts)")),
         "wrong",
     ),
     "k in the wrong order": ("inner", swap(("words + quad * 16", "words + (quad ^ 1) * 16")), "wrong"),

@@ -52,8 +52,9 @@ class Workload:
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes, scales and zero points (unpadded)."""
-        codes = self.n * self.k * self.format.bits // 8
-        return codes + self.n * self.format.groups(self.k) * (2 if self.format.symmetric else 4)
+        f = self.format
+        codes = self.n * self.k * f.bits // 8
+        return codes + self.n * (f.groups(self.k) * (2 if f.symmetric else 4) + (4 if f.row_scaled else 0))
 
     @property
     def bytes(self) -> int:
@@ -66,8 +67,8 @@ class Workload:
         return self.format.kind
 
     def operands(self, arch: str) -> tuple[Operand, ...]:
-        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales and zeros
-        are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
+        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales, zeros
+        and row scales are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
         f, layout = self.format, packed_layout(arch, self.format)
         columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
@@ -77,6 +78,7 @@ class Workload:
             Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
             Operand("scales", self.dtype, groups, advice=packing),
             Operand("zeros", self.dtype, groups, optional=True, absent=f.symmetric, advice=packing),
+            Operand("row_scales", "float32", groups[1:], optional=True, absent=not f.row_scaled, advice=packing),
             Operand("bias", self.dtype, (self.n,), optional=True, absent=not self.bias, advice=f"pass {self.n} values in x's dtype"),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),
         )

@@ -105,7 +105,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
 
 def _ours(problem: Problem) -> Call:
     w, o = problem.workload, problem.operands
-    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("bias"), w.n, w.format.name)
+    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o.get("bias"), w.n, w.format.name)
     return lambda: torch.ops.tilebit.gemm.default(*arguments)
 
 

@@ -20,7 +20,7 @@ from ..schedules.target import target_from_capability
 from .quantize import QuantizedTensor
 
 DTYPES = (torch.float16, torch.bfloat16)
-WEIGHTS = ("weight", "scales", "zeros")  # operands of a product that are a weight's
+WEIGHTS = ("weight", "scales", "zeros", "row_scales")  # operands of a product that are a weight's
 # Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4 x this (128 MiB), or four rows of tiles
 # if that is more.
 _CHUNK_CODES = 1 << 25
@@ -32,8 +32,8 @@ class PackedWeight:
 
     ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``; ``scales`` [groups, n_pad] in ``dtype``
     (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype`` holding integers, or None for a symmetric format; n_pad is n rounded up to whole
-    tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T. Raises
-    ``ValueError`` for anything else.
+    tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T.
+    ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else None. Raises ``ValueError`` for anything else.
     """
 
     weight: Tensor
@@ -45,17 +45,19 @@ class PackedWeight:
     dtype: torch.dtype
     arch: str
     perm: Tensor | None = None
+    row_scales: Tensor | None = None
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format_name", self.format.name)
-        if (self.zeros is None) != self.format.symmetric:
-            raise ValueError(
-                f"zeros are {'absent' if self.zeros is None else 'given'}; {self.format.name} "
-                f"{'has none' if self.format.symmetric else 'needs them'}"
-            )
-        stated = present(Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch.")).operands(self.arch))
-        expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in stated if o.name in WEIGHTS]
+        workload = Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch."))
+        stated = [o for o in workload.operands(self.arch) if o.name in WEIGHTS]
+        for o in stated:
+            if (getattr(self, o.name) is None) != o.absent:
+                raise ValueError(
+                    f"{o.name} are {'given' if o.absent else 'absent'}; {self.format.name} {'has none' if o.absent else 'needs them'}"
+                )
+        expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in present(stated)]
         if self.perm is not None:
             expected.append(("perm", self.perm, torch.int64, (self.k,)))
         for name, tensor, dtype, shape in expected:
@@ -77,7 +79,9 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, padding included."""
-        return sum(t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm, self.row_scales) if t is not None
+        )
 
     def unpack(self) -> QuantizedTensor:
         """The inverse of ``pack`` (scales stay in ``dtype``)."""

@@ -86,6 +86,11 @@ class GemmFormat:
         return self.weight.kind == "uint"
 
     @property
+    def _plain(self) -> bool:
+        """``QuantFormat`` can say it."""
+        return self.integer and not self.row_scaled and not self.module
+
+    @property
     def max_code(self) -> int:
         return (1 << self.bits) - 1
 
@@ -135,12 +140,12 @@ class GemmFormat:
         return FORMATS[name]
 
     def __repr__(self) -> str:
-        if self.integer:
+        if self._plain:
             return f"QuantFormat(bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric})"
         return f"GemmFormat.parse({self.name!r})"
 
     def to_json(self) -> dict[str, Any]:
-        if self.integer:
+        if self._plain:
             return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
         return {"name": self.name}
 

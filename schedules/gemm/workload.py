@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ...layouts.formats import GemmFormat, QuantFormat
 from ..operands import Operand
 from .codecs import packed_layout
+from .parts import part_operands
 
 DTYPES = ("float16", "bfloat16")
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
@@ -78,8 +79,7 @@ class Workload:
             Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
             Operand("scales", self.dtype, groups, advice=packing),
             Operand("zeros", self.dtype, groups, optional=True, absent=f.symmetric, advice=packing),
-            Operand("row_scales", "float32", groups[1:], optional=True, absent=not f.row_scaled, advice=packing),
-            Operand("bias", self.dtype, (self.n,), optional=True, absent=not self.bias, advice=f"pass {self.n} values in x's dtype"),
+            *part_operands(self, groups[1], packing),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),
         )
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..program import DEVICE_DIR
 
-TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
+TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 
 
 def device_source(headers: tuple[str, ...]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.parts import Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
 from ...schedules.gemm.workload import Workload
+from ...schedules.operands import present
 from ...schedules.schedule import Schedule
 from ..compiler.headers import TYPES
 
@@ -88,15 +91,15 @@ class Operands:
             return 0
         return step * self.schedule.block_k // self.workload.format.group_size
 
-    @property
-    def adjusted(self) -> bool:
-        """The accumulators still need a scale or a bias before they are stored."""
-        return not self.grouped or self.workload.bias
+    def tensors(self, T: Any, arch: str, *names: str) -> tuple[Any, ...]:
+        """The declarations of optional operands ``names``. None for one that this workload does not have: an argument annotated None
+        is left out of the kernel."""
+        stated = {o.name: o for o in present(self.workload.operands(arch))}
+        return tuple(T.Tensor(stated[name].shape, stated[name].dtype) if name in stated else None for name in names)
 
-    def finish(self, accumulator: Any, scales: Any, bias: Any, row: Any) -> Any:
-        """What is stored for one accumulator of output channel ``row``: the per-channel scale, then the bias, in fp32."""
-        value = accumulator if self.grouped else accumulator * scales[0, row].astype("float32")
-        return value + bias[row].astype("float32") if self.workload.bias else value
+    def after(self, applied: Collection[str] = (), /, **tensors: Any) -> tuple[tuple[Part, Any], ...]:
+        """The parts that follow the product, each with its operand among ``tensors``; not those whose operands are ``applied``."""
+        return tuple((part, tensors[part.operand]) for part in parts(self.workload, applied))
 
     @property
     def slabs(self) -> int:
@@ -133,9 +136,25 @@ class Operands:
         columns = LEAST_STAGED if rows % self.staged_columns else self.staged_columns
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
-            _cpp(not self.grouped), _cpp(w.bias),
         )  # fmt: skip
         return f"tilebit::Store<{', '.join(map(str, arguments))}>"
+
+    def part_types(self) -> str:
+        """The types of the parts that follow the product (``device/store/finish.cuh``), as further template arguments."""
+        return "".join(f", tilebit::{part.does.title()}<{TYPES[part.dtype]}>" for part in parts(self.workload))
+
+
+def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
+    """What is stored for the sum ``value``: after all parts, in fp32. ``at``: its indices by axis, n=channel."""
+    for part, tensor in after:
+        number = tensor[(0,) * (len(tensor.shape) - 1) + (at[part.axis],)].astype("float32")
+        value = value * number if part.does == "multiply" else value + number
+    return value
+
+
+def addresses(T: Any, after: Sequence[tuple[Part, Any]]) -> list[Any]:
+    """Where the parts' operands begin."""
+    return [T.address_of(tensor[(0,) * len(tensor.shape)]) for _, tensor in after]
 
 
 def _cpp(flag: bool) -> str:

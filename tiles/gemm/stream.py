@@ -78,8 +78,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
-    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
 
     @T.macro
@@ -130,6 +129,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
+        row_scales: RowScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
@@ -141,6 +141,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
             x_sums = T.alloc_local((column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
+            after = p.after(("scales",), row_scales=row_scales, bias=bias)  # per-channel ones need the sum of x: ``RawProduct::finish``
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
@@ -187,11 +188,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", store_sums, sums.access_ptr("r"), T.address_of(shared[own_sums]), own.lane)
             T.sync_threads()
             if splits == 1:
-                end_of_tile.store_alone(shared, y, bias, bx, by, thread)
+                end_of_tile.store_alone(shared, y, after, bx, by, thread)
             elif bulk:
-                end_of_tile.store_by_cluster(shared, y, bias, bx, by, bz, thread)
+                end_of_tile.store_by_cluster(shared, y, after, bx, by, bz, thread)
             else:
-                end_of_tile.store_by_ticket(shared, workspace, y, bias, bx, by, bz, thread)
+                end_of_tile.store_by_ticket(shared, workspace, y, after, bx, by, bz, thread)
 
     return main
 

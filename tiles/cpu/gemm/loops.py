@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....schedules.gemm.cpu import TILE
+from ....schedules.gemm.parts import Part, parts
 from .. import vectors as v
 from ..vectors import T
 from .inner import accumulate_step
@@ -140,24 +141,32 @@ def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: A
             T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
 
 
+def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:
+    """The numbers of a part for the channels from ``column`` on, in registers; zeros behind the last of an operand that is not padded."""
+    lanes, n = plan.isa.lanes, plan.workload.n
+    numbers = v.local(lanes, str(operand.dtype))
+    if part.packed or n % TILE == 0:
+        v.store(numbers, 0, v.load(operand, column, lanes), lanes)
+    else:
+        with T.serial(lanes) as j:
+            T.buffer_store(numbers, T.if_then_else(column + j < n, operand[column + j], v.tirx.const(0, str(operand.dtype))), [j])
+    return numbers
+
+
 def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
-    """Add the bias, round and write the real rows and columns."""
+    """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
     ragged = n % TILE != 0
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
-        bias = v.local(lanes, str(arg["y"].dtype)) if plan.workload.bias else None
-        if bias is not None and ragged:
-            with T.serial(lanes) as j:
-                T.buffer_store(bias, T.if_then_else(column + j < n, arg["bias"][column + j], v.tirx.const(0, str(bias.dtype))), [j])
-        elif bias is not None:
-            v.store(bias, 0, v.load(arg["bias"], column, lanes), lanes)
+        after = [(part, _of_channels(plan, arg[part.operand], part, column)) for part in parts(plan.workload, applied=("scales",))]
         for i in range(plan.block_m):
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
                 value = total[i * plan.vectors + vector]
-                if bias is not None:
-                    value = value + v.to_float(v.load(bias, 0, lanes), lanes)
+                for part, numbers in after:
+                    number = v.to_float(v.load(numbers, 0, lanes), lanes)
+                    value = value * number if part.does == "multiply" else value + number
                 value = T.bind(v.from_float(value, dtype, lanes))
                 start = T.bind(row.astype("int64") * n + column)
                 if not ragged:

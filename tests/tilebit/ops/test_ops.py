@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -54,6 +55,24 @@ def test_no_rows_launch_nothing(launches):
         y = tilebit.gemm(x.new_empty(shape), packed)
         assert y.shape == (*shape[:-1], N) and y.dtype == x.dtype
     assert not launches.seen
+
+
+def test_row_scales_reach_the_kernel(cpu_kernels):
+    """Those of a format of two levels; another format's are refused, a missing one too, at a first call and later."""
+    x, packed, bias, expected = exact(workload(("sample.two_levels", "bfloat16", True), 5))
+    scales = packed.row_scales
+    assert scales is not None and scales.dtype is torch.float32 and len(scales[:N].unique()) > 1
+    layer = tilebit.QuantLinear(packed, bias)
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected) and torch.equal(layer(x), expected)
+    call = partial(torch.ops.tilebit.gemm.default, x, packed.weight, packed.scales, packed.zeros)
+    assert torch.equal(call(scales, bias, N, packed.format_name), expected)
+    for wrong, says in ((None, "missing"), (scales.half(), "float16 .* needs float32"), (scales[1:], "float32 .* needs float32")):
+        with pytest.raises(ValueError, match=f"^row_scales is {says}"):
+            call(wrong, bias, N, packed.format_name)
+    x, plain, bias, expected = exact(workload(FORMATS[1], 5))
+    assert torch.equal(tilebit.gemm(x, plain, bias), expected)
+    with pytest.raises(ValueError, match=r"^row_scales is float32 .* has none; pass None"):
+        torch.ops.tilebit.gemm.default(x, plain.weight, plain.scales, plain.zeros, scales, bias, N, plain.format_name)
 
 
 def test_a_permuted_weight_gathers_x(cpu_kernels):

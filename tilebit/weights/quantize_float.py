@@ -41,7 +41,7 @@ def round_floats(block: Tensor, largest: Tensor, format: GemmFormat, scale_dtype
     exponent = torch.frexp(largest).exponent - 3
     found = []
     for above in (0, 1):
-        scale = torch.ldexp(torch.ones_like(largest), (exponent + above).clamp_(lowest, 127))
+        scale = power_of_two((exponent + above).clamp_(lowest, 127))
         scale = scale.masked_fill_(largest == 0, 1.0).to(scale_dtype)
         codes = _nearest(block, scale, format, row)
         error = (numbers(codes, format) * scale.float()[..., None]).sub_(block).square_().sum(-1)
@@ -49,6 +49,11 @@ def round_floats(block: Tensor, largest: Tensor, format: GemmFormat, scale_dtype
     (codes, scale, error), (other_codes, other_scale, other_error) = found
     better = other_error < error
     return torch.where(better[..., None], other_codes, codes), torch.where(better, other_scale, scale)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2 ** exponents (int32, -127 to 127), fp32: the least is a subnormal."""
+    return torch.where(exponents == -127, 1 << 22, (exponents + 127) << 23).view(torch.float32)
 
 
 def numbers(codes: Tensor, format: GemmFormat) -> Tensor:

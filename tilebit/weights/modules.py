@@ -141,8 +141,16 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Every move and cast comes here. Codes pass through unpacked form when the new device's kernels read another layout."""
-        before = self.packed
+        before, bias = self.packed, self.bias
         super()._apply(fn, recurse)  # type: ignore[arg-type]
+        if before.row_scales is not None:  # fp32 whatever the module computes in
+            self.row_scales = before.row_scales.to(self.weight.device)
+        if not self.format.integer and self.scales.dtype != before.dtype and before.device.type != "meta":
+            try:
+                pack(before.unpack(), self.scales.dtype, arch=before.arch)
+            except ValueError:
+                self._hold(before, bias)
+                raise
         if self.weight.device.type in ("cpu", "cuda") and before.device.type != "meta":
             self._repack_for(arch_of(self.weight.device))
         self._settle()
@@ -185,7 +193,7 @@ class QuantLinear(nn.Module):
                 errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
                 return
         shapes = {name: tuple(state_dict[prefix + name].shape) for name in names if prefix + name in state_dict}
-        for name in ("weight", "scales", "zeros"):  # the sizes of a layout are its own: no other module can guess them from a mismatch
+        for name in WEIGHTS:  # the sizes of a layout are its own: no other module can guess them from a mismatch
             buffer = self._buffers.get(name)
             if buffer is not None and name in shapes and shapes[name] != tuple(buffer.shape):
                 errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
@@ -203,12 +211,12 @@ class QuantLinear(nn.Module):
             )
         if _same_layout(described["arch"], self.arch, self.format):
             return {}
-        scales, zeros = state_dict[prefix + "scales"], state_dict.get(prefix + "zeros")
+        weight, scales, zeros, rows = (state_dict.get(prefix + name) for name in WEIGHTS)
         stored = PackedWeight(
-            state_dict[prefix + "weight"], scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"]
+            weight, scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"], row_scales=rows
         )
         packed = pack(stored.unpack(), scales.dtype, arch=self.arch)
-        found = {"weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros}
+        found = {name: getattr(packed, name) for name in WEIGHTS}
         return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 
 

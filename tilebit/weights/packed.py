@@ -7,17 +7,19 @@ byte), so no step widens codes beyond uint8; the hosts and GPUs supported are li
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
 
 from ..layouts.formats import GemmFormat
 from ..layouts.packing import PackedLayout
-from ..schedules.gemm.codecs import packed_layout
+from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
 from .quantize import QuantizedTensor
+from .quantize_float import numbers
 
 DTYPES = (torch.float16, torch.bfloat16)
 WEIGHTS = ("weight", "scales", "zeros", "row_scales")  # operands of a product that are a weight's
@@ -87,7 +89,8 @@ class PackedWeight:
         """The inverse of ``pack`` (scales stay in ``dtype``)."""
         codes = unpack_words(self.weight, self.layout, self.n, self.k)
         zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
-        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm)
+        rows = None if self.row_scales is None else self.row_scales[: self.n].clone()
+        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows)
 
 
 def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:
@@ -95,7 +98,8 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
 
     ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults to the device's ("cpu", or the GPU's
     "sm_..."); name one to pack for another. Peak extra memory beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if
-    ``dtype`` is another one or a scale overflows or vanishes in it.
+    ``dtype`` is another one or a scale overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or it is above
+    the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1 instead).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
@@ -103,16 +107,10 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         q = q.to(device)
     layout = packed_layout(arch or arch_of(q.device), q.format)
     n_pad = layout.padded(q.n, q.k)[0]
-    scales = q.scales.to(dtype)
-    if scales.dtype != q.scales.dtype:
-        lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
-        if bool(lost.any()):
-            row, group = lost.nonzero()[0].tolist()
-            raise ValueError(
-                f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
-                f"{float(q.scales[row, group]):g}; use "
-                f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
-            )
+    scales = _scales(q, dtype)
+    if q.row_scales is not None and not bool(torch.isfinite(q.row_scales).all()):
+        raise ValueError("row_scales hold NaN or infinite values; accepted: finite ones: quantize the weight again")
+    rows = None if q.row_scales is None else torch.nn.functional.pad(q.row_scales, (0, n_pad - q.n))
     return PackedWeight(
         weight=pack_codes(q.codes, layout),
         scales=_by_group(scales, n_pad),
@@ -123,7 +121,40 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         dtype=dtype,
         arch=arch or arch_of(q.device),
         perm=q.perm,
+        row_scales=rows,
     )
+
+
+def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they cannot."""
+    scales, largest = q.scales.to(dtype), codec_of(q.format).largest_scale
+    exact = q.format.weight.scales[0].of != ""
+    if scales.dtype == q.scales.dtype and largest == inf:
+        return scales
+    lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
+    if exact:
+        lost |= scales.float() != q.scales.float()
+    large = scales.abs() > largest
+    if exact and bool((lost | large).any()):
+        nonzero = (numbers(q.codes, q.format) != 0).float()
+        padded = torch.nn.functional.pad(nonzero, (0, q.scales.shape[1] * q.format.group_size - q.k))
+        empty = padded.view(q.n, -1, q.format.group_size).amax(-1) == 0
+        scales = torch.where(empty & (lost | large), 1.0, scales)
+        lost, large = lost & ~empty, large & ~empty
+    if bool(lost.any()):
+        row, group = lost.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
+            f"{float(q.scales[row, group]):g}; use "
+            f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
+        )
+    if bool(large.any()):
+        row, group = large.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(large.sum())} of the scales are above {largest:g}, the first at [{row}, {group}]: {float(q.scales[row, group]):g}; "
+            f"kernels of {q.format.name} take scales up to {largest:g}: divide the scales by a power of two, and multiply y by it"
+        )
+    return scales
 
 
 def arch_of(device: torch.device) -> str:

@@ -211,7 +211,8 @@ class QuantLinear(nn.Module):
             )
         if _same_layout(described["arch"], self.arch, self.format):
             return {}
-        weight, scales, zeros, rows = (state_dict.get(prefix + name) for name in WEIGHTS)
+        weight, scales = state_dict[prefix + "weight"], state_dict[prefix + "scales"]
+        zeros, rows = (state_dict.get(prefix + name) for name in ("zeros", "row_scales"))
         stored = PackedWeight(
             weight, scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"], row_scales=rows
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tilebit
 from tilebit.layouts.formats import GemmFormat
 from tilebit.weights.modules import QuantLinear
 from tilebit.weights.packed import pack
@@ -201,3 +202,16 @@ def test_a_cast_that_would_change_scales_is_refused_and_changes_nothing() -> Non
     with pytest.raises(ValueError, match=r"do not fit torch\.float16"):
         layer.half()
     assert layer.scales.dtype == torch.bfloat16 and bool((layer.unpack().dequantize() == 2.0**-40).all())
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 5])
+def test_products_on_a_cpu(format: GemmFormat, dtype: torch.dtype, m: int) -> None:
+    weight, x = _weight(72, 160, seed=5), _weight(m, 160, seed=6).to(dtype)
+    q = quantize(weight, format, scale_dtype=dtype)
+    exact = x.double() @ q.dequantize(torch.float64).t()
+    sums = x.double().abs() @ q.dequantize(torch.float64).abs().t()
+    layer = QuantLinear(pack(q, dtype))
+    for y in (tilebit.gemm(x, layer.packed), layer(x)):
+        assert bool(((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 2.0**-16 * sums).all())

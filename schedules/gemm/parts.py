@@ -1,4 +1,5 @@
-"""What follows a product, as values: a list of parts, which every program applies without knowing which they are.
+"""What follows a product, as values: a list of parts, which every program applies without knowing
+which they are.
 
 A part changes the fp32 sums before they are rounded and stored: each is multiplied by, or increased
 by, the number of an operand that belongs to its output channel. A new part is a line of ``_known``.
@@ -44,13 +45,14 @@ def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
 
 
 def parts(workload: Workload, applied: Collection[str] = ()) -> tuple[Part, ...]:
-    """What follows a product of ``workload``, in order, but for the parts whose operands are ``applied`` in the program's loop."""
+    """What follows a product of ``workload``, in order, but for the parts whose operands are
+    ``applied`` in the program's loop."""
     return tuple(part for part, there in _known(workload) if there and part.operand not in applied)
 
 
 def part_operands(workload: Workload, n_pad: int, packing: str) -> tuple[Operand, ...]:
-    """The operands that only parts read, in call order, absent ones too. ``n_pad``: n of the packed weight; ``packing`` is advice
-    on what belongs to it."""
+    """The operands that only parts read, in call order, absent ones too. ``n_pad``: n of the packed
+    weight; ``packing`` is advice on what belongs to it."""
     return tuple(
         Operand(
             part.operand, part.dtype, (n_pad if part.packed else workload.n,), optional=True, absent=not there,

@@ -1,7 +1,9 @@
-"""The rules of the small-m programs: ``gemm_stream_bulk`` (sm_90a) and ``gemm_stream`` (sm_80 and later), see ``tiles/gemm/stream.py``.
+"""The rules of the small-m programs: ``gemm_stream_bulk`` (sm_90a) and ``gemm_stream`` (sm_80 and
+later), see ``tiles/gemm/stream.py``.
 
-``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps of ``block_k``, with ``num_stages``
-steps in flight each; ``split_k`` blocks share an output tile (``gemm_stream_bulk``: as one cluster).
+``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps
+of ``block_k``, with ``num_stages`` steps in flight each; ``split_k`` blocks share an output tile
+(``gemm_stream_bulk``: as one cluster).
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def rings(schedule: Schedule) -> int:
 
 
 def cluster_sms(size: int, target: Target) -> int:
-    """SMs that whole clusters of ``size`` blocks can take, one block an SM: a cluster lies in one GPC, which seldom holds a multiple."""
+    """SMs that whole clusters of ``size`` blocks can take, one block an SM: a cluster lies in one
+    GPC, which seldom holds a multiple."""
     return int(target.units * CLUSTER_SMS.get(size, 1.0)) // size * size
 
 
@@ -112,13 +115,15 @@ def ring_bytes(workload: Workload, schedule: Schedule) -> int:
 
 
 def sum_pitch(schedule: Schedule) -> int:
-    """Floats from one column of a block's partial sums to the next: a warp's stores meet no bank twice."""
+    """Floats from one column of a block's partial sums to the next: a warp's stores meet no bank
+    twice."""
     return schedule.block_n + 4
 
 
 def exchange_at(workload: Workload, schedule: Schedule) -> int:
-    """The 32-bit word from which on a block holds what a cluster's blocks send each other: behind the rings with their barriers (two of a
-    slot), and behind the partial sums which take their place."""
+    """The 32-bit word from which on a block holds what a cluster's blocks send each other: behind
+    the rings with their barriers (two of a slot), and behind the partial sums which take their
+    place."""
     s = schedule
     barriers = rings(s) * s.num_stages * 16 if s.program == BULK else 0
     sums = rings(s) * s.block_m * sum_pitch(s) * 4
@@ -126,12 +131,15 @@ def exchange_at(workload: Workload, schedule: Schedule) -> int:
 
 
 def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's blocks send each other (a barrier in 16
-    bytes, then 16 bytes for each four of the block's own sums, of each block).
+    """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's
+    blocks send each other (a barrier in 16 bytes, then 16 bytes for each four of the block's own
+    sums, of each block).
 
-    ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the blocks of a dependent launch start
-    early, and two of them on an SM that is idle make the kernel wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1
-    us in a chain where the same kernel alone takes 9.4, H200)."""
+    ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the
+    blocks of a dependent launch start early, and two of them on an SM that is idle make the kernel
+    wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1 us in a chain where
+    the same kernel alone takes 9.4, H200).
+    """
     s = schedule
     exchanged = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
     alone = target.smem_per_sm // (s.min_blocks + 1) - target.BLOCK_SMEM + 16 if s.program == BULK else 0
@@ -199,8 +207,9 @@ def registers_needed(schedule: Schedule) -> int:
 
 
 def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole ones where there are few), the
-    deepest steps, rings that keep IN_FLIGHT bytes of weights on their way to an SM. Blocks in turn, the likely winners first."""
+    """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
+    ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
+    their way to an SM. Blocks in turn, the likely winners first."""
     if not 0 < workload.m <= MAX_M:
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
@@ -229,7 +238,8 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Schedule]:
-    """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than WARPS[1] and few stages first."""
+    """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than
+    WARPS[1] and few stages first."""
     fewest, usual, most = WARPS
     for block_k in sorted(BLOCK_K, reverse=True):
         found = []

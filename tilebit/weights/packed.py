@@ -1,7 +1,9 @@
-"""Packed weights: the operand a kernel reads, and the code that writes it on the weight's own device.
+"""Packed weights: the operand a kernel reads, and the code that writes it on the weight's own
+device.
 
-Everything follows ``PackedLayout.order``; nothing here knows a kernel. Words are assembled as bytes (slot pairs of a 4-bit word share a
-byte), so no step widens codes beyond uint8; the hosts and GPUs supported are little-endian.
+Everything follows ``PackedLayout.order``; nothing here knows a kernel. Words are assembled as bytes
+(slot pairs of a 4-bit word share a byte), so no step widens codes beyond uint8; the hosts and GPUs
+supported are little-endian.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ _CHUNK_CODES = 1 << 25
 class PackedWeight:
     """A weight [n, k] as the GEMM kernels of ``arch`` read it.
 
-    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``; ``scales`` [groups, n_pad] in ``dtype``
-    (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype`` holding integers, or None for a symmetric format; n_pad is n rounded up to whole
-    tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T.
-    ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else None. Raises ``ValueError`` for anything else.
+    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``;
+    ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
+    holding integers, or None for a symmetric format; n_pad is n rounded up to whole tiles; padding
+    codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
+    x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
+    None. Raises ``ValueError`` for anything else.
     """
 
     weight: Tensor
@@ -96,10 +100,12 @@ class PackedWeight:
 def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:
     """``q`` as the kernels read it, packed on ``device`` (default: where ``q`` is).
 
-    ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults to the device's ("cpu", or the GPU's
-    "sm_..."); name one to pack for another. Peak extra memory beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if
-    ``dtype`` is another one or a scale overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or it is above
-    the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1 instead).
+    ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults
+    to the device's ("cpu", or the GPU's "sm_..."); name one to pack for another. Peak extra memory
+    beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if ``dtype`` is another
+    one or a scale overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or
+    it is above the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1
+    instead).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
@@ -126,7 +132,8 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
 
 
 def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they cannot."""
+    """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they
+    cannot."""
     scales, largest = q.scales.to(dtype), codec_of(q.format).largest_scale
     exact = q.format.weight.scales[0].of != ""
     if scales.dtype == q.scales.dtype and largest == inf:
@@ -167,9 +174,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def pack_codes(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """uint8 [n, k] codes (below ``2 ** bits``) -> int32 ``layout.storage_shape(n, k)`` on the same device; 4 and 8 bits. Equals
-    ``PackedLayout.pack``.
-    """
+    """uint8 [n, k] codes (below ``2 ** bits``) -> int32 ``layout.storage_shape(n, k)`` on the same
+    device; 4 and 8 bits. Equals ``PackedLayout.pack``."""
     n, k = codes.shape
     storage = torch.empty(layout.storage_shape(n, k), dtype=torch.int32, device=codes.device)
     order = torch.from_numpy(layout.order.astype("int64").ravel()).to(codes.device)
@@ -188,9 +194,8 @@ def pack_codes(codes: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
-    """The inverse of ``pack_codes``: int32 words (any shape of the storage's size) -> uint8 [n, k] on the same device. Equals
-    ``PackedLayout.unpack``.
-    """
+    """The inverse of ``pack_codes``: int32 words (any shape of the storage's size) -> uint8 [n, k]
+    on the same device. Equals ``PackedLayout.unpack``."""
     shape = layout.storage_shape(n, k)
     if words.dtype != torch.int32 or words.numel() != shape[0] * shape[1] * shape[2]:
         raise ValueError(f"{layout.name}: got {words.dtype} {list(words.shape)} for a [{n}, {k}] weight; accepted: int32 {list(shape)}")
@@ -210,9 +215,8 @@ def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
 
 
 def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, slice]]:
-    """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along the storage's first axis; 4 and 8 bits
-    only.
-    """
+    """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along
+    the storage's first axis; 4 and 8 bits only."""
     if layout.bits not in (4, 8):
         raise ValueError(f"{layout.name} has {layout.bits} bits; accepted here: 4, 8")
     pad_n, pad_k = layout.padded(n, k)

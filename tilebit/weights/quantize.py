@@ -1,8 +1,8 @@
 """Quantized weights and round-to-nearest quantization.
 
-Grouped round to nearest with an optional clipping search: per group, the shrink factor of its range that minimizes the squared error of the
-weights (the weight-clipping step of AWQ, arXiv:2306.00978, with the weights themselves as the objective, so that no calibration data is
-needed).
+Grouped round to nearest with an optional clipping search: per group, the shrink factor of its range
+that minimizes the squared error of the weights (the weight-clipping step of AWQ, arXiv:2306.00978,
+with the weights themselves as the objective, so that no calibration data is needed).
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """An unpacked quantized weight, w' = (value(codes) - zeros) * scales (* row_scales), with the values ``format.weight.values``.
+    """An unpacked quantized weight, w' = (value(codes) - zeros) * scales (* row_scales), with the
+    values ``format.weight.values``.
 
-    ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size`` values of k (the last group may be
-    shorter); ``zeros`` uint8 [n, groups], or None for a symmetric format (the zero point is then ``format.symmetric_zero_point``:
-    ``2 ** (bits - 1)`` of integers). ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column ``perm[j]`` of the
-    weight, so that groups are contiguous: y = x[:, perm] @ w'^T. ``row_scales`` fp32 [n] of a format whose scales have two levels
-    (``format.row_scaled``), else None. All tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points
-    above ``2 ** bits - 1`` included.
+    ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size``
+    values of k (the last group may be shorter); ``zeros`` uint8 [n, groups], or None for a
+    symmetric format (the zero point is then ``format.symmetric_zero_point``: ``2 ** (bits - 1)`` of
+    integers). ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column
+    ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @ w'^T. ``row_scales``
+    fp32 [n] of a format whose scales have two levels (``format.row_scaled``), else None. All
+    tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above
+    ``2 ** bits - 1`` included.
     """
 
     codes: Tensor
@@ -96,8 +99,8 @@ class QuantizedTensor:
         return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm, rows)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in fp32 (with fp16 or bf16
-        scales; row scales round each weight once)."""
+        """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in
+        fp32 (with fp16 or bf16 scales; row scales round each weight once)."""
         shifted = self.codes.float() if self.format.integer else numbers(self.codes, self.format)
         if self.zeros is None:
             shifted -= self.format.symmetric_zero_point
@@ -112,17 +115,20 @@ class QuantizedTensor:
 
 
 def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
-    """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of ``format``.
+    """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of
+    ``format``.
 
-    ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or bf16, else float16. Codes are rounded with
-    the *stored* scale, so nothing is lost when it is read back. A group's range always includes 0; an all-zero group gets scale 1 and
-    dequantizes to 0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error: never worse than without.
-    Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for NaN or infinite weights, an empty or non-matrix ``w``, and scales
-    that do not fit ``scale_dtype``.
+    ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or
+    bf16, else float16. Codes are rounded with the *stored* scale, so nothing is lost when it is
+    read back. A group's range always includes 0; an all-zero group gets scale 1 and dequantizes to
+    0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error:
+    never worse than without. Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for
+    NaN or infinite weights, an empty or non-matrix ``w``, and scales that do not fit
+    ``scale_dtype``.
 
-    4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are the
-    better of two powers of two (``round_floats``); with row scales, a factor of the whole weight
-    makes its largest magnitude the largest code times the largest scale.
+    4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are
+    the better of two powers of two (``round_floats``); with row scales, a factor of the whole
+    weight makes its largest magnitude the largest code times the largest scale.
     """
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
@@ -162,7 +168,8 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
 def _search(
     block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, row: float, factors: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of least squared error over ``factors``."""
+    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of
+    least squared error over ``factors``."""
     low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
     best = _round(block, low, high, format, scale_dtype, row)
     if len(factors) == 1:

@@ -1,4 +1,5 @@
-"""The CUDA functions under ``tiles/device``, as programs include and name them, and the numbers handed to them."""
+"""The CUDA functions under ``tiles/device``, as programs include and name them, and the numbers
+handed to them."""
 
 import numpy as np
 
@@ -12,8 +13,8 @@ CONSTANTS = {"store/split_k.cuh": {"TICKETS": TICKETS}, "order/tiles.cuh": {"SHA
 
 
 def device_source(headers: tuple[str, ...]) -> str:
-    """The CUDA functions of ``headers`` (names of files under ``tiles/device``, or absolute paths), which a kernel includes as text, each
-    after its ``CONSTANTS``."""
+    """The CUDA functions of ``headers`` (names of files under ``tiles/device``, or absolute paths),
+    which a kernel includes as text, each after its ``CONSTANTS``."""
     return "\n".join(_constants(name) + (DEVICE_DIR / name).read_text() for name in headers)
 
 

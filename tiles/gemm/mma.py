@@ -2,12 +2,15 @@
 
     y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
-computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x its B operand: the small side, tokens,
-is the instruction's n, from 8 up. Accumulation is fp32; per-group scales are applied to the weights, per-channel ones to the accumulators
-(TurboMind sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into
-mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync
-own a slab exactly as a warpgroup does, so a checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
-num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of two slabs.
+computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
+its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32;
+per-group scales are applied to the weights, per-channel ones to the accumulators (TurboMind
+sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a
+64-row slab into mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records
+are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
+checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
+num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of
+two slabs.
 """
 
 from typing import Any
@@ -30,9 +33,10 @@ STAGED_BLOCK_M = 32
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
-    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``,
-    workspace int32 (of a split k: tickets, then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles,
+    k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
+    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets,
+    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout

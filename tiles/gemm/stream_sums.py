@@ -1,6 +1,6 @@
-"""The end of a tile of ``gemm_stream`` and ``gemm_stream_bulk``: the sums of a block's rings, and of the blocks that share the tile, are
-added up in one order, ring by ring, block by block, and stored.
-"""
+"""The end of a tile of ``gemm_stream`` and ``gemm_stream_bulk``: the sums of a block's rings, and
+of the blocks that share the tile, are added up in one order, ring by ring, block by block, and
+stored."""
 
 from types import SimpleNamespace
 
@@ -12,8 +12,9 @@ from .operands import Operands, finish
 
 
 def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
-    """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared`` holds the sums of the block's rings, float
-    ``[ring][column][sum_pitch]``; an element of the tile is numbered ``column * block_n + row``; ``after`` is what follows."""
+    """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
+    holds the sums of the block's rings, float ``[ring][column][sum_pitch]``; an element of the tile
+    is numbered ``column * block_n + row``; ``after`` is what follows."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
@@ -48,7 +49,8 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     @T.macro
     def store_by_ticket(shared, workspace, y, after, bx, by, bz, thread):
-        """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes last stores the tile."""
+        """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes
+        last stores the tile."""
         total = T.alloc_var("float32")
         tile = by * n_blocks + bx
         for i in T.serial(T.ceildiv(elements, threads)):
@@ -81,8 +83,9 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     @T.macro
     def store_by_cluster(shared, y, after, bx, by, bz, thread):
-        """Each block of the cluster stores a share of the tile, of which the others send it their parts and tell it (meeting twice, with
-        fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200)."""
+        """Each block of the cluster stores a share of the tile, of which the others send it their
+        parts and tell it (meeting twice, with fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200).
+        """
         total, quad = T.alloc_var("float32"), T.alloc_local((4,), "float32")
         own = T.max(0, T.min(each, elements // 4 - bz * each))
         if thread == 0:

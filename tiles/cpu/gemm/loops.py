@@ -1,4 +1,5 @@
-"""The two loop bodies of the CPU GEMM: one row of x rearranged, and one task multiplied. See ``gemm.py`` for the arithmetic.
+"""The two loop bodies of the CPU GEMM: one row of x rearranged, and one task multiplied. See
+``gemm.py`` for the arithmetic.
 
 Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 """
@@ -17,8 +18,9 @@ from .plan import Plan
 
 
 def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
-    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32) and its sums over each group into
-    sums [m blocks, groups, block_m]. Rows from m and columns from k on are zeros."""
+    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32)
+    and its sums over each group into sums [m blocks, groups, block_m]. Rows from m and columns from
+    k on are zeros."""
     k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
     block, i = T.bind(row // mb), T.bind(row % mb)
     for count, first, depth in plan.sum_runs:
@@ -82,7 +84,8 @@ def _pairs(stage: Any) -> Any:
 
 
 def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
-    """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after tile."""
+    """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after
+    tile."""
     mb, lanes, per_task = plan.block_m, plan.isa.lanes, plan.schedule.block_n // TILE
     blocks = T.bind((m + (mb - 1)) // mb)
     with T.serial(per_task) as inner:
@@ -103,7 +106,8 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
 
 
 def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
-    """Loops over the ``run`` k of a group; yields (tile, first k in it, how many k) of each unrolled step, inside the loops."""
+    """Loops over the ``run`` k of a group; yields (tile, first k in it, how many k) of each
+    unrolled step, inside the loops."""
     depth = plan.schedule.block_k
     if run < TILE:
         together = TILE // run
@@ -142,7 +146,8 @@ def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: A
 
 
 def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:
-    """The numbers of a part for the channels from ``column`` on, in registers; zeros behind the last of an operand that is not padded."""
+    """The numbers of a part for the channels from ``column`` on, in registers; zeros behind the
+    last of an operand that is not padded."""
     lanes, n = plan.isa.lanes, plan.workload.n
     numbers = v.local(lanes, str(operand.dtype))
     if part.packed or n % TILE == 0:

@@ -6,12 +6,12 @@ reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from ...layouts.formats import GemmFormat
+from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
 
 
@@ -75,7 +75,7 @@ def codec_of(format: GemmFormat) -> Codec:
     if kind in CODECS:
         return CODECS[kind]
     if "." in kind:
-        return importlib.import_module(kind).CODEC
+        return stated(kind, "CODEC")
     raise ValueError(f"weights are {kind!r} numbers; accepted: {', '.join(map(repr, CODECS))}, or a module path with a CODEC")
 
 

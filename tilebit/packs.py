@@ -142,7 +142,7 @@ def unload(pack: Pack) -> None:
 
 def _forget_plans() -> None:
     """Operations decide once which kernel serves a shape: let them decide again."""
-    for name in ("dispatch", "attention_dispatch"):
+    for name in ("dispatch", "plans"):
         dispatch = sys.modules.get(f"{__package__}.ops.{name}")
         if dispatch is not None:
             dispatch.forget()

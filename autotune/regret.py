@@ -45,7 +45,7 @@ class Regret:
     def to_row(self) -> dict[str, Any]:
         """A results row."""
         w = self.workload
-        numbers = {"format": f"w{w.format.bits}a16", "group_size": w.format.group_size, "symmetric": w.format.symmetric, "dtype": w.dtype}
+        numbers = {"format": w.format.family, "group_size": w.format.group_size, "symmetric": w.format.symmetric, "dtype": w.dtype}
         size = {"shape": f"{w.n}x{w.k}", "m": w.m, "n": w.n, "k": w.k}
         times = {"us": self.us, "best_us": self.best_us}
         return {"op": "ranker", **size, **numbers, "source": self.source, "left_out": self.left_out, **times, "gpu": self.gpu}

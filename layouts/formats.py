@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from .outside import stated
@@ -110,6 +111,11 @@ class GemmFormat:
             return float(self.max_code)
         return max(abs(value - self.symmetric_zero_point) for value in self.weight.values)
 
+    @property
+    def unit(self) -> float:
+        """What every code's number is a whole multiple of: a power of two."""
+        return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
+
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
         return 1 if self.group_size == PER_CHANNEL else -(-k // self.group_size)
@@ -123,6 +129,11 @@ class GemmFormat:
     def name(self) -> str:
         """compressed-tensors' words: ``w4a16_g128``, ``w8a16_channel_asym``."""
         return self.module or next(name for name, known in FORMATS.items() if known == self)
+
+    @property
+    def family(self) -> str:
+        """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``; not of integers its name."""
+        return f"w{self.bits}a16" if self.integer else self.name
 
     @classmethod
     def parse(cls, name: str) -> GemmFormat:

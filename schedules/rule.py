@@ -114,6 +114,11 @@ def no_reasons(*_: Any) -> list[Any]:
     return []
 
 
+def no_sources(workload: Any) -> tuple[str, ...]:
+    """Of a program whose own files serve every workload."""
+    return ()
+
+
 ALL_FIELDS = frozenset(f.name for f in fields(Schedule))
 # Of the fields that a program does not use; those that every schedule states are 1.
 UNUSED = {f.name: 1 if f.default is MISSING else f.default for f in fields(Schedule) if f.name != "program"}
@@ -123,14 +128,18 @@ UNUSED = {f.name: 1 if f.default is MISSING else f.default for f in fields(Sched
 class Rule:
     """A program and what it accepts.
 
-    ``module`` holds its ``PROGRAM``; ``arches`` it runs on, those in ``tried`` with candidates of its own (elsewhere another program of the
-    operation is never slower). ``reads`` are the fields of a ``Schedule`` that it uses: every other must stand at its default, or at 1
-    where it has none.
-    ``legal(workload, schedule, target)`` gives sentences about the fields it reads, ``unserved(workload)`` about the workload.
-    ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload, arch)`` are those of a program that reads them in
-    another form than the workload's own. ``promises`` are instructions that lint finds in its code whatever the
-    schedule (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the computing ones, and take registers
-    from them as ``registers(schedule)`` says: (of a loading thread, of a computing one).
+    ``module`` holds its ``PROGRAM``; ``arches`` it runs on, those in ``tried`` with candidates of
+    its own (elsewhere another program of the operation is never slower). ``reads`` are the fields
+    of a ``Schedule`` that it uses: every other must stand at its default, or at 1 where it has
+    none. ``legal(workload, schedule, target)`` gives sentences about the fields it reads,
+    ``unserved(workload)`` about the workload. ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload,
+    arch)`` are those of a program that reads them in another form than the workload's own;
+    ``sources(workload)`` files that decide what it builds for some workloads, beside the program's
+    own: device functions (names under ``tiles/device``, or absolute paths) and modules of other
+    packages. ``promises`` are instructions that lint finds in its code whatever the schedule
+    (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the
+    computing ones, and take registers from them as ``registers(schedule)`` says: (of a loading
+    thread, of a computing one).
     """
 
     program: str
@@ -143,6 +152,7 @@ class Rule:
     workspace_words: Callable[[Any, Schedule, Target], int] = no_workspace
     unserved: Callable[[Any], list[str]] = no_reasons
     operands: Callable[[Any, str], tuple[Operand, ...]] | None = None
+    sources: Callable[[Any], tuple[str, ...]] = no_sources
     tried: tuple[str, ...] = ()
     promises: tuple[str, ...] = ()
     loading_warps: int = 0

@@ -7,6 +7,7 @@ any size is made on its device in one pass and nothing of the size of an unpacke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ...layouts.packing import PackedLayout
 from ...schedules.gemm import rules as rules
-from ...schedules.gemm.codecs import packed_layout
+from ...schedules.gemm.codecs import codec_of, packed_layout
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
@@ -76,15 +77,16 @@ class Problem:
         return y
 
     def _weight_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """(q - z) * s of rows ``start`` (a multiple of tile_n) to ``stop``, [stop - start, k], in ``dtype``."""
+        """(number of q - z) * s of rows ``start`` (a multiple of tile_n) to ``stop``, [stop - start, k], in ``dtype``."""
         w, first = self.workload, start // self.layout.tile_n
         last = -(-stop // self.layout.tile_n)
-        codes = unpack_tiles(self.operands["weight"][first:last], self.layout)[: stop - start, : w.k].to(dtype)
+        codes = unpack_tiles(self.operands["weight"][first:last], self.layout)[: stop - start, : w.k]
+        numbers = codes.to(dtype) if w.format.integer else codes.new_tensor(w.format.weight.values, dtype=dtype)[codes.int()]
         group = w.k if w.format.group_size == PER_CHANNEL else w.format.group_size
         scales = _per_column(self.operands["scales"][:, start:stop], group, w.k, dtype)
         if w.format.symmetric:
-            return (codes - w.format.symmetric_zero_point) * scales
-        return (codes - _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)) * scales
+            return (numbers - w.format.symmetric_zero_point) * scales
+        return (numbers - _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)) * scales
 
 
 def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -142,17 +144,19 @@ def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, d
 def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     """(largest activation, scales) that keep every sum of this workload exact in fp32 and, where possible, finite in fp16."""
     f = workload.format
-    widest = f.max_code if not f.symmetric else f.symmetric_zero_point
-    exact = [(a, s) for a, s in _EXACT_CHOICES if (workload.k * a * widest * max(s) + MAX_BIAS) / min(s) < EXACT_INTEGERS]
+    widest, unit, limit = f.largest, f.unit, codec_of(f).largest_scale
+    tried = [(a, kept) for a, s in _EXACT_CHOICES if (kept := tuple(value for value in s if value <= limit))]
+    exact = [(a, s) for a, s in tried if (workload.k * a * widest * max(s) + MAX_BIAS) / (min(s) * unit) < EXACT_INTEGERS]
     if not exact:
-        raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {(EXACT_INTEGERS - MAX_BIAS - 1) // widest}")
+        longest = int((EXACT_INTEGERS * unit - MAX_BIAS - 1) / widest)
+        raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {longest}")
     finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < MAX_HALF]
     return (finite or exact[-1:])[0]
 
 
 def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
     """Standard deviation of one output of the exact problem."""
-    codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6)
+    codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6) if f.integer else fmean(value * value for value in f.weight.values)
     activations = largest * (largest + 1) / 3
     return (k * codes * activations * sum(s * s for s in scales) / len(scales)) ** 0.5
 

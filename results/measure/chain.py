@@ -139,7 +139,7 @@ def measure_chain(target: Target, device: str, m: int, format: GemmFormat, layer
     }
     errors = checked(x, weights, chains)
     times = time_calls({name: [chain] for name, chain in chains.items()}, device)
-    quantized = {"format": f"w{format.bits}a16", "group_size": format.group_size, "symmetric": format.symmetric}
+    quantized = {"format": format.family, "group_size": format.group_size, "symmetric": format.symmetric}
     schedules = {name: find_kernel(Workload(m, n, k, format), target).manifest["schedule"] for name, n, k in layer}
     saving = (times["tilebit"].us - times["tilebit_pdl"].us) / (layers * len(layer))
     own: dict[str, dict[str, Any]] = {

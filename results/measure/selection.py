@@ -109,7 +109,7 @@ KINDS = {"fresh": fresh, "exhaustive": exhaustive}
 def described(workload: Workload) -> dict[str, Any]:
     """A workload's fields in a row."""
     w, f = workload, workload.format
-    numbers = {"format": f"w{f.bits}a16", "group_size": f.group_size, "symmetric": f.symmetric, "dtype": w.dtype}
+    numbers = {"format": f.family, "group_size": f.group_size, "symmetric": f.symmetric, "dtype": w.dtype}
     return {"n": w.n, "k": w.k, "m": w.m, **numbers}
 
 

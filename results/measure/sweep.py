@@ -82,7 +82,7 @@ class Bench:
             "n": w.n,
             "k": w.k,
             "m": w.m,
-            "format": f"w{f.bits}a16",
+            "format": f.family,
             "group_size": f.group_size,
             "symmetric": f.symmetric,
             "dtype": w.dtype,

@@ -6,6 +6,7 @@ reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -22,7 +23,8 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
 @dataclass(frozen=True, slots=True)
 class Codec:
     """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch, format)`` packs codes;
-    ``device(format)`` is the C++ type whose functions turn a packed word into operand registers, ``programs`` those that have them.
+    ``device(format)`` is the C++ type whose functions turn a packed word into operand registers, ``programs`` those that have them,
+    ``headers`` the files that hold them, under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the largest of these scales.
     ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code (the cost model's alpha, LiquidGEMM eq. 4);
     ``cpu_ops_per_weight`` on a CPU."""
@@ -33,6 +35,7 @@ class Codec:
     group_sizes: tuple[int, ...]
     ops_per_weight: Mapping[int, float]
     cpu_ops_per_weight: Mapping[int, float]
+    headers: tuple[str, ...] = ()
     largest_scale: float = inf
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
 
@@ -59,6 +62,7 @@ UINT = Codec(
 E2M1 = Codec(
     "e2m1",
     device=lambda f: "tilebit::E2m1",
+    headers=("codecs/e2m1.cuh",),
     programs=_PROGRAMS,
     group_sizes=(16, 32),
     ops_per_weight={4: 2.6},
@@ -77,6 +81,12 @@ def codec_of(format: GemmFormat) -> Codec:
     if "." in kind:
         return stated(kind, "CODEC")
     raise ValueError(f"weights are {kind!r} numbers; accepted: {', '.join(map(repr, CODECS))}, or a module path with a CODEC")
+
+
+def sources_of(format: GemmFormat) -> tuple[str, ...]:
+    """Files that say what a format's codes are: device functions, and the modules of a format and a kind of numbers of other packages."""
+    modules = [name for name in (format.module, format.weight.kind) if "." in name]
+    return (*codec_of(format).headers, *(str(importlib.import_module(name).__file__) for name in modules))
 
 
 def packed_layout(arch: str, format: GemmFormat) -> PackedLayout:

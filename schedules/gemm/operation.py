@@ -9,7 +9,7 @@ from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from . import cpu, rules, stream
-from .codecs import codec_of
+from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
 from .tiles import tile_candidates
@@ -33,10 +33,15 @@ def _unserved(program: str) -> Callable[[Workload], list[str]]:
     return lambda workload: codec_of(workload.format).unserved(workload.format, program)
 
 
+def _sources(workload: Workload) -> tuple[str, ...]:
+    return sources_of(workload.format)
+
+
 BULK = Rule(
     stream.BULK,
     "tilebit.tiles.gemm.stream_bulk",
     unserved=_unserved(stream.BULK),
+    sources=_sources,
     arches=("sm_90a",),
     tried=("sm_90a",),
     reads=_TILE,
@@ -49,6 +54,7 @@ STREAM = Rule(
     stream.ASYNC,
     "tilebit.tiles.gemm.stream",
     unserved=_unserved(stream.ASYNC),
+    sources=_sources,
     arches=("sm_80", "sm_86", "sm_89", "sm_90a"),
     tried=("sm_80", "sm_86", "sm_89"),
     reads=_TILE,
@@ -62,6 +68,7 @@ WGMMA = Rule(
     rules.WGMMA.program,
     "tilebit.tiles.gemm.wgmma",
     unserved=_unserved(rules.WGMMA.program),
+    sources=_sources,
     arches=rules.WGMMA.arches,
     tried=("sm_90a",),
     reads=_TILE | {"raster", "stream_k", "cluster", "tail"},
@@ -77,6 +84,7 @@ MMA = Rule(
     rules.MMA.program,
     "tilebit.tiles.gemm.mma",
     unserved=_unserved(rules.MMA.program),
+    sources=_sources,
     arches=rules.MMA.arches,
     tried=("sm_80", "sm_86", "sm_89"),  # legal on sm_90a too (its code runs there) but never the faster one
     reads=_TILE | {"raster"},
@@ -90,6 +98,7 @@ CPU = Rule(
     cpu.PROGRAM,
     "tilebit.tiles.cpu.gemm.program",
     unserved=_unserved(cpu.PROGRAM),
+    sources=_sources,
     arches=("cpu",),
     tried=("cpu",),
     reads=frozenset({"block_n", "block_m", "block_k", "num_warps", "split_k"}),

@@ -61,7 +61,8 @@ def operands(workload: Workload, seed: int, exact: bool) -> Operands:
         scales = (torch.rand(n, groups, generator=generator) * 0.02 + 0.001).to(dtype)
         bias = torch.randn(n, generator=generator).to(dtype)
     group = torch.arange(k) // (k if weight_format.group_size < 0 else weight_format.group_size)
-    weight = (codes.double() - zeros[:, group].double()) * scales[:, group].double()
+    numbers = torch.tensor(weight_format.weight.values, dtype=torch.float64)[codes.int()]
+    weight = (numbers - zeros[:, group].double()) * scales[:, group].double()
 
     layout = gemm_layout("cpu", weight_format.bits)
     packed = torch.from_numpy(layout.pack(codes.numpy()).view(np.int32))

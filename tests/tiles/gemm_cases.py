@@ -18,7 +18,7 @@ from tilebit.schedules.target import Target
 from tilebit.tiles.gemm.reference import gemm_reference
 
 Case = tuple[Workload, Schedule]
-FORMATS = tuple(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False)))
+FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
 
 
 def in_turn(
@@ -59,7 +59,7 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     largest = 4 if f.bits == 4 else 1  # so that most sums stay finite in fp16
     x = rng.integers(-largest, largest + 1, (w.m, w.k))
     codes = rng.integers(0, f.max_code + 1, (w.n, w.k)).astype(np.uint8)
-    scales = rng.choice([1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))
+    scales = rng.choice([0.5, 1.0, 2.0] if not f.integer else [1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))
     scales[:, ::2] *= 0.5
     zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
     bias = rng.integers(-64, 65, w.n) if w.bias else None

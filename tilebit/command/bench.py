@@ -116,7 +116,7 @@ def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
 
 def _format_fields(workload: Workload) -> dict[str, Any]:
     f = workload.format
-    return {"format": f"w{f.bits}a16", "group_size": f.group_size, "symmetric": f.symmetric}
+    return {"format": f.family, "group_size": f.group_size, "symmetric": f.symmetric}
 
 
 def _dense(problem: Problem, weight: Tensor) -> Call:

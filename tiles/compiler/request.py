@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...runtime import SCHEMA
-from ...schedules.operations import AnyWorkload
+from ...schedules.operations import AnyWorkload, find_rule
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
+from ..program import DEVICE_DIR
 from ..programs import program, program_sources
 
 # Files of this package that decide what an artifact contains, beside the program's own.
@@ -43,7 +44,7 @@ class CompileRequest:
         parts = {
             "schema": SCHEMA,
             "program": self.program,
-            "sources": _sources_digest(self.program),
+            "sources": _sources_digest(self.program, find_rule(self.program).sources(self.workload)),
             "workload": workload,
             "schedule": self.schedule.to_json(),
             "arch": self.target.arch,
@@ -74,9 +75,11 @@ class CompileFailure(Exception):
 
 
 @functools.lru_cache(maxsize=32)
-def _sources_digest(name: str) -> str:
+def _sources_digest(name: str, more: tuple[str, ...]) -> str:
+    """Of a program, and of ``more`` files as ``Rule.sources`` names them."""
     digest = hashlib.sha256()
-    for path in (*program_sources(name), *(HERE / part for part in PIPELINE[program(name).compiler])):
+    pipeline = (HERE / part for part in PIPELINE[program(name).compiler])
+    for path in (*program_sources(name), *pipeline, *(DEVICE_DIR / part for part in more)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

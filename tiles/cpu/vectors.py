@@ -115,8 +115,9 @@ def permute16(table: Any, index: Any) -> Any:
 
 
 def permute32(table: Any, index: Any) -> Any:
-    """float32x16: ``table[index & 15]`` (vpermps)."""
-    return tirx.call_llvm_pure_intrin("float32x16", "llvm.x86.avx512.permvar.sf.512", table, index)
+    """``table[index & 15]`` of 16 fp32 lanes, ``table[index & 7]`` of 8 (vpermps)."""
+    name = {"float32x16": "llvm.x86.avx512.permvar.sf.512", "float32x8": "llvm.x86.avx2.permps"}[str(table.dtype)]
+    return tirx.call_llvm_pure_intrin(str(table.dtype), name, table, index)
 
 
 def lane_sum(value: Any, lanes: int) -> Any:

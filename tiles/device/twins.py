@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...layouts.formats import Numbers
+
 SLAB_ROWS = 64
 GROUP_THREADS = 128  # threads that share a slab: a warpgroup, or four warps
 
 # dtype -> (stored significand bits, exponent of the smallest normal, bits of infinity)
 _KINDS = {"float16": (10, -14, 0x7C00), "bfloat16": (7, -126, 0x7F80)}
-# The bit tricks: (dtype, bits) -> what the exponent bits that are or-ed over a code stand for.
+# The bit tricks of integer codes: (dtype, bits) -> what the exponent bits that are or-ed over a code stand for.
 _MAGIC = {("float16", 4): 1024.0, ("float16", 8): 1024.0, ("bfloat16", 4): 128.0, ("bfloat16", 8): 8388608.0}
 # Raw codes: (dtype, bits) -> (what is added to a code, factors of rows r and r + 8).
 _RAW = {
@@ -21,6 +23,8 @@ _RAW = {
     ("bfloat16", 4): (128.0, 1.0, 1.0),
     ("bfloat16", 8): (0.0, 1.0, 1.0),
 }
+# How many times too small the number is whose bits are those of a 4-bit float in their places.
+_E2M1_SHIFT = {"float16": 2.0**14, "bfloat16": 2.0**126}
 _HIGH_ROWS = np.arange(8) >> 1 & 1  # of the eight A elements of a k16 step: 0 in row r, 1 in row r + 8
 
 
@@ -56,14 +60,17 @@ def _codes(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(
-    words: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, dtype: str, bits: int, slabs: int, group_steps: int, scaled: bool
-) -> np.ndarray:
+    words: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, dtype: str, numbers: Numbers, slabs: int, group_steps: int,
+    scaled: bool,
+) -> np.ndarray:  # fmt: skip
     """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs * 8], each thread's A registers in order.
 
-    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits [groups of the stage, rows of the block],
-    ``zeros`` None for a symmetric format; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without ``scaled``
-    the result is q - z.
+    ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits
+    [groups of the stage, rows of the block], ``zeros`` None for a symmetric format; ``numbers`` the
+    codes' kind; ``slabs`` those of one warpgroup; ``group_steps`` k16 steps a scale group. Without
+    ``scaled`` the result is q - z.
     """
+    bits = numbers.bits
     per_step = bits // 4  # words of a k16 step
     steps = 4 // per_step * words.shape[1]
     codes = _codes(words.reshape(words.shape[0], words.shape[1], GROUP_THREADS, 4 // per_step, per_step), bits)
@@ -73,11 +80,17 @@ def dequantize(
     row = (thread >> 5) * 16 + ((thread & 31) >> 2)
     row = np.arange(words.shape[0])[:, None, None, None] * SLAB_ROWS + row[:, None, None] + 8 * _HIGH_ROWS
     group = (np.arange(steps) // group_steps)[:, None]
-    zero = np.float64(1 << (bits - 1)) if zeros is None else widen(zeros, dtype)[group, row]
-    value = _subtract(codes, np.broadcast_to(zero, codes.shape), dtype, bits)
-    if scaled:
+    if numbers.kind == "e2m1":
+        shift = _E2M1_SHIFT[dtype]
+        value = round_to(np.array(numbers.values)[codes] / shift, dtype)
+        factors = round_to((widen(scales, dtype) if scaled else np.ones(scales.shape)) * shift, dtype)[group, row]
+    else:
+        zero = np.float64(1 << (bits - 1)) if zeros is None else widen(zeros, dtype)[group, row]
+        value = _subtract(codes, np.broadcast_to(zero, codes.shape), dtype, bits)
+        factors = scales[group, row] if scaled else None
+    if factors is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            value = round_to(widen(value, dtype) * widen(scales, dtype)[group, row], dtype)
+            value = round_to(widen(value, dtype) * widen(factors, dtype), dtype)
     value = value.reshape(-1, slabs, GROUP_THREADS, steps, 8)  # [warpgroup, slab, thread, step, element]
     return np.ascontiguousarray(value.transpose(0, 2, 3, 1, 4)).reshape(-1, steps * slabs * 8)
 
@@ -97,9 +110,12 @@ def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.
     return np.where(_HIGH_ROWS, folded, plain)
 
 
-def raw_codes(words: np.ndarray, *, dtype: str, bits: int) -> np.ndarray:
-    """``tilebit::Raw<T, BITS>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step -> uint16 bits [..., 8], A elements in
-    register order, each factor * (code + offset), in fp16 at 4 bits plus that of row r + 8 in row r."""
+def raw_codes(words: np.ndarray, *, dtype: str, numbers: Numbers) -> np.ndarray:
+    """``tilebit::Raw<T, CODE>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step -> uint16 bits [..., 8], A elements in
+    register order, each factor * (number + offset), of integers in fp16 at 4 bits plus that of row r + 8 in row r."""
+    bits = numbers.bits
+    if numbers.kind == "e2m1":
+        return round_to(np.array(numbers.values)[_codes(words, bits)] / (_E2M1_SHIFT[dtype] if dtype == "float16" else 1.0), dtype)
     offset, low, high = _RAW[dtype, bits]
     values = (_codes(words, bits) + offset) * np.where(_HIGH_ROWS, high, low)
     if (dtype, bits) == ("float16", 4):

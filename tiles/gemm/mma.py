@@ -13,6 +13,7 @@ num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the 
 from typing import Any
 
 from ...schedules.gemm import rules as rules
+from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -73,7 +74,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if staged:
                 Ys = T.alloc_shared((bm, bn + 8), dtype)
                 T.annotate_layout({Ys: make_linear_layout(Ys)})
-            T.import_source(device_source(HEADERS))
+            T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             if schedule.raster > 0:
                 T.use_swizzle(schedule.raster)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
+from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
@@ -108,8 +109,8 @@ class Operands:
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
         arguments = (
-            TYPES[w.dtype], w.format.bits, _cpp(w.format.symmetric), self.slabs, part, self.records // parts, group_steps, s.block_n,
-            _cpp(self.grouped),
+            TYPES[w.dtype], codec_of(w.format).device(w.format), _cpp(w.format.symmetric), self.slabs, part, self.records // parts,
+            group_steps, s.block_n, _cpp(self.grouped),
         )  # fmt: skip
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 

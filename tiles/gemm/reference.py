@@ -12,7 +12,7 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None,
     k = codes.shape[1]
     group = np.arange(k) // (k if format.group_size < 0 else format.group_size)
     zero = np.float64(format.symmetric_zero_point) if zeros is None else zeros.astype(np.float64)[:, group]
-    return (codes.astype(np.float64) - zero) * scales.astype(np.float64)[:, group]
+    return (np.array(format.weight.values)[codes] - zero) * scales.astype(np.float64)[:, group]
 
 
 def gemm_reference(

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm import stream as rules
+from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -49,7 +50,7 @@ def product_type(workload: Workload, schedule: Schedule) -> str:
     """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``)."""
     f, s = workload.format, schedule
     arguments = (
-        TYPES[workload.dtype], f.bits, str(f.symmetric).lower(), 0 if f.group_size == PER_CHANNEL else f.group_size // 16,
+        TYPES[workload.dtype], codec_of(f).device(f), str(f.symmetric).lower(), 0 if f.group_size == PER_CHANNEL else f.group_size // 16,
         rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256,
     )  # fmt: skip
     return f"tilebit::RawProduct<{', '.join(map(str, arguments))}>"
@@ -134,7 +135,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         y: T.Tensor((m, p.n), dtype),
     ):
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
-            T.import_source(device_source(HEADERS))
+            T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_words(workload, s, target),), "float32")  # rings and barriers, then sums
             sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))

@@ -90,18 +90,17 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         return variable("int32", T.call_extern("int32", "tilebit::fresh", value))
 
     def below(number, count):
-        """A number below ``count``, which is written so that TIR knows it: the rest of a division by
-        12 of what it knows nothing of is one of 64 bits."""
-        return number & ((1 << (count - 1).bit_length()) - 1) if count > 1 else 0
+        """A number below ``count``, found once and written so that TIR knows it: the rest of a division
+        by 12 of what it knows nothing of is one of 64 bits."""
+        return variable("int32", number) & ((1 << (count - 1).bit_length()) - 1) if count > 1 else 0
 
     def own(thread, bx, by):
-        warp = below(variable("int32", T.shfl_sync(thread // 32, 0)), s.num_warps)  # so nvcc knows that a warp has one
-        ring = below(variable("int32", warp // warps_n), rings)
-        member = below(variable("int32", warp % warps_n), warps_n)
+        warp = below(T.shfl_sync(thread // 32, 0), s.num_warps)  # so nvcc knows that a warp has one
+        ring, member = below(warp // warps_n, rings), below(warp % warps_n, warps_n)
         lane, row = kept(thread % 32), kept(bx * s.block_n + member * rows)
         x_row, x_chunk = (member * 32 + lane) // x_chunks, lane % x_chunks
         return Own(
-            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)), kept(x_row * p.kx + x_chunk * CHUNK),
+            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)) if groups else 0, kept(x_row * p.kx + x_chunk * CHUNK),
             kept(x_row * x_pitch + x_chunk * 16), variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
         )  # fmt: skip
 

@@ -41,6 +41,7 @@ ever (two rare races, both seen on an H200).
 from typing import Any
 
 from ...schedules.gemm import rules as rules
+from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -191,7 +192,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             W_rest = T.alloc_fragment((bn, bk // parts), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
             sums = (Y, T.alloc_fragment((bn, bm // schedule.tail), "float32"))[: len(kinds)]
-            T.import_source(device_source(HEADERS))
+            T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
 

@@ -143,7 +143,7 @@ def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float
         "n": w.n,
         "k": w.k,
         "m": w.m,
-        "format": f"w{f.bits}a16",
+        "format": f.family,
         "group_size": f.group_size,
         "symmetric": f.symmetric,
         "dtype": w.dtype,

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilebit.layouts.formats import Numbers
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.tiles.compiler.headers import TYPES, device_source
@@ -23,9 +24,11 @@ from emulation.device_code import CUDA_ARCH, DeviceCode, build, needs_host_compi
 
 pytestmark = needs_host_compiler
 DTYPES = ("float16", "bfloat16")
-FORMATS = tuple(product(DTYPES, (4, 8)))
+CODES = {"uint4": Numbers("uint", 4), "uint8": Numbers("uint", 8), "e2m1": Numbers("e2m1", 4)}
+TYPE = {"uint4": "tilebit::Uint<4>", "uint8": "tilebit::Uint<8>", "e2m1": "tilebit::E2m1"}
+FORMATS = tuple(product(DTYPES, CODES))
 PATHS = tuple(product((True, False), (True, False)))  # symmetric, scaled
-SOURCE = device_source(("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh"))
+SOURCE = device_source(("ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/e2m1.cuh", "store/split_k.cuh", "store/epilogue.cuh"))
 THREADS = {1: 128, 2: 256, 4: 256}  # of a block whose warpgroups hold that many slabs each
 RECORDS = {4: 2, 8: 4}  # 128 k a stage
 GROUP_STEPS = 4  # 64 k a scale group
@@ -38,17 +41,28 @@ SCALE_BITS = {
 }
 
 
-def call_names(dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int) -> list[str]:
+def scale_bits(dtype: str, code: str) -> list[int]:
+    """Those that kernels take of a kind of codes: of 4-bit floats none above 2 and, because one product is all, none below 0."""
+    two = 0x4000  # in either type
+    return [bits if code != "e2m1" or bits & 0x7FFF <= two else two for bits in SCALE_BITS[dtype]]
+
+
+def call_names(dtype: str, code: str, symmetric: bool, scaled: bool, slabs: int) -> list[str]:
     """Of the parts of a stage, in order."""
-    rows, records = THREADS[slabs] // 128 * slabs * 64, RECORDS[bits] // PARTS[slabs]
+    rows, records = THREADS[slabs] // 128 * slabs * 64, RECORDS[CODES[code].bits] // PARTS[slabs]
     flags = [str(flag).lower() for flag in (symmetric, scaled)]
-    shape = f"{TYPES[dtype]}, {bits}, {flags[0]}, {slabs}"
+    shape = f"{TYPES[dtype]}, {TYPE[code]}, {flags[0]}, {slabs}"
     return [f"tilebit::dequantize<{shape}, {part}, {records}, {GROUP_STEPS}, {rows}, {flags[1]}>" for part in range(PARTS[slabs])]
+
+
+def served(code: str, symmetric: bool, scaled: bool) -> bool:
+    """4-bit floats have neither zero points nor one scale a channel."""
+    return code != "e2m1" or (symmetric and scaled)
 
 
 @pytest.fixture(scope="module")
 def device() -> DeviceCode:
-    names = [name for f in FORMATS for p in PATHS for slabs in THREADS for name in call_names(*f, *p, slabs)]
+    names = [name for f in FORMATS for p in PATHS if served(f[1], *p) for slabs in THREADS for name in call_names(*f, *p, slabs)]
     return DeviceCode(SOURCE, CUDA_ARCH["gemm_wgmma"], names)
 
 
@@ -56,7 +70,7 @@ def run_dequantize(
     device: DeviceCode, names: list[str], words: np.ndarray, scales: np.ndarray, zeros: np.ndarray, threads: int
 ) -> np.ndarray:
     """uint16 [threads, elements], the parts' one after another. ``words``: a stage's records, [slab, record, 512]."""
-    bits = int(names[0].split(", ")[1])
+    bits = 8 if "<8>" in names[0] else 4
     parts = words.reshape(words.shape[0], len(names), -1).swapaxes(0, 1).copy()  # as they lie in a stage
     out = np.full((len(names), threads, words.size * 32 // bits // threads // len(names)), 0x7E5A, dtype=np.uint16)
     for name, part in zip(names, out, strict=True):
@@ -64,11 +78,11 @@ def run_dequantize(
     return np.concatenate(list(out), axis=1)
 
 
-def stages(dtype: str, bits: int, symmetric: bool, rows: int, every_place: bool):
+def stages(dtype: str, code: str, symmetric: bool, rows: int, every_place: bool):
     """(codes [rows, 128], zero points [groups, rows], indices into SCALE_BITS [groups, rows]), stage by stage, until every code has met
     every zero point under every scale and, with ``every_place``, every place of a stage has held every code."""
-    count = 1 << bits
-    zero_points = [count // 2] if symmetric else range(count)
+    count = 1 << CODES[code].bits
+    zero_points = [0 if code == "e2m1" else count // 2] if symmetric else range(count)
     pairs = np.array(list(product(zero_points, range(len(SCALE_BITS[dtype])))))
     chunks = -(-len(pairs) // (2 * rows))  # a stage has two groups of 64 k
     plan = [(shift, chunk) for shift in range(0, count, 64) for chunk in range(chunks)]
@@ -82,26 +96,29 @@ def stages(dtype: str, bits: int, symmetric: bool, rows: int, every_place: bool)
 
 @pytest.mark.parametrize("slabs", THREADS)
 @pytest.mark.parametrize(("symmetric", "scaled"), PATHS, ids=["sym-scaled", "sym-plain", "asym-scaled", "asym-plain"])
-@pytest.mark.parametrize(("dtype", "bits"), FORMATS)
-def test_every_code_point(device: DeviceCode, dtype: str, bits: int, symmetric: bool, scaled: bool, slabs: int):
+@pytest.mark.parametrize(("dtype", "code"), FORMATS)
+def test_every_code_point(device: DeviceCode, dtype: str, code: str, symmetric: bool, scaled: bool, slabs: int):
+    if not served(code, symmetric, scaled):
+        return
+    numbers, bits = CODES[code], CODES[code].bits
     threads = THREADS[slabs]
     blocks = threads // 128 * slabs
-    layout, names = gemm_layout("sm_90a", bits), call_names(dtype, bits, symmetric, scaled, slabs)
+    layout, names = gemm_layout("sm_90a", bits), call_names(dtype, code, symmetric, scaled, slabs)
     every_place = scaled and slabs == 1
     met = np.zeros((1 << bits, 1 << bits, len(SCALE_BITS[dtype])), dtype=bool)  # code, zero point, scale
     held = np.zeros((blocks * 64, 128, 1 << bits), dtype=bool)
-    for codes, zero_points, which in stages(dtype, bits, symmetric, blocks * 64, every_place):
-        scales = np.array(SCALE_BITS[dtype], dtype=np.uint16)[which]
+    for codes, zero_points, which in stages(dtype, code, symmetric, blocks * 64, every_place):
+        scales = np.array(scale_bits(dtype, code), dtype=np.uint16)[which]
         words = layout.pack(codes)
         zeros = twins.round_to(zero_points, dtype)
         got = run_dequantize(device, names, words, scales, zeros, threads)
         twin = twins.dequantize(
-            words, scales, None if symmetric else zeros, dtype=dtype, bits=bits, slabs=slabs, group_steps=GROUP_STEPS, scaled=scaled
+            words, scales, None if symmetric else zeros, dtype=dtype, numbers=numbers, slabs=slabs, group_steps=GROUP_STEPS, scaled=scaled
         )
         np.testing.assert_array_equal(got, twin)
 
         group = np.arange(128) // 64
-        exact = codes.astype(np.float64) - zero_points.T[:, group]
+        exact = np.array(numbers.values)[codes] - zero_points.T[:, group]
         expected = twins.round_to(exact * twins.widen(scales, dtype).T[:, group] if scaled else exact, dtype)
         np.testing.assert_array_equal(in_place(got, blocks, slabs), expected)
         met[codes, zero_points.T[:, group], which.T[:, group]] = True

@@ -34,6 +34,7 @@ def swap(*pairs: tuple[str, str]) -> Edit:
 
 W4, W4Z, W8, W8Z = (QuantFormat(bits, 64, symmetric) for bits in (4, 8) for symmetric in (True, False))
 CHANNEL = QuantFormat(4, PER_CHANNEL, True)
+MXFP4 = QuantFormat.parse("w4a16_mxfp4")
 SMALL = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
 TWO_SLABS = Schedule("gemm_wgmma", 128, 16, 64, 2, 8)
 DEEP = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # two records a part at 8 bits
@@ -109,6 +110,12 @@ BUGS = (
     device("parts of a stage swapped", work(W8, k=512), DEEP, ("(PART * (STRIDE / 64)", "((1 - PART) * (STRIDE / 64)")),
     device("slabs of the warpgroups swapped", work(W4), TWO_SLABS, (SOURCE, "(1 - group) * SLABS + slab) * RECORDS")),
     device("slabs of a warpgroup swapped", work(W4), TALL, (SOURCE, "group * SLABS + (SLABS - 1 - slab)) * RECORDS")),
+    # 4-bit floats
+    device("sign of a float lost", work(MXFP4), SMALL, ("(w), 0x80008000u", "(w), 0u")),
+    device("exponent of a float a bit too high", work(MXFP4), SMALL, ("LOWEST = 9;", "LOWEST = 10;")),
+    device("power of two of a float's scale wrong", work(MXFP4), SMALL, ("0x7400", "0x7000")),
+    device("power of two of a float's scale wrong, bf16", work(MXFP4, "bfloat16"), MMA, ("0x7e80", "0x7e00")),
+    device("float's scale of the wrong row", work(MXFP4), SMALL, ("(i & 1 ? r1 : r0).scale", "r0.scale")),
     # the operands' indices
     Bug(
         "scale group off by one", work(W4), SMALL,

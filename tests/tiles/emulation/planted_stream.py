@@ -8,7 +8,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 
-from .planted import W4, W4Z, Bug, device, swap, work
+from .planted import MXFP4, W4, W4Z, Bug, device, swap, work
 
 FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
 STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
@@ -56,6 +56,8 @@ BUGS = (
     device("scale of the wrong row of a tile", FEW, STREAM, ("to_float(high[0])", "to_float(low[0])")),
     device("scale for a zero point", FEW_Z, STREAM, ("odd * SCALE_BYTES", "0")),
     device("codes of row r + 8 left in row r", FEW, STREAM, ("R::BOTH_ROWS && i < 2", "false")),
+    device("power of two of raw floats wrong", work(MXFP4, m=5), STREAM, ("INVERSE_LOW = 16384.0f", "INVERSE_LOW = 8192.0f")),
+    device("zero point taken of floats", work(MXFP4, m=5), STREAM, ("MIDDLE = 0.0f", "MIDDLE = 1.0f"), sign=""),
     # copies
     device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("(above * (k_tiles - 1) + r)", "r")),
     device(

@@ -28,6 +28,7 @@ ROWS = (1, 2, 3, 5, 17, 33)
 SHAPES = ((96, 256), (100, 200), (33, 97), (257, 320), (7, 64), (64, 31))  # whole tiles; ragged n and k; less than a tile
 BLOCK_M = {"avx512_bf16": (1, 8, 13, 5), "avx512": (8, 1, 5, 13), "avx2": (1, 4, 2, 3)}
 BLOCK_K = (32, 8, 4, 64, 16)
+FLOATS = ("w4a16_mxfp4",)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def _cases() -> list[Case]:
             block_k = min(block_k, group) if group > 0 else block_k
             split = (4, 2)[i % 2] if block_m == 1 else 1
             cases.append(Case(isa, workload, Schedule("gemm_cpu", (32, 64, 96)[i % 3], block_m, block_k, num_warps=2, split_k=split)))
+        for i, (name, dtype) in enumerate(product(FLOATS, DTYPES)):
+            workload = Workload(1, *SHAPES[(i + 1) % len(SHAPES)], QuantFormat.parse(name), dtype, bias=i % 2 == 0)
+            cases.append(Case(isa, workload, Schedule("gemm_cpu", 32, BLOCK_M[isa][i % 4], (16, 8)[i % 2], num_warps=2)))
     return cases
 
 

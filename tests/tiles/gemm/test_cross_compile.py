@@ -29,6 +29,7 @@ from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
 
 HALF, BFLOAT = "float16", "bfloat16"
+MXFP4 = QuantFormat.parse("w4a16_mxfp4")
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -57,6 +58,10 @@ CASES = (
     ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
     ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
+    ("sm_90a", Workload(512, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_wgmma", 128, 256, 64, 4, 8, raster=8)),
+    ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
+    ("sm_89", Workload(4, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
+    ("sm_90a", Workload(16, 4096, 4096, MXFP4, HALF), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
 )
 TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 

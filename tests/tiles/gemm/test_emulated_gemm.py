@@ -53,6 +53,7 @@ SCHEDULES = (
 )
 SHAPES = ((13, 192, 448), (40, 100, 500), (1, 250, 1000), (33, 64, 380), (9, 320, 64), (17, 256, 257))
 # Whole waves of tiles and shares that cross their borders; two blocks that share x.
+MXFP4 = QuantFormat.parse("w4a16_mxfp4")
 PERSISTENT = (
     (Workload(100, 190, 1024, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
     (Workload(60, 190, 1472, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
@@ -83,6 +84,9 @@ PERSISTENT = (
     (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
     (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
     (Workload(100, 250, 256, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
+    # 4-bit floats: groups shorter than a part of a step, shared tiles, two slabs
+    (Workload(60, 190, 1472, MXFP4), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
+    (Workload(40, 250, 500, MXFP4, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 32, 128, 2, 4)),
     # a warpgroup with three slabs, with four
     (Workload(20, 190, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4)),
     (Workload(40, 500, 128, QuantFormat(4, 64, True), bias=True), Schedule("gemm_wgmma", 256, 32, 64, 2, 4)),

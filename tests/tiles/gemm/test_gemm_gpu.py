@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 SEEDS = 200
 ROWS = (1, 2, 7, 16, 33, 64, 130, 257)
 FORMATS = [QuantFormat(bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)]
+FORMATS.append(QuantFormat.parse("w4a16_mxfp4"))
 
 
 def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:

@@ -32,6 +32,7 @@ from gemm_cases import FORMATS, Case, in_turn, label, problem_of
 
 pytestmark = needs_host_compiler
 HOPPER = target_from_name("sm_90a")
+MXFP4 = QuantFormat.parse("w4a16_mxfp4")
 PROGRAMS = (rules.ASYNC, rules.BULK)
 
 # block_n, block_m, block_k, stages, warps
@@ -58,6 +59,9 @@ BETWEEN_RECORDS = (
     (Workload(15, 448, 384, QuantFormat(4, 128, True)), Schedule("gemm_stream_bulk", 448, 16, 128, 2, 14)),
     (Workload(8, 192, 384, QuantFormat(4, 64, True)), Schedule("gemm_stream", 192, 8, 128, 2, 3)),
     (Workload(16, 320, 256, QuantFormat(4, 128, True), "bfloat16"), Schedule("gemm_stream", 320, 16, 128, 2, 5)),
+    (Workload(16, 128, 384, MXFP4, bias=True), Schedule("gemm_stream_bulk", 128, 16, 128, 2, 4)),
+    (Workload(3, 320, 500, MXFP4, "bfloat16"), Schedule("gemm_stream_bulk", 80, 4, 64, 2, 4, split_k=2)),
+    (Workload(7, 192, 320, MXFP4, "bfloat16"), Schedule("gemm_stream", 96, 8, 64, 2, 4)),
     (Workload(3, 430, 192, QuantFormat(8, 64, True), "bfloat16"), Schedule("gemm_stream", 224, 4, 64, 2, 4)),
     (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
 )

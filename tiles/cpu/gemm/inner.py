@@ -37,12 +37,12 @@ def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: 
         loaded = {part: T.bind(v.load(arg["weight"], offset, lanes)) for part, offset in loaded.items()}
         for p in range(2):
             if plan.dot == "pairs":
-                weights = [_pair(loaded[row % parts], 2 * p + row // parts) for row in rows]
+                weights = [_pair(plan, loaded[row % parts], 2 * p + row // parts) for row in rows]
                 _accumulate(plan, arg, x, 2 * quad + p, weights, v.dot_bf16, sums)
                 continue
             for e in range(2):
                 decode = _looked_up if plan.table else _masked
-                weights = [decode(loaded[row % parts], 4 * e + 2 * p, row // parts, lanes) for row in rows]
+                weights = [decode(plan, loaded[row % parts], 4 * e + 2 * p, row // parts) for row in rows]
                 _accumulate(plan, arg, x, 4 * quad + 2 * p + e, weights, v.fma, sums)
 
 
@@ -66,27 +66,35 @@ def _joined(even: Any, odd: Any) -> Any:
     return (T.reinterpret("uint32x16", even) >> v.splat(16, "uint32", 16) | T.reinterpret("uint32x16", odd)).astype("int32x16")
 
 
-def _pair(word: Any, nibble: int) -> Any:
-    """int32x16: the codes - 8 in ``nibble`` of both halves of each word, as a pair of bf16. The permute's index has 5 bits and the table
+def _pair(plan: Plan, word: Any, nibble: int) -> Any:
+    """int32x16: the numbers in ``nibble`` of both halves of each word, as a pair of bf16. The permute's index has 5 bits and the table
     repeats, so that the bit above the nibble does not matter."""
-    table = v.constant([_bf16_bits(q - 8) for q in range(16)] * 2, "int16")
+    table = v.constant([_bf16_bits(value) for value in plan.values] * 2, "int16")
     index = T.reinterpret("int16x32", word) >> v.splat(4 * nibble, "int16", 32)
     return T.reinterpret("int32x16", v.permute16(table, index))
 
 
-def _bf16_bits(value: int) -> int:
-    """A small integer in bf16, as a signed 16-bit number."""
-    return struct.unpack("<hh", struct.pack("<f", float(value)))[1]
+def _bf16_bits(value: float) -> int:
+    """A number that bf16 holds, as a signed 16-bit number."""
+    return struct.unpack("<hh", struct.pack("<f", value))[1]
 
 
-def _looked_up(word: Any, even: int, h: int, lanes: int) -> Any:
-    """float32x16: the code - 8 in nibble ``even + h`` of each word. The permute's index has 4 bits."""
-    return v.permute32(v.constant([float(q - 8) for q in range(16)], "float32"), word >> v.splat(4 * (even + h), "int32", lanes))
+def _looked_up(plan: Plan, word: Any, even: int, h: int) -> Any:
+    """fp32: the number in nibble ``even + h`` of each word. A permute's index has 4 bits, or, of 8 lanes, 3: then the fourth chooses
+    between two tables."""
+    lanes, nibble = plan.isa.lanes, even + h
+    index = word >> v.splat(4 * nibble, "int32", lanes)
+    tables = [v.constant(plan.values[first : first + lanes], "float32") for first in range(0, 16, lanes)]
+    if lanes == 16:
+        return v.permute32(tables[0], index)
+    lower, upper = (v.permute32(table, index) for table in tables)
+    return v.tirx.Select(word << v.splat(28 - 4 * nibble, "int32", lanes) < v.splat(0, "int32", lanes), upper, lower)
 
 
-def _masked(word: Any, even: int, h: int, lanes: int) -> Any:
+def _masked(plan: Plan, word: Any, even: int, h: int) -> Any:
     """fp32: the code in nibble ``even + h`` of each word, times 16^even. Odd nibbles are shifted down by one first: one shift serves four
     of them, and none has the sign bit then."""
+    lanes = plan.isa.lanes
     if h:
         word = (word.astype(f"uint32x{lanes}") >> v.splat(4, "uint32", lanes)).astype(f"int32x{lanes}")
     return (word & v.splat(15 << 4 * even, "int32", lanes)).astype(f"float32x{lanes}")

@@ -20,12 +20,12 @@ def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
     sums [m blocks, groups, block_m]. Rows from m and columns from k on are zeros."""
     k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
     block, i = T.bind(row // mb), T.bind(row % mb)
-    for count, first, tiles in plan.group_runs:
+    for count, first, depth in plan.sum_runs:
         with T.serial(count) as index:
             group = T.bind(index + first)
             total = v.sums(1, lanes) if plan.needs_sums else None
-            with T.serial(tiles) as step:
-                kt = T.bind(group * plan.group_tiles + step)
+            with T.serial(depth // TILE) as step:
+                kt = T.bind(group * (plan.group_k // TILE) + step)
                 stage = v.local(TILE, str(arg["x"].dtype))
                 start = T.bind(row.astype("int64") * k + kt * TILE)
                 with T.If((row < m) & (kt * TILE + TILE <= k)):
@@ -88,12 +88,12 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
         nt, block = T.bind(task // blocks * per_task + inner), T.bind(task % blocks)
         with T.If(nt < plan.n_tiles), T.Then():
             total = v.sums(mb * plan.vectors, lanes)
-            for count, first, tiles in plan.group_runs:
+            for count, first, run in plan.group_runs:
                 with T.serial(count) as index:
                     group = T.bind(index + first)
                     for rows in plan.row_passes:
                         sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes)
-                        for kt, k, depth in _steps(plan, group, tiles):
+                        for kt, k, depth in _steps(plan, group, run):
                             words = T.bind((nt * plan.k_tiles + kt) * plan.tile_words + k * (plan.tile_words // TILE))
                             x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
                             accumulate_step(plan, arg, words, x, depth, rows, sums)
@@ -101,13 +101,19 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
             _write(plan, arg, nt, block, m, total)
 
 
-def _steps(plan: Plan, group: Any, tiles: int) -> Iterator[tuple[Any, Any, int]]:
-    """Loops over the ``tiles`` k tiles of a group; yields (tile, first k in it, how many k) of each unrolled step, inside the loops."""
+def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
+    """Loops over the ``run`` k of a group; yields (tile, first k in it, how many k) of each unrolled step, inside the loops."""
     depth = plan.schedule.block_k
+    if run < TILE:
+        together = TILE // run
+        with T.serial(run // depth) as part:
+            yield T.bind(group // together), T.bind(group % together * run + part * depth), depth
+        return
+    tiles = run // TILE
     whole = depth // TILE if depth > TILE and tiles % (depth // TILE) == 0 else 1
     with T.serial(tiles // whole) as step:
         for extra in range(whole):
-            kt = T.bind(group * plan.group_tiles + step * whole + extra)
+            kt = T.bind(group * (plan.group_k // TILE) + step * whole + extra)
             if depth >= TILE:
                 yield kt, 0, TILE
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from ....schedules.gemm.cpu import TILE, Isa, isa, vectors_per_pass
@@ -67,20 +68,28 @@ class Plan:
         return self.workload.format.groups(self.workload.k)
 
     @property
-    def group_tiles(self) -> int:
-        """Tiles of 32 k in a whole group."""
+    def group_k(self) -> int:
+        """k of a whole group, rounded up to tiles where it is longer than one."""
         size = self.workload.format.group_size
-        return self.k_tiles if size < 0 else size // TILE
+        return self.k_tiles * TILE if size < 0 else size
 
     @property
     def group_runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(number of groups, first of them, tiles in each): the whole groups and, if k ends inside one, the last."""
-        whole, rest = divmod(self.k_tiles, self.group_tiles)
-        return tuple(run for run in ((whole, 0, self.group_tiles), (1, whole, rest)) if run[0] and run[2])
+        """(number of groups, first of them, k in each): the whole groups and, if k ends inside one of several tiles, the last."""
+        if self.group_k < TILE:
+            return ((self.groups, 0, self.group_k),)
+        whole, rest = divmod(self.k_tiles * TILE, self.group_k)
+        return tuple(run for run in ((whole, 0, self.group_k), (1, whole, rest)) if run[0] and run[2])
+
+    @property
+    def sum_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """``group_runs`` where x is summed over groups, else one of all k."""
+        return self.group_runs if self.needs_sums else ((1, 0, self.k_tiles * TILE),)
 
     @property
     def dot(self) -> str:
-        return "pairs" if self.isa.bf16_dot and (self.bits == 4 or self.workload.dtype == "bfloat16") else "float"
+        exact = self.bits == 4 and all(struct.pack("<f", value)[:2] == b"\0\0" for value in self.values)
+        return "pairs" if self.isa.bf16_dot and (exact or self.workload.dtype == "bfloat16") else "float"
 
     @property
     def planes(self) -> int:
@@ -89,13 +98,18 @@ class Plan:
 
     @property
     def table(self) -> bool:
-        """A permute looks codes up, so that ``center`` costs nothing."""
-        return self.bits == 4 and self.isa.lanes == 16
+        """Permutes look codes up. Of integers 16 lanes do, where one permute is enough and ``center`` costs nothing."""
+        return self.bits == 4 and (self.isa.lanes == 16 or not self.workload.format.integer)
 
     @property
     def center(self) -> int:
         """What decoding subtracts from each code."""
-        return 8 if self.table else 0
+        return 8 if self.table and self.workload.format.integer else 0
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What decoding makes of each code."""
+        return tuple(value - self.center for value in self.workload.format.weight.values)
 
     @property
     def needs_sums(self) -> bool:

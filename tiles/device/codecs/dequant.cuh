@@ -14,6 +14,13 @@
 
 namespace tilebit {
 
+// Kinds of codes: bits of one, and the zero point where none is stored. Others have files of their own.
+template <int N>
+struct Uint {
+  static constexpr int BITS = N;
+  static constexpr float MIDDLE = 1 << (N - 1);
+};
+
 __device__ __forceinline__ uint32_t lop3_and_or(uint32_t a, uint32_t mask, uint32_t magic) {
 #ifdef TILEBIT_HOST_EMULATION
   return (a & mask) | magic;
@@ -36,13 +43,13 @@ __device__ __forceinline__ Pair as_pair(uint32_t bits) {
   return *reinterpret_cast<Pair*>(&bits);
 }
 
-// What a format needs per row and group: the scale, and the zero point in the form its bit trick subtracts.
-template <typename T, int BITS>
+// What a kind of codes needs per row and group: the scale, and the zero point in the form its bit trick subtracts.
+template <typename T, typename CODE>
 struct Row;
 
 // fp16, 4 bits: a nibble under the exponent of 1024 is 1024 + q; the upper one is 1024 + 16 q, folded by one FMA with 1/16.
 template <>
-struct Row<half, 4> {
+struct Row<half, Uint<4>> {
   half2 scale, low, high;  // low = 1024 + z, high = -(64 + z)
   __device__ __forceinline__ Row(half s, half z)
       : scale(__half2half2(s)),
@@ -50,7 +57,7 @@ struct Row<half, 4> {
         high(__half2half2(__hneg(__hadd(__ushort_as_half(0x5400), z)))) {}
 };
 template <bool SCALED>
-__device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, 4>& r0, const Row<half, 4>& r1, half2* out) {
+__device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, Uint<4>>& r0, const Row<half, Uint<4>>& r1, half2* out) {
   const half2 sixteenth = __half2half2(__ushort_as_half(0x2c00));
   const uint32_t w = words[0], v = w >> 8;
   const half2 a = as_pair<half2>(lop3_and_or(w, 0x000f000fu, 0x64006400u));
@@ -65,12 +72,12 @@ __device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, 4>
 
 // fp16, 8 bits: a byte under the exponent of 1024 is 1024 + q.
 template <>
-struct Row<half, 8> {
+struct Row<half, Uint<8>> {
   half2 scale, low;
   __device__ __forceinline__ Row(half s, half z) : scale(__half2half2(s)), low(__half2half2(__hadd(__ushort_as_half(0x6400), z))) {}
 };
 template <bool SCALED>
-__device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, 8>& r0, const Row<half, 8>& r1, half2* out) {
+__device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, Uint<8>>& r0, const Row<half, Uint<8>>& r1, half2* out) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const half2 a = as_pair<half2>(__byte_perm(words[i], 0x64646464u, 0x4140));
@@ -82,36 +89,36 @@ __device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, 8>
 
 // bf16, 4 bits: a nibble under the exponent of 128 is 128 + q (the significand has seven bits, so only the lowest nibble position is exact).
 template <>
-struct Row<__nv_bfloat16, 4> {
+struct Row<__nv_bfloat16, Uint<4>> {
   __nv_bfloat162 scale, low;
   __device__ __forceinline__ Row(__nv_bfloat16 s, __nv_bfloat16 z)
       : scale(__bfloat162bfloat162(s)), low(__bfloat162bfloat162(__hadd(__ushort_as_bfloat16(0x4300), z))) {}
 };
 template <bool SCALED>
-__device__ __forceinline__ void unpack(const uint32_t* words, const Row<__nv_bfloat16, 4>& r0, const Row<__nv_bfloat16, 4>& r1,
+__device__ __forceinline__ void unpack(const uint32_t* words, const Row<__nv_bfloat16, Uint<4>>& r0, const Row<__nv_bfloat16, Uint<4>>& r1,
                                        __nv_bfloat162* out) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const __nv_bfloat162 a = as_pair<__nv_bfloat162>(lop3_and_or(words[0] >> (4 * i), 0x000f000fu, 0x43004300u));
-    const Row<__nv_bfloat16, 4>& r = (i & 1) ? r1 : r0;
+    const Row<__nv_bfloat16, Uint<4>>& r = (i & 1) ? r1 : r0;
     out[i] = scaled<SCALED>(__hsub2(a, r.low), r.scale);
   }
 }
 
 // bf16, 8 bits: 128 + q does not fit bf16's significand; go through fp32, where 2^23 + q is exact, and round q - z (exact) to bf16.
 template <>
-struct Row<__nv_bfloat16, 8> {
+struct Row<__nv_bfloat16, Uint<8>> {
   __nv_bfloat162 scale;
   float low;  // 2^23 + z
   __device__ __forceinline__ Row(__nv_bfloat16 s, __nv_bfloat16 z) : scale(__bfloat162bfloat162(s)), low(8388608.0f + __bfloat162float(z)) {}
 };
 template <bool SCALED>
-__device__ __forceinline__ void unpack(const uint32_t* words, const Row<__nv_bfloat16, 8>& r0, const Row<__nv_bfloat16, 8>& r1,
+__device__ __forceinline__ void unpack(const uint32_t* words, const Row<__nv_bfloat16, Uint<8>>& r0, const Row<__nv_bfloat16, Uint<8>>& r1,
                                        __nv_bfloat162* out) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t w = words[i >> 1];
-    const Row<__nv_bfloat16, 8>& r = (i & 1) ? r1 : r0;
+    const Row<__nv_bfloat16, Uint<8>>& r = (i & 1) ? r1 : r0;
     const float a = __uint_as_float(__byte_perm(w, 0x4b000000u, (i & 1) ? 0x7542 : 0x7540)) - r.low;
     const float b = __uint_as_float(__byte_perm(w, 0x4b000000u, (i & 1) ? 0x7543 : 0x7541)) - r.low;
     out[i] = scaled<SCALED>(__floats2bfloat162_rn(a, b), r.scale);
@@ -129,15 +136,15 @@ struct PairOf<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// SLABS 64-row slabs per warpgroup, part PART of a stage: RECORDS records (64 k at 4 bits, 32 k at 8) a slab, GROUP_STEPS k16 steps per scale
+// CODE: the kind of codes. SLABS 64-row slabs per warpgroup, part PART of a stage: RECORDS records (64 k at 4 bits, 32 k at 8) a slab, GROUP_STEPS k16 steps per scale
 // group. a: this thread's A registers, by k16 step, then slab, 8 elements each. stage: uint32 [parts][slabs of the tile][RECORDS][512 words].
 // scales, zeros: [groups of the stage][STRIDE rows of the tile]; zeros is not read for symmetric formats.
 // Warpgroup g owns the SLABS slabs from g * SLABS on.
-template <typename T, int BITS, bool SYMMETRIC, int SLABS, int PART, int RECORDS, int GROUP_STEPS, int STRIDE, bool SCALED>
+template <typename T, typename CODE, bool SYMMETRIC, int SLABS, int PART, int RECORDS, int GROUP_STEPS, int STRIDE, bool SCALED>
 __device__ __forceinline__ void dequantize(void* a, const void* stage, const void* scale_rows, const void* zero_rows, int thread) {
   using Pair = typename PairOf<T>::type;
-  constexpr int WORDS = BITS / 4;       // words per k16 step
-  constexpr int STEPS = 4 / WORDS;      // k16 steps per 128-bit load
+  constexpr int WORDS = CODE::BITS / 4;  // words per k16 step
+  constexpr int STEPS = 4 / WORDS;       // k16 steps per 128-bit load
   const T* scales = reinterpret_cast<const T*>(scale_rows);
   const T* zeros = reinterpret_cast<const T*>(zero_rows);
   const int lane = thread & 127, group = thread >> 7;
@@ -154,9 +161,9 @@ __device__ __forceinline__ void dequantize(void* a, const void* stage, const voi
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int g = ((PART * RECORDS + record) * STEPS + step) / GROUP_STEPS * STRIDE + r;
-        const T one = T(1.0f), implied = T(float(1 << (BITS - 1)));
-        const Row<T, BITS> r0(SCALED ? scales[g] : one, SYMMETRIC ? implied : zeros[g]);
-        const Row<T, BITS> r1(SCALED ? scales[g + 8] : one, SYMMETRIC ? implied : zeros[g + 8]);
+        const T one = T(1.0f), implied = T(CODE::MIDDLE);
+        const Row<T, CODE> r0(SCALED ? scales[g] : one, SYMMETRIC ? implied : zeros[g]);
+        const Row<T, CODE> r1(SCALED ? scales[g + 8] : one, SYMMETRIC ? implied : zeros[g + 8]);
         unpack<SCALED>(words + step * WORDS, r0, r1, out + ((record * STEPS + step) * SLABS + slab) * 4);
       }
     }

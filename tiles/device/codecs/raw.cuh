@@ -14,11 +14,11 @@
 
 namespace tilebit {
 
-template <typename T, int BITS>
+template <typename T, typename CODE>
 struct Raw;
 
 template <>
-struct Raw<half, 4> {
+struct Raw<half, Uint<4>> {
   static constexpr float OFFSET = 0.0f;          // in units of q
   static constexpr float INVERSE_LOW = 16777216.0f, INVERSE_HIGH = 1048576.0f;  // 1 / FACTOR of rows r and r + 8: 2^24, 2^20
   static constexpr uint32_t ONES = 0x00010001u;  // FACTOR of rows r as an operand
@@ -33,7 +33,7 @@ struct Raw<half, 4> {
 };
 
 template <>
-struct Raw<half, 8> {
+struct Raw<half, Uint<8>> {
   static constexpr float OFFSET = 0.0f;
   static constexpr float INVERSE_LOW = 16777216.0f, INVERSE_HIGH = 16777216.0f;
   static constexpr uint32_t ONES = 0x00010001u;
@@ -48,7 +48,7 @@ struct Raw<half, 8> {
 };
 
 template <>
-struct Raw<__nv_bfloat16, 4> {
+struct Raw<__nv_bfloat16, Uint<4>> {
   static constexpr float OFFSET = 128.0f;
   static constexpr float INVERSE_LOW = 1.0f, INVERSE_HIGH = 1.0f;
   static constexpr uint32_t ONES = 0x3f803f80u;
@@ -60,7 +60,7 @@ struct Raw<__nv_bfloat16, 4> {
 };
 
 template <>
-struct Raw<__nv_bfloat16, 8> {
+struct Raw<__nv_bfloat16, Uint<8>> {
   static constexpr float OFFSET = 0.0f;
   static constexpr float INVERSE_LOW = 1.0f, INVERSE_HIGH = 1.0f;
   static constexpr uint32_t ONES = 0x3f803f80u;

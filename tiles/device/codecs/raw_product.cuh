@@ -8,18 +8,20 @@ namespace tilebit {
 // TILES tiles of 16 rows, COLUMNS columns (rows of x), RECORDS packed records a step. GROUP_STEPS:
 // k16 steps of a scale group, 0: per channel. A thread keeps sums [TILES][NT][4] of what is scaled,
 // products [TILES][NT][4] of the codes since, and x_sums [NT][4], FACTOR times the sum of x since.
-template <typename T, int BITS, bool SYMMETRIC, int GROUP_STEPS, int TILES, int COLUMNS, int RECORDS>
+template <typename T, typename CODE, bool SYMMETRIC, int GROUP_STEPS, int TILES, int COLUMNS, int RECORDS>
 struct RawProduct {
-  static constexpr int RECORD_K = 256 / BITS, STEP_K = RECORDS * RECORD_K, ROWS = 16 * TILES;
+  static constexpr int BITS = CODE::BITS, RECORD_K = 256 / BITS, STEP_K = RECORDS * RECORD_K, ROWS = 16 * TILES;
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;       // 8-column tiles
   static constexpr int ATOMS = RECORD_K / 16, WORDS = BITS / 4;  // k16 steps of a record, words of each
   static constexpr int GROUPS = GROUP_STEPS == 0 ? 0 : STEP_K / 16 > GROUP_STEPS ? STEP_K / 16 / GROUP_STEPS : 1;
   static constexpr int GROUP = GROUP_STEPS ? GROUP_STEPS : 1;  // to divide by
   static constexpr int PITCH = STEP_K * 2 + 16;                // bytes of a row of x in a slot: ldmatrix meets no bank twice
   static constexpr int SCALE_BYTES = GROUPS * ROWS * 2;        // of the scales in a slot, which the zero points follow
-  static_assert(GROUP_STEPS % 2 == 0, "two k16 steps of x are summed at once");
+  using R = Raw<T, CODE>;
+  // Whether there is anything to subtract: an offset of raw codes, or a zero point.
+  static constexpr bool SUMS_X = !SYMMETRIC || R::OFFSET + CODE::MIDDLE != 0.0f;
+  static_assert(!SUMS_X || GROUP_STEPS % 2 == 0, "two k16 steps of x are summed at once");
   static_assert(GROUP_STEPS == 0 || STEP_K / 16 % GROUP == 0 || GROUP % (STEP_K / 16) == 0, "a step and a group must nest");
-  using R = Raw<T, BITS>;
   using Sums = float[TILES][NT][4];
   using XSums = float[NT][4];
 
@@ -45,7 +47,7 @@ struct RawProduct {
 
   // In units of q, with what raw codes carry. (Adding a constant 0 would take an instruction.)
   __device__ __forceinline__ static float zero_point(T z) {
-    if constexpr (SYMMETRIC) return R::OFFSET + float(1 << (BITS - 1));
+    if constexpr (SYMMETRIC) return R::OFFSET + CODE::MIDDLE;
     return R::OFFSET == 0.0f ? to_float(z) : R::OFFSET + to_float(z);
   }
 
@@ -66,7 +68,7 @@ struct RawProduct {
   // sums += scale * (product - zero * sum of x), and clears the product and the sum of x.
   __device__ __forceinline__ static void apply_group(Sums& sums, Sums& products, XSums& x_sums, const Pairs& pairs, int lane) {
     XSums of_x;
-    take_sums(x_sums, of_x, lane);
+    if constexpr (SUMS_X) take_sums(x_sums, of_x, lane);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       const T *low = reinterpret_cast<const T*>(pairs + 2 * t), *high = low + 2;
@@ -77,7 +79,10 @@ struct RawProduct {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float product = R::BOTH_ROWS && i < 2 ? products[t][c][i] - products[t][c][i + 2] : products[t][c][i];
-          sums[t][c][i] += (i < 2 ? s0 : s1) * (product - (i < 2 ? z0 : z1) * of_x[c][i]);
+          if constexpr (SUMS_X)
+            sums[t][c][i] += (i < 2 ? s0 : s1) * (product - (i < 2 ? z0 : z1) * of_x[c][i]);
+          else
+            sums[t][c][i] += (i < 2 ? s0 : s1) * product;
         }
 #pragma unroll
       for (int c = 0; c < NT; ++c)
@@ -116,7 +121,7 @@ struct RawProduct {
       for (int atom = 0; atom < ATOMS; ++atom) {
 #pragma unroll
         for (int c = 0; c < NT; ++c)
-          if (atom % 2 == 0) add_x(x_sums[c], b[c][atom]);
+          if (SUMS_X && atom % 2 == 0) add_x(x_sums[c], b[c][atom]);
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           uint32_t a[4];

@@ -132,9 +132,10 @@ class Rule:
     its own (elsewhere another program of the operation is never slower). ``reads`` are the fields
     of a ``Schedule`` that it uses: every other must stand at its default, or at 1 where it has
     none. ``legal(workload, schedule, target)`` gives sentences about the fields it reads,
-    ``unserved(workload)`` about the workload. ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload,
-    arch)`` are those of a program that reads them in another form than the workload's own;
-    ``sources(workload)`` files that decide what it builds for some workloads, beside the program's
+    ``unserved(workload)`` about the workload. ``candidates(workload, target)`` are schedules worth
+    measuring. ``operands(workload, arch)`` are those of a program that reads them in another form
+    than the workload's own; ``sources(workload)`` files that decide what it builds for some
+    workloads, beside the program's
     own: device functions (names under ``tiles/device``, or absolute paths) and modules of other
     packages. ``promises`` are instructions that lint finds in its code whatever the schedule
     (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the

@@ -4,16 +4,13 @@ a line of it in tilebit."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from processes import WITHOUT_COMPILERS, environment, python
 from toy.scaled_add import NAME, VECTORS, ScaledAdd
 
 from tilebit import packs
@@ -27,23 +24,12 @@ from tilebit.schedules.operations import candidates, legal, params, workload_fro
 from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose, explain, refresh
-from tilebit.schedules.target import Target, detect_target, target_from_name
+from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
 
-HERE = Path(__file__).parent
 W = ScaledAdd(8, 96, "bfloat16")
 AVX = Target("cpu", "a processor", 4, 0, 0, 1 << 22, 100.0, 1.0, 100.0, features=("avx2",))
-
-
-@pytest.fixture(scope="module")
-def here() -> Target:
-    if find_spec("tvm") is None:
-        pytest.skip("needs apache-tvm, which compiles for the CPU: pip install tilebit[compile]")
-    target = detect_target("cpu")
-    if not target.features:
-        pytest.skip("this CPU has neither AVX-512 nor AVX2")
-    return target
 
 
 @pytest.fixture
@@ -108,6 +94,7 @@ def test_records_of_its_numbers_decide():
 # ---- verifying and tuning ----
 
 
+@pytest.mark.slow
 def test_the_gate_refuses_a_planted_bug(here: Target, tmp_path: Path):
     bug = Schedule("toy.planted_bug", 16, 1, 1, num_warps=1)
     right = replace(bug, program=NAME)
@@ -162,16 +149,16 @@ def test_it_is_tuned_and_the_tuned_kernel_is_called(here: Target, own_records: P
 @pytest.mark.slow
 def test_the_command_line_tunes_it_in_a_process_of_its_own(here: Target, tmp_path: Path):
     """The command is the one that messages print; worker processes find the package by its module on PYTHONPATH."""
-    environment = outside(tmp_path)
+    surroundings = environment(tmp_path)
     command = shlex.split(packs.command_line("tune", W, "cpu"))
     assert command[:3] == ["tilebit", "workload", "tune"]
-    done = python(["-m", *command, "--json", "--jobs", "1"], environment, tmp_path)
+    done = python(["-m", *command, "--json", "--jobs", "1"], surroundings, tmp_path)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["results"]
     assert row["m"] == W.m and row["measured"] == len(candidates(W, here) or []) and row["failed"] == 0 and row["us"] > 0
     records = RecordStore(tmp_path / "records.jsonl").records()
     assert {r.workload for r in records} == {W}
-    explained = python(["-m", *shlex.split(packs.command_line("explain", W, "cpu")), "--json"], environment, tmp_path)
+    explained = python(["-m", *shlex.split(packs.command_line("explain", W, "cpu")), "--json"], surroundings, tmp_path)
     assert json.loads(explained.stdout)[0]["schedule"] == row["schedule"], explained.stderr
 
 
@@ -217,12 +204,6 @@ def test_operands_that_do_not_fit_are_named(here: Target, change: dict[str, torc
 # ---- packs ----
 
 SERVE = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("tvm", "tilelang"):
-            raise ImportError(name + " is not for serving")
-sys.meta_path.insert(0, Refuse())
 import torch
 from tilebit import packs
 packs.load(sys.argv[1])
@@ -233,32 +214,17 @@ assert "tilebit.tiles" not in sys.modules
 """
 
 
-def outside(folder: Path, toy: bool = True) -> dict[str, str]:
-    """The environment of a process with a cache and records in ``folder``, which finds the toy package, or does not."""
-    path = [str(HERE)] * toy + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "TILEBIT_CACHE": str(folder / "cache"),
-        "TILEBIT_RECORDS": str(folder / "records.jsonl"),
-    }
-
-
-def python(arguments: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
-
-
 def test_a_pack_serves_without_a_compiler(here: Target, tmp_path: Path):
     made = packs.export(tmp_path / "pack", dict(zip([W], build([W], here), strict=True)))
     assert len(made) == 1 and made.kernels[0].workload == W
     given = exact(11)
     torch.save(given, tmp_path / "given.pt")
     files = [str(tmp_path / name) for name in ("pack", "given.pt", "y.pt")]
-    done = python(["-c", SERVE, *files], {**outside(tmp_path), "TILEBIT_NO_COMPILE": "1"}, tmp_path)
+    done = python(["-c", WITHOUT_COMPILERS + SERVE, *files], {**environment(tmp_path), "TILEBIT_NO_COMPILE": "1"}, tmp_path)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "y.pt"), answer(*given))
 
-    strange = python(["-c", SERVE, *files], outside(tmp_path, toy=False), tmp_path)
+    strange = python(["-c", WITHOUT_COMPILERS + SERVE, *files], environment(tmp_path, toy=False), tmp_path)
     assert strange.returncode == 1
     assert "NotInstalled: the module 'toy.scaled_add', which OPERATION is read from, cannot be imported" in strange.stderr
     assert "name its folder in PYTHONPATH" in strange.stderr
@@ -266,6 +232,6 @@ def test_a_pack_serves_without_a_compiler(here: Target, tmp_path: Path):
 
 def test_without_a_compiler_a_call_says_how_to_build_its_kernel(here: Target, tmp_path: Path):
     call = "import torch, toy.scaled_add_op; r = torch.zeros(2, 64).half(); torch.ops.toy.scaled_add(r, torch.ones(2), r)"
-    done = python(["-c", call], {**outside(tmp_path), "TILEBIT_NO_COMPILE": "1"}, tmp_path)
+    done = python(["-c", call], {**environment(tmp_path), "TILEBIT_NO_COMPILE": "1"}, tmp_path)
     assert "KernelUnavailable: no kernel for scaled_add m=2 n=64 float16 on cpu is loaded or cached" in done.stderr
     assert """`tilebit workload pack PATH '{"op": "toy.scaled_add", "m": 2, "n": 64, "dtype": "float16"}' --target cpu`""" in done.stderr

@@ -13,6 +13,9 @@ bits codes a word):
 Zero points are packed like a weight of shape [n, groups]. AutoAWQ's interleave 0,2,4,6,1,3,5,7 says which of eight neighbouring output
 channels each nibble holds, lowest nibble first. compressed-tensors codes are signed integers stored with an offset of 2**(bits-1): unsigned
 codes here.
+
+4-bit floats store two codes a byte along k, that of the lower k in the low bits, whatever tool writes them: compressed-tensors
+weight_packed uint8 [n, k/2], gpt-oss *_blocks uint8 [n, groups, 16]. Four such bytes are a word of "compressed-tensors".
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign (O
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What ``group`` numbers along k share (or PER_CHANNEL): a factor, and a ``zero`` point: "none",
-    "middle" of the codes, or "stored" with the scale. Kernels read factors of groups in the
+    """What ``group`` numbers along k share (or PER_CHANNEL): a factor, and a ``zero`` point:
+    "none", "middle" of the codes, or "stored" with the scale. Kernels read factors of groups in the
     product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
     powers of two, or "e4m3"; "": any of that type."""
 
@@ -30,7 +30,8 @@ class Scale:
 class Numbers:
     """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", or the module of another package's
     ``CODEC``) and their ``scales``, the inner level first. ``codebook``: the number of each code,
-    where the kind does not say it. Raises ``ValueError`` for one that is not as long as there are codes."""
+    where the kind does not say it. Raises ``ValueError`` for one that is not as long as there are
+    codes."""
 
     kind: str
     bits: int
@@ -59,8 +60,9 @@ class GemmFormat:
 
     The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
 
-    ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a format of another package is defined
-    (as ``FORMAT``), which is its name too. Raises ``ValueError`` for a weight without scales.
+    ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a
+    format of another package is defined (as ``FORMAT``), which is its name too. Raises
+    ``ValueError`` for a weight without scales.
     """
 
     weight: Numbers
@@ -96,12 +98,18 @@ class GemmFormat:
         return self.weight.kind == "uint"
 
     @property
+    def _plain(self) -> bool:
+        """``QuantFormat`` can say it."""
+        return self.integer and not self.row_scaled and not self.module
+
+    @property
     def max_code(self) -> int:
         return (1 << self.bits) - 1
 
     @property
     def symmetric_zero_point(self) -> int:
-        """The zero point where none is stored: the middle of integer codes; 0 of others, whose codes have a sign."""
+        """The zero point where none is stored: the middle of integer codes; 0 of others, whose
+        codes have a sign."""
         return 1 << (self.bits - 1) if self.integer else 0
 
     @property
@@ -132,7 +140,8 @@ class GemmFormat:
 
     @property
     def family(self) -> str:
-        """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``; not of integers its name."""
+        """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``;
+        not of integers its name."""
         return f"w{self.bits}a16" if self.integer else self.name
 
     @classmethod
@@ -145,31 +154,33 @@ class GemmFormat:
         return FORMATS[name]
 
     def __repr__(self) -> str:
-        if self.integer:
+        if self._plain:
             return f"QuantFormat(bits={self.bits}, group_size={self.group_size}, symmetric={self.symmetric})"
         return f"GemmFormat.parse({self.name!r})"
 
     def to_json(self) -> dict[str, Any]:
-        if self.integer:
+        if self._plain:
             return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
         return {"name": self.name}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GemmFormat:
-        """Raises ``KeyError`` for a missing field and ``ValueError`` for a format that is not known."""
+        """Raises ``KeyError`` for a missing field and ``ValueError`` for a format that is not
+        known."""
         if "name" in data:
             return cls.parse(data["name"])
         return QuantFormat(bits=data["bits"], group_size=data["group_size"], symmetric=data["symmetric"])
 
 
 class QuantFormat:
-    """A format of integer weights with 16-bit activations: unsigned codes ``q`` of ``bits`` bits (4, 8)
-    and, per output channel and group of ``group_size`` values of k,
+    """A format of integer weights with 16-bit activations: unsigned codes ``q`` of ``bits`` bits
+    (4, 8) and, per output channel and group of ``group_size`` values of k,
 
         w = (q - zero_point) * scale
 
-    ``symmetric`` formats store no zero point: it is ``2 ** (bits - 1)`` everywhere. ``group_size`` is 32, 64, 128 or -1 (one group per
-    output channel). Gives a ``GemmFormat``; raises ``ValueError`` for anything else.
+    ``symmetric`` formats store no zero point: it is ``2 ** (bits - 1)`` everywhere. ``group_size``
+    is 32, 64, 128 or -1 (one group per output channel). Gives a ``GemmFormat``; raises
+    ``ValueError`` for anything else.
     """
 
     def __new__(cls, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> GemmFormat:  # pyright: ignore[reportInvalidTypeForm]
@@ -181,7 +192,8 @@ class QuantFormat:
 
     @staticmethod
     def parse(name: str) -> GemmFormat:
-        """The format called ``name`` ("w4a16_g128"); raises ``ValueError`` with examples for anything else."""
+        """The format called ``name`` ("w4a16_g128"); raises ``ValueError`` with examples for
+        anything else."""
         return GemmFormat.parse(name)
 
 

@@ -1,7 +1,8 @@
 """Tuned records, read side: measured facts as JSON lines, from the package and from the user.
 
-The tuner appends to the user's file; this module never writes. Two places are read, later lines winning over earlier ones: the package
-data ``schedules/tuned/*.jsonl`` in name order, then the user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
+The tuner appends to the user's file; this module never writes. Two places are read, later lines
+winning over earlier ones: the package data ``schedules/tuned/*.jsonl`` in name order, then the
+user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ class RecordWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """One measured fact: ``schedule`` on ``workload`` (its sizes are buckets) took ``us`` on a device, or failed.
+    """One measured fact: ``schedule`` on ``workload`` (its sizes are buckets) took ``us`` on a
+    device, or failed.
 
-    ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the NVIDIA driver, ``versions`` the
-    packages that took part. ``us``, ``us_p20``, ``us_p80`` are the median and percentiles of one call in microseconds (of a tuner's
-    finalists, which are timed in alternation, brought back to the level of its search), ``rel_err`` the largest relative error on random
-    floats, of a 128 x 128 block or of a sequence; all None unless ``status`` is "ok". ``reason`` says why another status was given. ``key``
-    is the artifact's key, ``date`` ISO 8601 in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer writer added."""
+    ``gpu`` is the device's product name (a CPU's too), ``units`` its SMs or cores, ``driver`` the
+    NVIDIA driver, ``versions`` the packages that took part. ``us``, ``us_p20``, ``us_p80`` are the
+    median and percentiles of one call in microseconds (of a tuner's finalists, which are timed in
+    alternation, brought back to the level of its search), ``rel_err`` the largest relative error on
+    random floats, of a 128 x 128 block or of a sequence; all None unless ``status`` is "ok".
+    ``reason`` says why another status was given. ``key`` is the artifact's key, ``date`` ISO 8601
+    in UTC, ``commit`` the measured code's. ``extra`` keeps what a newer writer added.
+    """
 
     workload: AnyWorkload
     schedule: Schedule
@@ -71,12 +76,13 @@ class TuningRecord:
         return self.status == OK
 
     def measured_on(self, target: Target) -> bool:
-        """Whether this was measured on a device like ``target``: same arch, name and number of units."""
+        """Whether this was measured on a device like ``target``: same arch, name and number of
+        units."""
         return (self.arch, self.gpu, self.units) == (target.arch, target.name, target.units)
 
     def measured_on_sibling(self, target: Target) -> bool:
-        """Whether this was measured on a device like ``target`` or on one of the same arch and as many units, which differs from it in
-        memory and clocks (H100 and H200)."""
+        """Whether this was measured on a device like ``target`` or on one of the same arch and as
+        many units, which differs from it in memory and clocks (H100 and H200)."""
         return (self.arch, self.units) == (target.arch, target.units)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,9 +115,10 @@ class TuningRecord:
 
 
 def parse_records(text: bytes, source: str) -> list[TuningRecord]:
-    """The records in JSON lines. A last line without its newline that is no record (a torn write) is left out with a ``RecordWarning``;
-    other lines that are no records are left out with one that lists their numbers and the first reason; those of operations and formats
-    of packages that are not installed here are left out without a word."""
+    """The records in JSON lines. A last line without its newline that is no record (a torn write)
+    is left out with a ``RecordWarning``; other lines that are no records are left out with one that
+    lists their numbers and the first reason; those of operations and formats of packages that are
+    not installed here are left out without a word."""
     records, bad = [], []
     lines = text.split(b"\n")
     torn = len(lines) if lines[-1].strip() else 0  # number of a last line that lacks its newline
@@ -142,8 +149,8 @@ def parse_records(text: bytes, source: str) -> list[TuningRecord]:
 
 
 def load_records(path: str | os.PathLike[str]) -> list[TuningRecord]:
-    """The records of one file, in its order; what is not a record is skipped with a ``RecordWarning``. Raises ``OSError`` when it cannot
-    be read."""
+    """The records of one file, in its order; what is not a record is skipped with a
+    ``RecordWarning``. Raises ``OSError`` when it cannot be read."""
     return parse_records(Path(path).read_bytes(), str(path))
 
 
@@ -157,7 +164,8 @@ def shipped_records() -> list[TuningRecord]:
 
 
 def records_path() -> Path:
-    """The user's record file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``. It need not exist."""
+    """The user's record file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``. It
+    need not exist."""
     named = os.environ.get("TILEBIT_RECORDS")
     return Path(named) if named else Path.home() / ".config" / "tilebit" / "records.jsonl"
 
@@ -169,5 +177,6 @@ def user_records() -> list[TuningRecord]:
 
 
 def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[AnyWorkload, Schedule, str, str, int], TuningRecord]:
-    """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an old one, also when it failed."""
+    """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an
+    old one, also when it failed."""
     return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records}

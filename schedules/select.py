@@ -1,12 +1,16 @@
-"""Choosing a schedule: the tuned one; else that of a tuned twin (the same shape in other numbers); else the learned ranker's best; without
-a ranker the nearest tuned one that is legal and not expected to be slow here, or the analytic model's best. And saying why. A schedule that
-failed when it was tuned is chosen only where all have.
+"""Choosing a schedule: the tuned one; else that of a tuned twin (the same shape in other numbers);
+else the learned ranker's best; without a ranker the nearest tuned one that is legal and not
+expected to be slow here, or the analytic model's best. And saying why. A schedule that failed when
+it was tuned is chosen only where all have.
 
-A GEMM's kernels take any number of rows, and a shape has few of them: its portfolio (``portfolio.py``). They are the tuned ones and what is
-chosen so for numbers of rows between; each m is served by the one that is expected to take the least time, as far as measured points say.
+A GEMM's kernels take any number of rows, and a shape has few of them: its portfolio
+(``portfolio.py``). They are the tuned ones and what is chosen so for numbers of rows between; each
+m is served by the one that is expected to take the least time, as far as measured points say.
 
-The order was decided on the shipped records, each workload left out in turn (``autotune/regret.py``): the ranker's choice is nearer to the
-best than the nearest record's, so that neighbours' schedules only join its candidates."""
+The order was decided on the shipped records, each workload left out in turn
+(``autotune/regret.py``): the ranker's choice is nearer to the best than the nearest record's, so
+that neighbours' schedules only join its candidates.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,10 @@ GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and where it came from: ``source`` is "tuned", "nearest", "ranker", "model", or "failed" where every candidate failed when
-    it was tuned (then the analytic model's best, of those that did not compute wrong results if there are any). ``record`` belongs to the
-    first two and the last, ``distance`` to the first two, ``predicted_us`` to the ranker's."""
+    """A schedule and where it came from: ``source`` is "tuned", "nearest", "ranker", "model", or
+    "failed" where every candidate failed when it was tuned (then the analytic model's best, of
+    those that did not compute wrong results if there are any). ``record`` belongs to the first two
+    and the last, ``distance`` to the first two, ``predicted_us`` to the ranker's."""
 
     schedule: Schedule
     source: str
@@ -44,9 +49,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of ``explain``: a schedule, what the analytic model expects, what the ranker predicts in microseconds (None: there is no
-    ranker for this workload, or the schedule is illegal), why it is illegal (empty: legal), what was measured here, and the verdict in
-    words."""
+    """One line of ``explain``: a schedule, what the analytic model expects, what the ranker
+    predicts in microseconds (None: there is no ranker for this workload, or the schedule is
+    illegal), why it is illegal (empty: legal), what was measured here, and the verdict in words."""
 
     schedule: Schedule
     estimate: Estimate
@@ -58,18 +63,20 @@ class Row:
 
 
 def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
-    """The schedule to use for ``workload`` on ``target``: of a GEMM the one of its shape's portfolio that serves its m, of attention that
-    of its bucket of sizes.
+    """The schedule to use for ``workload`` on ``target``: of a GEMM the one of its shape's
+    portfolio that serves its m, of attention that of its bucket of sizes.
 
-    ``records`` and ``ranker`` default to the shipped and the user's, read once per process (``refresh`` reads them again); choices among
-    them are cached. Where ``records`` are given, nothing but them and the given ``ranker`` counts.
-    Raises ``ValueError`` when no program can serve the workload on this target.
+    ``records`` and ``ranker`` default to the shipped and the user's, read once per process
+    (``refresh`` reads them again); choices among them are cached. Where ``records`` are given,
+    nothing but them and the given ``ranker`` counts. Raises ``ValueError`` when no program can
+    serve the workload on this target.
     """
     return choose(workload, target, records, ranker).schedule
 
 
 def choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Choice:
-    """``select`` with its source. Where ``records`` are given, the choice for exactly these sizes, without a portfolio."""
+    """``select`` with its source. Where ``records`` are given, the choice for exactly these sizes,
+    without a portfolio."""
     workload = workload.bucketed()
     if records is None and ranker is None:
         return _cached_choice(workload, target)
@@ -78,13 +85,15 @@ def choose(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord
 
 
 def portfolio(workload: AnyWorkload, target: Target) -> Portfolio | None:
-    """The few kernels that serve every m of the workload's shape on ``target``, whatever its own m is; made once per process. None for
-    operations without portfolios. Raises ``ValueError`` when no program can serve the shape."""
+    """The few kernels that serve every m of the workload's shape on ``target``, whatever its own m
+    is; made once per process. None for operations without portfolios. Raises ``ValueError`` when no
+    program can serve the shape."""
     return _cached_portfolio(workload.static(), target)[0] if operation(workload.op).proposed else None
 
 
 def refresh() -> None:
-    """Forget cached records, rankers and choices, so that the next ``select`` sees what was tuned and trained since."""
+    """Forget cached records, rankers and choices, so that the next ``select`` sees what was tuned
+    and trained since."""
     _known_records.cache_clear()
     forget_rankers()
     _cached_choice.cache_clear()
@@ -94,8 +103,8 @@ def refresh() -> None:
 def explain(
     workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None
 ) -> list[Row]:
-    """Every candidate, and every schedule measured for this workload here, with why it was chosen or lost; the chosen first, then by
-    measured, predicted or estimated time."""
+    """Every candidate, and every schedule measured for this workload here, with why it was chosen
+    or lost; the chosen first, then by measured, predicted or estimated time."""
     workload = workload.bucketed()
     default = records is None and ranker is None
     known, ranker = _known(target, records, ranker)
@@ -113,8 +122,8 @@ def explain(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """Records as choosing asks for them: ``of`` each workload the last of each schedule and device, and the ``good`` ones, which were
-    about the fastest of their workload and device."""
+    """Records as choosing asks for them: ``of`` each workload the last of each schedule and device,
+    and the ``good`` ones, which were about the fastest of their workload and device."""
 
     of: Mapping[AnyWorkload, Sequence[TuningRecord]]
     good: Sequence[TuningRecord]
@@ -135,8 +144,9 @@ class Known:
 
 
 def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
-    """(distance, record) of what says something about ``workload`` on ``target``, the nearest and fastest first: everything measured for
-    it here, and of other workloads and devices what was about the fastest there. Legality here is not asked."""
+    """(distance, record) of what says something about ``workload`` on ``target``, the nearest and
+    fastest first: everything measured for it here, and of other workloads and devices what was
+    about the fastest there. Legality here is not asked."""
     known = records if isinstance(records, Known) else Known.among(records)
     here = [r for r in known.of.get(workload, ()) if r.ok and r.us is not None and r.measured_on(target)]
     elsewhere = [r for r in known.good if not (r.workload == workload and r.measured_on(target))]
@@ -171,7 +181,8 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
 
 @lru_cache(maxsize=1024)
 def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
-    """The portfolio, and the numbers of rows at which the shape or a twin was tuned, here or on a sibling of this device."""
+    """The portfolio, and the numbers of rows at which the shape or a twin was tuned, here or on a
+    sibling of this device."""
     records, ranker = _known_records(), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
@@ -207,8 +218,9 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
-    """Whether a record was measured here or on a sibling for just this workload, or for the same shape in other numbers. It says more
-    than the ranker: for 28672 x 4096 at m = 16 the ranker's choice took 25.8 us on an H100, an H200's tuned one 23.5."""
+    """Whether a record was measured here or on a sibling for just this workload, or for the same
+    shape in other numbers. It says more than the ranker: for 28672 x 4096 at m = 16 the ranker's
+    choice took 25.8 us on an H100, an H200's tuned one 23.5."""
     alike = record.workload.op == workload.op and record.measured_on_sibling(target)
     return alike and operation(workload.op).twins(record.workload, workload)
 

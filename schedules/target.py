@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "cpu")
 
@@ -32,6 +32,20 @@ class Target:
     mma_tflops: float
     dequant_gops: float
     features: tuple[str, ...] = ()
+
+    # What an SM has on every arch here (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+    REGISTERS_PER_SM: ClassVar[int] = 65536
+    BLOCK_SMEM: ClassVar[int] = 1024  # bytes of its shared memory that each resident block costs beyond what it asked for
+
+    @property
+    def threads_per_sm(self) -> int:
+        """Of all blocks that an SM holds at once."""
+        return 1536 if self.arch in ("sm_86", "sm_89") else 2048
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """That an SM holds at once, however small they are."""
+        return {"sm_86": 16, "sm_89": 24}.get(self.arch, 32)
 
     @property
     def is_cuda(self) -> bool:

@@ -1,7 +1,9 @@
-"""Problems: operands of a GEMM made on the device, packed as the kernels read them, and the answers they must give.
+"""Problems: operands of a GEMM made on the device, packed as the kernels read them, and the answers
+they must give.
 
-Weights are random words of the packed layout (random words are random codes), unpacked tile by tile for the reference: so a problem of
-any size is made on its device in one pass and nothing of the size of an unpacked weight is kept.
+Weights are random words of the packed layout (random words are random codes), unpacked tile by tile
+for the reference: so a problem of any size is made on its device in one pass and nothing of the
+size of an unpacked weight is kept.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ _NAN_BITS = 0x7FFFFFFF  # of a float32
 CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
 # (largest activation, scales), the most demanding first: scales far apart leave low bits that 16-bit sums lose even at small k.
 _EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
+_EXACT_ROW_SCALES = (1 / 4, 1 / 2, 1.0)  # none above 1: sums grow no larger
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """One GEMM with its operands on a device.
 
-    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups,
-    n_pad] (asymmetric formats) and ``bias`` [n] (if the workload has one), as the kernels take them. Padding codes and scales are 0."""
+    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed),
+    ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad] (asymmetric formats), ``row_scales`` fp32
+    [n_pad] (formats of two levels of scales) and ``bias`` [n] (if the workload has one), as the
+    kernels take them. Padding codes and scales are 0.
+    """
 
     workload: Workload
     layout: PackedLayout
@@ -45,7 +51,8 @@ class Problem:
     operands: dict[str, Tensor]
 
     def named(self, y: Tensor) -> dict[str, Tensor]:
-        """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the names of a kernel's parameters."""
+        """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the
+        names of a kernel's parameters."""
         return {**self.operands, "x": self.x[: y.shape[0]], "y": y}
 
     def outputs(self) -> Tensor:
@@ -57,11 +64,17 @@ class Problem:
         return self._product(torch.float64)
 
     def torch_result(self) -> Tensor:
-        """The same product as torch computes it in the workload's dtype on the dequantized weight, [m, n]."""
+        """The same product as torch computes it in the workload's dtype on the dequantized weight,
+        [m, n]."""
         return self._product(self.x.dtype)
 
+    def dequantized(self) -> Tensor:
+        """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
+        return self._weight_rows(0, self.workload.n, torch.float32).to(self.x.dtype)
+
     def copied(self) -> Problem:
-        """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
+        """The same problem in other memory: rotating over copies keeps caches from holding the
+        operands."""
         return Problem(self.workload, self.layout, self.x.clone(), {name: t.clone() for name, t in self.operands.items()})
 
     def _product(self, dtype: torch.dtype) -> Tensor:
@@ -77,16 +90,19 @@ class Problem:
         return y
 
     def _weight_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """(number of q - z) * s of rows ``start`` (a multiple of tile_n) to ``stop``, [stop - start, k], in ``dtype``."""
+        """(number of q - z) * s (* row scale) of rows ``start`` (a multiple of tile_n) to ``stop``,
+        [stop - start, k], in ``dtype``."""
         w, first = self.workload, start // self.layout.tile_n
         last = -(-stop // self.layout.tile_n)
         codes = unpack_tiles(self.operands["weight"][first:last], self.layout)[: stop - start, : w.k]
         numbers = codes.to(dtype) if w.format.integer else codes.new_tensor(w.format.weight.values, dtype=dtype)[codes.int()]
         group = w.k if w.format.group_size == PER_CHANNEL else w.format.group_size
         scales = _per_column(self.operands["scales"][:, start:stop], group, w.k, dtype)
-        if w.format.symmetric:
-            return (numbers - w.format.symmetric_zero_point) * scales
-        return (numbers - _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)) * scales
+        zeros = w.format.symmetric_zero_point
+        if not w.format.symmetric:
+            zeros = _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)
+        weight = (numbers - zeros) * scales
+        return (weight * self.operands["row_scales"][start:stop, None]).to(dtype) if w.format.row_scaled else weight
 
 
 def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -95,7 +111,8 @@ def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> T
 
 
 def unpack_tiles(words: Tensor, layout: PackedLayout) -> Tensor:
-    """int32 [tiles_n, tiles_k, words] of an n-major layout -> uint8 [tiles_n * tile_n, tiles_k * tile_k]."""
+    """int32 [tiles_n, tiles_k, words] of an n-major layout -> uint8 [tiles_n * tile_n, tiles_k *
+    tile_k]."""
     if layout.outer != "n_major":
         raise ValueError(f"{layout.name}: tiles are stored {layout.outer}; accepted here: n_major")
     tiles_n, tiles_k, _ = words.shape
@@ -107,32 +124,37 @@ def unpack_tiles(words: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
-    """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a right kernel returns the
-    reference rounded once and comparing is ``torch.equal``.
+    """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a
+    right kernel returns the reference rounded once and comparing is ``torch.equal``.
 
-    Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both where k is so long that sums would need
-    more than 24 bits, or an fp16 result would pass 65504). Raises ``ValueError`` when k is too long for any of that.
+    Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both
+    where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
+    Raises ``ValueError`` when k is too long for any of that.
     """
     largest, scales = _exact_ranges(workload)
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
-    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), bias)
+    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)
+    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias)
 
 
 def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
-    """A problem of random floats such as a model's layer has: x and bias normal, w of deviation about 1 / sqrt(k), any codes and zeros."""
+    """A problem of random floats such as a model's layer has: x and bias normal, w of deviation
+    about 1 / sqrt(k), any codes and zeros."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(workload.m, workload.k, generator=generator, device=device)
     bias = torch.randn(workload.n, generator=generator, device=device)
     unit = 2.0 / (workload.k**0.5 * (1 << workload.format.bits))
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
-    return _problem(workload, arch, generator, x, scales, bias)
+    row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if workload.format.row_scaled else scales
+    return _problem(workload, arch, generator, x, scales, row_scales, bias)
 
 
 def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
-    """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial sums, which start as NaN: one that is
-    read before it is written shows. Empty for a kernel that takes none."""
+    """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial
+    sums, which start as NaN: one that is read before it is written shows. Empty for a kernel that
+    takes none."""
     words = workspace_words(workload, schedule, target)
     if words == 0:
         return {}
@@ -142,13 +164,15 @@ def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, d
 
 
 def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
-    """(largest activation, scales) that keep every sum of this workload exact in fp32 and, where possible, finite in fp16."""
+    """(largest activation, scales) that keep every sum of this workload exact in fp32 and, where
+    possible, finite in fp16."""
     f = workload.format
     widest, unit, limit = f.largest, f.unit, codec_of(f).largest_scale
+    offset = MAX_BIAS / min(_EXACT_ROW_SCALES if f.row_scaled else (1,))  # of the sum that a row scale makes smallest
     tried = [(a, kept) for a, s in _EXACT_CHOICES if (kept := tuple(value for value in s if value <= limit))]
-    exact = [(a, s) for a, s in tried if (workload.k * a * widest * max(s) + MAX_BIAS) / (min(s) * unit) < EXACT_INTEGERS]
+    exact = [(a, s) for a, s in tried if (workload.k * a * widest * max(s) + offset) / (min(s) * unit) < EXACT_INTEGERS]
     if not exact:
-        longest = int((EXACT_INTEGERS * unit - MAX_BIAS - 1) / widest)
+        longest = int((EXACT_INTEGERS * unit - offset - 1) / widest)
         raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {longest}")
     finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < MAX_HALF]
     return (finite or exact[-1:])[0]
@@ -161,8 +185,11 @@ def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -
     return (k * codes * activations * sum(s * s for s in scales) / len(scales)) ** 0.5
 
 
-def _problem(workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, bias: Tensor) -> Problem:
-    """Random packed codes and zero points beside the given x and bias, with scales drawn from the values in ``scales``."""
+def _problem(
+    workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, row_scales: Tensor, bias: Tensor
+) -> Problem:
+    """Random packed codes and zero points beside the given x and bias, with scales and row scales
+    drawn from the values given."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
@@ -170,15 +197,17 @@ def _problem(workload: Workload, arch: str, generator: torch.Generator, x: Tenso
         ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
         words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0
 
-    def drawn(values: Tensor) -> Tensor:
-        picked = torch.randint(0, values.numel(), stated["scales"].shape, generator=generator, device=device)
-        parameters = values[picked].to(dtype)
-        parameters[:, workload.n :] = 0
+    def drawn(name: str, values: Tensor) -> Tensor:
+        picked = torch.randint(0, values.numel(), stated[name].shape, generator=generator, device=device)
+        parameters = values[picked].to(getattr(torch, stated[name].dtype))
+        parameters[..., workload.n :] = 0
         return parameters
 
-    operands = {"weight": words, "scales": drawn(scales)}
+    operands = {"weight": words, "scales": drawn("scales", scales)}
     if not f.symmetric:
-        operands["zeros"] = drawn(torch.arange(f.max_code + 1, device=device))
+        operands["zeros"] = drawn("zeros", torch.arange(f.max_code + 1, device=device))
+    if f.row_scaled:
+        operands["row_scales"] = drawn("row_scales", row_scales)
     if workload.bias:
         operands["bias"] = bias.to(dtype)
     return Problem(workload, layout, x.to(dtype), operands)

@@ -101,7 +101,7 @@ def call_overheads(n: int, k: int, target: Target, generator: torch.Generator) -
     weight = tilebit.pack(_codes(n, k, generator), torch.float16)
     x = torch.randn(1, k, dtype=torch.float16, device="cuda")
     dense = torch.randn(n, k, dtype=torch.float16, device="cuda")
-    arguments = (x, weight.weight, weight.scales, weight.zeros, None, n, weight.format_name)
+    arguments = (x, weight.weight, weight.scales, weight.zeros, weight.row_scales, None, n, weight.format_name)
     op = torch.ops.tilebit.gemm.default
     op(*arguments)
     before = torch.cuda.memory_allocated()

@@ -96,7 +96,8 @@ class Bench:
 
 def _call(launcher: Launcher, problem: Problem, y: Tensor) -> Call:
     named = problem.named(y)
-    return partial(launcher, named["x"], named["weight"], named["scales"], named.get("zeros"), named.get("bias"), y)
+    rest = (named.get(name) for name in ("zeros", "row_scales", "bias"))
+    return partial(launcher, named["x"], named["weight"], named["scales"], *rest, y)
 
 
 def sweep_ms(largest: int) -> list[int]:

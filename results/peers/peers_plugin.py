@@ -98,7 +98,7 @@ class TilebitPeer:
         latest: dict[str, Tensor] = {}
 
         def call(weight: Tensor) -> None:
-            latest["y"] = op(x, weight, packed.scales, packed.zeros, None, packed.n, packed.format_name, **extra)
+            latest["y"] = op(x, weight, packed.scales, packed.zeros, packed.row_scales, None, packed.n, packed.format_name, **extra)
 
         target = device_target(x.device)
         workload = Workload(m, packed.n, packed.k, self.format, self.x_dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from tilebit.layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
+from tilebit.layouts.formats import FORMATS, PER_CHANNEL, GemmFormat
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload
@@ -37,12 +37,9 @@ def supported(format: GemmFormat, arch: str, dtype: str) -> bool:
 
 def claims() -> Iterator[tuple[GemmFormat, str, tuple[str, ...]]]:
     """(format, arch, dtypes) for every pair of a format and an architecture; no dtypes where it is not supported."""
-    for bits in BITS:
-        for symmetric in (True, False):
-            for group in GROUP_SIZES:
-                format = QuantFormat(bits, group, symmetric)
-                for arch in ARCHES:
-                    yield format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))
+    for format in FORMATS.values():
+        for arch in ARCHES:
+            yield format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))
 
 
 @cache
@@ -76,12 +73,16 @@ def _cells(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
-    """(formats in words, cells): group sizes are joined first, then zero points, then widths."""
+    """(formats in words, cells). Of integers group sizes are joined first, then zero points, then widths; others go by their names."""
     by_format: dict[GemmFormat, list[tuple[str, ...]]] = {}
     for format, _, dtypes in claims():
         by_format.setdefault(format, []).append(dtypes)
     groups: dict[tuple, list[str]] = {}
+    named: dict[tuple[str, ...], list[str]] = {}
     for format, columns in by_format.items():
+        if not format.integer:
+            named.setdefault(_cells(columns), []).append(format.name)
+            continue
         size = "per channel" if format.group_size == PER_CHANNEL else str(format.group_size)
         groups.setdefault((format.bits, format.symmetric, _cells(columns)), []).append(size)
     zeros: dict[tuple, list[str]] = {}
@@ -90,7 +91,8 @@ def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
     widths: dict[tuple, list[str]] = {}
     for (bits, sizes, cells), kinds in zeros.items():
         widths.setdefault((" or ".join(kinds), sizes, cells), []).append(f"w{bits}a16")
-    return [(f"{', '.join(names)}; {kinds}; groups {sizes}", cells) for (kinds, sizes, cells), names in widths.items()]
+    integers = [(f"{', '.join(names)}; {kinds}; groups {sizes}", cells) for (kinds, sizes, cells), names in widths.items()]
+    return integers + [(", ".join(names), cells) for cells, names in named.items()]
 
 
 def _attention_lines() -> dict[tuple[str, tuple[str, ...]], list[str]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 
 from ...layouts.kv import GRANULE
-from ..gemm.rules import BLOCK_SMEM_OVERHEAD, REGISTERS_PER_SM, THREADS_PER_SM, TICKETS
+from ..gemm.rules import TICKETS
 from ..schedule import Schedule
 from ..target import Target
 from .workload import AttentionWorkload
@@ -155,15 +155,17 @@ def resource_reasons(schedule: Schedule, target: Target, smem: int, registers: i
         reasons.append(
             f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages, num_warps or a smaller block_n."
         )
-    resident = s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD)
+    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
     if s.min_blocks > 1 and resident > target.smem_per_sm:
         reasons.append(
             f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks."
         )
     threads = s.min_blocks * (s.num_warps + extra_warps) * 32
-    if threads > THREADS_PER_SM:
-        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
-    share = most_registers if extra_warps else REGISTERS_PER_SM // threads // 8 * 8
+    if threads > target.threads_per_sm:
+        reasons.append(
+            f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}; use fewer min_blocks or num_warps."
+        )
+    share = most_registers if extra_warps else target.REGISTERS_PER_SM // threads // 8 * 8
     if registers > min(share, most_registers):
         reasons.append(
             f"a thread needs about {registers} registers, {min(share, most_registers)} are free; "

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...layouts.kv import GRANULE, RESIDUAL
-from ..gemm.rules import REGISTERS_PER_SM, WGMMA_SPARE
+from ..gemm.rules import WGMMA_SPARE
 from ..schedule import Schedule
 from ..target import Target
 from .decode import field_reasons, resource_reasons
@@ -95,7 +95,7 @@ def tile_registers(workload: AttentionWorkload, schedule: Schedule) -> int:
 def launch_registers(schedule: Schedule) -> int:
     """Of every thread of the program with wgmma when its block starts: an even share, of ``min_blocks`` blocks an SM."""
     threads = (LOADING_WARPS + schedule.num_warps) * 32
-    return min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+    return min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
 
 
 def prefill_registers(schedule: Schedule) -> tuple[int, int]:

@@ -1,7 +1,9 @@
-"""How the weights of a format reach the tensor cores: their packed layout, what unpacks them, and what that costs.
+"""How the weights of a format reach the tensor cores: their packed layout, what unpacks them, and
+what that costs.
 
-A codec is the one thing that knows a kind of numbers on both sides: the packed layout is induced from the fragment of the instruction that
-reads it (``layouts/packing.py``); ``device`` names the C++ type whose functions turn a word into operand registers.
+A codec is the one thing that knows a kind of numbers on both sides: the packed layout is induced
+from the fragment of the instruction that reads it (``layouts/packing.py``); ``device`` names the
+C++ type whose functions turn a word into operand registers.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch, format)`` packs codes;
-    ``device(format)`` is the C++ type whose functions turn a packed word into operand registers, ``programs`` those that have them,
-    ``headers`` the files that hold them, under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
-    ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the largest of these scales.
-    ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code (the cost model's alpha, LiquidGEMM eq. 4);
-    ``cpu_ops_per_weight`` on a CPU."""
+    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch,
+    format)`` packs codes; ``device(format)`` is the C++ type whose functions turn a packed word
+    into operand registers, ``programs`` those that have them, ``headers`` the files that hold them,
+    under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
+    ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
+    largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
+    (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU."""
 
     kind: str
     device: Callable[[GemmFormat], str]
@@ -73,8 +76,8 @@ CODECS: dict[str, Codec] = {codec.kind: codec for codec in (UINT, E2M1)}
 
 
 def codec_of(format: GemmFormat) -> Codec:
-    """The codec of a format: by the kind of its weight's numbers, or the ``CODEC`` of the module that the kind names. Raises ``ValueError``
-    for a kind without one."""
+    """The codec of a format: by the kind of its weight's numbers, or the ``CODEC`` of the module
+    that the kind names. Raises ``ValueError`` for a kind without one."""
     kind = format.weight.kind
     if kind in CODECS:
         return CODECS[kind]
@@ -84,7 +87,8 @@ def codec_of(format: GemmFormat) -> Codec:
 
 
 def sources_of(format: GemmFormat) -> tuple[str, ...]:
-    """Files that say what a format's codes are: device functions, and the modules of a format and a kind of numbers of other packages."""
+    """Files that say what a format's codes are: device functions, and the modules of a format and a
+    kind of numbers of other packages."""
     modules = [name for name in (format.module, format.weight.kind) if "." in name]
     return (*codec_of(format).headers, *(str(importlib.import_module(name).__file__) for name in modules))
 

@@ -19,9 +19,6 @@ from .workload import Workload
 
 SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
-REGISTERS_PER_SM = 65536
-THREADS_PER_SM = 2048
-BLOCK_SMEM_OVERHEAD = 1024  # bytes of an SM's shared memory that each resident block costs beyond what it asked for
 MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
@@ -31,7 +28,8 @@ ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 14
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
-# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/store/split_k.cuh).
+# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/store/split_k.cuh,
+# which is given this number).
 TICKETS = 16384
 
 
@@ -93,7 +91,7 @@ def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
     """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that a launch gives to both."""
     consumers = schedule.num_warps * 32
     threads = consumers + WGMMA.producer_threads
-    share = min(255, REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+    share = min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
     producer = min(40, share) if schedule.min_blocks == 1 else 24
     return producer, min(240, (share * threads - producer * WGMMA.producer_threads) // consumers // 8 * 8)
 
@@ -155,7 +153,7 @@ def _register_budget(rule: CudaRule, schedule: Schedule) -> int:
     if schedule.min_blocks == 1:
         return rule.registers - rule.spare_registers
     threads = schedule.num_warps * 32 + rule.producer_threads  # without register reallocation all threads get the same share
-    share = REGISTERS_PER_SM // (threads * schedule.min_blocks) // 8 * 8
+    share = Target.REGISTERS_PER_SM // (threads * schedule.min_blocks) // 8 * 8
     return min(rule.registers, share) - rule.spare_registers
 
 
@@ -224,18 +222,20 @@ def _resource_reasons(rule: CudaRule, format: GemmFormat, schedule: Schedule, ta
     smem = shared_memory(format, s)
     if smem > target.smem:
         reasons.append(f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages or a smaller tile.")
-    resident = s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD)
+    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
     if s.min_blocks > 1 and resident > target.smem_per_sm:
         reasons.append(
             f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; use fewer min_blocks."
         )
     threads = s.min_blocks * (s.num_warps * 32 + rule.producer_threads)
-    if threads > THREADS_PER_SM:
-        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {THREADS_PER_SM}; use fewer min_blocks or num_warps.")
+    if threads > target.threads_per_sm:
+        reasons.append(
+            f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}; use fewer min_blocks or num_warps."
+        )
     sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
     if s.program == WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
-    share, one = REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
+    share, one = Target.REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
     if s.program == WGMMA.program and share < one:
         reasons.append(
             f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."

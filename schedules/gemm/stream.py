@@ -1,7 +1,9 @@
-"""The rules of the small-m programs: ``gemm_stream_bulk`` (sm_90a) and ``gemm_stream`` (sm_80 and later), see ``tiles/gemm/stream.py``.
+"""The rules of the small-m programs: ``gemm_stream_bulk`` (sm_90a) and ``gemm_stream`` (sm_80 and
+later), see ``tiles/gemm/stream.py``.
 
-``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps of ``block_k``, with ``num_stages``
-steps in flight each; ``split_k`` blocks share an output tile (``gemm_stream_bulk``: as one cluster).
+``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps
+of ``block_k``, with ``num_stages`` steps in flight each; ``split_k`` blocks share an output tile
+(``gemm_stream_bulk``: as one cluster).
 """
 
 from __future__ import annotations
@@ -45,10 +47,8 @@ RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 RINGS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a block: twelve warps have registers that sixteen have not, and won at every m
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
-BLOCK_SMEM_OVERHEAD = 1024
 LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
 STATIC_SMEM = 16  # the ticket of gemm_stream
-THREADS_PER_SM = 2048
 
 
 def x_pitch(schedule: Schedule) -> int:
@@ -104,7 +104,8 @@ def rings(schedule: Schedule) -> int:
 
 
 def cluster_sms(size: int, target: Target) -> int:
-    """SMs that whole clusters of ``size`` blocks can take, one block an SM: a cluster lies in one GPC, which seldom holds a multiple."""
+    """SMs that whole clusters of ``size`` blocks can take, one block an SM: a cluster lies in one
+    GPC, which seldom holds a multiple."""
     return int(target.units * CLUSTER_SMS.get(size, 1.0)) // size * size
 
 
@@ -114,13 +115,15 @@ def ring_bytes(workload: Workload, schedule: Schedule) -> int:
 
 
 def sum_pitch(schedule: Schedule) -> int:
-    """Floats from one column of a block's partial sums to the next: a warp's stores meet no bank twice."""
+    """Floats from one column of a block's partial sums to the next: a warp's stores meet no bank
+    twice."""
     return schedule.block_n + 4
 
 
 def exchange_at(workload: Workload, schedule: Schedule) -> int:
-    """The 32-bit word from which on a block holds what a cluster's blocks send each other: behind the rings with their barriers (two of a
-    slot), and behind the partial sums which take their place."""
+    """The 32-bit word from which on a block holds what a cluster's blocks send each other: behind
+    the rings with their barriers (two of a slot), and behind the partial sums which take their
+    place."""
     s = schedule
     barriers = rings(s) * s.num_stages * 16 if s.program == BULK else 0
     sums = rings(s) * s.block_m * sum_pitch(s) * 4
@@ -128,15 +131,18 @@ def exchange_at(workload: Workload, schedule: Schedule) -> int:
 
 
 def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's blocks send each other (a barrier in 16
-    bytes, then 16 bytes for each four of the block's own sums, of each block).
+    """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's
+    blocks send each other (a barrier in 16 bytes, then 16 bytes for each four of the block's own
+    sums, of each block).
 
-    ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the blocks of a dependent launch start
-    early, and two of them on an SM that is idle make the kernel wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1
-    us in a chain where the same kernel alone takes 9.4, H200)."""
+    ``gemm_stream_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM: the
+    blocks of a dependent launch start early, and two of them on an SM that is idle make the kernel
+    wait for that one (4096 x 4096 at m = 1, two of 32 x 8 warps fitting: 17.1 us in a chain where
+    the same kernel alone takes 9.4, H200).
+    """
     s = schedule
     exchanged = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
-    alone = target.smem_per_sm // (s.min_blocks + 1) - BLOCK_SMEM_OVERHEAD + 16 if s.program == BULK else 0
+    alone = target.smem_per_sm // (s.min_blocks + 1) - target.BLOCK_SMEM + 16 if s.program == BULK else 0
     return max(exchange_at(workload, s) + exchanged // 4, -(-alone // 16) * 4)
 
 
@@ -181,14 +187,14 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     if reasons:
         return reasons
     smem = shared_words(workload, s, target) * 4 + STATIC_SMEM
-    if s.min_blocks * (smem + BLOCK_SMEM_OVERHEAD) > target.smem_per_sm or smem > target.smem:
+    if s.min_blocks * (smem + target.BLOCK_SMEM) > target.smem_per_sm or smem > target.smem:
         reasons.append(
             f"{s.min_blocks} blocks need {s.min_blocks * smem} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
             "use fewer num_stages, num_warps or min_blocks."
         )
-    if s.min_blocks * s.num_warps * 32 > THREADS_PER_SM:
-        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {THREADS_PER_SM}.")
-    needed, share = registers_needed(s), 65536 // (s.min_blocks * s.num_warps * 32) // 8 * 8
+    if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
+        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
+    needed, share = registers_needed(s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):
         reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")
     return reasons
@@ -201,8 +207,9 @@ def registers_needed(schedule: Schedule) -> int:
 
 
 def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole ones where there are few), the
-    deepest steps, rings that keep IN_FLIGHT bytes of weights on their way to an SM. Blocks in turn, the likely winners first."""
+    """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
+    ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
+    their way to an SM. Blocks in turn, the likely winners first."""
     if not 0 < workload.m <= MAX_M:
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
@@ -231,7 +238,8 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Schedule]:
-    """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than WARPS[1] and few stages first."""
+    """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than
+    WARPS[1] and few stages first."""
     fewest, usual, most = WARPS
     for block_k in sorted(BLOCK_K, reverse=True):
         found = []

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ...layouts.formats import GemmFormat, QuantFormat
 from ..operands import Operand
 from .codecs import packed_layout
+from .parts import part_operands
 
 DTYPES = ("float16", "bfloat16")
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
@@ -52,8 +53,9 @@ class Workload:
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes, scales and zero points (unpadded)."""
-        codes = self.n * self.k * self.format.bits // 8
-        return codes + self.n * self.format.groups(self.k) * (2 if self.format.symmetric else 4)
+        f = self.format
+        codes = self.n * self.k * f.bits // 8
+        return codes + self.n * (f.groups(self.k) * (2 if f.symmetric else 4) + (4 if f.row_scaled else 0))
 
     @property
     def bytes(self) -> int:
@@ -66,8 +68,8 @@ class Workload:
         return self.format.kind
 
     def operands(self, arch: str) -> tuple[Operand, ...]:
-        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales and zeros
-        are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
+        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales, zeros
+        and row scales are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
         f, layout = self.format, packed_layout(arch, self.format)
         columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
@@ -77,7 +79,7 @@ class Workload:
             Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
             Operand("scales", self.dtype, groups, advice=packing),
             Operand("zeros", self.dtype, groups, optional=True, absent=f.symmetric, advice=packing),
-            Operand("bias", self.dtype, (self.n,), optional=True, absent=not self.bias, advice=f"pass {self.n} values in x's dtype"),
+            *part_operands(self, groups[1], packing),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),
         )
 

@@ -47,7 +47,14 @@ def op(**changes: Any) -> Callable[[Path], Any]:
 
     def call(_: Path) -> Any:
         x, packed, bias, _y = exact(workload(CASE, 3))
-        arguments: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
+        arguments: dict[str, Any] = {
+            "x": x,
+            "weight": packed.weight,
+            "scales": packed.scales,
+            "zeros": packed.zeros,
+            "row_scales": packed.row_scales,
+            "bias": bias,
+        }
         arguments |= {"n": N, "format": "w4a16_g32_asym"}
         for name, change in changes.items():
             arguments[name] = change(arguments[name]) if callable(change) else change

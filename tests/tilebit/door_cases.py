@@ -30,5 +30,5 @@ def exact(w: Workload, seed: int = 0, arch: str = "cpu", device: str = "cpu"):
     """(x, packed weight, bias or None, expected y) whose every fp32 sum is exact."""
     problem = exact_problem(w, seed, arch, device)
     o, dtype = problem.operands, TORCH_DTYPES[w.dtype]
-    packed = PackedWeight(o["weight"], o["scales"], o.get("zeros"), w.n, w.k, w.format, dtype, arch)
+    packed = PackedWeight(o["weight"], o["scales"], o.get("zeros"), w.n, w.k, w.format, dtype, arch, None, o.get("row_scales"))
     return problem.x, packed, o.get("bias"), problem.reference().to(dtype)

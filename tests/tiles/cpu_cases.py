@@ -60,9 +60,12 @@ def operands(workload: Workload, seed: int, exact: bool) -> Operands:
     else:
         scales = (torch.rand(n, groups, generator=generator) * 0.02 + 0.001).to(dtype)
         bias = torch.randn(n, generator=generator).to(dtype)
+    row_scales = torch.rand(n, generator=generator) + 0.5 if weight_format.row_scaled else torch.ones(n)
+    if exact and weight_format.row_scaled:
+        row_scales = 0.5 ** torch.randint(0, 3, (n,), generator=generator)
     group = torch.arange(k) // (k if weight_format.group_size < 0 else weight_format.group_size)
     numbers = torch.tensor(weight_format.weight.values, dtype=torch.float64)[codes.int()]
-    weight = (numbers - zeros[:, group].double()) * scales[:, group].double()
+    weight = (numbers - zeros[:, group].double()) * scales[:, group].double() * row_scales[:, None].double()
 
     layout = gemm_layout("cpu", weight_format.bits)
     packed = torch.from_numpy(layout.pack(codes.numpy()).view(np.int32))
@@ -72,6 +75,7 @@ def operands(workload: Workload, seed: int, exact: bool) -> Operands:
 
     tensors = [packed, by_group(scales)]
     tensors += [] if weight_format.symmetric else [by_group(zeros)]
+    tensors += [torch.nn.functional.pad(row_scales, (0, layout.padded(n, k)[0] - n))] if weight_format.row_scaled else []
     tensors += [bias] if workload.bias else []
     return Operands(workload, tuple(tensors), weight, bias if workload.bias else None)
 

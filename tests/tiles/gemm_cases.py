@@ -62,8 +62,9 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     scales = rng.choice([0.5, 1.0, 2.0] if not f.integer else [1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))
     scales[:, ::2] *= 0.5
     zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
+    row_scales = rng.choice([0.25, 0.5, 1.0], w.n) if f.row_scaled else None
     bias = rng.integers(-64, 65, w.n) if w.bias else None
-    reference = torch.from_numpy(gemm_reference(x, codes, scales, zeros, bias, f))
+    reference = torch.from_numpy(gemm_reference(x, codes, scales, zeros, bias, f, row_scales))
 
     dtype = getattr(torch, w.dtype)
 
@@ -73,6 +74,8 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     operands = {"weight": torch.from_numpy(layout.pack(codes).view(np.int32)), "scales": padded(scales)}
     if zeros is not None:
         operands["zeros"] = padded(zeros)
+    if row_scales is not None:
+        operands["row_scales"] = torch.from_numpy(np.pad(row_scales.astype(np.float32), (0, -w.n % 64)))
     if bias is not None:
         operands["bias"] = torch.from_numpy(bias).to(dtype)
     return Problem(w, layout, torch.from_numpy(x).to(dtype), operands), reference

@@ -27,7 +27,8 @@ from tilebit.tiles.compiler.kernel import Kernel
 if TYPE_CHECKING:
     from gpu_kernels import Built, Case
 
-W4, W8, MXFP4 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64), QuantFormat.parse("w4a16_mxfp4")
+W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
+MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -43,6 +44,8 @@ CASES: tuple[Case, ...] = (
     (Workload(33, 320, 1056, MXFP4), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
     (Workload(16, 505, 1001, MXFP4), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
     (Workload(5, 505, 1001, MXFP4, "bfloat16"), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
+    (Workload(130, 505, 1001, NVFP4, bias=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
+    (Workload(16, 505, 1001, NVFP4, "bfloat16"), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),

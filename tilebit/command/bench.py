@@ -73,7 +73,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
     first = random_problem(workload, 0, target.arch, device)
     copies = min(MAX_COPIES, copies_needed(sum(t.numel() * t.element_size() for t in first.operands.values()), target.l2))
     problems = [first, *(first.copied() for _ in range(copies - 1))]
-    weight = _dequantized(first)
+    weight = first.dequantized()
     dense = min(MAX_COPIES, copies_needed(weight.numel() * weight.element_size(), target.l2))
     weights = [weight, *(weight.clone() for _ in range(dense - 1))]
     implementations: dict[str, tuple[list[Call], dict[str, Any]]] = {
@@ -105,7 +105,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
 
 def _ours(problem: Problem) -> Call:
     w, o = problem.workload, problem.operands
-    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("bias"), w.n, w.format.name)
+    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o.get("bias"), w.n, w.format.name)
     return lambda: torch.ops.tilebit.gemm.default(*arguments)
 
 
@@ -132,18 +132,6 @@ def _codes(problem: Problem) -> Tensor:
     return unpack_tiles(problem.operands["weight"], problem.layout)[: problem.workload.n, : problem.workload.k]
 
 
-def _dequantized(problem: Problem) -> Tensor:
-    """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
-    w, o = problem.workload, problem.operands
-    group = w.k if w.format.group_size == -1 else w.format.group_size
-
-    def by_column(values: Tensor) -> Tensor:
-        return values[:, : w.n].t().float().repeat_interleave(group, dim=1)[:, : w.k]
-
-    zeros = float(w.format.symmetric_zero_point) if w.format.symmetric else by_column(o["zeros"])
-    return ((_codes(problem).float() - zeros) * by_column(o["scales"])).to(TORCH_DTYPES[w.dtype])
-
-
 def _int4_peer(problem: Problem, copies: int) -> list[Call] | None:
     """Calls of torch's weight-only int4 kernel for CPUs; None where this torch has none or it cannot serve the format."""
     w = problem.workload
@@ -151,6 +139,8 @@ def _int4_peer(problem: Problem, copies: int) -> list[Call] | None:
     convert = getattr(torch, "_convert_weight_to_int4pack_for_cpu", None)
     multiply = getattr(torch, "_weight_int4pack_mm_for_cpu", None)
     if convert is None or multiply is None or f.bits != 4 or f.group_size not in INT4_GROUPS or w.k % f.group_size or w.n % 16 or w.bias:
+        return None
+    if not f.integer or f.row_scaled:
         return None
     scales = problem.operands["scales"][:, : w.n]
     zeros = problem.operands["zeros"][:, : w.n].float() if not f.symmetric else torch.full_like(scales, 8.0, dtype=torch.float32)

@@ -69,7 +69,7 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
         x = x.index_select(-1, packed.perm)
     elif shape and shape[-1] != packed.k:
         _reject_x(x, packed.k, packed.device)
-    return call(x, packed.weight, packed.scales, packed.zeros, bias, packed.n, packed.format_name, dependent)
+    return call(x, packed.weight, packed.scales, packed.zeros, packed.row_scales, bias, packed.n, packed.format_name, dependent)
 
 
 def call(
@@ -77,6 +77,7 @@ def call(
     weight: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    row_scales: Tensor | None,
     bias: Tensor | None,
     n: int,
     format: str,
@@ -98,6 +99,7 @@ def call(
         and type(weight) in _PLAIN
         and type(scales) in _PLAIN
         and (zeros is None or type(zeros) in _PLAIN)
+        and (row_scales is None or type(row_scales) in _PLAIN)
         and (bias is None or type(bias) in _PLAIN)
         and type(dependent) is bool
         and not _len_torch_dispatch_stack()
@@ -105,15 +107,23 @@ def call(
         and peek_interpreter_stack() is None
         and not _is_tracing()
         and not profiler._is_profiler_enabled
-        and not (is_grad_enabled() and (x.requires_grad or scales.requires_grad or (bias is not None and bias.requires_grad)))
+        and not (
+            is_grad_enabled()
+            and (
+                x.requires_grad
+                or scales.requires_grad
+                or (row_scales is not None and row_scales.requires_grad)
+                or (bias is not None and bias.requires_grad)
+            )
+        )
     )
     if plain:
         try:
-            return _gemm(x, weight, scales, zeros, bias, n, format, dependent)
+            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
         except (RuntimeError, ValueError):
             if (x.is_cuda or x.is_cpu) and not x.is_neg():
                 raise
-    return _operator(x, weight, scales, zeros, bias, n, format, dependent)
+    return _operator(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
 
 
 def _gemm(
@@ -121,6 +131,7 @@ def _gemm(
     weight: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    row_scales: Tensor | None,
     bias: Tensor | None,
     n: int,
     format: str,
@@ -130,11 +141,11 @@ def _gemm(
     k = shape[-1] if shape else 0
     flat = len(shape) == 2
     m = shape[0] if flat else x.numel() // (k or 1)
-    key = (id(weight), k, n, format, zeros is None, bias is None, dependent)
+    key = (id(weight), k, n, format, zeros is None, row_scales is None, bias is None, dependent)
     plan = _checked.get(key)
     launch = None if plan is None else plan.launchers.get(m)
     if plan is None or launch is None:
-        plan = _checked_plan(key, x, weight, scales, zeros, bias)
+        plan = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
         launch = plan.launcher(m) if m else None
     if flat:
         rows = x
@@ -151,33 +162,35 @@ def _gemm(
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):
-                launch(rows, weight, scales, zeros, bias, out)
+                launch(rows, weight, scales, zeros, row_scales, bias, out)
         else:
-            launch(rows, weight, scales, zeros, bias, out)
+            launch(rows, weight, scales, zeros, row_scales, bias, out)
     except Exception:
-        again = _checked_plan(key, x, weight, scales, zeros, bias)  # says what the kernel's own check found in this operator's words
+        # Says what the kernel's own check found in this operator's words.
+        again = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
         if again is not plan:  # found by a weight whose company has since been cast or moved
-            return _gemm(x, weight, scales, zeros, bias, n, format, dependent)
+            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
         if rows.data_ptr() % ALIGNMENT == 0:
             raise
         with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
-            launch(rows.clone(), weight, scales, zeros, bias, out)  # a kernel refuses rows off a 16-byte boundary: rare, so tried first
+            # A kernel refuses rows off a 16-byte boundary: rare, so tried first.
+            launch(rows.clone(), weight, scales, zeros, row_scales, bias, out)
     return y
 
 
-def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Plan:
+def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Tensor | None) -> Plan:
     """The plan of a call, which later calls with this weight find under ``key``. Raises ``ValueError`` for what does not fit.
 
     Kernels check their operands in C before they launch, at no cost that shows: so this runs once per weight and number of rows, and again
     when a kernel refuses. For the same reason ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
     """
-    _, k, n, format, _, plain, dependent = key
+    _, k, n, format, _, _, plain, dependent = key
     if not k or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
     plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not plain, dependent)
     w = plan.workload
     call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
-    check(plan.operands[1:-1], (weight, scales, zeros, bias), plan.device, call, dense=True)  # x and y are this operator's own
+    check(plan.operands[1:-1], (weight, *rest), plan.device, call, dense=True)  # x and y are this operator's own
     if len(_checked) >= MAX_CHECKED:
         _checked.clear()
     _checked[key] = plan
@@ -185,11 +198,19 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, scales: Tenso
 
 
 def _gemm_fake(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, n: int, format: str, *_: bool
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    format: str,
+    *_: bool,
 ) -> Tensor:
     if x.ndim < 1 or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
-    for name, operand in (("weight", weight), ("scales", scales), ("zeros", zeros), ("bias", bias)):
+    for name, operand in (("weight", weight), ("scales", scales), ("zeros", zeros), ("row_scales", row_scales), ("bias", bias)):
         if operand is not None and operand.device != x.device:
             raise ValueError(f"{name} is on {operand.device} and x on {x.device}; accepted: all on one device: move them there")
     GemmFormat.parse(format)

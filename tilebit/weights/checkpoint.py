@@ -1,5 +1,6 @@
-"""Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized, from safetensors files or sharded
-indexes.
+"""Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized, and 4-bit floats: its
+mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense layers; from safetensors files or sharded indexes.
+Checkpoints of 4-bit floats that quantize activations too are read weight-only: x stays in 16 bits, input_global_scale is not used.
 
 Tensors are read one layer at a time; files are opened, and their headers checked, when the checkpoint is.
 """
@@ -16,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
-from .checkpoint_files import find_config, tensor_files, tensor_shape
-from .checkpoint_layers import PARTS, REQUIRED, StoredLayer
+from .checkpoint_files import find_config, tensor_dtype, tensor_files, tensor_shape
+from .checkpoint_floats import decode_floats, float_format, refuse_stack
+from .checkpoint_layers import PARTS, REQUIRED, StoredLayer, stored_name
 from .quantize import QuantizedTensor
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
@@ -45,15 +47,15 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
 
 
 class Checkpoint:
-    """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq" or "compressed-tensors". Keeps its files
-    memory-mapped.
+    """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq", "compressed-tensors" or "mxfp4"
+    (gpt-oss). Keeps its files memory-mapped.
     """
 
     def __init__(self, path: Path, files: dict[str, Path], family: str, schemes: Schemes | None, checkpoint_format: str | None) -> None:
         self.path, self.family = path, family
         self._files, self._schemes, self._checkpoint_format = files, schemes, checkpoint_format
         self._open: dict[Path, Any] = {}
-        suffix = "." + PARTS[family][0]
+        suffix = stored_name("", family, PARTS[family][0])
         self._layers = sorted((name.removesuffix(suffix) for name in files if name.endswith(suffix)), key=_natural)
         if not self._layers:
             raise CheckpointError(
@@ -61,7 +63,9 @@ class Checkpoint:
                 "quantized"
             )
         for layer in self._layers:
-            missing = [f"{layer}.{part}" for part in REQUIRED[family] if f"{layer}.{part}" not in files]
+            missing = [name for part in REQUIRED[family] if (name := stored_name(layer, family, part)) not in files]
+            if missing == [f"{layer}.weight_shape"] and tensor_dtype(files[f"{layer}.weight_packed"], f"{layer}.weight_packed") == "U8":
+                missing = []  # bytes of 4-bit floats say their shape
             if missing:
                 raise CheckpointError(
                     f"{path} has {layer}{suffix} but not {', '.join(missing)}; a {family} layer needs all of them: copy the checkpoint "
@@ -94,15 +98,16 @@ class Checkpoint:
     def bias(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
         """The bias [n] of a quantized layer, or None. Raises ``CheckpointError`` if it does not fit the layer's scales."""
         self._check_layer(name)
-        if f"{name}.bias" not in self._files:
+        stored = stored_name(name, self.family, "bias")
+        if stored not in self._files:
             return None
-        bias = self.tensor(f"{name}.bias", device)
-        scales = f"{name}.{PARTS[self.family][1]}"
-        n = tensor_shape(self._files[scales], scales)[0 if self.family == "compressed-tensors" else -1]
+        bias = self.tensor(stored, device)
+        weight, scales = (stored_name(name, self.family, part) for part in PARTS[self.family][:2])
+        if self.family == "mxfp4":
+            refuse_stack(name, tuple(tensor_shape(self._files[weight], weight)))
+        n = tensor_shape(self._files[scales], scales)[0 if self.family in ("compressed-tensors", "mxfp4") else -1]
         if list(bias.shape) != [n] or not bias.is_floating_point():
-            raise CheckpointError(
-                f"{name}.bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again"
-            )
+            raise CheckpointError(f"{stored} is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again")
         return bias
 
     def quantized(self, name: str, device: torch.device | str = "cpu") -> QuantizedTensor:
@@ -112,12 +117,20 @@ class Checkpoint:
         Raises ``CheckpointError`` when its tensors do not fit each other or the config.
         """
         self._check_layer(name)
-        tensors = {part: self.tensor(f"{name}.{part}", device) for part in PARTS[self.family] if f"{name}.{part}" in self._files}
+        parts = {part: stored_name(name, self.family, part) for part in PARTS[self.family]}
+        tensors = {part: self.tensor(stored, device) for part, stored in parts.items() if stored in self._files}
+        weight, scales = (tensors.get(part) for part in PARTS[self.family][:2])
+        if self._schemes is not None:
+            format = self._schemes(name).format
+        else:
+            format = float_format(scales) if weight is not None and weight.dtype == torch.uint8 else None
+        if format is not None and not format.integer:
+            return decode_floats(name, weight, scales, tensors.get("weight_global_scale"), format)
         layer = StoredLayer.read(name, self.family, tensors)
         return layer.decode(layer.infer(self.family, self._checkpoint_format) if self._schemes is None else self._schemes(name))
 
     def _check_layer(self, name: str) -> None:
-        if f"{name}.{PARTS[self.family][0]}" not in self._files:
+        if stored_name(name, self.family, PARTS[self.family][0]) not in self._files:
             raise CheckpointError(f"{name!r} is not a quantized layer of {self.path}; layers() lists them, tensor() reads the rest")
 
 
@@ -126,6 +139,8 @@ def _guess_family(path: Path, files: dict[str, Path]) -> str:
     for name, file in files.items():
         if name.endswith(".weight_packed"):
             return "compressed-tensors"
+        if name.endswith("_blocks") and f"{name.removesuffix('blocks')}scales" in files:
+            return "mxfp4"
         if name.endswith(".qweight") and f"{name.removesuffix('qweight')}scales" in files:
             if f"{name.removesuffix('qweight')}g_idx" in files:
                 return "gptq"
@@ -133,8 +148,9 @@ def _guess_family(path: Path, files: dict[str, Path]) -> str:
             # GPTQ packs along k, so its qweight is as wide as its scales; AWQ packs along n.
             return "gptq" if tensor_shape(file, name)[-1:] == tensor_shape(files[scales], scales)[-1:] else "awq"
     raise CheckpointError(
-        f"{path} has no quantization config and no quantized layer (*.qweight with *.scales, or *.weight_packed); "
-        "accepted: AutoAWQ, GPTQ and compressed-tensors checkpoints: quantize the model first, or pass config="
+        f"{path} has no quantization config and no quantized layer (*.qweight with *.scales, *.weight_packed, or "
+        "*_blocks with *_scales); accepted: AutoAWQ, GPTQ, compressed-tensors and gpt-oss "
+        "checkpoints: quantize the model first, or pass config="
     )
 
 

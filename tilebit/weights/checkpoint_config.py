@@ -1,4 +1,5 @@
-"""What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's and compressed-tensors', brought to one form.
+"""What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's, compressed-tensors' and gpt-oss's,
+brought to one form.
 
 compressed-tensors configs are parsed by that library where it is installed (presets, defaults, validation, target matching); without it,
 the JSON fields are read as they stand.
@@ -10,12 +11,17 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 
-FAMILIES = ("awq", "gptq", "compressed-tensors")
+FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4")
 GPTQ_FORMATS = ("gptq", "gptq_v2")
+# Formats of compressed-tensors that hold 4-bit floats. Where they quantize activations too, that is left out: their weights are what
+# they are, and products with 16-bit activations are what other libraries run on hardware without 4-bit ones.
+_FLOATS = {"mxfp4-pack-quantized": "w4a16_mxfp4", "nvfp4-pack-quantized": "w4a16_nvfp4"}
+_PACKED = ("pack-quantized", *_FLOATS)
 
 
 class CheckpointError(ValueError):
@@ -55,6 +61,8 @@ def parse_quantization(config: Mapping[str, Any], checkpoint_format: str | None 
         return "gptq", _gptq(config, checkpoint_format)
     if method == "compressed-tensors":
         return "compressed-tensors", _compressed_tensors(config)
+    if method == "mxfp4":
+        return "mxfp4", _gpt_oss(config)
     _refuse("quant_method", method, FAMILIES, "quantize the model with AutoAWQ, GPTQModel or llm-compressor")
 
 
@@ -123,11 +131,11 @@ def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
     groups, storage_format = _config_groups(config), config.get("format")
-    if storage_format not in ("pack-quantized", "mixed-precision"):
+    if storage_format not in (*_PACKED, "mixed-precision"):
         _refuse(
             "compressed-tensors format",
             storage_format,
-            ("pack-quantized",),
+            _PACKED,
             "save the model again with quantization_format='pack-quantized'",
         )
     if config.get("quantization_status", "compressed") != "compressed":
@@ -143,8 +151,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
 
     def scheme(name: str) -> LayerScheme:
         group = _group_of(name, groups)
-        if (group.get("format") or storage_format) != "pack-quantized":
-            _refuse(f"compressed-tensors format of {name}", group.get("format"), ("pack-quantized",), "save the model again in it")
+        packing = group.get("format") or storage_format
+        if packing not in _PACKED:
+            _refuse(f"compressed-tensors format of {name}", group.get("format"), _PACKED, "save the model again in it")
+        if packing in _FLOATS:
+            return _float_scheme(name, GemmFormat.parse(_FLOATS[packing]), group.get("weights") or {})
         if group.get("input_activations"):
             raise CheckpointError(
                 f"{name} quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16: quantize again with one of "
@@ -161,6 +172,32 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
         return LayerScheme("compressed-tensors", format, weights.get("actorder") in ("group", "dynamic"))
 
     return scheme
+
+
+def _float_scheme(name: str, format: GemmFormat, weights: Mapping[str, Any]) -> LayerScheme:
+    expected = {"type": "float", "num_bits": 4, "group_size": format.group_size, "symmetric": True}
+    for field, value in expected.items():
+        if weights.get(field, True if field == "symmetric" else None) != value:
+            _refuse(f"{name}: {field}", weights.get(field), (value,), f"{format.name} has no other; repair the config")
+    return LayerScheme("compressed-tensors", format, None)
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> Schemes:
+    kept = config.get("modules_to_not_convert") or []
+    if not isinstance(kept, list) or not all(isinstance(pattern, str) for pattern in kept):
+        _refuse("modules_to_not_convert", kept, ("a list of names",), "repair the config")
+    scheme = LayerScheme("mxfp4", GemmFormat.parse("w4a16_mxfp4"), None)
+
+    def of(name: str) -> LayerScheme:
+        pattern = next((p for p in kept if fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*")), None)
+        if pattern is not None:
+            raise CheckpointError(
+                f"{name} holds blocks of mxfp4 but the config keeps {pattern!r} from conversion (modules_to_not_convert); accepted: "
+                "either: repair the config or copy the checkpoint again"
+            )
+        return scheme
+
+    return of
 
 
 def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -72,6 +72,12 @@ def tensor_shape(file: Path, name: str) -> list[int]:
         return list(opened.get_slice(name).get_shape())
 
 
+def tensor_dtype(file: Path, name: str) -> str:
+    """The dtype of a stored tensor in safetensors' words ("U8", "I32"), read from the header."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_slice(name).get_dtype()
+
+
 def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

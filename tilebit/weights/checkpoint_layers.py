@@ -14,17 +14,25 @@ from .checkpoint_config import GPTQ_FORMATS, CheckpointError, LayerScheme, quant
 from .packed import unpack_words
 from .quantize import SCALE_DTYPES, QuantizedTensor
 
-# The tensors of a layer: packed weight, scales, zero points, group of each column, shape.
+# The tensors of a layer: packed weight, scales; of integers zero points, group of each column, shape; of 4-bit floats
+# the factor of the whole weight.
 PARTS = {
     "awq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
+    "mxfp4": ("blocks", "scales"),
 }
 REQUIRED = {
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
+    "mxfp4": ("blocks", "scales"),
 }
+
+
+def stored_name(layer: str, family: str, part: str) -> str:
+    """gpt-oss holds parameters, not modules: ``gate_up_proj_blocks``, ``gate_up_proj_bias``."""
+    return f"{layer}{'_' if family == 'mxfp4' else '.'}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class StoredLayer:
     @classmethod
     def read(cls, name: str, family: str, tensors: dict[str, Tensor]) -> StoredLayer:
         """From the tensors of ``PARTS[family]`` that the checkpoint has."""
-        weight, scales, zeros, g_idx, shape = (tensors.get(part) for part in PARTS[family])
+        weight, scales, zeros, g_idx, shape = (tensors.get(part) for part in PARTS[family][:5])
         if weight is None or scales is None or weight.dtype != torch.int32 or weight.ndim != 2:
             raise CheckpointError(f"{name}: the packed weight is {_describe(weight)}; accepted: 2-d int32: copy the checkpoint again")
         if scales.dtype not in SCALE_DTYPES or scales.ndim != 2:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..schedules.gemm.codecs import packed_layout
-from .packed import DTYPES, PackedWeight, arch_of, pack
+from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ _EXTRA = "_extra_state"
 class QuantLinear(nn.Module):
     """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] packed for the GEMM kernels of the device that the module is on.
 
-    Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints);
-    shapes and layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON (so that safetensors stores
-    it), the format and the layout's architecture. Moving the module to a device whose kernels read another layout repacks the weight; so
-    does loading a state_dict that was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
-    ``.to(dtype)`` rounds them. Inference only.
+    Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``row_scales`` (formats with two levels of
+    scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints); shapes and layout are those of ``PackedWeight``.
+    ``state_dict`` holds them and, as a uint8 tensor of JSON (so that safetensors stores it), the
+    format and the layout's architecture. Moving the module to a device whose kernels read another
+    layout repacks the weight; so does loading a state_dict that was packed for another one. The
+    module computes in the dtype of its scales, fp16 or bf16, and ``.to(dtype)`` rounds them.
+    Inference only.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm`` describes: it may start while the previous kernel
     of the stream still runs. The layer keeps that safe for what it does itself: switching the option on, and moving, casting, loading or
@@ -40,6 +42,7 @@ class QuantLinear(nn.Module):
     zeros: Tensor | None
     bias: Tensor | None
     perm: Tensor | None
+    row_scales: Tensor | None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> None:
         super().__init__()
@@ -52,8 +55,7 @@ class QuantLinear(nn.Module):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features = packed.k, packed.n
         self.format, self._format_name = packed.format, packed.format_name
-        self._hold(packed)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self._hold(packed, None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
         self.dependent = dependent
 
     @classmethod
@@ -106,8 +108,9 @@ class QuantLinear(nn.Module):
     def packed(self) -> PackedWeight:
         """The weight as ``tilebit.gemm`` takes it (sharing the buffers)."""
         return PackedWeight(
-            self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.scales.dtype, self.arch, self.perm
-        )
+            self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.scales.dtype, self.arch,
+            self.perm, self.row_scales,
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         # As attributes they would cost 0.9 us each. A buffer that was replaced by a Parameter is found among those.
@@ -117,7 +120,10 @@ class QuantLinear(nn.Module):
             x = x.index_select(-1, perm)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
-        return call(x, held["weight"], held["scales"], held["zeros"], held["bias"], self.out_features, self._format_name, self._dependent)
+        return call(
+            x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
+            self.out_features, self._format_name, self._dependent,
+        )  # fmt: skip
 
     def unpack(self) -> QuantizedTensor:
         """The weight as codes, scales and zero points."""
@@ -127,15 +133,24 @@ class QuantLinear(nn.Module):
         shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{shape}, format={self.format.name}, arch={self.arch}{', dependent=True' if self._dependent else ''}"
 
-    def _hold(self, packed: PackedWeight) -> None:
+    def _hold(self, packed: PackedWeight, bias: Tensor | None) -> None:
         self.arch = packed.arch
-        for name in ("weight", "scales", "zeros", "perm"):
-            self.register_buffer(name, getattr(packed, name))
+        held = {"bias": bias, **{name: getattr(packed, name) for name in (*WEIGHTS, "perm")}}
+        for name in sorted(held, key=lambda name: held[name] is None):  # absent ones last: torch.export counts on it
+            self.register_buffer(name, held[name])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Every move and cast comes here. Codes pass through unpacked form when the new device's kernels read another layout."""
-        before = self.packed
+        before, bias = self.packed, self.bias
         super()._apply(fn, recurse)  # type: ignore[arg-type]
+        if before.row_scales is not None:  # fp32 whatever the module computes in
+            self.row_scales = before.row_scales.to(self.weight.device)
+        if not self.format.integer and self.scales.dtype != before.dtype and before.device.type != "meta":
+            try:
+                pack(before.unpack(), self.scales.dtype, arch=before.arch)
+            except ValueError:
+                self._hold(before, bias)
+                raise
         if self.weight.device.type in ("cpu", "cuda") and before.device.type != "meta":
             self._repack_for(arch_of(self.weight.device))
         self._settle()
@@ -144,7 +159,7 @@ class QuantLinear(nn.Module):
     def _repack_for(self, arch: str) -> None:
         if not _same_layout(arch, self.arch, self.format):
             codes = self.unpack()
-            self._hold(pack(codes, self.scales.dtype, arch=arch))
+            self._hold(pack(codes, self.scales.dtype, arch=arch), self.bias)
         self.arch = arch
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -178,7 +193,7 @@ class QuantLinear(nn.Module):
                 errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
                 return
         shapes = {name: tuple(state_dict[prefix + name].shape) for name in names if prefix + name in state_dict}
-        for name in ("weight", "scales", "zeros"):  # the sizes of a layout are its own: no other module can guess them from a mismatch
+        for name in WEIGHTS:  # the sizes of a layout are its own: no other module can guess them from a mismatch
             buffer = self._buffers.get(name)
             if buffer is not None and name in shapes and shapes[name] != tuple(buffer.shape):
                 errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
@@ -196,12 +211,13 @@ class QuantLinear(nn.Module):
             )
         if _same_layout(described["arch"], self.arch, self.format):
             return {}
-        scales, zeros = state_dict[prefix + "scales"], state_dict.get(prefix + "zeros")
+        weight, scales = state_dict[prefix + "weight"], state_dict[prefix + "scales"]
+        zeros, rows = (state_dict.get(prefix + name) for name in ("zeros", "row_scales"))
         stored = PackedWeight(
-            state_dict[prefix + "weight"], scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"]
+            weight, scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"], row_scales=rows
         )
         packed = pack(stored.unpack(), scales.dtype, arch=self.arch)
-        found = {"weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros}
+        found = {name: getattr(packed, name) for name in WEIGHTS}
         return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -1,26 +1,30 @@
-"""Packed weights: the operand a kernel reads, and the code that writes it on the weight's own device.
+"""Packed weights: the operand a kernel reads, and the code that writes it on the weight's own
+device.
 
-Everything follows ``PackedLayout.order``; nothing here knows a kernel. Words are assembled as bytes (slot pairs of a 4-bit word share a
-byte), so no step widens codes beyond uint8; the hosts and GPUs supported are little-endian.
+Everything follows ``PackedLayout.order``; nothing here knows a kernel. Words are assembled as bytes
+(slot pairs of a 4-bit word share a byte), so no step widens codes beyond uint8; the hosts and GPUs
+supported are little-endian.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
 
 from ..layouts.formats import GemmFormat
 from ..layouts.packing import PackedLayout
-from ..schedules.gemm.codecs import packed_layout
+from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
 from .quantize import QuantizedTensor
+from .quantize_float import numbers
 
 DTYPES = (torch.float16, torch.bfloat16)
-WEIGHTS = ("weight", "scales", "zeros")  # operands of a product that are a weight's
+WEIGHTS = ("weight", "scales", "zeros", "row_scales")  # operands of a product that are a weight's
 # Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4 x this (128 MiB), or four rows of tiles
 # if that is more.
 _CHUNK_CODES = 1 << 25
@@ -30,10 +34,12 @@ _CHUNK_CODES = 1 << 25
 class PackedWeight:
     """A weight [n, k] as the GEMM kernels of ``arch`` read it.
 
-    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``; ``scales`` [groups, n_pad] in ``dtype``
-    (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype`` holding integers, or None for a symmetric format; n_pad is n rounded up to whole
-    tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y = x[:, perm] @ w'^T. Raises
-    ``ValueError`` for anything else.
+    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``;
+    ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
+    holding integers, or None for a symmetric format; n_pad is n rounded up to whole tiles; padding
+    codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
+    x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
+    None. Raises ``ValueError`` for anything else.
     """
 
     weight: Tensor
@@ -45,17 +51,19 @@ class PackedWeight:
     dtype: torch.dtype
     arch: str
     perm: Tensor | None = None
+    row_scales: Tensor | None = None
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format_name", self.format.name)
-        if (self.zeros is None) != self.format.symmetric:
-            raise ValueError(
-                f"zeros are {'absent' if self.zeros is None else 'given'}; {self.format.name} "
-                f"{'has none' if self.format.symmetric else 'needs them'}"
-            )
-        stated = present(Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch.")).operands(self.arch))
-        expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in stated if o.name in WEIGHTS]
+        workload = Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch."))
+        stated = [o for o in workload.operands(self.arch) if o.name in WEIGHTS]
+        for o in stated:
+            if (getattr(self, o.name) is None) != o.absent:
+                raise ValueError(
+                    f"{o.name} are {'given' if o.absent else 'absent'}; {self.format.name} {'has none' if o.absent else 'needs them'}"
+                )
+        expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in present(stated)]
         if self.perm is not None:
             expected.append(("perm", self.perm, torch.int64, (self.k,)))
         for name, tensor, dtype, shape in expected:
@@ -77,21 +85,27 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, padding included."""
-        return sum(t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm, self.row_scales) if t is not None
+        )
 
     def unpack(self) -> QuantizedTensor:
         """The inverse of ``pack`` (scales stay in ``dtype``)."""
         codes = unpack_words(self.weight, self.layout, self.n, self.k)
         zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
-        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm)
+        rows = None if self.row_scales is None else self.row_scales[: self.n].clone()
+        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows)
 
 
 def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:
     """``q`` as the kernels read it, packed on ``device`` (default: where ``q`` is).
 
-    ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults to the device's ("cpu", or the GPU's
-    "sm_..."); name one to pack for another. Peak extra memory beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if
-    ``dtype`` is another one or a scale overflows or vanishes in it.
+    ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults
+    to the device's ("cpu", or the GPU's "sm_..."); name one to pack for another. Peak extra memory
+    beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if ``dtype`` is another
+    one or a scale overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or
+    it is above the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1
+    instead).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
@@ -99,16 +113,10 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         q = q.to(device)
     layout = packed_layout(arch or arch_of(q.device), q.format)
     n_pad = layout.padded(q.n, q.k)[0]
-    scales = q.scales.to(dtype)
-    if scales.dtype != q.scales.dtype:
-        lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
-        if bool(lost.any()):
-            row, group = lost.nonzero()[0].tolist()
-            raise ValueError(
-                f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
-                f"{float(q.scales[row, group]):g}; use "
-                f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
-            )
+    scales = _scales(q, dtype)
+    if q.row_scales is not None and not bool(torch.isfinite(q.row_scales).all()):
+        raise ValueError("row_scales hold NaN or infinite values; accepted: finite ones: quantize the weight again")
+    rows = None if q.row_scales is None else torch.nn.functional.pad(q.row_scales, (0, n_pad - q.n))
     return PackedWeight(
         weight=pack_codes(q.codes, layout),
         scales=_by_group(scales, n_pad),
@@ -119,7 +127,41 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         dtype=dtype,
         arch=arch or arch_of(q.device),
         perm=q.perm,
+        row_scales=rows,
     )
+
+
+def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they
+    cannot."""
+    scales, largest = q.scales.to(dtype), codec_of(q.format).largest_scale
+    exact = q.format.weight.scales[0].of != ""
+    if scales.dtype == q.scales.dtype and largest == inf:
+        return scales
+    lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
+    if exact:
+        lost |= scales.float() != q.scales.float()
+    large = scales.abs() > largest
+    if exact and bool((lost | large).any()):
+        nonzero = (numbers(q.codes, q.format) != 0).float()
+        padded = torch.nn.functional.pad(nonzero, (0, q.scales.shape[1] * q.format.group_size - q.k))
+        empty = padded.view(q.n, -1, q.format.group_size).amax(-1) == 0
+        scales = torch.where(empty & (lost | large), 1.0, scales)
+        lost, large = lost & ~empty, large & ~empty
+    if bool(lost.any()):
+        row, group = lost.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
+            f"{float(q.scales[row, group]):g}; use "
+            f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
+        )
+    if bool(large.any()):
+        row, group = large.nonzero()[0].tolist()
+        raise ValueError(
+            f"{int(large.sum())} of the scales are above {largest:g}, the first at [{row}, {group}]: {float(q.scales[row, group]):g}; "
+            f"kernels of {q.format.name} take scales up to {largest:g}: divide the scales by a power of two, and multiply y by it"
+        )
+    return scales
 
 
 def arch_of(device: torch.device) -> str:
@@ -132,9 +174,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def pack_codes(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """uint8 [n, k] codes (below ``2 ** bits``) -> int32 ``layout.storage_shape(n, k)`` on the same device; 4 and 8 bits. Equals
-    ``PackedLayout.pack``.
-    """
+    """uint8 [n, k] codes (below ``2 ** bits``) -> int32 ``layout.storage_shape(n, k)`` on the same
+    device; 4 and 8 bits. Equals ``PackedLayout.pack``."""
     n, k = codes.shape
     storage = torch.empty(layout.storage_shape(n, k), dtype=torch.int32, device=codes.device)
     order = torch.from_numpy(layout.order.astype("int64").ravel()).to(codes.device)
@@ -153,9 +194,8 @@ def pack_codes(codes: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
-    """The inverse of ``pack_codes``: int32 words (any shape of the storage's size) -> uint8 [n, k] on the same device. Equals
-    ``PackedLayout.unpack``.
-    """
+    """The inverse of ``pack_codes``: int32 words (any shape of the storage's size) -> uint8 [n, k]
+    on the same device. Equals ``PackedLayout.unpack``."""
     shape = layout.storage_shape(n, k)
     if words.dtype != torch.int32 or words.numel() != shape[0] * shape[1] * shape[2]:
         raise ValueError(f"{layout.name}: got {words.dtype} {list(words.shape)} for a [{n}, {k}] weight; accepted: int32 {list(shape)}")
@@ -175,9 +215,8 @@ def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
 
 
 def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, slice]]:
-    """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along the storage's first axis; 4 and 8 bits
-    only.
-    """
+    """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along
+    the storage's first axis; 4 and 8 bits only."""
     if layout.bits not in (4, 8):
         raise ValueError(f"{layout.name} has {layout.bits} bits; accepted here: 4, 8")
     pad_n, pad_k = layout.padded(n, k)

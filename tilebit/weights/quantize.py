@@ -1,8 +1,8 @@
 """Quantized weights and round-to-nearest quantization.
 
-Grouped round to nearest with an optional clipping search: per group, the shrink factor of its range that minimizes the squared error of the
-weights (the weight-clipping step of AWQ, arXiv:2306.00978, with the weights themselves as the objective, so that no calibration data is
-needed).
+Grouped round to nearest with an optional clipping search: per group, the shrink factor of its range
+that minimizes the squared error of the weights (the weight-clipping step of AWQ, arXiv:2306.00978,
+with the weights themselves as the objective, so that no calibration data is needed).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.formats import PER_CHANNEL, GemmFormat
+from .quantize_float import numbers, round_floats, row_scale
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if its error is smaller.
@@ -23,12 +24,17 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """An unpacked quantized weight, w' = (codes - zeros) * scales.
+    """An unpacked quantized weight, w' = (value(codes) - zeros) * scales (* row_scales), with the
+    values ``format.weight.values``.
 
-    ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size`` values of k (the last group may be
-    shorter); ``zeros`` uint8 [n, groups], or None for a symmetric format (the zero point is then ``2 ** (bits - 1)``). ``perm`` int64 [k]
-    (act-order checkpoints): column j of the codes is column ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @
-    w'^T. All tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above ``2 ** bits - 1`` included.
+    ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size``
+    values of k (the last group may be shorter); ``zeros`` uint8 [n, groups], or None for a
+    symmetric format (the zero point is then ``format.symmetric_zero_point``: ``2 ** (bits - 1)`` of
+    integers). ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column
+    ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @ w'^T. ``row_scales``
+    fp32 [n] of a format whose scales have two levels (``format.row_scaled``), else None. All
+    tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above
+    ``2 ** bits - 1`` included.
     """
 
     codes: Tensor
@@ -36,6 +42,7 @@ class QuantizedTensor:
     zeros: Tensor | None
     format: GemmFormat
     perm: Tensor | None = None
+    row_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
@@ -53,11 +60,20 @@ class QuantizedTensor:
             )
         if self.zeros is not None and (tuple(self.zeros.shape) != shape or self.zeros.dtype != torch.uint8):
             raise ValueError(f"zeros are {_describe(self.zeros)}; accepted: uint8 {list(shape)}")
+        if (self.row_scales is None) == self.format.row_scaled:
+            raise ValueError(
+                f"row_scales are {'absent' if self.row_scales is None else 'given'} but the format is {self.format.name}, which "
+                f"{'needs them' if self.format.row_scaled else 'has none'}: pass the format that fits"
+            )
+        if self.row_scales is not None and (tuple(self.row_scales.shape) != (self.n,) or self.row_scales.dtype != torch.float32):
+            raise ValueError(f"row_scales are {_describe(self.row_scales)}; accepted: float32 [{self.n}]")
         if self.perm is not None and (tuple(self.perm.shape) != (self.k,) or self.perm.dtype != torch.int64):
             raise ValueError(f"perm is {_describe(self.perm)}; accepted: int64 [{self.k}]")
-        devices = {tensor.device for tensor in (self.codes, self.scales, self.zeros, self.perm) if tensor is not None}
+        held = (self.codes, self.scales, self.zeros, self.perm, self.row_scales)
+        devices = {tensor.device for tensor in held if tensor is not None}
         if len(devices) > 1:
-            raise ValueError(f"codes, scales, zeros and perm are on {sorted(map(str, devices))}; move them to one device")
+            named = "codes, scales, zeros, row_scales and perm" if self.format.row_scaled else "codes, scales, zeros and perm"
+            raise ValueError(f"{named} are on {sorted(map(str, devices))}; move them to one device")
         if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, device=self.perm.device)):
             raise ValueError(f"perm does not hold each of the columns 0..{self.k - 1} once")
         if self.format.bits < 8:
@@ -79,31 +95,40 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same weight on ``device``."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        perm = None if self.perm is None else self.perm.to(device)
-        return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm)
+        zeros, perm, rows = (None if t is None else t.to(device) for t in (self.zeros, self.perm, self.row_scales))
+        return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm, rows)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in fp32 (with fp16 or bf16 scales)."""
-        shifted = self.codes.float()
+        """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in
+        fp32 (with fp16 or bf16 scales; row scales round each weight once)."""
+        shifted = self.codes.float() if self.format.integer else numbers(self.codes, self.format)
         if self.zeros is None:
             shifted -= self.format.symmetric_zero_point
         else:
             shifted -= _per_column(self.zeros.float(), self.format, self.k)
         shifted *= _per_column(self.scales.float(), self.format, self.k)
+        if self.row_scales is not None:
+            shifted *= self.row_scales[:, None]
         if self.perm is not None:
             shifted = torch.empty_like(shifted).index_copy_(1, self.perm, shifted)
         return shifted.to(dtype)
 
 
 def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
-    """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of ``format``.
+    """Round ``w`` (floating point [n, k], any device, any strides) to the nearest codes of
+    ``format``.
 
-    ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or bf16, else float16. Codes are rounded with
-    the *stored* scale, so nothing is lost when it is read back. A group's range always includes 0; an all-zero group gets scale 1 and
-    dequantizes to 0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error: never worse than without.
-    Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for NaN or infinite weights, an empty or non-matrix ``w``, and scales
-    that do not fit ``scale_dtype``.
+    ``scale_dtype`` is the dtype scales are stored in: by default that of ``w`` if it is fp16 or
+    bf16, else float16. Codes are rounded with the *stored* scale, so nothing is lost when it is
+    read back. A group's range always includes 0; an all-zero group gets scale 1 and dequantizes to
+    0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error:
+    never worse than without. Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for
+    NaN or infinite weights, an empty or non-matrix ``w``, and scales that do not fit
+    ``scale_dtype``.
+
+    4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are
+    the better of two powers of two (``round_floats``); with row scales, a factor of the whole
+    weight makes its largest magnitude the largest code times the largest scale.
     """
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
@@ -116,6 +141,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     scales = torch.empty(n, groups, dtype=scale_dtype, device=w.device)
     zeros = None if format.symmetric else torch.empty(n, groups, dtype=torch.uint8, device=w.device)
+    row = row_scale(w, format) if format.row_scaled else 1.0
     group = k if format.group_size == PER_CHANNEL else format.group_size
     rows = max(1, _CHUNK_ELEMENTS // (groups * group))
     for start in range(0, n, rows):
@@ -124,7 +150,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
         _check_finite(block, start)
         # Padding a short last group with zeros changes neither its range (which includes 0) nor its error (0 is represented exactly).
         block = torch.nn.functional.pad(block, (0, groups * group - k)).view(-1, groups, group)
-        chosen = _search(block, format, scale_dtype, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
+        chosen = _search(block, format, scale_dtype, row, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
         if not bool(torch.isfinite(chosen[1]).all()):
             raise ValueError(
                 f"a group of rows {part.start}..{part.stop - 1} needs a scale above {torch.finfo(scale_dtype).max:g}, the largest "
@@ -135,19 +161,23 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
         scales[part] = chosen[1]
         if zeros is not None:
             zeros[part] = chosen[2]
-    return QuantizedTensor(codes, scales, zeros, format)
+    rows_held = torch.full((n,), row, dtype=torch.float32, device=w.device) if format.row_scaled else None
+    return QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held)
 
 
-def _search(block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of least squared error over ``factors``."""
+def _search(
+    block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, row: float, factors: tuple[float, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of
+    least squared error over ``factors``."""
     low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
-    best = _round(block, low, high, format, scale_dtype)
+    best = _round(block, low, high, format, scale_dtype, row)
     if len(factors) == 1:
         return best
-    best_error = _error(block, *best)
+    best_error = _error(block, *best, format, row)
     for factor in factors[1:]:
-        trial = _round(block, low * factor, high * factor, format, scale_dtype)
-        error = _error(block, *trial)
+        trial = _round(block, low * factor, high * factor, format, scale_dtype, row)
+        error = _error(block, *trial, format, row)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best = (
@@ -158,8 +188,13 @@ def _search(block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, factors
     return best
 
 
-def _round(block: Tensor, low: Tensor, high: Tensor, format: GemmFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _round(
+    block: Tensor, low: Tensor, high: Tensor, format: GemmFormat, scale_dtype: torch.dtype, row: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, stored scales and zero points of ``block`` for the range [low, high] of each group."""
+    if not format.integer:
+        codes, scale = round_floats(block, torch.maximum(-low, high), format, scale_dtype, row)
+        return codes, scale, torch.zeros_like(scale, dtype=torch.uint8)
     # Symmetric: half the code range on either side. The positive end lies half a step above the last code, an error rounding has anyway.
     exact = torch.maximum(-low, high) * (2.0 / format.max_code) if format.symmetric else (high - low) / format.max_code
     info = torch.finfo(scale_dtype)
@@ -173,9 +208,10 @@ def _round(block: Tensor, low: Tensor, high: Tensor, format: GemmFormat, scale_d
     return codes.to(torch.uint8), scale, zero.to(torch.uint8)
 
 
-def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, format: GemmFormat, row: float) -> Tensor:
     """Squared error of each group, fp32 [rows, groups]."""
-    restored = codes.float().sub_(zero[..., None]).mul_(scale[..., None].float())
+    values = codes.float() if format.integer else numbers(codes, format)
+    restored = values.sub_(zero[..., None]).mul_(scale[..., None].float() * row)
     return restored.sub_(block).square_().sum(-1)
 
 

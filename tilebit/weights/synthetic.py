@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-FAMILIES = ("awq", "gptq", "gptq_v2", "compressed-tensors")
+from .synthetic_float import FLOAT_FAMILIES, float_config, float_group, float_layer
+
+FAMILIES = ("awq", "gptq", "gptq_v2", "compressed-tensors", *FLOAT_FAMILIES)
 _Tensors = dict[str, torch.Tensor]
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -38,7 +40,8 @@ def write_checkpoint(
 
     ``layers`` maps names to (n, k); ``family`` is one of ``FAMILIES`` ("gptq" is the v1 zero point convention); ``group_size`` is -1 for
     one group a channel; ``desc_act`` (not AWQ) scatters the columns of a group as act-order quantization does; ``dtype`` is that of scales
-    and biases. An unquantized "lm_head.weight" and "model.norm.weight" go with them. Raises ``ValueError`` for what the real tools would
+    and biases. ``FLOAT_FAMILIES`` hold 4-bit floats, of which ``bits``, ``group_size`` and what follows them say nothing: leave these out.
+    An unquantized "lm_head.weight" and "model.norm.weight" go with them. Raises ``ValueError`` for what the real tools would
     not write.
     """
     path = Path(path)
@@ -47,6 +50,14 @@ def write_checkpoint(
     tensors: dict[str, torch.Tensor] = {}
     reference: dict[str, torch.Tensor] = {}
     for name, (n, k) in layers.items():
+        if family in FLOAT_FAMILIES:
+            stored, reference[name] = float_layer(family, n, k, rng)
+            tensors.update({f"{name}{suffix}": value for suffix, value in stored.items()})
+            if bias:
+                tensors[f"{name}{'_' if family == 'gpt-oss' else '.'}bias"] = torch.from_numpy(rng.standard_normal(n, dtype=np.float32)).to(
+                    dtype
+                )
+            continue
         group = k if group_size == -1 else group_size
         weight = rng.standard_normal((n, k), dtype=np.float32) * rng.uniform(0.01, 0.05, (n, 1)).astype(np.float32)
         if not symmetric:  # off-centre, with one-sided channels, whose zero points are the first and the last code
@@ -68,7 +79,7 @@ def write_checkpoint(
     tensors["lm_head.weight"] = torch.from_numpy(rng.standard_normal((8, hidden), dtype=np.float32)).to(dtype)
     path.mkdir(parents=True, exist_ok=True)
     _save(path, tensors, shards)
-    quantization = _config(family, bits, group_size, symmetric, desc_act)
+    quantization = float_config(family) if family in FLOAT_FAMILIES else _config(family, bits, group_size, symmetric, desc_act)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,7 +95,9 @@ def write_checkpoint(
 def _check(family: str, layers: Mapping[str, tuple[int, int]], bits: int, group_size: int, desc_act: bool, shards: int) -> None:
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; accepted: {', '.join(FAMILIES)}")
-    if bits not in ((4,) if family == "awq" else (4, 8)) or (desc_act and family == "awq"):
+    if family in FLOAT_FAMILIES:
+        group_size = float_group(family)
+    if bits not in ((4,) if family in ("awq", *FLOAT_FAMILIES) else (4, 8)) or (desc_act and family in ("awq", *FLOAT_FAMILIES)):
         raise ValueError(f"{family} has no {bits}-bit{' act-order' if desc_act else ''} checkpoints")
     if not layers or not 1 <= shards <= len(layers):
         raise ValueError(f"{len(layers)} layers in {shards} shards; accepted: at least one layer and one layer a shard")
@@ -92,7 +105,7 @@ def _check(family: str, layers: Mapping[str, tuple[int, int]], bits: int, group_
     for name, (n, k) in layers.items():
         if group_size != -1 and k % group_size:
             raise ValueError(f"{name}: k is {k}; the tools need a multiple of the group size {group_size}")
-        if family != "compressed-tensors" and (n % per_word or k % per_word):
+        if family not in ("compressed-tensors", *FLOAT_FAMILIES) and (n % per_word or k % per_word):
             raise ValueError(f"{name}: [{n}, {k}] is not a multiple of {per_word} both ways, which {family} needs")
 
 

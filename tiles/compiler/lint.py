@@ -19,9 +19,6 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 
 ERROR, WARNING = "error: ", "warning: "
-REGISTERS_PER_SM = 65536
-THREADS_PER_SM = 2048
-BLOCK_SMEM = 1024  # bytes of shared memory that the system takes per resident block
 # ptxas advisories that say wgmma instructions wait for one another
 SERIALIZED = re.compile(r"\(C75(0[5-9]|1\d)\)")
 
@@ -135,14 +132,14 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
             "Use fewer stages or a smaller tile"
         )
     registers = resources.registers * resources.threads
-    if registers > REGISTERS_PER_SM:
+    if registers > target.REGISTERS_PER_SM:
         found.append(
-            f"{ERROR}{resources.registers} registers x {resources.threads} threads exceed the {REGISTERS_PER_SM} of an SM: "
+            f"{ERROR}{resources.registers} registers x {resources.threads} threads exceed the {target.REGISTERS_PER_SM} of an SM: "
             "the kernel cannot launch"
         )
     elif schedule.min_blocks > 1:
-        by_smem = target.smem_per_sm // (resources.smem + BLOCK_SMEM)
-        fit = min(REGISTERS_PER_SM // max(registers, 1), by_smem, THREADS_PER_SM // resources.threads)
+        by_smem = target.smem_per_sm // (resources.smem + target.BLOCK_SMEM)
+        fit = min(target.REGISTERS_PER_SM // max(registers, 1), by_smem, target.threads_per_sm // resources.threads)
         if fit < schedule.min_blocks:
             found.append(f"{WARNING}{fit} blocks fit on one SM where the schedule asks for {schedule.min_blocks}")
     return found

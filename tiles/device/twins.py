@@ -1,6 +1,8 @@
-"""Numpy twins of the CUDA device functions in this folder: the same values in the same order, for whole blocks of threads.
+"""Numpy twins of the CUDA device functions in this folder: the same values in the same order, for
+whole blocks of threads.
 
-16-bit floats travel as their bits (uint16), bf16 included, and are rounded by hand: to nearest, ties to even, once per device instruction.
+16-bit floats travel as their bits (uint16), bf16 included, and are rounded by hand: to nearest,
+ties to even, once per device instruction.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def dequantize(
     words: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, dtype: str, numbers: Numbers, slabs: int, group_steps: int,
     scaled: bool,
 ) -> np.ndarray:  # fmt: skip
-    """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs * 8], each thread's A registers in order.
+    """``tilebit::dequantize`` (dequant.cuh) on every thread: uint16 [threads, k16 steps * slabs *
+    8], each thread's A registers in order.
 
     ``words`` uint32 [slabs of the block, records, 512]; ``scales`` and ``zeros`` uint16 bits
     [groups of the stage, rows of the block], ``zeros`` None for a symmetric format; ``numbers`` the
@@ -96,7 +99,8 @@ def dequantize(
 
 
 def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.ndarray:
-    """q - z by the format's bit trick: bits of ``dtype``, every intermediate rounded as the device rounds it."""
+    """q - z by the format's bit trick: bits of ``dtype``, every intermediate rounded as the device
+    rounds it."""
     magic = _MAGIC[dtype, bits]
     if (dtype, bits) == ("bfloat16", 8):  # through fp32
         difference = (magic + codes).astype(np.float32) - (np.float32(magic) + zero.astype(np.float32))
@@ -111,8 +115,9 @@ def _subtract(codes: np.ndarray, zero: np.ndarray, dtype: str, bits: int) -> np.
 
 
 def raw_codes(words: np.ndarray, *, dtype: str, numbers: Numbers) -> np.ndarray:
-    """``tilebit::Raw<T, CODE>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step -> uint16 bits [..., 8], A elements in
-    register order, each factor * (number + offset), of integers in fp16 at 4 bits plus that of row r + 8 in row r."""
+    """``tilebit::Raw<T, CODE>::unpack`` (raw.cuh): uint32 [..., bits / 4], the words of a k16 step
+    -> uint16 bits [..., 8], A elements in register order, each factor * (number + offset), of
+    integers in fp16 at 4 bits plus that of row r + 8 in row r."""
     bits = numbers.bits
     if numbers.kind == "e2m1":
         return round_to(np.array(numbers.values)[_codes(words, bits)] / (_E2M1_SHIFT[dtype] if dtype == "float16" else 1.0), dtype)
@@ -124,14 +129,15 @@ def raw_codes(words: np.ndarray, *, dtype: str, numbers: Numbers) -> np.ndarray:
 
 
 def partial_index(tile: int, split: int, splits: int, registers: int, threads: int) -> np.ndarray:
-    """Where ``tilebit::reduce_split_k`` (split_k.cuh) keeps each accumulator: int64 [threads, registers], indices into the fp32 sums that
-    follow the workspace's tickets."""
+    """Where ``tilebit::reduce_split_k`` (split_k.cuh) keeps each accumulator: int64 [threads,
+    registers], indices into the fp32 sums that follow the workspace's tickets."""
     register, thread = np.arange(registers), np.arange(threads)[:, None]
     return (tile * splits + split) * registers * threads + (register // 4 * threads + thread) * 4 + register % 4
 
 
 def reduce_split_k(partials: np.ndarray) -> np.ndarray:
-    """``tilebit::reduce_split_k``'s sum of fp32 ``partials`` [splits, ...]: from zero, in split order, whoever arrives last."""
+    """``tilebit::reduce_split_k``'s sum of fp32 ``partials`` [splits, ...]: from zero, in split
+    order, whoever arrives last."""
     total = np.zeros(partials.shape[1:], dtype=np.float32)
     for partial in partials:
         total = total + partial.astype(np.float32)
@@ -139,7 +145,8 @@ def reduce_split_k(partials: np.ndarray) -> np.ndarray:
 
 
 def stage_transposed(accumulators: np.ndarray, *, dtype: str, slabs: int, block_m: int) -> np.ndarray:
-    """``tilebit::stage_transposed`` (epilogue.cuh): fp32 accumulators [threads, slabs * block_m / 2] -> uint16 [block_m, block's rows].
+    """``tilebit::stage_transposed`` (epilogue.cuh): fp32 accumulators [threads, slabs * block_m /
+    2] -> uint16 [block_m, block's rows].
 
     Each thread's accumulators are ordered [slab][column / 8][row half][column parity].
     """

@@ -2,12 +2,15 @@
 
     y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
-computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x its B operand: the small side, tokens,
-is the instruction's n, from 8 up. Accumulation is fp32; per-group scales are applied to the weights, per-channel ones to the accumulators
-(TurboMind sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into
-mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records are the ones of ``gemm_wgmma``: four warps of mma.sync
-own a slab exactly as a warpgroup does, so a checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
-num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of two slabs.
+computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
+its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32;
+per-group scales are applied to the weights, per-channel ones to the accumulators (TurboMind
+sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a
+64-row slab into mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records
+are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
+checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
+num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of
+two slabs.
 """
 
 from typing import Any
@@ -19,7 +22,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands
+from .operands import BARRIER, Operands, finish
 
 HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh")
 
@@ -30,9 +33,10 @@ STAGED_BLOCK_M = 32
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles, k_tiles, 512]`` (the storage of
-    ``layouts.packing.gemm_layout``), scales and zeros ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets, then fp32
-    sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles,
+    k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
+    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets,
+    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout
@@ -46,8 +50,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     dequantize, stage = p.dequantize_call(), p.stage_call()
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None  # an argument annotated None is left out of the kernel
-    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
     Workspace = T.Tensor((words,), "int32") if split else None
 
     @T.prim_func
@@ -56,12 +59,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
+        row_scales: RowScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
     ):
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
+            after = p.after(scales=scales, row_scales=row_scales, bias=bias)
             Xs = T.alloc_shared((bm, bk), dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
@@ -105,9 +110,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 )  # fmt: skip
             if not split or last[0] == 1:
                 if staged:
-                    if p.adjusted:
+                    if len(after) > 0:
                         for r, c in T.Parallel(bn, bm):
-                            Y[r, c] = p.finish(Y[r, c], scales, bias, T.min(bx * bn + r, p.n - 1))
+                            Y[r, c] = finish(Y[r, c], after, n=T.min(bx * bn + r, p.n - 1))
                     T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
@@ -115,7 +120,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 else:
                     for r, c in T.Parallel(bn, bm):
                         if by * bm + c < m and bx * bn + r < p.n:
-                            y[by * bm + c, bx * bn + r] = p.finish(Y[r, c], scales, bias, bx * bn + r)
+                            y[by * bm + c, bx * bn + r] = finish(Y[r, c], after, n=bx * bn + r)
 
     return main
 

@@ -1,14 +1,18 @@
-"""The operands of a packed-weight GEMM as its CUDA programs see them: extents, groups per stage, device calls."""
+"""The operands of a packed-weight GEMM as its CUDA programs see them: extents, groups per stage,
+device calls."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.parts import Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
 from ...schedules.gemm.workload import Workload
+from ...schedules.operands import present
 from ...schedules.schedule import Schedule
 from ..compiler.headers import TYPES
 
@@ -37,7 +41,8 @@ class Operands:
 
     @property
     def kx(self) -> int:
-        """Columns of x as the kernel reads it: k rounded up to 8, because TMA wants rows of whole 16 bytes."""
+        """Columns of x as the kernel reads it: k rounded up to 8, because TMA wants rows of whole
+        16 bytes."""
         return -(-self.workload.k // 8) * 8
 
     @property
@@ -60,8 +65,9 @@ class Operands:
         return -(-self.workload.k // self.schedule.block_k)
 
     def halves(self, T: Any) -> tuple[Any, int, int]:
-        """The weight's shape as half records: a shared extent over 256 would be boxed by the TMA copy. Not all Python numbers: those
-        TileLang compares as int32, and the bits of a large weight exceed it."""
+        """The weight's shape as half records: a shared extent over 256 would be boxed by the TMA
+        copy. Not all Python numbers: those TileLang compares as int32, and the bits of a large
+        weight exceed it."""
         return T.int32(self.n_tiles), self.k_tiles * 2, 256
 
     @property
@@ -70,7 +76,8 @@ class Operands:
 
     @property
     def grouped(self) -> bool:
-        """Scales are applied to the weights (per group); per-channel scales are applied to the accumulators."""
+        """Scales are applied to the weights (per group); per-channel scales are applied to the
+        accumulators."""
         return self.workload.format.group_size != PER_CHANNEL
 
     @property
@@ -88,15 +95,16 @@ class Operands:
             return 0
         return step * self.schedule.block_k // self.workload.format.group_size
 
-    @property
-    def adjusted(self) -> bool:
-        """The accumulators still need a scale or a bias before they are stored."""
-        return not self.grouped or self.workload.bias
+    def tensors(self, T: Any, arch: str, *names: str) -> tuple[Any, ...]:
+        """The declarations of optional operands ``names``. None for one that this workload does not
+        have: an argument annotated None is left out of the kernel."""
+        stated = {o.name: o for o in present(self.workload.operands(arch))}
+        return tuple(T.Tensor(stated[name].shape, stated[name].dtype) if name in stated else None for name in names)
 
-    def finish(self, accumulator: Any, scales: Any, bias: Any, row: Any) -> Any:
-        """What is stored for one accumulator of output channel ``row``: the per-channel scale, then the bias, in fp32."""
-        value = accumulator if self.grouped else accumulator * scales[0, row].astype("float32")
-        return value + bias[row].astype("float32") if self.workload.bias else value
+    def after(self, applied: Collection[str] = (), /, **tensors: Any) -> tuple[tuple[Part, Any], ...]:
+        """The parts that follow the product, each with its operand among ``tensors``; not those
+        whose operands are ``applied``."""
+        return tuple((part, tensors[part.operand]) for part in parts(self.workload, applied))
 
     @property
     def slabs(self) -> int:
@@ -104,7 +112,8 @@ class Operands:
         return self.schedule.block_n // 64 // (self.schedule.num_warps // 4)
 
     def dequantize_call(self, part: int = 0, parts: int = 1) -> str:
-        """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments (``device/codecs/dequant.cuh``)."""
+        """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments
+        (``device/codecs/dequant.cuh``)."""
         w, s = self.workload, self.schedule
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
@@ -115,27 +124,48 @@ class Operands:
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 
     def stage_call(self) -> str:
-        """``tilebit::stage_transposed`` with its template arguments (``device/store/epilogue.cuh``)."""
+        """``tilebit::stage_transposed`` with its template arguments
+        (``device/store/epilogue.cuh``)."""
         s = self.schedule
         arguments = (TYPES[self.workload.dtype], self.slabs, s.block_m, s.num_warps * 32, BARRIER)
         return f"tilebit::stage_transposed<{', '.join(map(str, arguments))}>"
 
     @property
     def staged_columns(self) -> int:
-        """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores it, whole times; of a tile whose parts
-        a cluster adds up, so few that its blocks have equally many."""
+        """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores
+        it, whole times; of a tile whose parts a cluster adds up, so few that its blocks have
+        equally many."""
         blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
         return LEAST_STAGED if self.schedule.block_m % (STAGED_COLUMNS * blocks) else STAGED_COLUMNS
 
     def store_type(self, rows: int) -> str:
-        """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile of so many rows of x."""
+        """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile
+        of so many rows of x."""
         s, w = self.schedule, self.workload
         columns = LEAST_STAGED if rows % self.staged_columns else self.staged_columns
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
-            _cpp(not self.grouped), _cpp(w.bias),
         )  # fmt: skip
         return f"tilebit::Store<{', '.join(map(str, arguments))}>"
+
+    def part_types(self) -> str:
+        """The types of the parts that follow the product (``device/store/finish.cuh``), as further
+        template arguments."""
+        return "".join(f", tilebit::{part.does.title()}<{TYPES[part.dtype]}>" for part in parts(self.workload))
+
+
+def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
+    """What is stored for the sum ``value``: after all parts, in fp32. ``at``: its indices by axis,
+    n=channel."""
+    for part, tensor in after:
+        number = tensor[(0,) * (len(tensor.shape) - 1) + (at[part.axis],)].astype("float32")
+        value = value * number if part.does == "multiply" else value + number
+    return value
+
+
+def addresses(T: Any, after: Sequence[tuple[Part, Any]]) -> list[Any]:
+    """Where the parts' operands begin."""
+    return [T.address_of(tensor[(0,) * len(tensor.shape)]) for _, tensor in after]
 
 
 def _cpp(flag: bool) -> str:

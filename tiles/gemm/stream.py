@@ -1,22 +1,28 @@
-"""``gemm_stream`` and ``gemm_stream_bulk``: the packed-weight GEMM for few rows of x, built for bandwidth.
+"""``gemm_stream`` and ``gemm_stream_bulk``: the packed-weight GEMM for few rows of x, built for
+bandwidth.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
-At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m`` rows of x; its ``num_warps`` warps take
-the steps of k (``block_k`` deep) in turn, and each streams the packed lines of its own rows through a ring of ``num_stages`` slots that no
-other warp touches: nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 32 or 16 rows, the first of these that
-divides block_n; where that is not all of them, neighbouring warps share the slots of x. ``split_k`` blocks share an output tile. Codes go
-to the tensor cores as they are (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are applied to
-the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes would take them
-eight conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns are idle at m = 1 at no cost
-(fp16 sums would do with four FMAs, and lose what subnormal codes stand for).
+At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m``
+rows of x; its ``num_warps`` warps take the steps of k (``block_k`` deep) in turn, and each streams
+the packed lines of its own rows through a ring of ``num_stages`` slots that no other warp touches:
+nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 32 or 16 rows, the
+first of these that divides block_n; where that is not all of them, neighbouring warps share the
+slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
+(``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are
+applied to the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores:
+in fp32 a word of eight codes would take them eight conversions and eight FMAs where the tensor core
+takes one instruction, seven of whose eight columns are idle at m = 1 at no cost (fp16 sums would do
+with four FMAs, and lose what subnormal codes stand for).
 
-``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other their shares of k, and weights are
-requested before the wait of a dependent launch. ``gemm_stream`` (sm_80 and later): cp.async, and a workspace.
+``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other
+their shares of k, and weights are requested before the wait of a dependent launch. ``gemm_stream``
+(sm_80 and later): cp.async, and a workspace.
 
-The grid, the loop, its rings (``stream_ring.py``) and the sums at its end (``stream_sums.py``) are Python. What a thread computes is CUDA,
-in ``device/codecs/raw_product.cuh``: operands are exchanged between a warp's lanes by ``mma.sync`` and ``ldmatrix``. So are copies of
-several rows: as TIR every row's address is found anew in every step (m = 16: 546 instructions, so 446).
+The grid, the loop, its rings (``stream_ring.py``) and the sums at its end (``stream_sums.py``) are
+Python. What a thread computes is CUDA, in ``device/codecs/raw_product.cuh``: operands are exchanged
+between a warp's lanes by ``mma.sync`` and ``ldmatrix``. So are copies of several rows: as TIR every
+row's address is found anew in every step (m = 16: 546 instructions, so 446).
 """
 
 from typing import Any
@@ -57,15 +63,16 @@ def product_type(workload: Workload, schedule: Schedule) -> str:
 
 
 def warps_apart(schedule: Schedule) -> bool:
-    """Whether warps that share x may be most of a step apart: each says when it has read x, where else they meet at a step's end. It pays
-    where many or tall warps share x for 16 columns (in alternation, H200: 57344 x 8192 2.6 to 5.8 %, 28672 x 4096 2.3 %) and costs 1 %
-    elsewhere."""
+    """Whether warps that share x may be most of a step apart: each says when it has read x, where
+    else they meet at a step's end. It pays where many or tall warps share x for 16 columns (in
+    alternation, H200: 57344 x 8192 2.6 to 5.8 %, 28672 x 4096 2.3 %) and costs 1 % elsewhere."""
     s = schedule
     return s.program == rules.BULK and rules.warps_n(s) > 1 and s.block_m > 8 and s.block_n >= 192
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
-    """The TileLang PrimFunc of one (workload, schedule); parameters as in ``wgmma.build``, m dynamic."""
+    """The TileLang PrimFunc of one (workload, schedule); parameters as in ``wgmma.build``, m
+    dynamic."""
     import tilelang.language as T
 
     p, s, dtype, bulk = Operands(workload, schedule), schedule, workload.dtype, schedule.program == rules.BULK
@@ -78,14 +85,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None
-    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
 
     @T.macro
     def open_rings(shared, own):
-        """Barriers of the slots: one is filled when its weights' bytes, which one lane announces, and
-        all lanes' copies have come."""
+        """Barriers of the slots: one is filled when its weights' bytes, which one lane announces,
+        and all lanes' copies have come."""
         if own.member == 0 and own.lane < stages:
             T.call_extern("handle", "tilebit::mbarrier_init", ring.filled(shared, own, own.lane), 33 * warps_n)
             if apart:
@@ -95,7 +101,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def fill_rings(x, weight, scales, zeros, shared, own, step, end):
-        """Requests the first ``num_stages`` steps: weights, which no earlier kernel writes, before that one has ended."""
+        """Requests the first ``num_stages`` steps: weights, which no earlier kernel writes, before
+        that one has ended."""
         for stage in T.unroll(stages):
             if step + stage * rings < end:
                 ring.request_weights(weight, shared, own, step + stage * rings, stage)
@@ -130,6 +137,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
+        row_scales: RowScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
@@ -141,6 +149,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
             x_sums = T.alloc_local((column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
+            after = p.after(("scales",), row_scales=row_scales, bias=bias)  # per-channel ones need the sum of x: ``RawProduct::finish``
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
@@ -187,11 +196,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", store_sums, sums.access_ptr("r"), T.address_of(shared[own_sums]), own.lane)
             T.sync_threads()
             if splits == 1:
-                end_of_tile.store_alone(shared, y, bias, bx, by, thread)
+                end_of_tile.store_alone(shared, y, after, bx, by, thread)
             elif bulk:
-                end_of_tile.store_by_cluster(shared, y, bias, bx, by, bz, thread)
+                end_of_tile.store_by_cluster(shared, y, after, bx, by, bz, thread)
             else:
-                end_of_tile.store_by_ticket(shared, workspace, y, bias, bx, by, bz, thread)
+                end_of_tile.store_by_ticket(shared, workspace, y, after, bx, by, bz, thread)
 
     return main
 

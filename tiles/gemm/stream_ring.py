@@ -1,7 +1,9 @@
-"""The rings of ``gemm_stream`` and ``gemm_stream_bulk``: where the parts of a slot lie, and what is copied into them.
+"""The rings of ``gemm_stream`` and ``gemm_stream_bulk``: where the parts of a slot lie, and what is
+copied into them.
 
-A slot holds what the ``warps_n`` warps of a ring multiply in one step: x, which they share, then for each of them the
-packed weights of its own rows, their scales and their zero points. Warps copy for themselves; of x each copies a share.
+A slot holds what the ``warps_n`` warps of a ring multiply in one step: x, which they share, then
+for each of them the packed weights of its own rows, their scales and their zero points. Warps copy
+for themselves; of x each copies a share.
 """
 
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ CHUNK = 8  # elements of 16 bytes, which one thread copies at a time
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a thread of a kernel knows of itself (TIR expressions): its ``lane``, its ``ring`` and the
-    number of its warp in it (``member``), that warp's first ``row`` of W and the block's first ``column`` of x; where its copies
-    begin at step 0, from which a step is one multiplication away: of parameters in [groups, n_pad],
-    of x in the block's rows, of x in a slot (bytes); and the cache policy of bulk copies.
+    """What a thread of a kernel knows of itself (TIR expressions): its ``lane``, its ``ring`` and
+    the number of its warp in it (``member``), that warp's first ``row`` of W and the block's first
+    ``column`` of x; where its copies begin at step 0, from which a step is one multiplication away:
+    of parameters in [groups, n_pad], of x in the block's rows, of x in a slot (bytes); and the
+    cache policy of bulk copies.
 
     Found anew for every step, requests were 146 of a step's 711 instructions (5120 x 27648 at m =
     16: 28.6 us, so 26.6, with copies by an elected lane and scales by ldmatrix; H200).
@@ -41,9 +44,9 @@ class Own:
 def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     """Places in a block's shared memory, and macros that fill a slot of a ring.
 
-    ``shared`` is the block's one buffer of 32-bit words. One, because TileLang starts buffers at any
-    multiple of 16 bytes, and bulk copies to places off a line of 128 are slow (57344 x 8192 at m = 1
-    with weights 272 bytes into a slot: 64.7 us, so 58.5; H200).
+    ``shared`` is the block's one buffer of 32-bit words. One, because TileLang starts buffers at
+    any multiple of 16 bytes, and bulk copies to places off a line of 128 are slow (57344 x 8192 at
+    m = 1 with weights 272 bytes into a slot: 64.7 us, so 58.5; H200).
     """
     import tilelang.language as T
 
@@ -90,8 +93,8 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         return variable("int32", T.call_extern("int32", "tilebit::fresh", value))
 
     def below(number, count):
-        """A number below ``count``, found once and written so that TIR knows it: the rest of a division
-        by 12 of what it knows nothing of is one of 64 bits."""
+        """A number below ``count``, found once and written so that TIR knows it: the rest of a
+        division by 12 of what it knows nothing of is one of 64 bits."""
         return variable("int32", number) & ((1 << (count - 1).bit_length()) - 1) if count > 1 else 0
 
     def own(thread, bx, by):
@@ -146,8 +149,8 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     @T.macro
     def request_x(x, shared, own, step, slot):
-        """The warp's share of a step's x. Rows past the last are left as they are (their columns of y
-        are not stored), k past the last is zero."""
+        """The warp's share of a step's x. Rows past the last are left as they are (their columns of
+        y are not stored), k past the last is zero."""
         T.call_extern(
             "handle", copy_x, x_at(shared, own, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
             (own.member * 32 + own.lane) // x_chunks, x.shape[0] - own.column, own.column + s.block_m <= x.shape[0],

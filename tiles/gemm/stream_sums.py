@@ -1,6 +1,6 @@
-"""The end of a tile of ``gemm_stream`` and ``gemm_stream_bulk``: the sums of a block's rings, and of the blocks that share the tile, are
-added up in one order, ring by ring, block by block, and stored.
-"""
+"""The end of a tile of ``gemm_stream`` and ``gemm_stream_bulk``: the sums of a block's rings, and
+of the blocks that share the tile, are added up in one order, ring by ring, block by block, and
+stored."""
 
 from types import SimpleNamespace
 
@@ -8,12 +8,13 @@ from ...schedules.gemm import stream as rules
 from ...schedules.gemm.rules import TICKETS
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
-from .operands import Operands
+from .operands import Operands, finish
 
 
 def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
-    """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared`` holds the sums of the block's rings, float
-    ``[ring][column][sum_pitch]``; an element of the tile is numbered ``column * block_n + row``."""
+    """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
+    holds the sums of the block's rings, float ``[ring][column][sum_pitch]``; an element of the tile
+    is numbered ``column * block_n + row``; ``after`` is what follows."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
@@ -28,14 +29,14 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         return shared[(ring * s.block_m + element // bn) * pitch + element % bn]
 
     @T.macro
-    def store(y, bias, bx, by, element, value):
+    def store(y, after, bx, by, element, value):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
             y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
-                value + T.cast(bias[bx * bn + element % bn], "float32") if workload.bias else value, workload.dtype
+                finish(value, after, n=bx * bn + element % bn), workload.dtype
             )
 
     @T.macro
-    def store_alone(shared, y, bias, bx, by, thread):
+    def store_alone(shared, y, after, bx, by, thread):
         """The block has all of k."""
         total = T.alloc_var("float32")
         for i in T.serial(T.ceildiv(elements, threads)):
@@ -44,11 +45,12 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                 total = 0.0
                 for ring in T.unroll(rings):
                     total = total + ring_sum(shared, ring, element)
-                store(y, bias, bx, by, element, total)
+                store(y, after, bx, by, element, total)
 
     @T.macro
-    def store_by_ticket(shared, workspace, y, bias, bx, by, bz, thread):
-        """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes last stores the tile."""
+    def store_by_ticket(shared, workspace, y, after, bx, by, bz, thread):
+        """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes
+        last stores the tile."""
         total = T.alloc_var("float32")
         tile = by * n_blocks + bx
         for i in T.serial(T.ceildiv(elements, threads)):
@@ -69,7 +71,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                     for block in T.serial(splits):
                         at = TICKETS + (tile * splits + block) * elements + element
                         total = total + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), "float32")
-                    store(y, bias, bx, by, element, total)
+                    store(y, after, bx, by, element, total)
 
     @T.macro
     def await_parts(shared, thread):
@@ -80,9 +82,10 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         T.cluster_arrive_relaxed()  # nothing else is promised to be seen: a release would be a fence of the whole GPU
 
     @T.macro
-    def store_by_cluster(shared, y, bias, bx, by, bz, thread):
-        """Each block of the cluster stores a share of the tile, of which the others send it their parts and tell it (meeting twice, with
-        fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200)."""
+    def store_by_cluster(shared, y, after, bx, by, bz, thread):
+        """Each block of the cluster stores a share of the tile, of which the others send it their
+        parts and tell it (meeting twice, with fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200).
+        """
         total, quad = T.alloc_var("float32"), T.alloc_local((4,), "float32")
         own = T.max(0, T.min(each, elements // 4 - bz * each))
         if thread == 0:
@@ -107,7 +110,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                 total = shared[parts + element]
                 for block in T.serial(1, splits):
                     total = total + shared[parts + block * each * 4 + element]
-                store(y, bias, bx, by, bz * each * 4 + element, total)
+                store(y, after, bx, by, bz * each * 4 + element, total)
 
     return SimpleNamespace(
         await_parts=await_parts, store_alone=store_alone, store_by_ticket=store_by_ticket, store_by_cluster=store_by_cluster

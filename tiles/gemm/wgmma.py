@@ -47,7 +47,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
-from .operands import Operands
+from .operands import Operands, addresses
 from .wgmma_load import load_macros
 from .wgmma_plan import PRODUCERS, Plan
 
@@ -67,8 +67,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32
     ``[n_tiles, k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros
-    ``[groups, n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets, then fp32 sums;
-    ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    ``[groups, n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of
+    shared tiles: tickets, then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
 
@@ -81,8 +81,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     kinds = tuple(range(len(plan.heights)))
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros = T.Tensor((p.groups, p.n_pad), dtype) if p.asymmetric else None  # an argument annotated None is left out of the kernel
-    Bias = T.Tensor((p.n,), dtype) if workload.bias else None
+    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
@@ -112,7 +111,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     multiply, multiply_rest = ([multiplication(part, height) for height in plan.heights] for part in (0, parts - 1))
 
     @T.macro
-    def multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, scales, bias, y, block, thread):
+    def multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread):
         """The stages of all steps in turn, and each tile, or part or strip of one, stored when its last step is multiplied."""
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
@@ -141,8 +140,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.call_extern(
                         "handle", plan.finish(kind), sums[kind].access_ptr("r"), T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
-                        T.address_of(scales[0, 0]), T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]),
                         m, ask("last", block, (ask("pieces", block) + piece) if kind else piece), block, thread - PRODUCERS,
+                        *addresses(T, after),
                     )  # fmt: skip
 
     @T.macro
@@ -151,7 +150,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         T.cluster_wait()
 
     @T.macro
-    def exchange_and_store(Y, own_sums, Xs, staging, sent, scales, bias, y, block, thread):
+    def exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread):
         """Two blocks share a tile: each sends the other's half of its sums, into the stages of x, and stores its own. Barriers tell
         of what is sent, so nobody needs a fence or waits to leave (results/notes/wgmma-pairs.md)."""
         meet_cluster()  # has left its stages
@@ -163,8 +162,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             await_full(sent[i], 0)
             T.call_extern(
                 "handle", plan.store_chunk(i), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(staging[0]),
-                T.address_of(y[0, 0]), T.address_of(scales[0, 0]),
-                T.address_of(bias[0]) if workload.bias else T.address_of(scales[0, 0]), m, block, thread - PRODUCERS,
+                T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
             )  # fmt: skip
 
     @T.prim_func
@@ -173,12 +171,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
+        row_scales: RowScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
     ):
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=schedule.split_k if clustered else cluster) as block:
             thread = T.get_thread_binding()
+            after = p.after(scales=scales, row_scales=row_scales, bias=bias)
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
@@ -214,9 +214,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 # the half of a shared tile that this block stores
                 own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), "float32") if clustered else None
-                multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, scales, bias, y, block, thread)
+                multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread)
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
-                    exchange_and_store(Y, own_sums, Xs, staging, sent, scales, bias, y, block, thread)
+                    exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages
                 meet_cluster()
 

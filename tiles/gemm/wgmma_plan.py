@@ -61,7 +61,8 @@ class Plan:
 
     def finish(self, kind: int) -> str:
         store = self.operands.store_type(self.heights[kind])
-        return f"tilebit::finish_tile<{self.order}, {store}, {self.consumers}, {BARRIER}, {'true' if self.shared else 'false'}>"
+        shared = "true" if self.shared else "false"
+        return f"tilebit::finish_tile<{self.order}, {store}, {self.consumers}, {BARRIER}, {shared}{self.operands.part_types()}>"
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
@@ -73,7 +74,8 @@ class Plan:
         return f"tilebit::send_half<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}>"
 
     def store_chunk(self, chunk: int) -> str:
-        return f"tilebit::store_chunk<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}, {chunk}>"
+        store = self.operands.store_type(self.heights[0])
+        return f"tilebit::store_chunk<{self.order}, {store}, {self.consumers}, {chunk}{self.operands.part_types()}>"
 
     @property
     def release(self) -> str:

@@ -10,8 +10,6 @@ which at its read rate is 1.8 us. (An idle memory answers in less than half of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilebit.layouts.formats import PER_CHANNEL
 from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.gemm.cost import KNEE_BYTES
@@ -20,9 +18,7 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
 
-REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers are given to warps in units of this many
-BLOCK_SMEM = 1024  # bytes of shared memory that the system takes per resident block
 SMEM_UNIT = 128
 SCHEDULERS = 4  # of an SM, each with a quarter of its registers
 ISSUE_SLOTS = SCHEDULERS  # warp instructions that an SM issues per clock
@@ -30,25 +26,13 @@ BIT_SLOTS = 2  # of which LOP3, SHF and PRMT may be
 LANE_OPERATIONS = 128  # of `Target.dequant_gops` per SM and clock: 64 lanes of two halves
 
 
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """Most warps and blocks that one SM holds (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
-
-    warps: int
-    blocks: int
-
-
-RESIDENCE = {"sm_80": Residence(64, 32), "sm_86": Residence(48, 16), "sm_89": Residence(48, 24), "sm_90a": Residence(64, 32)}
-
-
 def blocks_per_sm(registers: int, smem: int, threads: int, target: Target) -> int:
     """Blocks of a kernel that fit on one SM, from its ``registers`` a thread, bytes of shared memory and threads a block."""
     warps = -(-threads // 32)
     per_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
-    by_registers = REGISTERS_PER_SM // SCHEDULERS // max(per_warp, 1) * SCHEDULERS // warps
-    by_smem = target.smem_per_sm // (-(-(smem + BLOCK_SMEM) // SMEM_UNIT) * SMEM_UNIT)
-    most = RESIDENCE[target.arch]
-    return min(by_registers, by_smem, most.warps // warps, most.blocks)
+    by_registers = target.REGISTERS_PER_SM // SCHEDULERS // max(per_warp, 1) * SCHEDULERS // warps
+    by_smem = target.smem_per_sm // (-(-(smem + target.BLOCK_SMEM) // SMEM_UNIT) * SMEM_UNIT)
+    return min(by_registers, by_smem, target.threads_per_sm // 32 // warps, target.blocks_per_sm)
 
 
 def grid_blocks(workload: Workload, schedule: Schedule, places: int) -> int:

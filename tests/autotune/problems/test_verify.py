@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sample.two_levels import FORMAT as TWO_LEVELS
 
 from tilebit.autotune.problems.gemm import exact_problem, random_problem, unpack_tiles
 from tilebit.autotune.problems.verify import (
@@ -20,7 +21,7 @@ from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.workload import Workload
 
-FORMATS = [QuantFormat(b, g, s) for b in BITS for g in GROUP_SIZES for s in (True, False)]
+FORMATS = [*(QuantFormat(b, g, s) for b in BITS for g in GROUP_SIZES for s in (True, False)), TWO_LEVELS]
 ODD = (37, 200, 300)
 
 
@@ -31,7 +32,12 @@ def dense(problem) -> tuple[torch.Tensor, torch.Tensor]:
     group = torch.arange(w.k) // (w.k if w.format.group_size < 0 else w.format.group_size)
     scales = problem.operands["scales"][group, : w.n].t().double()
     zeros = problem.operands["zeros"][group, : w.n].t().double() if "zeros" in problem.operands else 2 ** (w.format.bits - 1)
-    return (codes - zeros) * scales, codes
+    return (codes - zeros) * scales * row_scales(problem), codes
+
+
+def row_scales(problem) -> torch.Tensor | float:
+    """[n, 1], or 1 for scales of one level."""
+    return problem.operands["row_scales"][: problem.workload.n, None].double() if problem.workload.format.row_scaled else 1.0
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
@@ -51,6 +57,7 @@ def test_padding_is_zero(bits, arch):
     full = unpack_tiles(problem.operands["weight"], problem.layout)
     assert full[:200, :300].any() and not full[200:].any() and not full[:, 300:].any()
     assert not problem.operands["scales"][:, 200:].any() and not problem.operands["zeros"][:, 200:].any()
+    assert not exact_problem(Workload(1, 200, 300, TWO_LEVELS), 0, arch).operands["row_scales"][200:].any()
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
@@ -64,14 +71,15 @@ def test_unpack_tiles_inverts_the_layout(bits, arch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("k", [64, 4096, 14336, 28672])
-@pytest.mark.parametrize("format", [f for f in FORMATS if f.group_size in (128, -1)], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", [*(f for f in FORMATS if f.group_size in (128, -1)), TWO_LEVELS], ids=lambda f: f.name)
 def test_exact_problems_are_exact_in_fp32_in_any_order(format, k, dtype):
     problem = exact_problem(Workload(3, 64, k, format, dtype, bias=True), 1)
     w, _ = dense(problem)
     x = problem.x.double()
     sums = x.abs() @ w.abs().t() + problem.operands["bias"].abs().double()
-    unit = problem.operands["scales"][:, :64].min().item()  # every product and bias is a multiple of it
-    assert sums.max() / unit < 1 << 24 and torch.equal(w / unit, (w / unit).round()) and torch.equal(x, x.round()) and x.abs().max() <= 4
+    unit = problem.operands["scales"][:, :64].min().item() * row_scales(problem)  # every product of a row and its bias are multiples
+    assert (sums.t() / unit).max() < 1 << 24 and torch.equal(w / unit, (w / unit).round())
+    assert torch.equal(x, x.round()) and x.abs().max() <= 4
     shuffled = torch.randperm(k)
     fp32 = x[:, shuffled].float() @ w[:, shuffled].float().t() + problem.operands["bias"].float()
     assert torch.equal(fp32.double(), problem.reference())

@@ -11,7 +11,7 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention import decode as attention_decode
 from tilebit.schedules.attention import rules as attention
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
-from tilebit.schedules.gemm.rules import REGISTERS_PER_SM, TICKETS
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.operations import candidates, estimate, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import ARCHES, target_from_name
@@ -166,7 +166,7 @@ def test_prefill_hands_registers_on_and_makes_none(num_warps, min_blocks):
     asks for more waits for ever."""
     threads = num_warps * 32 + 128
     producer, consumer = attention.prefill_registers(replace(TALL, num_warps=num_warps, min_blocks=min_blocks))
-    given = min(255, REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
+    given = min(255, H200.REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
     assert producer * 128 + consumer * num_warps * 32 <= given * threads
     assert producer % 8 == consumer % 8 == 0 and 24 <= producer <= consumer <= 240
 

@@ -13,7 +13,6 @@ from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.rules import (
     PACKED_K,
-    REGISTERS_PER_SM,
     SLAB_N,
     TICKETS,
     grid_blocks,
@@ -184,7 +183,7 @@ def test_registers_are_handed_on_and_not_made(num_warps, min_blocks):
     more waits for ever."""
     threads = num_warps * 32 + 128
     producer, consumer = wgmma_registers(replace(WGMMA, num_warps=num_warps, min_blocks=min_blocks))
-    given = min(255, REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
+    given = min(255, Target.REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
     assert producer * 128 + consumer * num_warps * 32 <= given * threads
     assert producer % 8 == consumer % 8 == 0 and 24 <= producer <= consumer <= 240
 
@@ -209,3 +208,11 @@ def test_workspace_by_hand():
     assert workspace_words(W4, streamed, A100) == TICKETS + 8 * (4096 // 32) * 2 * 32 * 8
     assert workspace_words(W4, replace(streamed, program="gemm_stream_bulk"), H200) == 0, "its shares are a cluster"
     assert workspace_words(W4, Schedule("gemm_cpu", 32, 1, 32, split_k=4), CPU) == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89"])
+def test_an_sm_holds_as_many_threads_as_its_arch_has_places_for(arch: str):
+    """1,536 where an A100 and an H100 hold 2,048."""
+    four = Schedule("gemm_stream", 16, 1, 64, 2, 16, min_blocks=4)
+    assert "threads, an SM" not in " ".join(legal(Workload(1, 4096, 4096), four, A100))
+    assert "4 blocks have 2048 threads, an SM holds 1536" in " ".join(legal(Workload(1, 4096, 4096), four, target_from_name(arch)))

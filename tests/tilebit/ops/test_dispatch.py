@@ -69,8 +69,8 @@ def cuda_plan(n: int = N, symmetric: bool = True, bias: bool = False, dependent:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_kernel_gets_its_operands_in_order(asked: list[int], symmetric: bool, bias: bool, scratch: bool):
-    given: dict[str, Any] = {name: torch.zeros(4, 4) for name in ("x", "weight", "scales", "zeros", "bias", "y")}
-    absent = {name for name, there in (("zeros", not symmetric), ("bias", bias)) if not there}
+    given: dict[str, Any] = {name: torch.zeros(4, 4) for name in ("x", "weight", "scales", "zeros", "row_scales", "bias", "y")}
+    absent = {"row_scales"} | {name for name, there in (("zeros", not symmetric), ("bias", bias)) if not there}
     arguments = [None if name in absent else tensor for name, tensor in given.items()]
     params = tuple(name for name in given if name not in absent | {"y"}) + (("workspace",) if scratch else ()) + ("y",)
     kernel = FakeKernel(params)
@@ -92,7 +92,7 @@ def test_a_kernel_with_other_parameters_is_refused(asked: list[int], params: tup
 def test_dependent_launch_is_taken_when_asked_for_and_there(asked: list[int], option: bool, has: bool, taken: str, scratch: bool):
     kernel = FakeKernel(("x", "weight", "scales", *(("workspace",) if scratch else ()), "y"), dependent=has)
     t = torch.zeros(1, N)
-    dispatch._bind(kernel, cuda_plan(dependent=option), 1)(t, t, t, None, None, t)  # type: ignore[arg-type]
+    dispatch._bind(kernel, cuda_plan(dependent=option), 1)(t, t, t, None, None, None, t)  # type: ignore[arg-type]
     assert [function for function, _ in kernel.calls] == [taken]
 
 
@@ -107,7 +107,7 @@ def slices(schedule: Schedule, m: int, rows: int | None, n: int = N) -> list[int
     """The rows of each launch of a call with ``m`` rows, by a launcher bound for up to ``rows``."""
     kernel = FakeKernel(("x", "weight", "scales", "workspace", "y"), schedule)
     x, y = torch.arange(m).view(m, 1), torch.arange(m).view(m, 1)
-    dispatch._bind(kernel, cuda_plan(n), rows)(x, y, y, None, None, y)  # type: ignore[arg-type]
+    dispatch._bind(kernel, cuda_plan(n), rows)(x, y, y, None, None, None, y)  # type: ignore[arg-type]
     parts: list[tuple[Tensor, Tensor]] = [(arguments[0], arguments[-1]) for _, arguments in kernel.calls]
     assert all(torch.equal(part_x, part_y) for part_x, part_y in parts), "the same rows of x and y"
     assert torch.equal(torch.cat([part for part, _ in parts]), x), "every row once"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -56,6 +57,24 @@ def test_no_rows_launch_nothing(launches):
     assert not launches.seen
 
 
+def test_row_scales_reach_the_kernel(cpu_kernels):
+    """Those of a format of two levels; another format's are refused, a missing one too, at a first call and later."""
+    x, packed, bias, expected = exact(workload(("sample.two_levels", "bfloat16", True), 5))
+    scales = packed.row_scales
+    assert scales is not None and scales.dtype is torch.float32 and len(scales[:N].unique()) > 1
+    layer = tilebit.QuantLinear(packed, bias)
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected) and torch.equal(layer(x), expected)
+    call = partial(torch.ops.tilebit.gemm.default, x, packed.weight, packed.scales, packed.zeros)
+    assert torch.equal(call(scales, bias, N, packed.format_name), expected)
+    for wrong, says in ((None, "missing"), (scales.half(), "float16 .* needs float32"), (scales[1:], "float32 .* needs float32")):
+        with pytest.raises(ValueError, match=f"^row_scales is {says}"):
+            call(wrong, bias, N, packed.format_name)
+    x, plain, bias, expected = exact(workload(FORMATS[1], 5))
+    assert torch.equal(tilebit.gemm(x, plain, bias), expected)
+    with pytest.raises(ValueError, match=r"^row_scales is float32 .* has none; pass None"):
+        torch.ops.tilebit.gemm.default(x, plain.weight, plain.scales, plain.zeros, scales, bias, N, plain.format_name)
+
+
 def test_a_permuted_weight_gathers_x(cpu_kernels):
     x, packed, _, expected = exact(workload(FORMATS[0], 5))
     perm = torch.randperm(K)
@@ -68,7 +87,7 @@ def test_a_permuted_weight_gathers_x(cpu_kernels):
 @pytest.mark.parametrize("option", [(), (True,)], ids=["plain", "dependent"])
 def test_opcheck(cpu_kernels, case, option):
     x, packed, bias, _ = exact(workload(case, 5))
-    arguments = (x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name, *option)
+    arguments = (x, packed.weight, packed.scales, packed.zeros, packed.row_scales, bias, N, packed.format_name, *option)
     results = torch.library.opcheck(torch.ops.tilebit.gemm.default, arguments)
     assert set(results.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in results
 
@@ -109,7 +128,7 @@ def test_a_weight_that_was_checked_is_checked_by_the_kernel(cpu_kernels):
     """A second call with the same weight and wrong company: the kernel refuses before it launches, in the operator's words."""
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
     assert packed.zeros is not None and bias is not None
-    good = {"scales": packed.scales, "zeros": packed.zeros, "bias": bias}
+    good = {"scales": packed.scales, "zeros": packed.zeros, "row_scales": packed.row_scales, "bias": bias}
     for wrong in (
         {"scales": packed.scales[:-1]},
         {"zeros": packed.zeros[:, :-1]},
@@ -129,15 +148,19 @@ def test_a_checked_weight_whose_company_changed_is_checked_again(cpu_kernels, mo
     assert packed.zeros is not None and bias is not None
 
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-        others = (t.to(dtype) for t in (packed.scales, packed.zeros, bias))
+        others = (packed.scales.to(dtype), packed.zeros.to(dtype), None, bias.to(dtype))
         y = torch.ops.tilebit.gemm.default(x.to(dtype), packed.weight, *others, N, packed.format_name)
         assert y.dtype is dtype
         torch.testing.assert_close(y.bfloat16(), expected, rtol=2**-7, atol=0)  # one rounding of one more or one less
     for rows in (x, x[:0]):
         with pytest.raises(ValueError, match=r"^scales is bfloat16 .* x of float16 .* needs float16"):
-            torch.ops.tilebit.gemm.default(rows.half(), packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
+            torch.ops.tilebit.gemm.default(
+                rows.half(), packed.weight, packed.scales, packed.zeros, packed.row_scales, bias, N, packed.format_name
+            )
         with pytest.raises(ValueError, match=r"^x is float32 .*accepted: float16 or bfloat16"):
-            torch.ops.tilebit.gemm.default(rows.float(), packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
+            torch.ops.tilebit.gemm.default(
+                rows.float(), packed.weight, packed.scales, packed.zeros, packed.row_scales, bias, N, packed.format_name
+            )
     for plan in dispatch.plans.values():  # kernels are forgotten, which weight was checked for which plan is not
         plan.launchers.clear()
         plan._launchers.clear()
@@ -145,7 +168,7 @@ def test_a_checked_weight_whose_company_changed_is_checked_again(cpu_kernels, mo
     monkeypatch.setattr(dispatch, "find_kernel", lambda w, target: asked.append(w.dtype) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         torch.ops.tilebit.gemm.default(
-            x.half()[:2], packed.weight, *(t.half() for t in (packed.scales, packed.zeros, bias)), N, packed.format_name
+            x.half()[:2], packed.weight, packed.scales.half(), packed.zeros.half(), None, bias.half(), N, packed.format_name
         )
     assert asked == ["float16"], "no kernel of the other dtype is looked for, which might be compiled"
 
@@ -206,7 +229,7 @@ def reached(monkeypatch) -> list[str]:
 def test_an_eager_call_goes_past_the_operator_to_the_same_bits(cpu_kernels, reached, case):
     x, packed, bias, _ = exact(workload(case, 5))
     x = torch.randn(5, K).to(x.dtype)
-    through = torch.ops.tilebit.gemm.default(x, packed.weight, packed.scales, packed.zeros, bias, N, packed.format_name)
+    through = torch.ops.tilebit.gemm.default(x, packed.weight, packed.scales, packed.zeros, packed.row_scales, bias, N, packed.format_name)
     layer = tilebit.QuantLinear(packed, bias)
     frozen = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
     for mode in (nullcontext, torch.no_grad, torch.inference_mode):
@@ -321,7 +344,14 @@ class Observing(torch.Tensor):
 @pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "bias"])
 def test_a_subclass_meets_the_operator(cpu_kernels, reached, which):
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
-    operands: dict[str, Any] = {"x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "bias": bias}
+    operands: dict[str, Any] = {
+        "x": x,
+        "weight": packed.weight,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "row_scales": packed.row_scales,
+        "bias": bias,
+    }
     operands[which] = operands[which].as_subclass(Observing)
     y = ops.call(**operands, n=N, format="w4a16_g32_asym", dependent=False)
     assert reached and type(y) is Observing and torch.equal(y.as_subclass(torch.Tensor), expected)

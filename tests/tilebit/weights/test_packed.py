@@ -122,6 +122,7 @@ def test_bad_packing() -> None:
         ("scales", torch.zeros(2, 32, dtype=torch.float16, device="meta"), "on meta"),
         ("zeros", None, "zeros are absent"),
         ("format", QuantFormat(4, 32), "zeros are given"),
+        ("row_scales", torch.ones(32), "row_scales are given"),
         ("perm", torch.arange(3), "perm is torch.int64"),
     ],
 )

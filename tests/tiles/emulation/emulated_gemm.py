@@ -23,7 +23,8 @@ from .launch import Plan
 
 GEMMS = tilebit.tiles.gemm.__name__
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
-HELPERS = {"operands.py": "Operands", "wgmma_load.py": "load_macros"}  # what programs take from other files, which edits may name, too
+# What programs take from other files, which edits may name, too.
+HELPERS = {"operands.py": ("Operands", "addresses", "finish"), "wgmma_load.py": ("load_macros",)}
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}
 Case = tuple[Workload, Schedule]
 __all__ = ["ORDERS", "Case", "Edits", "EmulatedGemm"]
@@ -80,9 +81,10 @@ class EmulatedGemm(EmulatedProgram):
 
     def build(self) -> Callable[..., None]:
         module = self.module(find_rule(self.schedule.program).module)
-        for file, name in HELPERS.items():
+        for file, names in HELPERS.items():
             if file in self.edits:
-                setattr(module, name, getattr(self.module(f"{GEMMS}.{file.removesuffix('.py')}"), name))
+                edited = self.module(f"{GEMMS}.{file.removesuffix('.py')}")
+                module.__dict__.update({name: getattr(edited, name) for name in names})
         return module.build(self.workload, self.schedule, self.target)
 
 

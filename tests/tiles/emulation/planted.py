@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from sample.two_levels import FORMAT as TWO_LEVELS
 
 from tilebit.autotune.problems.gemm import Problem
 from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
@@ -84,6 +85,7 @@ def device(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str,
 FP16_UNPACK = "scaled<SCALED>(__hsub2({0}, r0.low), r0.scale)"
 UNSCALED_ZERO = "__hsub2(scaled<SCALED>(__hsub2({0}, as_pair<half2>(0x64006400u)), r0.scale), __hsub2(r0.low, as_pair<half2>(0x64006400u)))"
 UPPER = "__hneg(__hadd(__ushort_as_half(0x5400), z))"
+PARTS = "for part in parts(self.workload, applied)"
 SUMS = "make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3])"
 HALF_SUMS = "make_float4(" + ", ".join(f"__half2float(__float2half_rn(accumulators[4 * i + {j}]))" for j in range(4)) + ")"
 SOURCE = "group * SLABS + slab) * RECORDS"
@@ -123,19 +125,33 @@ BUGS = (
     ),
     Bug(
         "bias added twice, mma.sync", work(W4, bias=True), DIRECT,
-        {"operands.py": swap(("return value + bias[row]", "return value + bias[row].astype('float32') + bias[row]"))},
+        {"operands.py": swap(("else value + number", "else value + number + number"))},
     ),
     Bug(
         "bias lost, mma.sync", work(W4, bias=True), MMA,
-        {"operands.py": swap(("not self.grouped or self.workload.bias", "not self.grouped"))},
+        {"operands.py": swap((PARTS, PARTS + " if part.does != 'add'"))},
     ),
     Bug(
         "per-channel scale applied twice, mma.sync", work(CHANNEL), DIRECT,
-        {"operands.py": swap(("accumulator * scales[0, row]", "accumulator * scales[0, row].astype('float32') * scales[0, row]"))},
+        {"operands.py": swap(("value = value * number if", "value = value * number * number if"))},
     ),
     # stores
-    device("bias lost", work(W4, bias=True), SMALL, ("v = v * scale + offset", "v = v * scale")),
-    device("per-channel scale lost", work(CHANNEL), SMALL, ("v = v * scale + offset", "v = v + offset")),
+    device("bias lost", work(W4, bias=True), SMALL, ("return sum + number;", "return sum;")),
+    device("per-channel scale lost", work(CHANNEL), SMALL, ("return sum * number;", "return sum;")),
+    # the second level of scales
+    Bug(
+        "row scale forgotten, mma.sync", work(TWO_LEVELS), DIRECT,
+        {"operands.py": swap((PARTS, PARTS + " if part.operand != 'row_scales'"))},
+    ),
+    Bug(
+        "bias before the row scale, mma.sync", work(TWO_LEVELS, bias=True), MMA,
+        {"operands.py": swap(("for part, tensor in after:", "for part, tensor in after[::-1]:"))},
+    ),
+    device("row scale forgotten", work(TWO_LEVELS), SMALL, ("return sum * number;", "return sum;")),
+    Bug(
+        "bias before the row scale", work(TWO_LEVELS, bias=True), SMALL,
+        {"operands.py": swap(("parts(self.workload))", "parts(self.workload)[::-1])"), ("in after]", "in after[::-1]]"))},
+    ),
     device(
         "n tail not masked", work(W4, n=100), SMALL,
         (" || (N % BLOCK_N != 0 && at * 8 >= rows)", ""), ("min(8, rows - at * 8)", "8"), sign="after the output",

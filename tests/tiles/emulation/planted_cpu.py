@@ -28,13 +28,13 @@ MODULES = ("inner", "loops")  # edited copies of these, in the order in which th
 
 COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"
 SUM = "v.fma(joined, scale, total[slot])"
-BIAS = "v.to_float(v.load(bias, 0, lanes), lanes)"
+AFTER = "for part, numbers in after:"
 
 # name -> (module, edit, a word of the verdict)
 BUGS: dict[str, tuple[str, Edit, str]] = {
     "nibble swapped": (
         "inner",
-        swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("row // parts, lanes)", "1 - row // parts, lanes)")),
+        swap(("2 * p + row // parts", "2 * p + 1 - row // parts"), ("2 * p, row // parts)", "2 * p, 1 - row // parts)")),
         "wrong",
     ),
     "k in the wrong order": ("inner", swap(("words + quad * 16", "words + (quad ^ 1) * 16")), "wrong"),
@@ -45,7 +45,9 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
     "split lost": ("loops", swap(("range(1, plan.schedule.split_k)", "range(2, plan.schedule.split_k)")), "wrong"),
     "k tile lost": ("loops", swap(("T.serial(tiles // whole)", "T.serial(tiles // whole - 1)")), "wrong"),
     "tile lost": ("loops", swap(("T.If(nt < plan.n_tiles)", "T.If(nt < plan.n_tiles - 1)")), "NaN"),
-    "bias added twice": ("loops", swap((f"value + {BIAS}", f"value + {BIAS} + {BIAS}")), "wrong"),
+    "bias added twice": ("loops", swap(("else value + number", "else value + number + number")), "wrong"),
+    "row scale forgotten": ("loops", swap((AFTER, AFTER.replace("after", "after[1:]"))), "wrong"),
+    "bias before the row scale": ("loops", swap((AFTER, AFTER.replace("after", "after[::-1]"))), "wrong"),
     "m tail not masked": ("loops", swap(("T.If(row < m)", "T.If(row < m + 1)")), "after the output"),
     "n tail not masked": ("loops", swap(("T.max(n - column, 0)", "T.max(n + 1 - column, 0)")), "after the output"),
 }

@@ -8,7 +8,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 
-from .planted import MXFP4, W4, W4Z, Bug, device, swap, work
+from .planted import MXFP4, TWO_LEVELS, W4, W4Z, Bug, device, swap, work
 
 FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
 STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
@@ -23,6 +23,7 @@ OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packe
 MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
+AFTER = "finish(value, after, n="
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
 READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"
@@ -96,6 +97,10 @@ BUGS = (
     # the end of a tile
     loop("warps' sums not met", FEW, STREAM, ("own_sums = thread // 32 // warps_n", "own_sums = 0")),
     sums("n tail not masked, small m", work(W4, m=5, n=100), STREAM, ("% bn < p.n and", "% bn < p.n_pad and"), sign="after the output"),
+    sums("row scale forgotten, small m", work(TWO_LEVELS, m=5), STREAM, (AFTER, AFTER.replace("after", "after[1:]"))),
+    sums("bias before the row scale, small m", work(TWO_LEVELS, bias=True, m=5), SPLIT, (AFTER, AFTER.replace("after", "after[::-1]"))),
+    sums("row scale forgotten, bulk", work(TWO_LEVELS, bias=True, m=5), BULK_SPLIT, (AFTER, AFTER.replace("after", "after[1:]"))),
+    sums("bias before the row scale, bulk", work(TWO_LEVELS, bias=True, m=5), BULK, (AFTER, AFTER.replace("after", "after[::-1]"))),
     sums("a ring's sums lost", FEW, STREAM, ("for ring in T.unroll(rings):", "for ring in T.unroll(rings - 1):")),
     sums("part of the first block lost", FEW, SPLIT, ("for block in T.serial(splits):", "for block in T.serial(1, splits):")),
     sums("part of another tile", FEW, SPLIT, ("(tile * splits + bz) * elements", "bz * elements")),

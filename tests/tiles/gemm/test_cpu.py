@@ -28,7 +28,7 @@ ROWS = (1, 2, 3, 5, 17, 33)
 SHAPES = ((96, 256), (100, 200), (33, 97), (257, 320), (7, 64), (64, 31))  # whole tiles; ragged n and k; less than a tile
 BLOCK_M = {"avx512_bf16": (1, 8, 13, 5), "avx512": (8, 1, 5, 13), "avx2": (1, 4, 2, 3)}
 BLOCK_K = (32, 8, 4, 64, 16)
-FLOATS = ("w4a16_mxfp4",)
+FLOATS = ("w4a16_mxfp4", "w4a16_nvfp4", "sample.two_levels")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
 
 HALF, BFLOAT = "float16", "bfloat16"
-MXFP4 = QuantFormat.parse("w4a16_mxfp4")
+MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -59,7 +59,9 @@ CASES = (
     ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
     ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
     ("sm_90a", Workload(512, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_wgmma", 128, 256, 64, 4, 8, raster=8)),
+    ("sm_90a", Workload(256, 505, 1001, NVFP4, HALF, bias=True), Schedule("gemm_wgmma", 128, 128, 64, 4, 8)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
+    ("sm_90a", Workload(8, 4096, 4096, NVFP4, BFLOAT), Schedule("gemm_stream_bulk", 64, 8, 128, 2, 8)),
     ("sm_89", Workload(4, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(16, 4096, 4096, MXFP4, HALF), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
 )
@@ -79,7 +81,7 @@ def test_the_cases_use_every_value_and_are_legal():
         assert {a for a, _, _ in mine} == set(find_rule(name).arches)
         assert {w.dtype for _, w, _ in mine} == {HALF, BFLOAT}
         assert {(w.format.bits, w.format.symmetric) for _, w, _ in mine} == {(b, s) for b in (4, 8) for s in (True, False)}
-        assert {w.format.group_size for _, w, _ in mine} == {32, 64, 128, PER_CHANNEL}
+        assert {w.format.group_size for _, w, _ in mine} >= {32, 64, 128, PER_CHANNEL}
         assert {w.bias for _, w, _ in mine} == {True, False}
         assert {s.block_k for _, _, s in mine} == {32, 64, 128}
         assert any(s.split_k > 1 for _, _, s in mine) and any(s.min_blocks > 1 for _, _, s in mine)
@@ -124,7 +126,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     zeros = [] if workload.format.symmetric else ["zeros"]
     bias = ["bias"] if workload.bias else []
     workspace = ["workspace"] if workspace_words(workload, schedule, target) else []
-    assert kernel.params == ("x", "weight", "scales", *zeros, *bias, *workspace, "y")
+    rows = ["row_scales"] if workload.format.row_scaled else []
+    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *bias, *workspace, "y")
     if schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text())
     if schedule.program == "gemm_stream_bulk":

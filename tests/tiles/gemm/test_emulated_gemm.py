@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from lanes import one_of_each
+from sample.two_levels import FORMAT as TWO_LEVELS
 
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
@@ -53,7 +54,7 @@ SCHEDULES = (
 )
 SHAPES = ((13, 192, 448), (40, 100, 500), (1, 250, 1000), (33, 64, 380), (9, 320, 64), (17, 256, 257))
 # Whole waves of tiles and shares that cross their borders; two blocks that share x.
-MXFP4 = QuantFormat.parse("w4a16_mxfp4")
+MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 PERSISTENT = (
     (Workload(100, 190, 1024, QuantFormat(4, 64, False), bias=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4, stream_k=True)),
     (Workload(60, 190, 1472, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
@@ -91,9 +92,18 @@ PERSISTENT = (
     (Workload(20, 190, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4)),
     (Workload(40, 500, 128, QuantFormat(4, 64, True), bias=True), Schedule("gemm_wgmma", 256, 32, 64, 2, 4)),
 )
+# Two levels of scales, alone and before a bias: through shared memory and directly, shared tiles, halves of one, strips.
+TWICE_SCALED = (
+    (Workload(13, 100, 320, TWO_LEVELS, bias=True), Schedule("gemm_mma", 64, 32, 64, 2, 4)),
+    (Workload(5, 250, 384, NVFP4, "bfloat16"), Schedule("gemm_mma", 128, 8, 64, 3, 8, split_k=2)),
+    (Workload(40, 190, 320, TWO_LEVELS), Schedule("gemm_wgmma", 128, 32, 64, 2, 4)),
+    (Workload(60, 190, 1472, NVFP4, bias=True), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
+    (Workload(20, 100, 512, TWO_LEVELS, "bfloat16", bias=True), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)),
+    (Workload(100, 190, 256, TWO_LEVELS, bias=True), Schedule("gemm_wgmma", 64, 32, 64, 3, 4, tail=2)),
+)
 
 
-CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS, TARGET), *PERSISTENT)
+CASES = (*in_turn(SCHEDULES, SHAPES, FORMATS, TARGET), *PERSISTENT, *TWICE_SCALED)
 SHARED = tuple(c for c in CASES if c[1].split_k > 1 or c[1].stream_k)
 
 
@@ -108,6 +118,7 @@ def test_the_cases_cover_everything():
     assert {s for _, s in found} == set(SCHEDULES)
     assert {(w.m, w.n, w.k) for w, _ in found} >= set(SHAPES)
     assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in found)
+    assert all(legal(w, s, TARGET[s.program]) == [] for w, s in TWICE_SCALED)
     assert any(s.program == "gemm_wgmma" and -(-w.k // s.block_k) % s.split_k for w, s in CASES), "no case has shares of unequal length"
 
 

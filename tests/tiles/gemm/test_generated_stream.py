@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from lanes import one_of_each
+from sample.two_levels import FORMAT as TWO_LEVELS
 
 from tilebit.autotune.problems.gemm import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
@@ -32,7 +33,7 @@ from gemm_cases import FORMATS, Case, in_turn, label, problem_of
 
 pytestmark = needs_host_compiler
 HOPPER = target_from_name("sm_90a")
-MXFP4 = QuantFormat.parse("w4a16_mxfp4")
+MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 PROGRAMS = (rules.ASYNC, rules.BULK)
 
 # block_n, block_m, block_k, stages, warps
@@ -66,14 +67,21 @@ BETWEEN_RECORDS = (
     (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
 )
 SHAPES = ((16, 128, 512), (5, 100, 500), (1, 64, 384), (11, 128, 257))
+# Two levels of scales, alone and before a bias.
+TWICE_SCALED = (
+    (Workload(5, 100, 320, TWO_LEVELS), Schedule("gemm_stream", 64, 8, 64, 2, 2)),
+    (Workload(11, 128, 320, NVFP4, "bfloat16", bias=True), Schedule("gemm_stream", 128, 16, 64, 2, 4, split_k=2)),
+    (Workload(3, 100, 320, NVFP4), Schedule("gemm_stream_bulk", 64, 4, 64, 2, 3)),
+    (Workload(16, 128, 384, TWO_LEVELS, bias=True), Schedule("gemm_stream_bulk", 128, 16, 64, 2, 4, split_k=2)),
+)
 STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
-CASES = (*in_turn(SCHEDULES, SHAPES, STREAM_FORMATS, dict.fromkeys(PROGRAMS, HOPPER)), *BETWEEN_RECORDS)
+CASES = (*in_turn(SCHEDULES, SHAPES, STREAM_FORMATS, dict.fromkeys(PROGRAMS, HOPPER)), *BETWEEN_RECORDS, *TWICE_SCALED)
 SHARED = tuple(case for case in CASES if case[1].split_k > 1)
 
 
-def kind(case: Case) -> tuple[str, bool]:
+def kind(case: Case) -> tuple[str, bool, bool]:
     """What the code of a kernel depends on most."""
-    return case[1].program, case[1].split_k > 1
+    return case[1].program, case[1].split_k > 1, case[0].format.row_scaled
 
 
 def test_the_cases_cover_everything():
@@ -82,7 +90,7 @@ def test_the_cases_cover_everything():
     assert {(w.m, w.n, w.k) for w, _ in CASES} >= set(SHAPES)
     assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in CASES)
     assert {s.program for w, s in SHARED if -(-w.k // s.block_k) % s.split_k} == set(PROGRAMS), "no case has shares of unequal length"
-    for workload, schedule in BETWEEN_RECORDS:
+    for workload, schedule in (*BETWEEN_RECORDS, *TWICE_SCALED):
         assert legal(workload, schedule, HOPPER) == []
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from lanes import one_of_each
+from sample.two_levels import FORMAT as TWO_LEVELS
 
 from tilebit.autotune.problems.gemm import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_worst_tile, guarded_output
 from tilebit.autotune.worker_process import launch
-from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import stream
 from tilebit.schedules.gemm.cpu import cpu_legal, isa
 from tilebit.schedules.gemm.workload import Workload
@@ -147,7 +147,7 @@ def test_a_lost_tile_that_a_global_norm_lets_pass():
 
 # The CPU program
 
-CPU_WORKLOAD = work(QuantFormat(4, 64, False), bias=True, m=5, n=100, k=448)
+CPU_WORKLOAD = work(TWO_LEVELS, bias=True, m=5, n=100, k=448)
 CPU_SCHEDULE = Schedule("gemm_cpu", 32, 2, 32, num_warps=1, split_k=2)
 
 

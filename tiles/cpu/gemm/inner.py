@@ -1,4 +1,5 @@
-"""The innermost step of the CPU GEMM: decode vectors of weights, multiply each by several rows of x. Importing this imports tvm."""
+"""The innermost step of the CPU GEMM: decode vectors of weights, multiply each by several rows of
+x. Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from .plan import Plan
 
 
 def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: int, rows: tuple[int, ...], sums: Any) -> None:
-    """``depth`` k of a tile, times ``block_m`` rows of x, into ``sums[split, i, position in rows]``.
+    """``depth`` k of a tile, times ``block_m`` rows of x, into ``sums[split, i, position in
+    rows]``.
 
-    ``rows`` are the tile's vectors of rows to multiply; packed words start at ``words`` and x at ``x``.
+    ``rows`` are the tile's vectors of rows to multiply; packed words start at ``words`` and x at
+    ``x``.
     """
     lanes = plan.isa.lanes
     if plan.bits == 8:
@@ -47,9 +50,11 @@ def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: 
 
 
 def _accumulate(plan: Plan, arg: dict[str, Any], x: Any, step: int, weights: list[Any], dot: Callable[..., Any], sums: Any) -> None:
-    """Add one k's (or pair's) ``weights``, a vector for each of the step's rows, times its x to all sums.
+    """Add one k's (or pair's) ``weights``, a vector for each of the step's rows, times its x to all
+    sums.
 
-    All weights are decoded first, then x comes by x: each is in a register for as short as possible, so that more sums fit.
+    All weights are decoded first, then x comes by x: each is in a register for as short as
+    possible, so that more sums fit.
     """
     mb, split = plan.block_m, step % plan.schedule.split_k
     weights = [T.bind(weight) for weight in weights]
@@ -62,13 +67,15 @@ def _accumulate(plan: Plan, arg: dict[str, Any], x: Any, step: int, weights: lis
 
 
 def _joined(even: Any, odd: Any) -> Any:
-    """int32x16: two fp32 vectors of integers below 256 as pairs of bf16, whose 8 significant bits they fit."""
+    """int32x16: two fp32 vectors of integers below 256 as pairs of bf16, whose 8 significant bits
+    they fit."""
     return (T.reinterpret("uint32x16", even) >> v.splat(16, "uint32", 16) | T.reinterpret("uint32x16", odd)).astype("int32x16")
 
 
 def _pair(plan: Plan, word: Any, nibble: int) -> Any:
-    """int32x16: the numbers in ``nibble`` of both halves of each word, as a pair of bf16. The permute's index has 5 bits and the table
-    repeats, so that the bit above the nibble does not matter."""
+    """int32x16: the numbers in ``nibble`` of both halves of each word, as a pair of bf16. The
+    permute's index has 5 bits and the table repeats, so that the bit above the nibble does not
+    matter."""
     table = v.constant([_bf16_bits(value) for value in plan.values] * 2, "int16")
     index = T.reinterpret("int16x32", word) >> v.splat(4 * nibble, "int16", 32)
     return T.reinterpret("int32x16", v.permute16(table, index))
@@ -80,8 +87,8 @@ def _bf16_bits(value: float) -> int:
 
 
 def _looked_up(plan: Plan, word: Any, even: int, h: int) -> Any:
-    """fp32: the number in nibble ``even + h`` of each word. A permute's index has 4 bits, or, of 8 lanes, 3: then the fourth chooses
-    between two tables."""
+    """fp32: the number in nibble ``even + h`` of each word. A permute's index has 4 bits, or, of 8
+    lanes, 3: then the fourth chooses between two tables."""
     lanes, nibble = plan.isa.lanes, even + h
     index = word >> v.splat(4 * nibble, "int32", lanes)
     tables = [v.constant(plan.values[first : first + lanes], "float32") for first in range(0, 16, lanes)]
@@ -92,8 +99,8 @@ def _looked_up(plan: Plan, word: Any, even: int, h: int) -> Any:
 
 
 def _masked(plan: Plan, word: Any, even: int, h: int) -> Any:
-    """fp32: the code in nibble ``even + h`` of each word, times 16^even. Odd nibbles are shifted down by one first: one shift serves four
-    of them, and none has the sign bit then."""
+    """fp32: the code in nibble ``even + h`` of each word, times 16^even. Odd nibbles are shifted
+    down by one first: one shift serves four of them, and none has the sign bit then."""
     lanes = plan.isa.lanes
     if h:
         word = (word.astype(f"uint32x{lanes}") >> v.splat(4, "uint32", lanes)).astype(f"int32x{lanes}")

@@ -1,4 +1,5 @@
-"""The two loop bodies of the CPU GEMM: one row of x rearranged, and one task multiplied. See ``gemm.py`` for the arithmetic.
+"""The two loop bodies of the CPU GEMM: one row of x rearranged, and one task multiplied. See
+``gemm.py`` for the arithmetic.
 
 Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 """
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....schedules.gemm.cpu import TILE
+from ....schedules.gemm.parts import Part, parts
 from .. import vectors as v
 from ..vectors import T
 from .inner import accumulate_step
@@ -16,8 +18,9 @@ from .plan import Plan
 
 
 def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
-    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32) and its sums over each group into
-    sums [m blocks, groups, block_m]. Rows from m and columns from k on are zeros."""
+    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32)
+    and its sums over each group into sums [m blocks, groups, block_m]. Rows from m and columns from
+    k on are zeros."""
     k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
     block, i = T.bind(row // mb), T.bind(row % mb)
     for count, first, depth in plan.sum_runs:
@@ -81,7 +84,8 @@ def _pairs(stage: Any) -> Any:
 
 
 def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
-    """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after tile."""
+    """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after
+    tile."""
     mb, lanes, per_task = plan.block_m, plan.isa.lanes, plan.schedule.block_n // TILE
     blocks = T.bind((m + (mb - 1)) // mb)
     with T.serial(per_task) as inner:
@@ -102,7 +106,8 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
 
 
 def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
-    """Loops over the ``run`` k of a group; yields (tile, first k in it, how many k) of each unrolled step, inside the loops."""
+    """Loops over the ``run`` k of a group; yields (tile, first k in it, how many k) of each
+    unrolled step, inside the loops."""
     depth = plan.schedule.block_k
     if run < TILE:
         together = TILE // run
@@ -140,24 +145,33 @@ def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: A
             T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
 
 
+def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:
+    """The numbers of a part for the channels from ``column`` on, in registers; zeros behind the
+    last of an operand that is not padded."""
+    lanes, n = plan.isa.lanes, plan.workload.n
+    numbers = v.local(lanes, str(operand.dtype))
+    if part.packed or n % TILE == 0:
+        v.store(numbers, 0, v.load(operand, column, lanes), lanes)
+    else:
+        with T.serial(lanes) as j:
+            T.buffer_store(numbers, T.if_then_else(column + j < n, operand[column + j], v.tirx.const(0, str(operand.dtype))), [j])
+    return numbers
+
+
 def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
-    """Add the bias, round and write the real rows and columns."""
+    """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
     ragged = n % TILE != 0
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
-        bias = v.local(lanes, str(arg["y"].dtype)) if plan.workload.bias else None
-        if bias is not None and ragged:
-            with T.serial(lanes) as j:
-                T.buffer_store(bias, T.if_then_else(column + j < n, arg["bias"][column + j], v.tirx.const(0, str(bias.dtype))), [j])
-        elif bias is not None:
-            v.store(bias, 0, v.load(arg["bias"], column, lanes), lanes)
+        after = [(part, _of_channels(plan, arg[part.operand], part, column)) for part in parts(plan.workload, applied=("scales",))]
         for i in range(plan.block_m):
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
                 value = total[i * plan.vectors + vector]
-                if bias is not None:
-                    value = value + v.to_float(v.load(bias, 0, lanes), lanes)
+                for part, numbers in after:
+                    number = v.to_float(v.load(numbers, 0, lanes), lanes)
+                    value = value * number if part.does == "multiply" else value + number
                 value = T.bind(v.from_float(value, dtype, lanes))
                 start = T.bind(row.astype("int64") * n + column)
                 if not ragged:

@@ -1,4 +1,5 @@
-"""The numbers of one CPU GEMM: tiles, groups, scratch sizes and how its vectors multiply. Pure Python."""
+"""The numbers of one CPU GEMM: tiles, groups, scratch sizes and how its vectors multiply. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ....schedules.target import Target
 class Plan:
     """Everything that ``prepare`` and ``tile`` are built from.
 
-    ``dot`` is "pairs" (vdpbf16ps: x as bf16, two neighbouring k a lane) or "float" (fused multiply-add: x as fp32).
+    ``dot`` is "pairs" (vdpbf16ps: x as bf16, two neighbouring k a lane) or "float" (fused
+    multiply-add: x as fp32).
     """
 
     workload: Workload
@@ -45,7 +47,8 @@ class Plan:
 
     @property
     def row_passes(self) -> tuple[tuple[int, ...], ...]:
-        """The tile's vectors of rows, in the passes over a group in which their sums are kept in registers."""
+        """The tile's vectors of rows, in the passes over a group in which their sums are kept in
+        registers."""
         together = vectors_per_pass(self.schedule, self.isa)
         passes = self.vectors // together
         return tuple(tuple(range(first, self.vectors, passes)) for first in range(passes))
@@ -75,7 +78,8 @@ class Plan:
 
     @property
     def group_runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(number of groups, first of them, k in each): the whole groups and, if k ends inside one of several tiles, the last."""
+        """(number of groups, first of them, k in each): the whole groups and, if k ends inside one
+        of several tiles, the last."""
         if self.group_k < TILE:
             return ((self.groups, 0, self.group_k),)
         whole, rest = divmod(self.k_tiles * TILE, self.group_k)
@@ -93,12 +97,14 @@ class Plan:
 
     @property
     def planes(self) -> int:
-        """bf16 numbers that x is split into for vdpbf16ps: fp16 has 11 significant bits, bf16 has 8."""
+        """bf16 numbers that x is split into for vdpbf16ps: fp16 has 11 significant bits, bf16 has
+        8."""
         return 2 if self.dot == "pairs" and self.workload.dtype == "float16" else 1
 
     @property
     def table(self) -> bool:
-        """Permutes look codes up. Of integers 16 lanes do, where one permute is enough and ``center`` costs nothing."""
+        """Permutes look codes up. Of integers 16 lanes do, where one permute is enough and
+        ``center`` costs nothing."""
         return self.bits == 4 and (self.isa.lanes == 16 or not self.workload.format.integer)
 
     @property
@@ -113,7 +119,8 @@ class Plan:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether zero points differ from ``center``, so that the sum of x over each group is needed."""
+        """Whether zero points differ from ``center``, so that the sum of x over each group is
+        needed."""
         return not (self.workload.format.symmetric and self.workload.format.symmetric_zero_point == self.center)
 
     @property

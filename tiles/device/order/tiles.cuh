@@ -4,11 +4,6 @@
 
 namespace tilebit {
 
-// Steps that sharing tiles costs a block: handing a part in takes 6,900 cycles at 128 x 256, adding one up 5,000 more than storing a tile that
-// is whole, a step 2,150 (H200); the rest is that blocks end unevenly (28672 x 4096, m = 1024, where sharing saves 6.8 steps: 507,000 cycles
-// without, 519,000 with). schedules/gemm/waves.py has the same number.
-constexpr int SHARING_STEPS = 8;
-
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
 // With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps. Else
 // CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP

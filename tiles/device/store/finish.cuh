@@ -62,10 +62,25 @@ __device__ __forceinline__ void add_shares(float* values, void* workspace, int s
   }
 }
 
+// Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number of its output channel.
+// Operand: Number [output channel], as kernels pass it.
+template <typename T>
+struct Multiply {
+  using Number = T;
+  using Operand = const void*;
+  __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
+};
+template <typename T>
+struct Add {
+  using Number = T;
+  using Operand = const void*;
+  __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
+};
+__device__ __forceinline__ float to_float(float v) { return v; }
+
 // What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators in MMA order ([slab][column / 8]
 // [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
-// Per-channel scales (SCALED) and a bias are applied here, in fp32.
-template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, bool SCALED, bool BIAS>
+template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER>
 struct Store {
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
@@ -99,22 +114,24 @@ struct Store {
     columns = m - m0 - column, rows = N - row;
   }
 
-  __device__ __forceinline__ static void adjust(float* values, const void* scales, const void* bias, int n0, int thread) {
-    if constexpr (SCALED || BIAS) {
+  // Applies the parts to values [slab][COUNT], one after another, in fp32.
+  template <typename... Parts>
+  __device__ __forceinline__ static void apply(float* values, int n0, int thread, typename Parts::Operand... operands) {
+    if constexpr (sizeof...(Parts) > 0) {
       const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
           const int row = min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
-          const float scale = SCALED ? to_float(static_cast<const T*>(scales)[row]) : 1.0f;
-          const float offset = BIAS ? to_float(static_cast<const T*>(bias)[row]) : 0.0f;
+          const float numbers[] = {to_float(static_cast<const typename Parts::Number*>(operands)[row])...};
 #pragma unroll
           for (int c = 0; c < COUNT / 4; ++c)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& v = values[slab * COUNT + c * 4 + low * 2 + e];
-              v = v * scale + offset;
+              int part = 0;
+              ((v = Parts::apply(v, numbers[part++])), ...);
             }
         }
     }
@@ -150,9 +167,9 @@ struct Store {
 
 // The end of a tile; other blocks may hold parts of it (SHARED). The accumulators are left as they are: what a later product overwrites
 // must not be written here, or the compiler moves all of it around in every iteration.
-template <typename O, typename S, int THREADS, int BARRIER, bool SHARED>
-__device__ __forceinline__ void finish_tile(const float* accumulators, void* staging, void* workspace, void* y, const void* scales, const void* bias,
-                                            int m, int iteration, int block, int thread) {
+template <typename O, typename S, int THREADS, int BARRIER, bool SHARED, typename... Parts>
+__device__ __forceinline__ void finish_tile(const float* accumulators, void* staging, void* workspace, void* y, int m, int iteration, int block,
+                                            int thread, typename Parts::Operand... operands) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
   const O order = O::kept();
   const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
@@ -177,7 +194,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
       for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = accumulators[S::start(slab, chunk) + i];
-      S::adjust(values, scales, bias, n0, thread);
+      S::template apply<Parts...>(values, n0, thread, operands...);
       store.store(values, chunk);
     }
     return;
@@ -211,7 +228,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
       add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(mine, workspace, S::start(slab, chunk), first,
                                                                            AHEAD ? other + O::TEAM : other, last, thread);
     }
-    S::adjust(values, scales, bias, n0, thread);
+    S::template apply<Parts...>(values, n0, thread, operands...);
     S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk);  // without registers to spare, found anew
   }
 }
@@ -269,10 +286,10 @@ __device__ __forceinline__ void send_half(const float* accumulators, float* sums
   }
 }
 
-// Adds what has been sent of the block's own chunk I, and stores that.
-template <typename O, typename S, int THREADS, int I>
-__device__ __forceinline__ void store_chunk(float* sums, const void* sent, void* staging, void* y, const void* scales, const void* bias, int m,
-                                            int block, int thread) {
+// Adds what has been sent of the block's own chunk I, applies the parts, and stores that.
+template <typename O, typename S, int THREADS, int I, typename... Parts>
+__device__ __forceinline__ void store_chunk(float* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
+                                            typename Parts::Operand... operands) {
   using H = Halves<S>;
   if (!stores_chunk<O, S>(m, block, I)) return;
   const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
@@ -283,7 +300,7 @@ __device__ __forceinline__ void store_chunk(float* sums, const void* sent, void*
     const float4 v = place[e / 4 * THREADS];
     chunk[e] += v.x, chunk[e + 1] += v.y, chunk[e + 2] += v.z, chunk[e + 3] += v.w;
   }
-  S::adjust(chunk, scales, bias, n0, thread);
+  S::template apply<Parts...>(chunk, n0, thread, operands...);
   S(staging, y, m, n0, m0, thread).store(chunk, 2 * I + block % O::SPLIT);
 }
 

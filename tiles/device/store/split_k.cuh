@@ -8,8 +8,6 @@
 
 namespace tilebit {
 
-constexpr int TICKETS = 16384;  // schedules/gemm/rules.py has the same number
-
 // Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
 // what all have stored. One thread's fences are for all: what comes before a barrier comes before its fence, and what comes after, after.
 // A fence of every thread takes as long as all their stores, one by one: 3 % of 10240 x 8192, m = 512, stream_k (156.4 us, so 152.5, H200).

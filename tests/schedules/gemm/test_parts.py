@@ -1,0 +1,66 @@
+"""What follows a product: which parts, in which order, and the operands that they bring."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from sample.two_levels import FORMAT as TWO_LEVELS
+
+from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
+from tilebit.schedules.gemm.parts import Part, parts
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operands import kernel_params, present
+
+GROUPS, CHANNEL, NVFP4 = QuantFormat(4, 128, True), QuantFormat(8, PER_CHANNEL, False), GemmFormat.parse("w4a16_nvfp4")
+SCALES = Part("scales", "multiply", "float16")
+ROW_SCALES = Part("row_scales", "multiply", "float32")
+BIAS = Part("bias", "add", "float16", packed=False)
+
+
+@pytest.mark.parametrize(
+    ("format", "bias", "expected"),
+    [
+        (GROUPS, False, ()),
+        (GROUPS, True, (BIAS,)),
+        (CHANNEL, False, (SCALES,)),
+        (CHANNEL, True, (SCALES, BIAS)),
+        (TWO_LEVELS, False, (ROW_SCALES,)),
+        (TWO_LEVELS, True, (ROW_SCALES, BIAS)),
+        (NVFP4, True, (ROW_SCALES, BIAS)),
+    ],
+)
+def test_a_product_has_its_parts_in_order(format: GemmFormat, bias: bool, expected: tuple[Part, ...]):
+    assert parts(Workload(1, 100, 256, format, "float16", bias)) == expected
+
+
+@pytest.mark.parametrize("applied", [(), ("scales",), ("bias", "scales")])
+def test_what_the_loop_has_applied_is_left_out(applied: tuple[str, ...]):
+    left = parts(Workload(1, 100, 256, CHANNEL, bias=True), applied)
+    assert left == tuple(part for part in (SCALES, BIAS) if part.operand not in applied)
+
+
+@pytest.mark.parametrize(("format", "bias", "arch"), [*product((GROUPS, CHANNEL, TWO_LEVELS, NVFP4), (False, True), ("cpu", "sm_90a"))])
+def test_operands_follow_from_the_parts(format: GemmFormat, bias: bool, arch: str):
+    """In their order, each where a product has the part, as long as what it belongs to; absent ones are no parameters."""
+    workload = Workload(3, 100, 256, format, "bfloat16", bias)
+    stated = {o.name: o for o in workload.operands(arch)}
+    assert list(stated) == ["x", "weight", "scales", "zeros", "row_scales", "bias", "y"]
+    own = [part for part in parts(workload) if part.operand != "scales"]
+    assert [name for name in ("row_scales", "bias") if not stated[name].absent] == [part.operand for part in own]
+    n_pad = stated["scales"].shape[1]
+    for part in parts(workload):
+        operand = stated[part.operand]
+        assert operand.dtype == part.dtype and operand.shape[-1] == (n_pad if part.packed else 100)
+    assert set(kernel_params(workload.operands(arch), False)) == {o.name for o in present(workload.operands(arch))}
+
+
+def test_row_scales_count_as_bytes_of_the_weight():
+    plain, scaled = (Workload(1, 100, 256, f) for f in (QuantFormat(4, 64, False), TWO_LEVELS))
+    assert scaled.weight_bytes == plain.weight_bytes + 100 * 4
+
+
+def test_a_format_of_two_levels_is_not_taken_for_one_of_one():
+    """What is stored of it is its name, and what is printed makes it again."""
+    assert GemmFormat.from_json(TWO_LEVELS.to_json()) == TWO_LEVELS != QuantFormat(4, 64, False)
+    assert eval(repr(TWO_LEVELS)) == TWO_LEVELS

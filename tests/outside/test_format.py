@@ -32,7 +32,7 @@ from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
 from tilebit.tiles.cpu.gemm.plan import Plan
-from tilebit.weights.quantize import QuantizedTensor
+from tilebit.weights.quantize import QuantizedTensor, quantize
 
 N, K = 72, 192
 W = Workload(3, N, K, FORMAT, "bfloat16")
@@ -69,6 +69,18 @@ def test_numbers_that_bf16_does_not_hold_are_not_multiplied_in_it():
         format = GemmFormat(Numbers(NAME, 4, (Scale(64),), (*LEVELS[:-1], level)))
         workload, target = Workload(1, N, K, format, "bfloat16"), replace(AVX, features=("avx2", "avx512", "avx512_bf16"))
         assert Plan.of(workload, Schedule(PROGRAM, 32, 1, 32, num_warps=4), target).dot == dot
+
+
+def test_weights_are_rounded_to_the_nearest_numbers():
+    w = torch.randn(N, K)
+    w[3, 64:128] = 0
+    q = quantize(w, FORMAT, scale_dtype=torch.float32)
+    groups = w.view(N, -1, 64)
+    assert torch.equal(q.scales, groups.abs().amax(-1).masked_fill(groups.abs().amax(-1) == 0, 1.0)), "the largest number is 1"
+    far = (groups / q.scales[..., None]).unsqueeze(-1) - torch.tensor(LEVELS)
+    chosen = far.abs().gather(-1, q.codes.view(N, -1, 64, 1).long())[..., 0]
+    assert torch.allclose(chosen, far.abs().amin(-1), atol=1e-6)
+    assert not q.dequantize()[3, 64:128].any()
 
 
 # ---- choosing ----

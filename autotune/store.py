@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from ..layouts.outside import NotInstalled
 from ..schedules.records import TuningRecord, load_records, records_path
 
 _CHUNK = 1 << 16
@@ -70,8 +71,12 @@ class RecordStore:
         newline = tail.rfind(b"\n")
         start, tail = start + newline + 1, tail[newline + 1 :]
         try:
-            TuningRecord.from_json(json.loads(tail))
+            whole = TuningRecord.from_json(json.loads(tail)) is not None
+        except NotInstalled:
+            whole = True  # a record of a package that is not here
         except ValueError:
+            whole = False
+        if not whole:
             with open(self.torn_path, "ab", buffering=0) as torn:
                 self._write(torn.fileno(), tail + b"\n")
             os.ftruncate(descriptor, start)

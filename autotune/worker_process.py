@@ -127,9 +127,9 @@ def _arguments(kernel: LoadedKernel, named: dict[str, Tensor]) -> list[Tensor]:
             f"the kernel takes {', '.join(missing)}, which this workload does not have; its manifest and workload do not belong together"
         )
     if "x" in named:
-        columns, x = next(p["shape"][1] for p in kernel.manifest["params"] if p["name"] == "x"), named["x"]
-        if x.shape[1] < columns:
-            named["x"] = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
+        wanted, x = next(p["shape"] for p in kernel.manifest["params"] if p["name"] == "x"), named["x"]
+        if len(wanted) == x.ndim == 2 and isinstance(wanted[1], int) and x.shape[1] < wanted[1]:
+            named["x"] = torch.nn.functional.pad(x, (0, wanted[1] - x.shape[1]))
     return [named[name] for name in kernel.params]
 
 

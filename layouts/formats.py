@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+from .outside import stated
 
 PER_CHANNEL = -1  # a scale for each output channel
 GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
@@ -27,16 +28,25 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1") and their ``scales``, the inner level
-    first."""
+    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", or the module of another package's
+    ``CODEC``) and their ``scales``, the inner level first. ``codebook``: the number of each code,
+    where the kind does not say it. Raises ``ValueError`` for one that is not as long as there are
+    codes."""
 
     kind: str
     bits: int
     scales: tuple[Scale, ...] = ()
+    codebook: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.codebook and len(self.codebook) != 1 << self.bits:
+            raise ValueError(f"codebook has {len(self.codebook)} numbers; accepted for {self.bits} bits: {1 << self.bits}")
 
     @property
     def values(self) -> tuple[float, ...]:
         """The number of each code, before zero point and scale."""
+        if self.codebook:
+            return self.codebook
         if self.kind == "e2m1":
             return (*E2M1, *(-value for value in E2M1))
         return tuple(float(code) for code in range(1 << self.bits))
@@ -144,7 +154,7 @@ class GemmFormat:
     def parse(cls, name: str) -> GemmFormat:
         """The inverse of ``name``; raises ``ValueError`` with examples for anything else."""
         if "." in name:
-            return importlib.import_module(name).FORMAT
+            return stated(name, "FORMAT")
         if name not in FORMATS:
             raise ValueError(f"unknown format {name!r}; accepted are names such as 'w4a16_g128', 'w4a16_g64_asym', 'w8a16_channel'")
         return FORMATS[name]

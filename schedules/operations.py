@@ -7,9 +7,9 @@ the name is found in every process that can import it, so that compile and measu
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from ..layouts.outside import stated
 from .attention.operation import APPEND, DECODE, GATHER, PREFILL
 from .gemm.operation import GEMM
 from .operands import Operand, kernel_params
@@ -31,7 +31,7 @@ def operation(name: str) -> Operation:
     if name in OPERATIONS:
         return OPERATIONS[name]
     if "." in name:
-        return importlib.import_module(name).OPERATION
+        return stated(name, "OPERATION")
     raise ValueError(f"op is {name!r}; accepted: {', '.join(map(repr, OPERATIONS))}, or a module path with an OPERATION")
 
 
@@ -47,7 +47,7 @@ def find_rule(program: str) -> Rule:
     if program in known:
         return known[program]
     if "." in program:
-        return importlib.import_module(program).RULE
+        return stated(program, "RULE")
     raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(known))}, or a module path with a PROGRAM")
 
 

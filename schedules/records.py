@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..layouts.outside import NotInstalled
 from .operations import AnyWorkload, workload_from_json
 from .schedule import Schedule
 from .target import ARCHES, Target
@@ -116,7 +117,8 @@ class TuningRecord:
 def parse_records(text: bytes, source: str) -> list[TuningRecord]:
     """The records in JSON lines. A last line without its newline that is no record (a torn write)
     is left out with a ``RecordWarning``; other lines that are no records are left out with one that
-    lists their numbers and the first reason."""
+    lists their numbers and the first reason; those of operations and formats of packages that are
+    not installed here are left out without a word."""
     records, bad = [], []
     lines = text.split(b"\n")
     torn = len(lines) if lines[-1].strip() else 0  # number of a last line that lacks its newline
@@ -125,6 +127,8 @@ def parse_records(text: bytes, source: str) -> list[TuningRecord]:
             continue
         try:
             records.append(TuningRecord.from_json(json.loads(line)))
+        except NotInstalled:
+            continue  # a record of another package's operation or format, which nothing here asks for
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             if number == torn:
                 warnings.warn(

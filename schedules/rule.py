@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 from .operands import Operand
@@ -109,7 +109,7 @@ def no_workspace(workload: Any, schedule: Schedule, target: Target) -> int:
     return 0
 
 
-def no_reasons(*_: Any) -> list[str]:
+def no_reasons(*_: Any) -> list[Any]:
     """Of a program that accepts everything."""
     return []
 
@@ -120,6 +120,8 @@ def no_sources(workload: Any) -> tuple[str, ...]:
 
 
 ALL_FIELDS = frozenset(f.name for f in fields(Schedule))
+# Of the fields that a program does not use; those that every schedule states are 1.
+UNUSED = {f.name: 1 if f.default is MISSING else f.default for f in fields(Schedule) if f.name != "program"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,12 @@ class Rule:
 
     ``module`` holds its ``PROGRAM``; ``arches`` it runs on, those in ``tried`` with candidates of
     its own (elsewhere another program of the operation is never slower). ``reads`` are the fields
-    of a ``Schedule`` that it uses: every other must stand at its default. ``legal(workload,
-    schedule, target)`` gives sentences about the fields it reads, ``unserved(workload)`` about the
-    workload. ``candidates(workload, target)`` are schedules worth measuring. ``operands(workload,
-    arch)`` are those of a program that reads them in another form than the workload's own;
-    ``sources(workload)`` files that decide what it builds for some workloads, beside the program's
+    of a ``Schedule`` that it uses: every other must stand at its default, or at 1 where it has
+    none. ``legal(workload, schedule, target)`` gives sentences about the fields it reads,
+    ``unserved(workload)`` about the workload. ``candidates(workload, target)`` are schedules worth
+    measuring. ``operands(workload, arch)`` are those of a program that reads them in another form
+    than the workload's own; ``sources(workload)`` files that decide what it builds for some
+    workloads, beside the program's
     own: device functions (names under ``tiles/device``, or absolute paths) and modules of other
     packages. ``promises`` are instructions that lint finds in its code whatever the schedule
     (``tiles/compiler/lint.py`` has their names); ``loading_warps`` load in a block beside the
@@ -160,10 +163,10 @@ class Rule:
         """Why ``schedule`` cannot serve ``workload`` on ``target``: sentences, empty when it can."""
         if target.arch not in self.arches:
             return [f"{self.program} does not run on {target.arch}; accepted: {', '.join(self.arches)}."]
-        ignored = [f for f in fields(Schedule) if f.name not in self.reads and f.name != "program"]
-        set_in_vain = [f for f in ignored if getattr(schedule, f.name) != f.default]
+        set_in_vain = [name for name, unused in UNUSED.items() if name not in self.reads and getattr(schedule, name) != unused]
         reasons = self.unserved(workload) + [
-            f"{f.name} is {getattr(schedule, f.name)}; accepted by {self.program}, which does not use it: {f.default}." for f in set_in_vain
+            f"{name} is {getattr(schedule, name)}; accepted by {self.program}, which does not use it: {UNUSED[name]}."
+            for name in set_in_vain
         ]
         return reasons or self.legal(workload, schedule, target)
 

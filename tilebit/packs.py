@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from .layouts.outside import NotInstalled
 from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
 from .schedules.operations import AnyWorkload, operation, workload_from_json
 from .schedules.target import Target
@@ -141,7 +142,7 @@ def unload(pack: Pack) -> None:
 
 def _forget_plans() -> None:
     """Operations decide once which kernel serves a shape: let them decide again."""
-    for name in ("dispatch", "attention_dispatch"):
+    for name in ("dispatch", "plans"):
         dispatch = sys.modules.get(f"{__package__}.ops.{name}")
         if dispatch is not None:
             dispatch.forget()
@@ -235,7 +236,8 @@ def load(path: str | os.PathLike[str]) -> Pack:
 def read(path: str | os.PathLike[str]) -> Pack:
     """The pack in directory ``path``, every file's sha256 compared with its manifest. Imports no compiler, opens no kernel.
 
-    Raises ``FileNotFoundError`` when there is no such directory and ``CorruptArtifact`` when it is not a complete, unmodified pack.
+    Raises ``FileNotFoundError`` when there is no such directory, ``CorruptArtifact`` when it is not a complete, unmodified pack, and
+    ``NotInstalled`` (a ``ValueError``) when its kernels are of an operation or format whose package is not installed.
     """
     root = Path(path).resolve()
     if not root.is_dir():
@@ -257,6 +259,8 @@ def read(path: str | os.PathLike[str]) -> Pack:
             )
     except CorruptArtifact as error:
         raise CorruptArtifact(root, error.what, repair) from None
+    except NotInstalled:
+        raise  # nothing is wrong with the pack
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptArtifact(root, f"{PACK_NAME} is not a pack's ({type(error).__name__}: {error})", repair) from None
     return Pack(root, tuple(entries), manifest.get("versions", {}))

@@ -21,8 +21,9 @@ def program(name: str) -> TileProgram:
 
 def program_sources(name: str) -> tuple[Path, ...]:
     """Every source file that decides what program ``name`` builds, sorted: the Python files of its package, what these import from this
-    library (transitively), and its device headers."""
+    library and from the program's own (transitively), and its device headers."""
     module = importlib.import_module(find_rule(name).module)
+    libraries = {LIBRARY, module.__name__.partition(".")[0]}
     package = module.__name__.rpartition(".")[0] or module.__name__
     waiting = [f"{package}.{path.stem}" for path in Path(str(module.__file__)).parent.glob("*.py")]
     found: dict[str, Path] = {}
@@ -31,7 +32,7 @@ def program_sources(name: str) -> tuple[Path, ...]:
         path = None if current in found else _source(current)
         if path is not None:
             found[current] = path
-            waiting += _imports(current, path)
+            waiting += _imports(current, path, libraries)
     return (*sorted(set(found.values())), *(DEVICE_DIR / header for header in sorted(module.PROGRAM.headers)))
 
 
@@ -43,8 +44,8 @@ def _source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def _imports(module: str, path: Path) -> list[str]:
-    """Names of this library's modules that the file at ``path`` may import, wherever in it; some are names inside modules."""
+def _imports(module: str, path: Path, libraries: set[str]) -> list[str]:
+    """Names of the libraries' modules that the file at ``path`` may import, wherever in it; some are names inside modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -53,4 +54,4 @@ def _imports(module: str, path: Path) -> list[str]:
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    return [name for name in names if name.partition(".")[0] == LIBRARY]
+    return [name for name in names if name.partition(".")[0] in libraries]

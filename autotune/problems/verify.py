@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...schedules.gemm.workload import Workload
 from . import Verdict
-from .gemm import Problem, exact_problem, random_problem
+from .gemm import exact_problem, random_problem
 
 TILE = 128
 TORCH_FACTOR = 2.0
@@ -95,20 +96,50 @@ def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list
     return [f"the worst {TILE} x {TILE} block has a relative error of {ours:.3g}; accepted: {allowed:.3g} (torch's is {theirs:.3g})."]
 
 
+class RowProblem(Protocol):
+    """A problem whose answer is y [m, n] in x's dtype, a row of it for each row of ``x``: what ``Gate`` asks of one."""
+
+    @property
+    def workload(self) -> Any:
+        """Has sizes ``m`` and ``n``."""
+        ...
+
+    @property
+    def x(self) -> Tensor: ...
+
+    @property
+    def operands(self) -> dict[str, Tensor]: ...
+
+    def outputs(self) -> Tensor: ...
+
+    def named(self, outputs: Tensor, /) -> dict[str, Tensor]: ...
+
+    def copied(self) -> RowProblem: ...
+
+    def reference(self) -> Tensor:
+        """y in fp64."""
+        ...
+
+    def torch_result(self) -> Tensor:
+        """y as torch computes it in x's dtype."""
+        ...
+
+
 class Gate:
-    """The references of one workload, computed once, and the verdict on any number of kernels for it.
+    """The references of one workload, computed once, and the verdict on any number of kernels for it: a product's, or whatever else
+    computes row after row.
 
     ``verify`` takes ``run(problem, y)``, which launches the kernel on the first ``len(y)`` rows of the problem into y. It runs every
     row count once exactly, then the random problem twice: equal inputs must give equal bits.
     """
 
-    def __init__(self, exact: Problem, random: Problem) -> None:
+    def __init__(self, exact: RowProblem, random: RowProblem) -> None:
         self.exact, self.random = exact, random
         self._exact_reference = exact.reference()
         self._random_reference = random.reference()
         self._torch_result = random.torch_result()
 
-    def verify(self, run: Callable[[Problem, Tensor], None]) -> Verdict:
+    def verify(self, run: Callable[[Any, Tensor], None]) -> Verdict:
         workload = self.exact.workload
         for rows in sorted({workload.m, workload.m // 2 + 1}, reverse=True):  # the second is a ragged tile for most schedules
             output = self._run(run, self.exact, rows)
@@ -122,7 +153,7 @@ class Gate:
         return Verdict(tuple(reasons), worst_tile_error(first.y, self._random_reference))
 
     @staticmethod
-    def _run(run: Callable[[Problem, Tensor], None], problem: Problem, rows: int) -> GuardedOutput:
+    def _run(run: Callable[[Any, Tensor], None], problem: RowProblem, rows: int) -> GuardedOutput:
         output = guarded_output((rows, problem.workload.n), problem.x.dtype, problem.x.device)
         run(problem, output.y)
         if output.y.is_cuda:

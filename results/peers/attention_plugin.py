@@ -40,8 +40,8 @@ from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.kv import RESIDUAL, KVLayout, window_words
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import attention as attention_ops
-from tilebit.ops.attention_dispatch import bucket
 from tilebit.ops.dispatch import device_target
+from tilebit.ops.plans import bucket
 from tilebit.runtime import LoadedKernel
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words

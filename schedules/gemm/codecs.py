@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ...layouts.formats import GemmFormat
+from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
 
 
@@ -81,7 +82,7 @@ def codec_of(format: GemmFormat) -> Codec:
     if kind in CODECS:
         return CODECS[kind]
     if "." in kind:
-        return importlib.import_module(kind).CODEC
+        return stated(kind, "CODEC")
     raise ValueError(f"weights are {kind!r} numbers; accepted: {', '.join(map(repr, CODECS))}, or a module path with a CODEC")
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``tilebit compile | tune | bench | explain | show | pack | attention | doctor``.
+"""The command line: ``tilebit compile | tune | bench | explain | show | pack | attention | workload | doctor``.
 
 Exit codes: 0 done, 1 the task failed (the reason is on stderr), 2 bad usage. With ``--json`` stdout holds JSON alone.
 """
@@ -26,6 +26,7 @@ from .tasks import (
     pack_kernels,
     tune_schedules,
 )
+from .workload import workload
 
 if TYPE_CHECKING:
     from ..schedules.gemm.workload import Workload
@@ -39,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(attention, name="attention")
+app.add_typer(workload, name="workload")
 
 N = Annotated[int, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)]
 K = Annotated[int, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)]

@@ -15,9 +15,10 @@ from torch import Tensor
 from ..layouts.kv import HEAD_DIMS
 from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
-from .attention_dispatch import bucket, launch
+from .attention_dispatch import launch
 from .dispatch import DTYPE_NAMES
 from .operands import describe, schema
+from .plans import bucket
 
 _LAYOUT = "str format, int page_size"
 _SOFTMAX = "float? scale=None, int window=0, int sink_tokens=0, float soft_cap=0.0"

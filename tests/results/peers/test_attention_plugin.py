@@ -19,7 +19,7 @@ from results.peers.import_attention import KIND, PROCESS
 from tilebit.kernels import KernelUnavailable
 from tilebit.layouts.kv import KVLayout
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.ops import attention_dispatch
+from tilebit.ops import plans
 from tilebit.schedules.attention import rules as rules
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import candidates
@@ -61,9 +61,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
         kernel.manifest, kernel.run_dependent = {"schedule": CHOSEN}, None
         return kernel
 
-    monkeypatch.setattr(attention_dispatch, "find_kernel", find)
+    monkeypatch.setattr(plans, "find_kernel", find)
     monkeypatch.setattr(attention_plugin, "find_kernel", find)
-    monkeypatch.setattr(attention_dispatch, "plans", {})
+    monkeypatch.setattr(plans, "held", {})
     copies = types.SimpleNamespace(kvcopies=lambda *tensors: [tensors, tuple(t.clone() for t in tensors)])
     monkeypatch.setitem(sys.modules, "attn_peers", copies)
     return made

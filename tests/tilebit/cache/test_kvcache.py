@@ -17,7 +17,7 @@ from tilebit.cache.sequences import CacheFull
 from tilebit.layouts import kv_quantize
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import attention as attention_ops
-from tilebit.ops import attention_dispatch
+from tilebit.ops import plans
 from tilebit.tiles.attention import reference
 
 HEADS, DIM = 2, 64
@@ -28,8 +28,8 @@ EDGES = (0, 1, 127, 128, 129, 255, 256, 257)
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
     found = DefinedKernels()
-    monkeypatch.setattr(attention_dispatch, "find_kernel", found.find)
-    monkeypatch.setattr(attention_dispatch, "plans", {})
+    monkeypatch.setattr(plans, "find_kernel", found.find)
+    monkeypatch.setattr(plans, "held", {})
     return found
 
 
@@ -242,14 +242,13 @@ def test_a_kernel_that_fails_leaves_lengths_as_they_were(kernels, monkeypatch):
     (a,) = cache.allocate()
     k, v = rows(200)
     cache.append([a], k, v)
-    monkeypatch.setattr(attention_dispatch, "launch", lambda *_: 1 / 0)
     monkeypatch.setattr("tilebit.ops.attention.launch", lambda *_: 1 / 0)
     for call in (lambda: cache.append([a], k, v), lambda: cache.prefill([a], torch.randn(200, 4, DIM).half(), k, v)):
         with pytest.raises(ZeroDivisionError):
             call()
         assert cache.length(a) == 200
     monkeypatch.undo()
-    monkeypatch.setattr(attention_dispatch, "find_kernel", kernels.find)
+    monkeypatch.setattr(plans, "find_kernel", kernels.find)
     cache.append([a], k, v)
     assert same(cache.gather([a])[0], meant(torch.cat((k, k)), torch.cat((v, v)), cache))
 

@@ -23,7 +23,7 @@ from tilebit.command.attention import Kind
 from tilebit.command.cli import app
 from tilebit.kernels import KernelUnavailable, find_kernel
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.ops import attention_dispatch
+from tilebit.ops import plans
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.select import refresh
@@ -59,7 +59,7 @@ def records(monkeypatch, tmp_path):
 
 def serve() -> None:
     """A server's calls on the kind of cache that ``SMALL`` describes: prompts, more of them behind what is held, new tokens, attention."""
-    attention_dispatch.forget()
+    plans.forget()
     cache = KVCache(8, 2, 2, 64, "kv4_channel", max_tokens=256)
     sequences = cache.allocate(2)
     for _ in range(2):
@@ -70,7 +70,7 @@ def serve() -> None:
     out, _ = cache.attend(sequences, q)
     held = [torch.cat([x, y], dim=2).isfinite().all() for x, y in cache.gather(sequences)]
     assert bool(out.isfinite().all()) and all(held)
-    attention_dispatch.forget()
+    plans.forget()
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])

@@ -13,7 +13,7 @@ from tilebit.cache.batch import Batch
 from tilebit.cache.kvcache import KVCache
 from tilebit.kernels import KernelUnavailable
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.ops import attention_dispatch
+from tilebit.ops import plans
 from tilebit.tiles.attention import reference
 from tilebit.tiles.attention.unpacked import unpack_cache
 
@@ -251,6 +251,6 @@ def test_what_cannot_be_captured_says_so():
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cache.attend(batch, q)
     batch.refresh()
-    attention_dispatch.forget()
+    plans.forget()
     with pytest.raises(KernelUnavailable, match="once before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cache.attend(batch, q)

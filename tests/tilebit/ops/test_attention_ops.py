@@ -15,7 +15,7 @@ from tilebit import attention
 from tilebit.cache.kvcache import KVCache
 from tilebit.kernels import KernelUnavailable
 from tilebit.ops import attention as attention_ops
-from tilebit.ops import attention_dispatch, launchers
+from tilebit.ops import launchers, plans
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
@@ -29,8 +29,8 @@ HEADS_Q, HEADS, DIM = 4, 2, 64
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
     found = DefinedKernels()
-    monkeypatch.setattr(attention_dispatch, "find_kernel", found.find)
-    monkeypatch.setattr(attention_dispatch, "plans", {})
+    monkeypatch.setattr(plans, "find_kernel", found.find)
+    monkeypatch.setattr(plans, "held", {})
     return found
 
 
@@ -48,8 +48,8 @@ def record_launches(kernels: DefinedKernels, monkeypatch: pytest.MonkeyPatch, ea
         kernel.run, kernel.run_dependent = recorded("run"), recorded("run_dependent") if early else None
         return kernel
 
-    monkeypatch.setattr(attention_dispatch, "find_kernel", find)
-    attention_dispatch.forget()
+    monkeypatch.setattr(plans, "find_kernel", find)
+    plans.forget()
     return launched
 
 
@@ -231,7 +231,7 @@ def test_one_plan_serves_a_bucket(kernels):
     attention.decode(*decode_arguments(p), return_lse=True)
     attention.decode(*decode_arguments({**p, "q": p["q"][:, :1]}))
     assert len(kernels.asked) == 3
-    attention_dispatch.forget()
+    plans.forget()
     attention.decode(*decode_arguments(p))
     assert len(kernels.asked) == 4
 
@@ -244,7 +244,7 @@ def test_a_kernel_of_other_operands_is_refused(kernels, monkeypatch):
         kernel.params = (*kernel.params, "something")
         return kernel
 
-    monkeypatch.setattr(attention_dispatch, "find_kernel", other)
+    monkeypatch.setattr(plans, "find_kernel", other)
     with pytest.raises(KernelUnavailable, match="something"):
         attention.decode(*decode_arguments(p))
 
@@ -275,9 +275,9 @@ def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypat
         kernel.run, kernel.run_dependent = (partial(run_with_workspace, early) for early in (False, True))
         return kernel
 
-    monkeypatch.setattr(attention_dispatch, "find_kernel", with_workspace)
+    monkeypatch.setattr(plans, "find_kernel", with_workspace)
     monkeypatch.setattr(launchers, "workspace", lambda device, words: (4096, words, None))
-    attention_dispatch.forget()
+    plans.forget()
     batch = cache.batch(sequences)
     batch.refresh()
     out, lse = cache.attend(batch, q, return_lse=True, dependent=dependent)

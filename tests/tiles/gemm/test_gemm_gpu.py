@@ -17,7 +17,7 @@ from torch import Tensor
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
-from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
+from tilebit.layouts.formats import BITS, FORMATS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.schedules.gemm import rules as rules
 from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import legal, programs
@@ -29,8 +29,6 @@ pytestmark = pytest.mark.timeout(600)
 
 SEEDS = 200
 ROWS = (1, 2, 7, 16, 33, 64, 130, 257)
-FORMATS = [QuantFormat(bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)]
-FORMATS += [QuantFormat.parse("w4a16_mxfp4"), QuantFormat.parse("w4a16_nvfp4")]
 
 
 def _schedules(bits: int) -> list[tuple[tuple[int, int, bool], Schedule]]:
@@ -108,7 +106,7 @@ def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Wor
 
 
 def _every_case() -> list[tuple[Workload, Schedule]]:
-    cases = [case for format in FORMATS for dtype in DTYPES for case in _cases(format, dtype)]
+    cases = [case for format in FORMATS.values() for dtype in DTYPES for case in _cases(format, dtype)]
     return cases + [case for shape, s, *_ in (*RACES, *CHAINS) for case in _of_shape(shape, s)]
 
 
@@ -155,7 +153,7 @@ def _check_tickets(workspace: dict[str, Tensor]) -> None:
 @pytest.mark.gpu
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
 def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """At least 200 seeds a format (100 a dtype) shared by its schedules, every one bit for bit what fp64 says, whatever m."""
     mine = [(w, s) for w, s in _cases(format, dtype) if (w, s) in kernels]
@@ -175,7 +173,7 @@ def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None
 @pytest.mark.gpu
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
 def test_worst_tile_on_random_floats(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """The whole gate of the tuner (twice the same bits, the worst tile within twice torch's error) for each kernel."""
     for workload, schedule in _cases(format, dtype):

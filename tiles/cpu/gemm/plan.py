@@ -92,8 +92,8 @@ class Plan:
 
     @property
     def dot(self) -> str:
-        exact = self.bits == 4 and all(struct.pack("<f", value)[:2] == b"\0\0" for value in self.values)
-        return "pairs" if self.isa.bf16_dot and (exact or self.workload.dtype == "bfloat16") else "float"
+        exact = all(struct.pack("<f", value)[:2] == b"\0\0" for value in self.values)
+        return "pairs" if self.isa.bf16_dot and exact and (self.bits == 4 or self.workload.dtype == "bfloat16") else "float"
 
     @property
     def planes(self) -> int:

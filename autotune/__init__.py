@@ -1,1 +1,2 @@
-"""How schedules get good: candidates are ranked, compiled, verified, measured in an isolated worker, and recorded."""
+"""How schedules get good: candidates are ranked, compiled, verified, measured in an isolated
+worker, and recorded."""

@@ -60,7 +60,8 @@ class Others:
 
 
 def _used() -> tuple[float, float] | None:
-    """(seconds that others computed on the cores that this process may use, seconds of all these cores), since some moment."""
+    """(seconds that others computed on the cores that this process may use, seconds of all these
+    cores), since some moment."""
     busy = idle = 0
     try:
         mine, tick = {f"cpu{core}" for core in os.sched_getaffinity(0)}, os.sysconf("SC_CLK_TCK")

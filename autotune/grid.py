@@ -1,9 +1,11 @@
-"""Times of tiles as functions of m: ``python -m tilebit.autotune.grid --shapes 5120x5120 --m 100,300,700 --out FILE --budget 240``.
+"""Times of tiles as functions of m: ``python -m tilebit.autotune.grid --shapes 5120x5120 --m
+100,300,700 --out FILE --budget 240``.
 
-Kernels do not depend on m. So all schedules that may be good at some of the m are compiled once per shape, and each is measured wherever
-the analytic model does not expect it to be far behind, several of one m in alternation. Every measurement is a tuning record (a verified
-one, or a failure), appended to ``--out``; its workload has the m itself. That is what a cost model is checked with, and what a shape's
-portfolio is made of (``schedules/portfolio.py``).
+Kernels do not depend on m. So all schedules that may be good at some of the m are compiled once per
+shape, and each is measured wherever the analytic model does not expect it to be far behind, several
+of one m in alternation. Every measurement is a tuning record (a verified one, or a failure),
+appended to ``--out``; its workload has the m itself. That is what a cost model is checked with, and
+what a shape's portfolio is made of (``schedules/portfolio.py``).
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ SECONDS = 6.0  # that verifying and timing one kernel may take: what hangs must 
 
 
 def tiles(workload: Workload, target: Target) -> list[Schedule]:
-    """Every tile of ``gemm_wgmma`` that is legal for ``workload``, as deep as shared memory allows, in all ways to divide a grid; then the
-    rules' own candidates."""
+    """Every tile of ``gemm_wgmma`` that is legal for ``workload``, as deep as shared memory allows,
+    in all ways to divide a grid; then the rules' own candidates."""
     found = []
     for (bn, warps), bm, resident in product(BLOCKS_N, BLOCKS_M, MIN_BLOCKS):
         base = Schedule("gemm_wgmma", bn, bm, 128, 1, warps, min_blocks=resident)
@@ -58,8 +60,8 @@ def tiles(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def promising(base: Workload, ms: Sequence[int], target: Target, kernels: int) -> dict[int, list[Schedule]]:
-    """The schedules to measure at each m, of at most ``kernels`` in all: in turn the next best of every m by the analytic model, of each
-    tile shape its best first."""
+    """The schedules to measure at each m, of at most ``kernels`` in all: in turn the next best of
+    every m by the analytic model, of each tile shape its best first."""
     ranked: dict[int, list[Schedule]] = {}
     expected: dict[int, dict[Schedule, float]] = {}
     options = dict.fromkeys(s for m in ms for s in tiles(base.with_m(m), target))
@@ -96,8 +98,8 @@ def measure(
     store: RecordStore,
     deadline: float,
 ) -> None:
-    """Measure what was compiled at every m of ``plan`` until ``deadline``, a batch of every m in turn; append the records, print the
-    best of each m."""
+    """Measure what was compiled at every m of ``plan`` until ``deadline``, a batch of every m in
+    turn; append the records, print the best of each m."""
     driver, best = driver_version(), dict[int, list[tuple[float, Schedule]]]()
     right = {m: [s for s in schedules if isinstance(made[s], Kernel)] for m, schedules in plan.items()}
     batches = {m: [rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)] for m, rows in right.items()}

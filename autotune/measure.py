@@ -1,8 +1,9 @@
-"""Timing: medians over rotating operands, so that no cache holds what a real call would have to fetch.
+"""Timing: medians over rotating operands, so that no cache holds what a real call would have to
+fetch.
 
-On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host never shows; on the CPU calls are
-timed one by one, in rounds of which the quietest counts. Several implementations are measured in alternation, so that a change of clocks
-meets all of them.
+On CUDA a graph of calls is replayed between events, queued behind a spin kernel so that a slow host
+never shows; on the CPU calls are timed one by one, in rounds of which the quietest counts. Several
+implementations are measured in alternation, so that a change of clocks meets all of them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ CPU_PAUSE_SECONDS = 0.02  # before a round: a process that has just slept is sch
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: median, 20th and 80th percentile over ``replays`` samples of ``calls`` calls each. ``others``: the share
-    of the cores that other processes had meanwhile, of calls on the CPU and where the system says it."""
+    """Microseconds of one call: median, 20th and 80th percentile over ``replays`` samples of
+    ``calls`` calls each. ``others``: the share of the cores that other processes had meanwhile, of
+    calls on the CPU and where the system says it."""
 
     us: float
     us_p20: float
@@ -48,8 +50,8 @@ class Timing:
 
 
 def busy(times: Iterable[tuple[float, float, float | None]]) -> str:
-    """A sentence for a reader of times that were taken on a busy machine, empty when none was: of each its 20th and 80th percentile and
-    what others had of the cores."""
+    """A sentence for a reader of times that were taken on a busy machine, empty when none was: of
+    each its 20th and 80th percentile and what others had of the cores."""
     times = list(times)
     spread = max((p80 / p20 for p20, p80, _ in times), default=1.0)
     others = max((share for *_, share in times if share is not None), default=0.0)
@@ -64,9 +66,10 @@ def copies_needed(operand_bytes: int, cache_bytes: int) -> int:
 
 
 def time_calls(named: Mapping[str, Sequence[Call]], device: str, orders: random.Random | None = None) -> dict[str, Timing]:
-    """Time each implementation: ``named[name]`` holds one callable per operand copy, which launches on ``device`` ("cpu", "cuda:0"); on
-    CUDA they must be capturable. ``orders`` draws the order of every round; None: always that of ``named``. At its power limit a board
-    owes a kernel's time to the one before it too. Raises ``ValueError`` when there is nothing to call."""
+    """Time each implementation: ``named[name]`` holds one callable per operand copy, which launches
+    on ``device`` ("cpu", "cuda:0"); on CUDA they must be capturable. ``orders`` draws the order of
+    every round; None: always that of ``named``. At its power limit a board owes a kernel's time to
+    the one before it too. Raises ``ValueError`` when there is nothing to call."""
     for name, calls in named.items():
         if not calls:
             raise ValueError(f"{name!r} has no calls; accepted: one callable per operand copy")
@@ -139,7 +142,8 @@ def _event() -> torch.cuda.Event:
 
 
 def _capture(functions: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int, float]:
-    """(graph, calls in it, microseconds of one replay); the calls rotate over ``functions`` a whole number of times."""
+    """(graph, calls in it, microseconds of one replay); the calls rotate over ``functions`` a whole
+    number of times."""
     stream, start, stop = torch.cuda.Stream(), _event(), _event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

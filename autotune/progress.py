@@ -9,8 +9,8 @@ from ..schedules.operations import AnyWorkload
 
 
 class TuningBar:
-    """A bar on standard error over all candidates of all workloads. ``shown=False``, or a standard error that is no terminal, keeps it
-    quiet."""
+    """A bar on standard error over all candidates of all workloads. ``shown=False``, or a standard
+    error that is no terminal, keeps it quiet."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)

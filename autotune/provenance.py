@@ -31,9 +31,11 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def source_commit() -> str:
-    """The commit of this source tree, with "-dirty" when tracked files differ from it; empty when this is not a checkout.
+    """The commit of this source tree, with "-dirty" when tracked files differ from it; empty when
+    this is not a checkout.
 
-    ``$TILEBIT_COMMIT`` says it for a copy of the tree that travelled to a GPU machine without its history.
+    ``$TILEBIT_COMMIT`` says it for a copy of the tree that travelled to a GPU machine without its
+    history.
     """
     told = os.environ.get("TILEBIT_COMMIT")
     if told:

@@ -1,10 +1,12 @@
-"""Training the ranker: boosted trees (XGBoost) on tuning records, written as the document that ``schedules/ranker.py`` reads.
+"""Training the ranker: boosted trees (XGBoost) on tuning records, written as the document that
+``schedules/ranker.py`` reads.
 
     python -m tilebit.autotune.ranker --arch sm_90a --out schedules/tuned/nvidia-h200.ranker.json
 
-The target is log(us / estimate.us), the analytic model's error, not the slowdown against the workload's best: with whole shapes left out
-(409 records of 25 workloads on an H200) its choices took 1.02 times the best measured time in the mean, those of the slowdown 1.04 times.
-The same records give the same document: exact splits, one thread, a fixed seed."""
+The target is log(us / estimate.us), the analytic model's error, not the slowdown against the
+workload's best: with whole shapes left out (409 records of 25 workloads on an H200) its choices
+took 1.02 times the best measured time in the mean, those of the slowdown 1.04 times. The same
+records give the same document: exact splits, one thread, a fixed seed."""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ from ..schedules.target import ARCHES, Target, cpu_target, detect_target, target
 
 MIN_RECORDS, MIN_WORKLOADS = 200, 10  # fewer say more about their own shapes than about the device
 TREES = 200
-# Small steps on samples of rows and features: single trees of so few records hang on ties. Depths of 3 to 5, 100 to 400 trees and more
-# regularization were within 1 % of this in the mean regret of the shipped H200 records, workloads or shapes left out.
+# Small steps on samples of rows and features: single trees of so few records hang on ties. Depths
+# of 3 to 5, 100 to 400 trees and more regularization were within 1 % of this in the mean regret of
+# the shipped H200 records, workloads or shapes left out.
 PARAMETERS = {
     "max_depth": 4,
     "eta": 0.05,
@@ -62,8 +65,8 @@ class Sample:
 
 
 def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
-    """The timed records of ``arch``, of operations that have features, whose schedules the present rules accept, in an order that is not
-    that of the files."""
+    """The timed records of ``arch``, of operations that have features, whose schedules the present
+    rules accept, in an order that is not that of the files."""
     found = []
     for r in latest(records).values():
         target = record_target(r) if r.ok and r.arch == arch else None
@@ -75,7 +78,8 @@ def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
 
 
 def record_target(record: TuningRecord) -> Target:
-    """The device of a record: its arch's reference rates over its number of units. A CPU's rates are this machine's per core."""
+    """The device of a record: its arch's reference rates over its number of units. A CPU's rates
+    are this machine's per core."""
     base = cpu_target() if record.arch == "cpu" else target_from_name(record.arch)
     scale = record.units / base.units
     rates = replace(base, mma_tflops=base.mma_tflops * scale, dequant_gops=base.dequant_gops * scale)

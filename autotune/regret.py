@@ -1,9 +1,10 @@
-"""How good choices without a record are: each workload (or shape) of the records left out in turn, its schedule chosen from the others'.
+"""How good choices without a record are: each workload (or shape) of the records left out in turn,
+its schedule chosen from the others'.
 
     python -m tilebit.autotune.regret --arch sm_90a --rows results/rows/ranker/nvidia-h200.jsonl
 
-Only schedules that were measured for a workload can be chosen for it, so that every choice has a time. Regret is that time over the
-workload's best: 1.0 is the tuned choice itself."""
+Only schedules that were measured for a workload can be chosen for it, so that every choice has a
+time. Regret is that time over the workload's best: 1.0 is the tuned choice itself."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ LEFT_OUT = ("workload", "shape")  # one m of a shape and format; all of an (n, k
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """One choice: ``source`` chose for ``workload`` a schedule that took ``us`` microseconds on ``gpu``, where the best measured one took
-    ``best_us``; ``left_out`` is what the chooser had not seen, the "workload" or its whole "shape"."""
+    """One choice: ``source`` chose for ``workload`` a schedule that took ``us`` microseconds on
+    ``gpu``, where the best measured one took ``best_us``; ``left_out`` is what the chooser had not
+    seen, the "workload" or its whole "shape"."""
 
     workload: Workload
     gpu: str
@@ -52,7 +54,8 @@ class Regret:
 
 
 def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
-    """What each of ``SOURCES`` chooses for every workload of ``found`` (one arch's samples) when ``left_out`` is unseen.
+    """What each of ``SOURCES`` chooses for every workload of ``found`` (one arch's samples) when
+    ``left_out`` is unseen.
 
     Raises ``ValueError`` for another ``left_out``, and where leaving one out leaves nothing."""
     if left_out not in LEFT_OUT:
@@ -100,7 +103,8 @@ def summary(rows: Iterable[Regret]) -> list[dict[str, Any]]:
 
 
 def _nearest(measured: Sequence[Sample], others: Sequence[Sample], expected: dict[Schedule, float]) -> Schedule:
-    """What ``select`` takes over from records without a ranker: the nearest one's schedule that is not expected to be slow here."""
+    """What ``select`` takes over from records without a ranker: the nearest one's schedule that is
+    not expected to be slow here."""
     first = measured[0]
     bound = NEAR_ENOUGH * min(expected.values())
     near = (r.schedule for _, r in neighbours(first.record.workload, first.target, [s.record for s in others]))

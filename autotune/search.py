@@ -11,8 +11,9 @@ from ..schedules.select import choose
 from ..schedules.target import Target
 
 MAX_PLACES = 40
-# Of a workload's candidates that are measured when a ranker orders them. In 25 workloads measured on an H200, each left out in turn, the
-# best of the ranker's first eight was the best of all that were measured; that of the analytic model's first eight up to 15 % slower.
+# Of a workload's candidates that are measured when a ranker orders them. In 25 workloads measured
+# on an H200, each left out in turn, the best of the ranker's first eight was the best of all that
+# were measured; that of the analytic model's first eight up to 15 % slower.
 RANKED_SHARE = 0.25
 MIN_PLACES = 12
 SHARE = 0.3  # of the places that one tile shape may take before the others had theirs: at large m, all orders of its tiles
@@ -20,16 +21,17 @@ IMPROVEMENT = 0.01  # a candidate faster by less than this counts as no progress
 
 
 def places(options: int, ranked: bool) -> int:
-    """How many of a workload's ``options`` candidates are measured; ``ranked``: a learned ranker has ordered them."""
+    """How many of a workload's ``options`` candidates are measured; ``ranked``: a learned ranker
+    has ordered them."""
     return min(MAX_PLACES, max(MIN_PLACES, ceil(RANKED_SHARE * options))) if ranked else MAX_PLACES
 
 
 def shortlist(workload: AnyWorkload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
-    """At most ``size`` candidates (None: ``places``) by ``ranker`` where it serves them, else by the analytic model, fastest first; None
-    when no program runs on ``target``.
+    """At most ``size`` candidates (None: ``places``) by ``ranker`` where it serves them, else by
+    the analytic model, fastest first; None when no program runs on ``target``.
 
-    The models are least sure of differences between tile shapes, so no shape takes more than SHARE of the places unless too few others
-    are left."""
+    The models are least sure of differences between tile shapes, so no shape takes more than SHARE
+    of the places unless too few others are left."""
     options = candidates(workload, target)
     if options is None:
         return None
@@ -50,9 +52,9 @@ def shortlist(workload: AnyWorkload, target: Target, size: int | None = None, ra
 
 
 def searched(workload: AnyWorkload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
-    """What the tuner measures, in this order: what ``select`` would use untuned, then the ``shortlist``, whose last gives way if that is
-    not of it. It can be a neighbour's, which no rule would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist
-    took 7.8)."""
+    """What the tuner measures, in this order: what ``select`` would use untuned, then the
+    ``shortlist``, whose last gives way if that is not of it. It can be a neighbour's, which no rule
+    would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist took 7.8)."""
     short = shortlist(workload, target, size, ranker)
     if not short:
         return short
@@ -61,8 +63,8 @@ def searched(workload: AnyWorkload, target: Target, size: int | None = None, ran
 
 
 class Patience:
-    """Stops a search whose last ``limit`` measurements in a row brought no progress. Failed candidates (``us`` None) count like slow ones
-    once something has worked."""
+    """Stops a search whose last ``limit`` measurements in a row brought no progress. Failed
+    candidates (``us`` None) count like slow ones once something has worked."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

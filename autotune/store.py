@@ -1,4 +1,5 @@
-"""The record store: tuning records appended to a file of JSON lines, so that a crash, a full disk or a second tuner loses nothing."""
+"""The record store: tuning records appended to a file of JSON lines, so that a crash, a full disk
+or a second tuner loses nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ class StoreError(Exception):
 
 
 class RecordStore:
-    """Records in ``path`` (default: the user's file, see ``schedules.records``). Any number of processes may append at once.
+    """Records in ``path`` (default: the user's file, see ``schedules.records``). Any number of
+    processes may append at once.
 
-    A record is on the disk when ``append`` returns. A torn last line, left by a writer that died, is moved to ``<path>.torn`` by the next
-    append; a whole one that only lacks its newline gets it. Nothing else is ever rewritten.
+    A record is on the disk when ``append`` returns. A torn last line, left by a writer that died,
+    is moved to ``<path>.torn`` by the next append; a whole one that only lacks its newline gets it.
+    Nothing else is ever rewritten.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -32,11 +35,13 @@ class RecordStore:
         self._lock_path = self.path.with_name(self.path.name + ".lock")
 
     def records(self) -> list[TuningRecord]:
-        """All records, oldest first; none when there is no file yet. Lines that are no records are skipped with a ``RecordWarning``."""
+        """All records, oldest first; none when there is no file yet. Lines that are no records are
+        skipped with a ``RecordWarning``."""
         return load_records(self.path) if self.path.is_file() else []
 
     def append(self, record: TuningRecord) -> None:
-        """Add one record durably. Raises ``StoreError`` (a full disk, a directory that cannot be written) and then has changed nothing."""
+        """Add one record durably. Raises ``StoreError`` (a full disk, a directory that cannot be
+        written) and then has changed nothing."""
         line = json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

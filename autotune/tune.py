@@ -1,8 +1,8 @@
 """The tuner: candidates, ranked, compiled, verified, measured, recorded.
 
-Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates among the records before it does
-anything: so an interrupted run continues where it stopped and measures nothing twice. A record counts while artifact, workload, device
-and driver are the same."""
+Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates
+among the records before it does anything: so an interrupted run continues where it stopped and
+measures nothing twice. A record counts while artifact, workload, device and driver are the same."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ from .store import RecordStore
 from .worker import DeviceWorker, Outcome
 
 PATIENCE = 12  # measurements in a row without progress that end a workload's search
-# The fastest of a search, up to so many times as slow as the best, are timed once more in alternation: one by one each met its own clocks
-# (28672 x 4096, m = 1024, H200: the winner by 3 % of such times was 3.5 % behind the second, side by side). A board that is kept busy
-# clocks lower and all are slower then, by 3 % in the median and 16 % at most (49 workloads, H200). What is recorded is therefore brought
-# back to the level of the search: else one that was not among them wins with the time that it had alone (15 of those 49 workloads).
+# The fastest of a search, up to so many times as slow as the best, are timed once more in
+# alternation: one by one each met its own clocks (28672 x 4096, m = 1024, H200: the winner by 3 %
+# of such times was 3.5 % behind the second, side by side). A board that is kept busy clocks lower
+# and all are slower then, by 3 % in the median and 16 % at most (49 workloads, H200). What is
+# recorded is therefore brought back to the level of the search: else one that was not among them
+# wins with the time that it had alone (15 of those 49 workloads).
 FINALISTS, FINALIST_WITHIN = 4, 1.08
 
 
 class TuneError(RuntimeError):
-    """The tuner cannot go on, for a reason that is no candidate's fault. What was recorded stays; run it again to continue."""
+    """The tuner cannot go on, for a reason that is no candidate's fault. What was recorded stays;
+    run it again to continue."""
 
 
 class Compiler(Protocol):
@@ -64,9 +67,10 @@ class Measurer(Protocol):
 class TunedWorkload:
     """What tuning one workload came to.
 
-    ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried now, ``reused`` were known, and
-    ``failed`` of those two have no time; ``left`` were not tried. ``stopped`` says why: "done" (all were tried), "patience" or "budget".
-    ``failure`` is what became of the most promising one that failed, its status and reason; empty when none did.
+    ``best`` is its fastest record (None: nothing worked); of its candidates ``measured`` were tried
+    now, ``reused`` were known, and ``failed`` of those two have no time; ``left`` were not tried.
+    ``stopped`` says why: "done" (all were tried), "patience" or "budget". ``failure`` is what
+    became of the most promising one that failed, its status and reason; empty when none did.
     """
 
     workload: AnyWorkload
@@ -106,15 +110,16 @@ def tune(
     max_candidates: int | None = None,
     patience: int = PATIENCE,
 ) -> TuneReport:
-    """Measure the most promising schedules of each workload (sizes count as their buckets) and record them in ``store`` (default: the
-    user's records).
+    """Measure the most promising schedules of each workload (sizes count as their buckets) and
+    record them in ``store`` (default: the user's records).
 
-    ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer where a ranker orders them. What
-    ``select`` gives without these measurements is the first of them.
-    ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in flight is finished. ``jobs`` compile at once.
-    ``compiler`` and ``measurer`` default to a ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress``
-    shows a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, ``TuneError``, ``StoreError`` or
-    ``WorkerError`` when it cannot go on."""
+    ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer
+    where a ranker orders them. What ``select`` gives without these measurements is the first of
+    them. ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in
+    flight is finished. ``jobs`` compile at once. ``compiler`` and ``measurer`` default to a
+    ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress`` shows
+    a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here,
+    ``TuneError``, ``StoreError`` or ``WorkerError`` when it cannot go on."""
     todo = list(dict.fromkeys(w.bucketed() for w in workloads))
     if (max_candidates is not None and max_candidates < 1) or patience < 1 or (budget_s is not None and budget_s <= 0):
         raise ValueError(
@@ -205,9 +210,10 @@ class _Run:
         )
 
     def _run_off(self, workload: AnyWorkload, records: list[TuningRecord]) -> list[TuningRecord]:
-        """``records`` with the times of the fastest few replaced by those that they reach in alternation, divided by how much slower the
-        median of them is there, which are recorded, too; so is one that is wrong this time. What ends the process may be any one's fault:
-        then all keep their times."""
+        """``records`` with the times of the fastest few replaced by those that they reach in
+        alternation, divided by how much slower the median of them is there, which are recorded,
+        too; so is one that is wrong this time. What ends the process may be any one's fault: then
+        all keep their times."""
         working = sorted((r for r in records if r.ok and r.us is not None), key=lambda r: r.us or 0.0)
         near = [r for r in working[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (working[0].us or 0.0)]
         missing = [r for r in near if r.schedule not in self.kernels]  # of an earlier run
@@ -230,8 +236,9 @@ class _Run:
     def _prepared(
         self, workload: AnyWorkload, schedules: list[Schedule], deadline: float | None
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
-        """(request, known record, else what became of compiling it), a batch at a time. On a GPU the next batch compiles while one is
-        measured; on the CPU it would disturb the measurement."""
+        """(request, known record, else what became of compiling it), a batch at a time. On a GPU
+        the next batch compiles while one is measured; on the CPU it would disturb the measurement.
+        """
         requests = [CompileRequest(s.program, workload, s, self.target) for s in schedules]
         known = [self.known.get((workload, r.schedule, r.key, self.driver)) for r in requests]
         pairs = list(zip(requests, known, strict=True))

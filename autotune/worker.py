@@ -1,4 +1,5 @@
-"""The isolated measurer: one child process per device, which may hang, fault or be killed at the cost of the candidate it was busy with."""
+"""The isolated measurer: one child process per device, which may hang, fault or be killed at the
+cost of the candidate it was busy with."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one kernel: ``status`` as in ``schedules.records.STATUSES``, times in microseconds when it is "ok", else a
-    ``reason``."""
+    """What became of one kernel: ``status`` as in ``schedules.records.STATUSES``, times in
+    microseconds when it is "ok", else a ``reason``."""
 
     status: str
     reason: str = ""
@@ -57,12 +58,14 @@ class _Died(Exception):
 
 
 class DeviceWorker:
-    """Verifies and times kernels on ``device`` ("cpu", "cuda:0") in a child process that lives as long as it behaves.
+    """Verifies and times kernels on ``device`` ("cpu", "cuda:0") in a child process that lives as
+    long as it behaves.
 
-    ``timeout`` is what one kernel's verification and timing may take, in seconds of the child's own time: those in which other
-    processes had its cores do not count. Kernels are measured by one process per device at a time: all workers of this user take turns
-    through a lock file in ``lock_dir``. Use it in a ``with`` statement, from one thread: the child is killed when the thread that started
-    it ends."""
+    ``timeout`` is what one kernel's verification and timing may take, in seconds of the child's own
+    time: those in which other processes had its cores do not count. Kernels are measured by one
+    process per device at a time: all workers of this user take turns through a lock file in
+    ``lock_dir``. Use it in a ``with`` statement, from one thread: the child is killed when the
+    thread that started it ends."""
 
     def __init__(self, device: str, lock_dir: str | os.PathLike[str], timeout: float = 120.0, seed: int = 0) -> None:
         self.device, self.timeout, self.seed = device, timeout, seed
@@ -83,15 +86,15 @@ class DeviceWorker:
         return None if self._process is None else self._process.pid
 
     def measure(self, kernel: str | os.PathLike[str], workload: AnyWorkload, schedule: Schedule, target: Target) -> Outcome:
-        """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does; ``WorkerError`` when no child can be
-        started."""
+        """Verify and time the kernel directory ``kernel``. Never raises for what a kernel does;
+        ``WorkerError`` when no child can be started."""
         return self.compare([kernel], workload, [schedule], target)[0]
 
     def compare(
         self, kernels: Sequence[str | os.PathLike[str]], workload: AnyWorkload, schedules: Sequence[Schedule], target: Target
     ) -> list[Outcome]:
-        """Verify kernel directories of one workload, then time those that are right in alternation. Raises as ``measure`` does; what ends
-        the child is the outcome of all."""
+        """Verify kernel directories of one workload, then time those that are right in alternation.
+        Raises as ``measure`` does; what ends the child is the outcome of all."""
         job = {
             "kernels": [str(kernel) for kernel in kernels],
             "workload": workload.to_json(),
@@ -159,8 +162,9 @@ class DeviceWorker:
             raise WorkerError(f"the measuring process for {self.device} did not start ({error!r}): {words}") from None
 
     def _answer(self, timeout: float, own: OwnTime | None = None) -> dict[str, Any]:
-        """The child's next answer. Raises ``_Died``, or ``TimeoutError`` when there is none within ``timeout`` seconds: of its ``own`` time
-        where that is given, at most ``PATIENCE`` times as many by the clock."""
+        """The child's next answer. Raises ``_Died``, or ``TimeoutError`` when there is none within
+        ``timeout`` seconds: of its ``own`` time where that is given, at most ``PATIENCE`` times as
+        many by the clock."""
         assert self._process is not None and self._process.stdout is not None
         deadline = time.monotonic() + timeout * (1 if own is None else PATIENCE)
         with selectors.DefaultSelector() as selector:
@@ -181,7 +185,8 @@ class DeviceWorker:
         return json.loads(line)
 
     def _end(self) -> tuple[int, str]:
-        """Kill the child if it lives; returns its exit status and the end of what it wrote to standard error."""
+        """Kill the child if it lives; returns its exit status and the end of what it wrote to
+        standard error."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         try:

@@ -1,7 +1,8 @@
-"""The measuring process: reads jobs as JSON lines from standard input; loads, verifies and times one kernel after another; answers in
-JSON lines.
+"""The measuring process: reads jobs as JSON lines from standard input; loads, verifies and times
+one kernel after another; answers in JSON lines.
 
-It is expected to die: a kernel may hang, fault or poison its CUDA context. Whoever started it (``worker.py``) notices and starts another.
+It is expected to die: a kernel may hang, fault or poison its CUDA context. Whoever started it
+(``worker.py``) notices and starts another.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class _Bench:
         self._gate: tuple[tuple[AnyWorkload, str, int], AnyGate] | None = None
 
     def run(self, job: dict[str, Any], started: Callable[[], None]) -> dict[str, Any]:
-        """Verify the job's kernels and time the right ones in alternation. ``started`` is called when everything but the kernels is ready:
-        from there a hang is a kernel's. Returns the fields of an ``Outcome`` of each, and whether the device's context is lost."""
+        """Verify the job's kernels and time the right ones in alternation. ``started`` is called
+        when everything but the kernels is ready: from there a hang is a kernel's. Returns the
+        fields of an ``Outcome`` of each, and whether the device's context is lost."""
         workload, target = workload_from_json(job["workload"]), Target.from_json(job["target"])
         results: list[dict[str, Any]] = [{} for _ in job["kernels"]]
         ready: dict[str, Runner] = {}
@@ -100,7 +102,8 @@ class _Bench:
         return self._gate[1]
 
     def _time(self, ready: dict[str, Runner], problem: Problem, target: Target) -> dict[str, Timing]:
-        # What a call touches may be less than what a problem holds: a cache has pages that no sequence owns.
+        # What a call touches may be less than what a problem holds: a cache has pages that no
+        # sequence owns.
         held = sum(tensor.nbytes for tensor in problem.operands.values())
         most = COPY_BYTES[self.device.partition(":")[0]] // max(held, 1)
         copies = max(1, min(copies_needed(problem.workload.bytes, target.l2), MOST_COPIES, most))
@@ -113,14 +116,15 @@ class _Bench:
 
 
 def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Any, outputs: Any) -> None:
-    """Run a loaded kernel on ``problem`` into ``outputs``, both of one operation: of a ``Problem`` its first ``len(outputs)`` rows into
-    that y, of an ``AttentionProblem`` into tensors by name. ``workspace`` is what ``split_workspace`` gives."""
+    """Run a loaded kernel on ``problem`` into ``outputs``, both of one operation: of a ``Problem``
+    its first ``len(outputs)`` rows into that y, of an ``AttentionProblem`` into tensors by name.
+    ``workspace`` is what ``split_workspace`` gives."""
     kernel.run(*_arguments(kernel, {**workspace, **problem.named(outputs)}))
 
 
 def _arguments(kernel: LoadedKernel, named: dict[str, Tensor]) -> list[Tensor]:
-    """The kernel's tensors in the order of its manifest; a GEMM's x gets the zero columns that a kernel reads beyond k (CUDA: rows of whole
-    16 bytes)."""
+    """The kernel's tensors in the order of its manifest; a GEMM's x gets the zero columns that a
+    kernel reads beyond k (CUDA: rows of whole 16 bytes)."""
     missing = [name for name in kernel.params if name not in named]
     if missing:
         raise ValueError(
@@ -134,12 +138,14 @@ def _arguments(kernel: LoadedKernel, named: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _failed(results: list[dict[str, Any]], status: str, reason: str, fatal: bool = False) -> dict[str, Any]:
-    """What is said when a job ends early: of kernels that are wrong that, of all others why it ended."""
+    """What is said when a job ends early: of kernels that are wrong that, of all others why it
+    ended."""
     return {"results": [r if r.get("status") == WRONG else {"status": status, "reason": reason} for r in results], "fatal": fatal}
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends, even in the middle of a kernel that hangs."""
+    """Ask Linux to kill this process when its parent ends, even in the middle of a kernel that
+    hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked

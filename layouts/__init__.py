@@ -1,4 +1,5 @@
-"""Where data lives: layout algebra, number formats, MMA fragments, packed layouts, pictures. Pure Python and numpy."""
+"""Where data lives: layout algebra, number formats, MMA fragments, packed layouts, pictures. Pure
+Python and numpy."""
 
 from .formats import QuantFormat
 from .fragments import Fragment

@@ -1,8 +1,10 @@
-"""What a warp's memory access costs: shared-memory wavefronts and global-memory sectors, counted from the addresses alone.
+"""What a warp's memory access costs: shared-memory wavefronts and global-memory sectors, counted
+from the addresses alone.
 
-Shared memory has 32 banks of 4 bytes. An access of 4 bytes a thread is served to the warp at once, of 8 bytes to half a warp, of 16 bytes
-to a quarter (8 threads); within such a phase each bank delivers one word per wavefront, to any number of threads. Global memory moves
-sectors of 32 bytes in lines of 128 (CUDA C++ Programming Guide, "Shared Memory" and "Device Memory Accesses").
+Shared memory has 32 banks of 4 bytes. An access of 4 bytes a thread is served to the warp at once,
+of 8 bytes to half a warp, of 16 bytes to a quarter (8 threads); within such a phase each bank
+delivers one word per wavefront, to any number of threads. Global memory moves sectors of 32 bytes
+in lines of 128 (CUDA C++ Programming Guide, "Shared Memory" and "Device Memory Accesses").
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ ACCESS_BYTES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class SharedAccess:
-    """Cost of one warp-wide access to shared memory: ``wavefronts`` served, ``phases`` of them unavoidable."""
+    """Cost of one warp-wide access to shared memory: ``wavefronts`` served, ``phases`` of them
+    unavoidable."""
 
     wavefronts: int
     phases: int
@@ -33,10 +36,11 @@ class SharedAccess:
 
 @dataclass(frozen=True, slots=True)
 class GlobalAccess:
-    """Cost of one warp-wide access to global memory, in 32-byte sectors; ``ideal`` is what its bytes would need, dense and aligned.
+    """Cost of one warp-wide access to global memory, in 32-byte sectors; ``ideal`` is what its
+    bytes would need, dense and aligned.
 
-    ``contiguous``: thread t's bytes directly follow thread t - 1's. ``alignment``: the largest power of two, at most 4096, that divides the
-    lowest address.
+    ``contiguous``: thread t's bytes directly follow thread t - 1's. ``alignment``: the largest
+    power of two, at most 4096, that divides the lowest address.
     """
 
     sectors: int
@@ -50,10 +54,12 @@ class GlobalAccess:
 
 
 def shared_access(addresses: np.ndarray, access_bytes: int) -> SharedAccess:
-    """Simulate one instruction in which thread t of a warp accesses ``access_bytes`` at byte ``addresses[t]`` (at most 32 threads).
+    """Simulate one instruction in which thread t of a warp accesses ``access_bytes`` at byte
+    ``addresses[t]`` (at most 32 threads).
 
-    ldmatrix is an access of 16 bytes too: thread t supplies the address of a row, 8 threads those of one 8 x 8 matrix, a phase each.
-    Raises ``ValueError`` for accesses that hardware refuses: more than 32 threads, other widths, addresses not aligned to the width.
+    ldmatrix is an access of 16 bytes too: thread t supplies the address of a row, 8 threads those
+    of one 8 x 8 matrix, a phase each. Raises ``ValueError`` for accesses that hardware refuses:
+    more than 32 threads, other widths, addresses not aligned to the width.
     """
     addresses = _checked(addresses, access_bytes)
     per_phase = min(WARP, WARP * BANK_BYTES // access_bytes)
@@ -67,8 +73,8 @@ def shared_access(addresses: np.ndarray, access_bytes: int) -> SharedAccess:
 
 
 def global_access(addresses: np.ndarray, access_bytes: int) -> GlobalAccess:
-    """Count the sectors that a warp touches when thread t accesses ``access_bytes`` at byte ``addresses[t]``; raises as
-    ``shared_access``."""
+    """Count the sectors that a warp touches when thread t accesses ``access_bytes`` at byte
+    ``addresses[t]``; raises as ``shared_access``."""
     addresses = _checked(addresses, access_bytes)
     sectors = np.unique(addresses // SECTOR_BYTES).size  # aligned accesses of at most 16 bytes never straddle a sector
     distinct = np.unique(addresses).size

@@ -1,7 +1,8 @@
-"""The packings of weight checkpoints as ``PackedLayout``s, so that importing one is composing two layouts.
+"""The packings of weight checkpoints as ``PackedLayout``s, so that importing one is composing two
+layouts.
 
-Facts, as the tools that write them have it (storage int32, row-major, shapes of a weight [n, k] with ``groups`` scale groups and p = 32 //
-bits codes a word):
+Facts, as the tools that write them have it (storage int32, row-major, shapes of a weight [n, k]
+with ``groups`` scale groups and p = 32 // bits codes a word):
 
 | storage              | weight                        | zero points                                       | stored zero                |
 |----------------------|-------------------------------|---------------------------------------------------|----------------------------|
@@ -10,12 +11,14 @@ bits codes a word):
 | "gptq_v2"            | qweight [k/p, n]              | qzeros [groups, n/p]                              | zero                       |
 | "compressed-tensors" | weight_packed [n, ceil(k/p)]  | weight_zero_point [ceil(n/p), groups], asymmetric | signed zero + 2**(bits-1)  |
 
-Zero points are packed like a weight of shape [n, groups]. AutoAWQ's interleave 0,2,4,6,1,3,5,7 says which of eight neighbouring output
-channels each nibble holds, lowest nibble first. compressed-tensors codes are signed integers stored with an offset of 2**(bits-1): unsigned
-codes here.
+Zero points are packed like a weight of shape [n, groups]. AutoAWQ's interleave 0,2,4,6,1,3,5,7 says
+which of eight neighbouring output channels each nibble holds, lowest nibble first.
+compressed-tensors codes are signed integers stored with an offset of 2**(bits-1): unsigned codes
+here.
 
-4-bit floats store two codes a byte along k, that of the lower k in the low bits, whatever tool writes them: compressed-tensors
-weight_packed uint8 [n, k/2], gpt-oss *_blocks uint8 [n, groups, 16]. Four such bytes are a word of "compressed-tensors".
+4-bit floats store two codes a byte along k, that of the lower k in the low bits, whatever tool
+writes them: compressed-tensors weight_packed uint8 [n, k/2], gpt-oss *_blocks uint8 [n, groups,
+16]. Four such bytes are a word of "compressed-tensors".
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ _AWQ_INTERLEAVE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """How a checkpoint stores one weight: ``weight`` is the layout over (n, k), ``zeros`` that over (n, groups), and a zero point is stored
-    minus ``zero_offset``, modulo 2**bits.
+    """How a checkpoint stores one weight: ``weight`` is the layout over (n, k), ``zeros`` that over
+    (n, groups), and a zero point is stored minus ``zero_offset``, modulo 2**bits.
     """
 
     storage: str
@@ -46,7 +49,8 @@ class CheckpointLayout:
 
 @cache
 def checkpoint_layout(storage: str, bits: int) -> CheckpointLayout:
-    """The layouts of ``storage`` (one of ``STORAGES``) at 4 or 8 bits ("awq": 4); raises ``ValueError`` otherwise."""
+    """The layouts of ``storage`` (one of ``STORAGES``) at 4 or 8 bits ("awq": 4); raises
+    ``ValueError`` otherwise."""
     if storage not in STORAGES:
         raise ValueError(f"unknown checkpoint storage {storage!r}; accepted: {', '.join(STORAGES)}")
     accepted = (4,) if storage == "awq" else (4, 8)

@@ -1,4 +1,5 @@
-"""Pictures of layouts, fragments and packed words, as SVG (no dependency) or PNG (matplotlib). People debug layouts by looking.
+"""Pictures of layouts, fragments and packed words, as SVG (no dependency) or PNG (matplotlib).
+People debug layouts by looking.
 
 ``save(draw_fragment(mma_a(16)), "a.svg")``
 """
@@ -34,7 +35,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Text centred on (x, y), or starting there with ``anchor="start"``, or ending there with "end"."""
+    """Text centred on (x, y), or starting there with ``anchor="start"``, or ending there with
+    "end"."""
 
     x: float
     y: float
@@ -45,7 +47,8 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Boxes and labels on a white ``width x height`` page, in pixels, y downwards. ``save`` writes it, ``svg`` is its SVG text."""
+    """Boxes and labels on a white ``width x height`` page, in pixels, y downwards. ``save`` writes
+    it, ``svg`` is its SVG text."""
 
     width: float
     height: float
@@ -70,7 +73,8 @@ class Picture:
 
 
 def draw_layout(layout: Layout | SwizzledLayout) -> Picture:
-    """Offsets of a layout: mode 0 down, the other modes (flattened) across; a layout of one mode goes across. Colour follows the offset."""
+    """Offsets of a layout: mode 0 down, the other modes (flattened) across; a layout of one mode
+    goes across. Colour follows the offset."""
     rows = Layout.compact(layout.shape[0]).size if isinstance(layout.shape, tuple) and len(layout.shape) > 1 else 1
     offsets = layout.offsets().reshape(-1, rows).T
     top = max(1, layout.cosize - 1)
@@ -84,7 +88,8 @@ def draw_layout(layout: Layout | SwizzledLayout) -> Picture:
 
 
 def draw_fragment(fragment: Fragment) -> Picture:
-    """The operand's matrix: in each cell the thread (T) and its element in register order (v) that hold it; one colour per lane."""
+    """The operand's matrix: in each cell the thread (T) and its element in register order (v) that
+    hold it; one colour per lane."""
     thread, value = fragment.owners()
     per_register = fragment.register_bits // fragment.element_bits
     legend = [(f"T{t}", lane_colour(t)) for t in range(min(fragment.threads, LANES))]
@@ -101,9 +106,9 @@ def draw_fragment(fragment: Fragment) -> Picture:
 def draw_packed(layout: PackedLayout, by: Literal["word", "element"] = "word", rows: int = 32) -> Picture:
     """One tile of a packed layout, at most ``rows`` rows of it.
 
-    ``by="word"``: storage order, a row for each 128 bits (what one thread loads), the element "n,k" at each bit position.
-    ``by="element"``: the weight, n down and k across, the word (w) and lowest bit (b) that hold each element. One colour per 128 bits in
-    both, repeating every 32.
+    ``by="word"``: storage order, a row for each 128 bits (what one thread loads), the element "n,k"
+    at each bit position. ``by="element"``: the weight, n down and k across, the word (w) and lowest
+    bit (b) that hold each element. One colour per 128 bits in both, repeating every 32.
     """
     if by not in ("word", "element"):
         raise ValueError(f"by is {by!r}; accepted: 'word', 'element'")
@@ -141,7 +146,8 @@ def draw_packed(layout: PackedLayout, by: Literal["word", "element"] = "word", r
 def save(picture: Picture, path: str | Path) -> Path:
     """Write the picture as the suffix says, ``.svg`` or ``.png``, and return the path.
 
-    Raises ``ValueError`` for another suffix, and ``ImportError`` for PNG where matplotlib is missing.
+    Raises ``ValueError`` for another suffix, and ``ImportError`` for PNG where matplotlib is
+    missing.
     """
     path = Path(path)
     if path.suffix == ".svg":
@@ -158,7 +164,8 @@ def draw_grid(
     text: Callable[[int, int], tuple[str, ...]], fill: Callable[[int, int], str],
     row_name: Callable[[int], str] = str, col_name: Callable[[int], str] = str, group: int = 0, group_name: Callable[[int], str] = str,
 ) -> Picture:  # fmt: skip
-    """A matrix of cells with coordinates on both axes, columns in groups of ``group``, title and note above, legend at the right."""
+    """A matrix of cells with coordinates on both axes, columns in groups of ``group``, title and
+    note above, legend at the right."""
     rows, cols = shape
     left, top = MARGIN + 64, MARGIN + 74
     gap, per_legend_column = 6, 8
@@ -207,7 +214,8 @@ def _colour(hue: float, lightness: float) -> str:
 
 
 def lane_colour(thread: int) -> str:
-    """A hue for each group of 4 neighbouring lanes (a row of a core), a lightness for each lane in it; black text reads on all."""
+    """A hue for each group of 4 neighbouring lanes (a row of a core), a lightness for each lane in
+    it; black text reads on all."""
     lane = int(thread) % LANES
     return _colour(lane // 4 / 8, 0.66 + 0.08 * (lane % 4))
 

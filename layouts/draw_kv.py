@@ -1,4 +1,5 @@
-"""Pictures of a KV cache's page: where its sections lie, which lane owns which token and channel, where the scales are."""
+"""Pictures of a KV cache's page: where its sections lie, which lane owns which token and channel,
+where the scales are."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ QUARTET = [(f"T%4={c}", lane_colour(c)) for c in range(4)]
 
 
 def draw_kv(layout: KVLayout, channels: int = 32) -> Picture:
-    """A page of one kv head, top to bottom: its sections, a granule of keys and one of values with the lane (T), the lane's word (w) and
-    lowest bit (b) of every code, and the parameters in the order of their bytes. Of the channels the first ``channels``, a multiple of
-    16, are drawn. Colours are lanes."""
+    """A page of one kv head, top to bottom: its sections, a granule of keys and one of values with
+    the lane (T), the lane's word (w) and lowest bit (b) of every code, and the parameters in the
+    order of their bytes. Of the channels the first ``channels``, a multiple of 16, are drawn.
+    Colours are lanes."""
     if channels < 16 or channels % 16:
         raise ValueError(f"channels is {channels}; accepted: multiples of 16 from 16")
     shown = min(channels, layout.head_dim)

@@ -125,8 +125,9 @@ class GemmFormat:
         return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
 
     def weight_of(self, numbers: Any, scales: Any, zeros: Any = None, row_scales: Any = None) -> Any:
-        """The weight: (number - zero) * scale (* row scale), of arrays or tensors that fit each other's
-        shapes; ``numbers`` are the codes' (``weight.values``). ``zeros`` None: none is stored."""
+        """The weight: (number - zero) * scale (* row scale), of arrays or tensors that fit each
+        other's shapes; ``numbers`` are the codes' (``weight.values``). ``zeros`` None: none is
+        stored."""
         weight = (numbers - (self.symmetric_zero_point if zeros is None else zeros)) * scales
         return weight if row_scales is None else weight * row_scales
 

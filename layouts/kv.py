@@ -1,14 +1,17 @@
-"""The layout of a KV cache: which bit of which page holds which token's channel, and where the scales lie.
+"""The layout of a KV cache: which bit of which page holds which token's channel, and where the
+scales lie.
 
-Both operands are packed as the A operand of mma.m16n8k16 finds them (BitDecoding, section IV (1); TurboMind, section 4.2): S^T = K Q^T
-multiplies *key granules*, 16 tokens (rows) x head_dim channels (k steps of 16), and O^T = V^T P^T *value granules*, head_dim channels (row
-tiles of 16) x 16 tokens. A granule is a tile of a ``PackedLayout`` that ``induce`` derives from the fragment.
+Both operands are packed as the A operand of mma.m16n8k16 finds them (BitDecoding, section IV (1);
+TurboMind, section 4.2): S^T = K Q^T multiplies *key granules*, 16 tokens (rows) x head_dim channels
+(k steps of 16), and O^T = V^T P^T *value granules*, head_dim channels (row tiles of 16) x 16
+tokens. A granule is a tile of a ``PackedLayout`` that ``induce`` derives from the fragment.
 
 A page of one kv head is one contiguous record:
 
     key granules | value granules | key parameters | value parameters
 
-Tokens of an unfinished group of 128 are not in pages: they lie in 16 bits in the sequence's residual window (section IV (2)).
+Tokens of an unfinished group of 128 are not in pages: they lie in 16 bits in the sequence's
+residual window (section IV (2)).
 """
 
 from __future__ import annotations
@@ -32,25 +35,27 @@ ORDER = 2  # of what a page holds; counted up when it changes, so that a cache s
 
 
 def residual_tokens(bits: int, warps: int, warp_tile: int = WARP_TILE_TOKENS, word_bits: int = 16) -> int:
-    """N_r = P_n * W_n * (word bits / bits): the tokens that fill whole packed fragments of every warp (BitDecoding, equation 1)."""
+    """N_r = P_n * W_n * (word bits / bits): the tokens that fill whole packed fragments of every
+    warp (BitDecoding, equation 1)."""
     return warp_tile * warps * (word_bits // bits)
 
 
-# Tokens of a residual window and of a group that shares a channel's parameters. The warps of RESIDUAL_WARPS make equation 1 give this for
-# every width, so one cache may mix widths.
+# Tokens of a residual window and of a group that shares a channel's parameters. The warps of
+# RESIDUAL_WARPS make equation 1 give this for every width, so one cache may mix widths.
 RESIDUAL = residual_tokens(4, RESIDUAL_WARPS[4])
 
 
 @cache
 def key_granule(bits: int, head_dim: int) -> PackedLayout:
-    """16 tokens (n) x ``head_dim`` channels (k) of keys: mma.m16n8k16's A, a k step of 16 channels after the other, loads of 16 bytes a
-    lane (8 at 2 bits and 64 channels: a lane has no more)."""
+    """16 tokens (n) x ``head_dim`` channels (k) of keys: mma.m16n8k16's A, a k step of 16 channels
+    after the other, loads of 16 bytes a lane (8 at 2 bits and 64 channels: a lane has no more)."""
     return induce(mma_a(16), bits, f"key_b{bits}_d{head_dim}", load_bits=_load_bits(bits, head_dim), k_steps=head_dim // 16)
 
 
 @cache
 def value_granule(bits: int, head_dim: int) -> PackedLayout:
-    """``head_dim`` channels (n) x 16 tokens (k) of values: mma.m16n8k16's A, a tile of 16 channels after the other; loads as the key's."""
+    """``head_dim`` channels (n) x 16 tokens (k) of values: mma.m16n8k16's A, a tile of 16 channels
+    after the other; loads as the key's."""
     load_bits = _load_bits(bits, head_dim)
     return induce(mma_a(16), bits, f"value_b{bits}_d{head_dim}", load_bits=load_bits, k_steps=1, n_tiles=head_dim // 16)
 
@@ -71,7 +76,8 @@ def _load_bits(bits: int, head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A page of ``page_size`` tokens of one kv head of ``head_dim`` channels in ``format``. Bytes count from the start of the page.
+    """A page of ``page_size`` tokens of one kv head of ``head_dim`` channels in ``format``. Bytes
+    count from the start of the page.
 
     Codes: granule g of an operand holds tokens 16 g .. 16 g + 15 of the page. Parameters, fp16:
 
@@ -161,21 +167,25 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Memory per packed token and kv head: codes and parameters. (A sequence's window comes on top: ``window_words`` words a head.)"""
+        """Memory per packed token and kv head: codes and parameters. (A sequence's window comes on
+        top: ``window_words`` words a head.)"""
         return self.page_bytes // self.page_size
 
     def key_position(self, token: np.ndarray | int, channel: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-        """(word of the page, lowest bit), int64, of a key's code; ``token`` counts from the page's first."""
+        """(word of the page, lowest bit), int64, of a key's code; ``token`` counts from the page's
+        first."""
         return self.key.position(token, channel, self.page_size, self.head_dim)
 
     def value_position(self, token: np.ndarray | int, channel: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-        """(word of the page, lowest bit), int64, of a value's code; ``token`` counts from the page's first."""
+        """(word of the page, lowest bit), int64, of a value's code; ``token`` counts from the
+        page's first."""
         word, bit = self.value.position(channel, token, self.head_dim, self.page_size)
         return word + self.value_offset * 8 // WORD_BITS, bit
 
     def key_parameter_position(self, token: np.ndarray | int, channel: np.ndarray | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(page, byte of the scale, byte of the zero), int64, of a key's parameters; ``token`` is a position in the sequence and ``page``
-        the sequence's page that holds them, which need not be the page of the token. Raises ``ValueError`` if the format has none."""
+        """(page, byte of the scale, byte of the zero), int64, of a key's parameters; ``token`` is a
+        position in the sequence and ``page`` the sequence's page that holds them, which need not be
+        the page of the token. Raises ``ValueError`` if the format has none."""
         self._needs_parameters("keys", self.format.key_scales)
         token, channel = np.broadcast_arrays(np.asarray(token, dtype=np.int64), np.asarray(channel, dtype=np.int64))
         if self.format.key_scales == "token":
@@ -188,8 +198,8 @@ class KVLayout:
         return scale // share, self.key_parameter_offset + scale % share, self.key_parameter_offset + zero % share
 
     def value_parameter_position(self, token: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-        """(byte of the scale, byte of the zero), int64, of a value's parameters; ``token`` counts from the page's first. Raises
-        ``ValueError`` if the format has none."""
+        """(byte of the scale, byte of the zero), int64, of a value's parameters; ``token`` counts
+        from the page's first. Raises ``ValueError`` if the format has none."""
         self._needs_parameters("values", self.format.value_scales)
         scale = self.value_parameter_offset + PAIR_BYTES * np.asarray(token, dtype=np.int64)
         return scale, scale + PAIR_BYTES // 2
@@ -202,9 +212,10 @@ class KVLayout:
 
 
 def channel_parameter_bytes(channel: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-    """(byte of the scale, byte of the zero), int64, of a channel in its group's record of key parameters: lane c of mma.m16n8k16's B
-    operand finds those of its four channels of a k step, 16 f + 2 c + {0, 1, 8, 9}, in one 16-byte load, as four registers of an A operand:
-    pairs of zeros are rows 0..7, pairs of scales rows 8..15."""
+    """(byte of the scale, byte of the zero), int64, of a channel in its group's record of key
+    parameters: lane c of mma.m16n8k16's B operand finds those of its four channels of a k step, 16
+    f + 2 c + {0, 1, 8, 9}, in one 16-byte load, as four registers of an A operand: pairs of zeros
+    are rows 0..7, pairs of scales rows 8..15."""
     channel = np.asarray(channel, dtype=np.int64)
     step, in_step = channel // 16, channel % 16
     lane, slot = in_step % 8 // 2, in_step // 8 * 4 + in_step % 2

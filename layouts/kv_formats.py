@@ -18,15 +18,17 @@ _SHORT = {"float": "16", "int8": "8", "int4": "4", "int2": "2", "fp8": "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How a cache stores keys and values: "float" (the model's 16-bit type), "int8", "int4", "int2" (unsigned codes) or "fp8" (e4m3).
+    """How a cache stores keys and values: "float" (the model's 16-bit type), "int8", "int4", "int2"
+    (unsigned codes) or "fp8" (e4m3).
 
     ``key_scales`` says which numbers share a key's parameters. Codes ``q`` of ``int*`` mean
 
         x = q * scale + zero        scale, zero: fp16
 
-    one pair per "channel" over a group of 128 tokens (the default; BitDecoding's KC) or per "token" (KT) over the head's channels;
-    ``int*`` values always have theirs per token. "fp8" means ``x = e4m3 * head_scale``, one fp32 per head ("head"); "float" is the number
-    itself ("none"). Keys and values are independent of each other. Raises ``ValueError`` for anything else.
+    one pair per "channel" over a group of 128 tokens (the default; BitDecoding's KC) or per "token"
+    (KT) over the head's channels; ``int*`` values always have theirs per token. "fp8" means ``x =
+    e4m3 * head_scale``, one fp32 per head ("head"); "float" is the number itself ("none"). Keys and
+    values are independent of each other. Raises ``ValueError`` for anything else.
     """
 
     key: str = "float"
@@ -60,12 +62,14 @@ class KVFormat:
 
     @property
     def has_head_scales(self) -> bool:
-        """Some operand is fp8, so the cache has ``head_scales``, fp32 [2, heads_kv]: row 0 keys, row 1 values."""
+        """Some operand is fp8, so the cache has ``head_scales``, fp32 [2, heads_kv]: row 0 keys,
+        row 1 values."""
         return "fp8" in (self.key, self.value)
 
     @property
     def name(self) -> str:
-        """``kv16``, ``kv4_channel``, ``kvfp8``; of different precisions ``k8_channel_v4``, ``k16_v4``, ``kfp8_v16``."""
+        """``kv16``, ``kv4_channel``, ``kvfp8``; of different precisions ``k8_channel_v4``,
+        ``k16_v4``, ``kfp8_v16``."""
         scales = f"_{self.key_scales}" if self.key_scales in ("channel", "token") else ""
         if self.key == self.value:
             return f"kv{_SHORT[self.key]}{scales}"

@@ -1,7 +1,9 @@
-"""Quantizing and packing keys and values on the host, bit for bit as the kernels do: the twin that they are tested against.
+"""Quantizing and packing keys and values on the host, bit for bit as the kernels do: the twin that
+they are tested against.
 
-Numbers are float32 arrays whose every element is a number of the model's type (``dtype``: "float16" or "bfloat16"), so that nothing is
-rounded before it is quantized. Integer codes, all steps in fp32 and IEEE, no fused multiply-add:
+Numbers are float32 arrays whose every element is a number of the model's type (``dtype``: "float16"
+or "bfloat16"), so that nothing is rounded before it is quantized. Integer codes, all steps in fp32
+and IEEE, no fused multiply-add:
 
     scale = fp16((max - min) / (2^bits - 1)), or 1 where that is 0;   zero = fp16(min + 0)
     q = clamp(rint((x - zero) * (1 / scale)), 0, 2^bits - 1);         x' = q * scale + zero
@@ -28,8 +30,9 @@ Arrays = tuple[np.ndarray, np.ndarray]
 class KVGroup:
     """128 tokens of one kv head as a cache holds them.
 
-    ``keys``, ``values``: codes [128, head_dim], uint8 (of "float": the numbers' 16 bits, uint16). ``key_parameters``, ``value_parameters``:
-    fp16 [2, n], scales then zeros, n = head_dim ("channel"), 128 ("token") or 0 (float and fp8).
+    ``keys``, ``values``: codes [128, head_dim], uint8 (of "float": the numbers' 16 bits, uint16).
+    ``key_parameters``, ``value_parameters``: fp16 [2, n], scales then zeros, n = head_dim
+    ("channel"), 128 ("token") or 0 (float and fp8).
     """
 
     keys: np.ndarray
@@ -39,13 +42,15 @@ class KVGroup:
 
 
 def quantize_codes(x: np.ndarray, bits: int, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(uint8 codes like ``x``, fp16 [2, n] scales and zeros) of float32 [rows, cols] ``x``; ``axis`` is the one that shares parameters."""
+    """(uint8 codes like ``x``, fp16 [2, n] scales and zeros) of float32 [rows, cols] ``x``;
+    ``axis`` is the one that shares parameters."""
     steps = np.float32((1 << bits) - 1)
     with np.errstate(over="ignore", invalid="ignore"):  # numbers outside of fp16's range have no finite zero point
         low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
         scale = ((high - low) / steps).astype(np.float16)
         scale[scale == 0] = 1
-        # + 0: of +0 and -0 a reduction's order decides which is the minimum; a stored zero point has no sign.
+        # + 0: of +0 and -0 a reduction's order decides which is the minimum; a stored zero point
+        # has no sign.
         zero = (low + np.float32(0)).astype(np.float16)
         q = np.rint((x - zero.astype(np.float32)) * (np.float32(1) / scale.astype(np.float32)))
     codes = np.fmin(np.fmax(q, np.float32(0)), steps).astype(np.uint8)  # as fmaxf and fminf: not-a-number becomes 0
@@ -53,7 +58,8 @@ def quantize_codes(x: np.ndarray, bits: int, axis: int) -> tuple[np.ndarray, np.
 
 
 def dequantize_codes(codes: np.ndarray, parameters: np.ndarray, axis: int) -> np.ndarray:
-    """float32 ``q * scale + zero``, the product and the sum each rounded once; arguments as ``quantize_codes`` gives them."""
+    """float32 ``q * scale + zero``, the product and the sum each rounded once; arguments as
+    ``quantize_codes`` gives them."""
     scale, zero = (np.expand_dims(row.astype(np.float32), axis) for row in parameters)
     return codes.astype(np.float32) * scale + zero
 
@@ -69,7 +75,8 @@ def _e4m3_table() -> np.ndarray:
 
 
 def encode_e4m3(x: np.ndarray) -> np.ndarray:
-    """float32 -> uint8 codes of OCP e4m3 ("fn": no infinity): to nearest, ties to even, saturating at 448; not-a-number is 0x7f."""
+    """float32 -> uint8 codes of OCP e4m3 ("fn": no infinity): to nearest, ties to even, saturating
+    at 448; not-a-number is 0x7f."""
     x = np.asarray(x, dtype=np.float32)
     table = _e4m3_table()[:E4M3_NAN]
     middles = (table[1:] + table[:-1]) / 2  # exact: e4m3 numbers have 4 bits
@@ -87,7 +94,8 @@ def decode_e4m3(codes: np.ndarray) -> np.ndarray:
 
 
 def to_bits(x: np.ndarray, dtype: str) -> np.ndarray:
-    """uint16: the 16 bits of each number of ``x`` in ``dtype``. Raises ``ValueError`` for a number that ``dtype`` does not have."""
+    """uint16: the 16 bits of each number of ``x`` in ``dtype``. Raises ``ValueError`` for a number
+    that ``dtype`` does not have."""
     _checked_dtype(dtype)
     x = np.ascontiguousarray(x, dtype=np.float32)
     with np.errstate(over="ignore"):
@@ -108,8 +116,9 @@ def from_bits(bits: np.ndarray, dtype: str) -> np.ndarray:
 def quantize_group(
     k: np.ndarray, v: np.ndarray, format: KVFormat, dtype: str = "float16", head_scales: tuple[float, float] = (1.0, 1.0)
 ) -> KVGroup:
-    """Quantize 128 tokens of one kv head: ``k``, ``v`` float32 [128, head_dim], numbers of ``dtype``; ``head_scales`` are fp8's (key,
-    value). Raises ``ValueError`` for other shapes or numbers."""
+    """Quantize 128 tokens of one kv head: ``k``, ``v`` float32 [128, head_dim], numbers of
+    ``dtype``; ``head_scales`` are fp8's (key, value). Raises ``ValueError`` for other shapes or
+    numbers."""
     if k.shape != v.shape or k.ndim != 2 or k.shape[0] != RESIDUAL:
         raise ValueError(f"k is {list(k.shape)} and v {list(v.shape)}; accepted: two arrays [{RESIDUAL}, head_dim]")
     parts = []
@@ -145,8 +154,8 @@ def dequantize_group(group: KVGroup, format: KVFormat, dtype: str = "float16", h
 
 
 def pack_pages(groups: Sequence[KVGroup], layout: KVLayout) -> np.ndarray:
-    """int32 [pages, layout.page_words]: the pages, in order, of consecutive ``groups`` of one kv head. What the last groups leave of a page
-    of 256 tokens is 0."""
+    """int32 [pages, layout.page_words]: the pages, in order, of consecutive ``groups`` of one kv
+    head. What the last groups leave of a page of 256 tokens is 0."""
     pages = -(-len(groups) * RESIDUAL // layout.page_size)
     tokens = pages * layout.page_size
 
@@ -169,8 +178,9 @@ def pack_pages(groups: Sequence[KVGroup], layout: KVLayout) -> np.ndarray:
 
 
 def unpack_pages(pages: np.ndarray, layout: KVLayout, groups: int) -> list[KVGroup]:
-    """The inverse of ``pack_pages``: the first ``groups`` groups of int32 [pages, layout.page_words], a sequence's pages in order. Raises
-    ``ValueError`` for another shape or too few pages."""
+    """The inverse of ``pack_pages``: the first ``groups`` groups of int32 [pages,
+    layout.page_words], a sequence's pages in order. Raises ``ValueError`` for another shape or too
+    few pages."""
     if pages.ndim != 2 or pages.shape[1] != layout.page_words or len(pages) * layout.page_size < groups * RESIDUAL:
         raise ValueError(f"pages are {list(pages.shape)}; accepted: [at least {groups * RESIDUAL} tokens' pages, {layout.page_words}]")
     data = np.ascontiguousarray(pages).view(np.uint8)
@@ -197,8 +207,8 @@ def unpack_pages(pages: np.ndarray, layout: KVLayout, groups: int) -> list[KVGro
 
 
 def pack_window(k: np.ndarray, v: np.ndarray, dtype: str = "float16") -> np.ndarray:
-    """int32 [window_words]: a residual window of one kv head that holds ``k``, ``v``, float32 [tokens, head_dim] of up to 128 tokens,
-    numbers of ``dtype``; the rest is 0."""
+    """int32 [window_words]: a residual window of one kv head that holds ``k``, ``v``, float32
+    [tokens, head_dim] of up to 128 tokens, numbers of ``dtype``; the rest is 0."""
     if k.shape != v.shape or k.ndim != 2 or len(k) > RESIDUAL:
         raise ValueError(f"k is {list(k.shape)} and v {list(v.shape)}; accepted: two arrays [up to {RESIDUAL}, head_dim]")
     layout = _window_layout(k.shape[1])
@@ -231,7 +241,8 @@ def _parameters(record: np.ndarray, scales: str) -> np.ndarray:
 
 
 def _record_order(count: int, scales: str) -> np.ndarray:
-    """int64 [2 * count]: where in a group's record, counted in fp16 numbers, each scale and then each zero lies."""
+    """int64 [2 * count]: where in a group's record, counted in fp16 numbers, each scale and then
+    each zero lies."""
     if scales == "channel":
         return np.concatenate(channel_parameter_bytes(np.arange(count))) // 2
     return np.concatenate([2 * np.arange(count), 2 * np.arange(count) + 1])

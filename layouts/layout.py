@@ -1,9 +1,10 @@
 """Layouts: functions from coordinates to offsets, written shape:stride, and their algebra.
 
-After CuTe ("CuTe Layout Representation and Algebra", NVIDIA CUTLASS). A layout's coordinates are ordered colexicographically (the first
-mode runs fastest), so it is also a function from the indices 0, 1, ... size - 1. That function *is* the layout: composition and inverses
-are decided on its table of offsets, so a result is right or there is a ``ValueError`` that names both operands and the reason. Tables
-cost ``size`` numbers: meant for tiles, not for whole tensors.
+After CuTe ("CuTe Layout Representation and Algebra", NVIDIA CUTLASS). A layout's coordinates are
+ordered colexicographically (the first mode runs fastest), so it is also a function from the indices
+0, 1, ... size - 1. That function *is* the layout: composition and inverses are decided on its table
+of offsets, so a result is right or there is a ``ValueError`` that names both operands and the
+reason. Tables cost ``size`` numbers: meant for tiles, not for whole tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ Mode: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``Layout((4, (2, 8)), (2, (1, 8)))``: nested shape (positive) and strides (not negative) of the same profile.
+    """``Layout((4, (2, 8)), (2, (1, 8)))``: nested shape (positive) and strides (not negative) of
+    the same profile.
 
-    Calling it with one coordinate per mode (``layout(3, 1)``), or with a single index, gives the offset; indices may be numpy arrays.
-    Raises ``ValueError`` for any other shape or stride, and for coordinates outside of the shape.
+    Calling it with one coordinate per mode (``layout(3, 1)``), or with a single index, gives the
+    offset; indices may be numpy arrays. Raises ``ValueError`` for any other shape or stride, and
+    for coordinates outside of the shape.
     """
 
     shape: IntTuple
@@ -72,8 +75,8 @@ def join(*layouts: Layout) -> Layout:
 
 
 def coalesce(layout: Layout) -> Layout:
-    """The flat layout of fewest modes that is the same function of the index: unique, so two layouts are the same function iff these are
-    equal."""
+    """The flat layout of fewest modes that is the same function of the index: unique, so two
+    layouts are the same function iff these are equal."""
     modes: list[Mode] = []
     for s, d in layout.modes:
         if modes and modes[-1][0] * modes[-1][1] == d and s > 1:
@@ -84,11 +87,12 @@ def coalesce(layout: Layout) -> Layout:
 
 
 def compose(outer: Layout, inner: Layout) -> Layout:
-    """``compose(a, b)(c) == a(b(c))`` for every coordinate c of b. Each mode of b becomes a mode (nested where it needs more than one
-    stride) of the result.
+    """``compose(a, b)(c) == a(b(c))`` for every coordinate c of b. Each mode of b becomes a mode
+    (nested where it needs more than one stride) of the result.
 
-    Raises ``ValueError`` if b reaches beyond a's indices, if along a mode of b the offsets of a do not advance by strides, or if
-    they do not add up over the modes of b: then no layout of b's modes is that function.
+    Raises ``ValueError`` if b reaches beyond a's indices, if along a mode of b the offsets of a do
+    not advance by strides, or if they do not add up over the modes of b: then no layout of b's
+    modes is that function.
     """
     if inner.cosize > outer.size:
         reach = inner.cosize - 1
@@ -111,15 +115,16 @@ def compose(outer: Layout, inner: Layout) -> Layout:
 
 
 def right_inverse(layout: Layout) -> Layout:
-    """The longest layout r such that r(i) is the first index that ``layout`` maps to i: ``layout(r(i)) == i`` for every i < r.size."""
+    """The longest layout r such that r(i) is the first index that ``layout`` maps to i:
+    ``layout(r(i)) == i`` for every i < r.size."""
     offset, first = np.unique(layout.offsets(), return_index=True)
     gaps = np.flatnonzero(offset != np.arange(offset.size))
     return _flat(_longest(first[: gaps[0] if gaps.size else offset.size]))
 
 
 def left_inverse(layout: Layout) -> Layout:
-    """A layout l of at least ``layout.cosize`` indices with ``l(layout(i)) == i`` for every i: the inverse of ``layout`` joined with its
-    complement.
+    """A layout l of at least ``layout.cosize`` indices with ``l(layout(i)) == i`` for every i: the
+    inverse of ``layout`` joined with its complement.
 
     Raises ``ValueError`` if two coordinates share an offset, or if the layout has no complement.
     """
@@ -128,8 +133,8 @@ def left_inverse(layout: Layout) -> Layout:
 
 
 def inverse(layout: Layout) -> Layout:
-    """The layout r with ``layout(r(i)) == i`` and ``r(layout(i)) == i``. Raises ``ValueError`` unless ``layout`` is a permutation of 0 ..
-    size - 1."""
+    """The layout r with ``layout(r(i)) == i`` and ``r(layout(i)) == i``. Raises ``ValueError``
+    unless ``layout`` is a permutation of 0 .. size - 1."""
     result = right_inverse(layout)
     if result.size != layout.size:
         raise ValueError(f"cannot invert {layout}: its offsets are not a permutation of 0 .. {layout.size - 1}, inverse in a layout")
@@ -137,10 +142,11 @@ def inverse(layout: Layout) -> Layout:
 
 
 def complement(layout: Layout, extent: int) -> Layout:
-    """The layout c, strides ascending, for which ``join(layout, c)`` takes every offset 0 .. extent - 1 exactly once: what ``layout``
-    leaves out.
+    """The layout c, strides ascending, for which ``join(layout, c)`` takes every offset 0 .. extent
+    - 1 exactly once: what ``layout`` leaves out.
 
-    Raises ``ValueError`` if there is none: offsets shared or beyond ``extent``, strides that do not nest, or ``extent`` not a multiple.
+    Raises ``ValueError`` if there is none: offsets shared or beyond ``extent``, strides that do not
+    nest, or ``extent`` not a multiple.
     """
     modes: list[Mode] = []
     filled = 1  # offsets below this are taken once by the modes seen so far
@@ -157,10 +163,11 @@ def complement(layout: Layout, extent: int) -> Layout:
 
 
 def divide(layout: Layout, tiler: Layout) -> Layout:
-    """``layout`` cut into tiles: mode 0 runs inside a tile (the elements that ``tiler`` selects), mode 1 over the tiles.
+    """``layout`` cut into tiles: mode 0 runs inside a tile (the elements that ``tiler`` selects),
+    mode 1 over the tiles.
 
-    ``compose(layout, join(tiler, complement(tiler, layout.size)))``. Raises ``ValueError`` if the tiler has no complement in the layout
-    or the composition is no layout.
+    ``compose(layout, join(tiler, complement(tiler, layout.size)))``. Raises ``ValueError`` if the
+    tiler has no complement in the layout or the composition is no layout.
     """
     try:
         return compose(layout, join(tiler, complement(tiler, layout.size)))
@@ -169,10 +176,11 @@ def divide(layout: Layout, tiler: Layout) -> Layout:
 
 
 def product(tile: Layout, tiler: Layout) -> Layout:
-    """``tile`` repeated as ``tiler`` says: mode 0 is the tile, mode 1 the tiles, which do not overlap.
+    """``tile`` repeated as ``tiler`` says: mode 0 is the tile, mode 1 the tiles, which do not
+    overlap.
 
-    ``join(tile, compose(complement(tile, tile.size * tiler.cosize), tiler))``. Raises ``ValueError`` if the tile has no such complement
-    or the composition is no layout.
+    ``join(tile, compose(complement(tile, tile.size * tiler.cosize), tiler))``. Raises
+    ``ValueError`` if the tile has no such complement or the composition is no layout.
     """
     try:
         return join(tile, compose(complement(tile, tile.size * tiler.cosize), tiler))
@@ -187,8 +195,9 @@ def _fit(table: np.ndarray) -> list[Mode] | None:
 
 
 def _longest(table: np.ndarray) -> list[Mode]:
-    """Modes of the coalesced layout with the longest prefix of this table (which starts at 0). The first mode of a coalesced layout ends
-    where the first stride breaks, so each step is forced and the result is the longest there is."""
+    """Modes of the coalesced layout with the longest prefix of this table (which starts at 0). The
+    first mode of a coalesced layout ends where the first stride breaks, so each step is forced and
+    the result is the longest there is."""
     modes: list[Mode] = []
     while table.size > 1:
         stride = table[1]

@@ -1,4 +1,5 @@
-"""What other packages add (formats, codecs, operations, programs): each is named by the path of its module."""
+"""What other packages add (formats, codecs, operations, programs): each is named by the path of its
+module."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class NotInstalled(ValueError):
 def stated(module: str, name: str) -> Any:
     """The attribute ``name`` ("FORMAT", "CODEC", "OPERATION", "RULE") of ``module``, a dotted path.
 
-    Raises ``NotInstalled`` where there is no such module, and ``ValueError`` where it has no such attribute.
+    Raises ``NotInstalled`` where there is no such module, and ``ValueError`` where it has no such
+    attribute.
     """
     do = "install the package that has it, or name its folder in PYTHONPATH"
     if not all(part.isidentifier() for part in module.split(".")):

@@ -1,11 +1,12 @@
 """Packed layouts: which bit of which word holds element (n, k) of a weight.
 
-A packed operand is a grid of tiles. Inside a tile, ``order[word, slot]`` names the element that word holds in bits
-``slot * bits .. slot * bits + bits - 1``; outside, tiles follow each other along k first ("n_major": all of a row of tiles, then the next
-row) or along n first ("k_major"). Checkpoints' packings and the ones induced from an MMA fragment are both instances.
+A packed operand is a grid of tiles. Inside a tile, ``order[word, slot]`` names the element that
+word holds in bits ``slot * bits .. slot * bits + bits - 1``; outside, tiles follow each other along
+k first ("n_major": all of a row of tiles, then the next row) or along n first ("k_major").
+Checkpoints' packings and the ones induced from an MMA fragment are both instances.
 
-Inducing a layout from the instruction that will read it is TurboMind's and BitDecoding's rule: run the wide pipeline, look where each
-element lands, compress in place.
+Inducing a layout from the instruction that will read it is TurboMind's and BitDecoding's rule: run
+the wide pipeline, look where each element lands, compress in place.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ CUDA_ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 class PackedLayout:
     """Where each ``bits``-bit code of an [n, k] weight is stored.
 
-    ``order`` is int32 [words_per_tile, 32 // bits]: ``n_local * tile_k + k_local`` of the element in each slot; a permutation of the
-    tile's elements. ``outer`` is the order of the tiles: "n_major" storage is (tiles_n, tiles_k, words), "k_major" is (tiles_k, tiles_n,
-    words). Storage is padded up to whole tiles. Raises ``ValueError`` if ``order`` is not such a permutation.
+    ``order`` is int32 [words_per_tile, 32 // bits]: ``n_local * tile_k + k_local`` of the element
+    in each slot; a permutation of the tile's elements. ``outer`` is the order of the tiles:
+    "n_major" storage is (tiles_n, tiles_k, words), "k_major" is (tiles_k, tiles_n, words). Storage
+    is padded up to whole tiles. Raises ``ValueError`` if ``order`` is not such a permutation.
     """
 
     name: str
@@ -86,8 +88,8 @@ class PackedLayout:
         return (tiles_n, tiles_k, self.words) if self.outer == "n_major" else (tiles_k, tiles_n, self.words)
 
     def pack(self, codes: np.ndarray, fill: int = 0) -> np.ndarray:
-        """Integer [n, k] codes -> uint32 ``storage_shape(n, k)``; padding holds ``fill``. Raises ``ValueError`` for codes of more than
-        ``bits`` bits."""
+        """Integer [n, k] codes -> uint32 ``storage_shape(n, k)``; padding holds ``fill``. Raises
+        ``ValueError`` for codes of more than ``bits`` bits."""
         if codes.ndim != 2 or codes.dtype.kind not in "ui":
             raise ValueError(f"{self.name}: codes are {codes.dtype}{list(codes.shape)}; accepted: an integer [n, k] array")
         n, k = codes.shape
@@ -129,7 +131,8 @@ class PackedLayout:
         return inverse
 
     def position(self, i: np.ndarray | int, j: np.ndarray | int, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(flat word index, bit shift), int64, of elements (i, j) of a padded [n, k] weight: the layout as a function, vectorized."""
+        """(flat word index, bit shift), int64, of elements (i, j) of a padded [n, k] weight: the
+        layout as a function, vectorized."""
         i, j = np.asarray(i, dtype=np.int64), np.asarray(j, dtype=np.int64)
         pad_n, pad_k = self.padded(n, k)
         if ((i < 0) | (i >= pad_n) | (j < 0) | (j >= pad_k)).any():
@@ -142,12 +145,14 @@ class PackedLayout:
 
 
 def register_order(bits: int, element_bits: int, register_bits: int = 32) -> np.ndarray:
-    """Which of a register word's elements, counted in register order, each slot of that word holds: int64 [register_bits // bits].
+    """Which of a register word's elements, counted in register order, each slot of that word holds:
+    int64 [register_bits // bits].
 
-    Codes narrower than a byte are unpacked by ``(word >> bits * i) & mask`` with one code per ``element_bits``; step i must yield the
-    i-th unpacked register, so slot ``i + p * element_bits / bits`` holds its p-th element: 0,2,4,6,1,3,5,7 for 4 bits under fp16 (lop3),
-    0,4,1,5,2,6,3,7 under int8 (nibble split), 0,2,..14,1,3,..15 for 2 bits under fp16. Bytes stay in order: PRMT picks any of them; so do
-    16-bit codes: they are the register.
+    Codes narrower than a byte are unpacked by ``(word >> bits * i) & mask`` with one code per
+    ``element_bits``; step i must yield the i-th unpacked register, so slot ``i + p * element_bits /
+    bits`` holds its p-th element: 0,2,4,6,1,3,5,7 for 4 bits under fp16 (lop3), 0,4,1,5,2,6,3,7
+    under int8 (nibble split), 0,2,..14,1,3,..15 for 2 bits under fp16. Bytes stay in order: PRMT
+    picks any of them; so do 16-bit codes: they are the register.
     """
     slots = register_bits // bits
     if bits >= 8:
@@ -159,8 +164,8 @@ def register_order(bits: int, element_bits: int, register_bits: int = 32) -> np.
 def induce(
     fragment: Fragment, bits: int, name: str | None = None, load_bits: int = 128, k_steps: int | None = None, n_tiles: int = 1
 ) -> PackedLayout:
-    """The layout in which ``fragment``'s threads find their own elements: one tile of ``n_tiles * fragment.rows`` x
-    ``k_steps * fragment.cols``.
+    """The layout in which ``fragment``'s threads find their own elements: one tile of ``n_tiles *
+    fragment.rows`` x ``k_steps * fragment.cols``.
 
     1. extend: the operand is ``n_tiles`` rows of ``k_steps`` fragments side by side along k (default: as many as fill one
        ``load_bits``-wide load of each thread, at least 1);
@@ -168,7 +173,8 @@ def induce(
     3. compress: each thread's codes, ordered inside every register word by ``register_order``;
     4. store: thread-major: load after load, in each load thread after thread, ``load_bits`` for each.
 
-    Raises ``ValueError`` for an accumulator's fragment, for codes wider than its elements and if a thread's codes do not fill whole loads.
+    Raises ``ValueError`` for an accumulator's fragment, for codes wider than its elements and if a
+    thread's codes do not fill whole loads.
     """
     if bits not in (2, 4, 8, 16):
         raise ValueError(f"bits is {bits!r}; accepted: 2, 4, 8, 16")
@@ -198,10 +204,11 @@ def induce(
 def gemm_layout(arch: str, bits: int) -> PackedLayout:
     """The packed weight of the GEMM programs on ``arch`` at 4 or 8 bits.
 
-    On NVIDIA (all of ``CUDA_ARCHES``) it is induced from wgmma's A fragment, which is four mma.sync warps' too: tiles of 64 (n) x 64 (k)
-    at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; at 4 bits it is induced
-    from AVX512-BF16's operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h + l, k = 2 p + e);
-    at 8 bits one k is 32 bytes, byte l row l.
+    On NVIDIA (all of ``CUDA_ARCHES``) it is induced from wgmma's A fragment, which is four mma.sync
+    warps' too: tiles of 64 (n) x 64 (k) at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning
+    words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; at 4 bits it is induced from AVX512-BF16's
+    operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h
+    + l, k = 2 p + e); at 8 bits one k is 32 bytes, byte l row l.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits!r}; accepted: 4, 8")
@@ -215,11 +222,11 @@ def gemm_layout(arch: str, bits: int) -> PackedLayout:
 
 
 def compose(src: PackedLayout, dst: PackedLayout, n: int, k: int) -> np.ndarray:
-    """For every slot of ``dst``'s storage of an [n, k] weight, the flat slot (``word * slots + slot``) of ``src``'s that holds the same
-    element, or -1 for padding.
+    """For every slot of ``dst``'s storage of an [n, k] weight, the flat slot (``word * slots +
+    slot``) of ``src``'s that holds the same element, or -1 for padding.
 
-    int64 [*dst.storage_shape(n, k), dst.slots]. Importing a checkpoint is this composition. Raises ``ValueError`` if the two hold codes
-    of different widths.
+    int64 [*dst.storage_shape(n, k), dst.slots]. Importing a checkpoint is this composition. Raises
+    ``ValueError`` if the two hold codes of different widths.
     """
     if src.bits != dst.bits:
         raise ValueError(f"{src.name} holds {src.bits}-bit codes and {dst.name} {dst.bits}-bit ones; compose layouts of the same width")

@@ -11,8 +11,8 @@ from .layout import Layout, compose, inverse
 
 @dataclass(frozen=True, slots=True)
 class Swizzle:
-    """CuTe's ``Swizzle<b, m, s>``: the ``b`` bits at ``m`` are XORed with the ``b`` bits at ``m + s`` (of an offset in elements or in
-    bytes: ``m`` says which).
+    """CuTe's ``Swizzle<b, m, s>``: the ``b`` bits at ``m`` are XORed with the ``b`` bits at ``m +
+    s`` (of an offset in elements or in bytes: ``m`` says which).
 
     ``Swizzle(3, 4, 3)`` on byte offsets is the 128-byte swizzle of TMA and wgmma: 16-byte chunks permuted by the row, modulo 8. A negative
     ``s`` XORs the high bits with the low ones. Raises ``ValueError`` unless b >= 0, m >= 0 and \\|s\\| >= b (else the two fields overlap).
@@ -78,6 +78,6 @@ class SwizzledLayout:
         return SwizzledLayout(self.swizzle, compose(self.layout, inner))
 
     def index(self, offset):
-        """The inverse: the index that is at ``offset`` (integers or arrays). Raises ``ValueError`` unless ``layout`` is invertible and
-        ``offset`` within it."""
+        """The inverse: the index that is at ``offset`` (integers or arrays). Raises ``ValueError``
+        unless ``layout`` is invertible and ``offset`` within it."""
         return inverse(self.layout)(self.swizzle.inverse()(offset))

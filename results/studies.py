@@ -1,8 +1,10 @@
-"""The studies: what was measured, each registered once with its rows, its page and the commands that write the rows.
+"""The studies: what was measured, each registered once with its rows, its page and the commands
+that write the rows.
 
-A study is one entry of ``STUDIES`` and its files: ``results/rows/<name>/<device>.jsonl``, a renderer in ``results/report``
-and a program in ``results/measure`` or ``results/peers``. ``make results`` writes ``results/pages/<name>.md`` from them and
-the line of the study in ``results/README.md``.
+A study is one entry of ``STUDIES`` and its files: ``results/rows/<name>/<device>.jsonl``, a
+renderer in ``results/report`` and a program in ``results/measure`` or ``results/peers``. ``make
+results`` writes ``results/pages/<name>.md`` from them and the line of the study in
+``results/README.md``.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ from .report.versions import VERSIONS_FIELDS, versions_section
 class Study:
     """One thing that is measured.
 
-    ``name`` is that of its folder of rows and of its page, ``question`` what it answers, in a line. ``row`` is the dataclass
-    of a row, or the fields that every row must have. ``page`` takes the folder that holds all studies' rows and gives the
-    page's text below the title, "" without rows; it raises ``ValueError`` for a row that cannot be read. ``commands`` write
-    the rows.
+    ``name`` is that of its folder of rows and of its page, ``question`` what it answers, in a line.
+    ``row`` is the dataclass of a row, or the fields that every row must have. ``page`` takes the
+    folder that holds all studies' rows and gives the page's text below the title, "" without rows;
+    it raises ``ValueError`` for a row that cannot be read. ``commands`` write the rows.
     """
 
     name: str
@@ -50,7 +52,8 @@ class Study:
     commands: tuple[str, ...]
 
     def rows(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """Its rows under ``folder`` (that of all studies), in order. Raises ``ValueError`` for one that it cannot read."""
+        """Its rows under ``folder`` (that of all studies), in order. Raises ``ValueError`` for one
+        that it cannot read."""
         required = self.row if isinstance(self.row, tuple) else ()
         for place, row in json_rows(folder / self.name, required):
             if not isinstance(self.row, tuple):

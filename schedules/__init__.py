@@ -1,1 +1,2 @@
-"""How work is divided: targets, workloads, schedules, their rules and cost, and the choice among them. Pure Python."""
+"""How work is divided: targets, workloads, schedules, their rules and cost, and the choice among
+them. Pure Python."""

@@ -1,4 +1,5 @@
-"""How much a measurement made elsewhere says about a workload here: one unit is a factor of two in a size."""
+"""How much a measurement made elsewhere says about a workload here: one unit is a factor of two in
+a size."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ OTHER_UNITS = 4.0  # per factor of two: splits and thread counts are made for th
 
 
 def distance(record: TuningRecord, workload: AnyWorkload, target: Target) -> float | None:
-    """How far a record's situation is from this one (0: the same); None when it says nothing about it: another arch, operation or class of
-    numbers, or what else the operation's own distance asks."""
+    """How far a record's situation is from this one (0: the same); None when it says nothing about
+    it: another arch, operation or class of numbers, or what else the operation's own distance asks.
+    """
     if record.arch != target.arch or record.workload.op != workload.op:
         return None
     problem = operation(workload.op).distance(record.workload, workload)

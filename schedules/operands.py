@@ -1,4 +1,5 @@
-"""What a kernel is called with, stated once: parameters, launch binding, checks, schemas and the tuner's problems follow from it."""
+"""What a kernel is called with, stated once: parameters, launch binding, checks, schemas and the
+tuner's problems follow from it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ WORKSPACE = "workspace"  # the scratch memory of a launch: no operand of a workl
 class Operand:
     """One tensor of an operation, in the place it has in every call.
 
-    ``dtype`` is torch's name ("float16", "int32"). ``shape`` holds whole numbers and names of sizes that a call binds: a name means
-    what it met first, "batch + 1" one more than "batch". ``written``: the kernel writes it (and reads it first where ``read``);
-    ``optional``: some calls of the operation have none, and ``absent``: those of this workload have none. ``advice`` says what to do
-    about one that does not fit.
+    ``dtype`` is torch's name ("float16", "int32"). ``shape`` holds whole numbers and names of sizes
+    that a call binds: a name means what it met first, "batch + 1" one more than "batch".
+    ``written``: the kernel writes it (and reads it first where ``read``); ``optional``: some calls
+    of the operation have none, and ``absent``: those of this workload have none. ``advice`` says
+    what to do about one that does not fit.
     """
 
     name: str
@@ -38,14 +40,16 @@ def present(operands: Iterable[Operand]) -> tuple[Operand, ...]:
 
 
 def kernel_params(operands: Sequence[Operand], workspace: bool) -> tuple[str, ...]:
-    """A kernel's parameters in call order: what it reads, its workspace where it takes one, what it only writes."""
+    """A kernel's parameters in call order: what it reads, its workspace where it takes one, what it
+    only writes."""
     given = present(operands)
     first = [o.name for o in given if o.read]
     return (*first, *([WORKSPACE] if workspace else []), *(o.name for o in given if not o.read))
 
 
 def binds(shape: Sequence[int], wanted: Sequence[int | str], sizes: dict[str, int]) -> bool:
-    """Whether ``shape`` is what ``wanted`` says, given the ``sizes`` bound so far, to which it adds. A size "max_..." must be above 0."""
+    """Whether ``shape`` is what ``wanted`` says, given the ``sizes`` bound so far, to which it
+    adds. A size "max_..." must be above 0."""
     return len(shape) == len(wanted) and all(_same(size, name, sizes) for size, name in zip(shape, wanted, strict=True))
 
 

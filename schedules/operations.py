@@ -1,8 +1,10 @@
-"""The operations that there are, as values: which programs compute each, by which rules, and how far a record of one problem speaks of
-another. Everything that chooses, compiles, tunes or ships a kernel asks here; nothing asks what kind of workload it has.
+"""The operations that there are, as values: which programs compute each, by which rules, and how
+far a record of one problem speaks of another. Everything that chooses, compiles, tunes or ships a
+kernel asks here; nothing asks what kind of workload it has.
 
-An operation or a program of another package is named by its module ("my_package.toy", with an ``OPERATION``, a ``RULE`` and a ``PROGRAM``):
-the name is found in every process that can import it, so that compile and measuring workers know it too.
+An operation or a program of another package is named by its module ("my_package.toy", with an
+``OPERATION``, a ``RULE`` and a ``PROGRAM``): the name is found in every process that can import it,
+so that compile and measuring workers know it too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GA
 
 
 def operation(name: str) -> Operation:
-    """The operation called ``name``, or the ``OPERATION`` of the module of that name. Raises ``ValueError`` for any other."""
+    """The operation called ``name``, or the ``OPERATION`` of the module of that name. Raises
+    ``ValueError`` for any other."""
     if name in OPERATIONS:
         return OPERATIONS[name]
     if "." in name:
@@ -36,13 +39,15 @@ def operation(name: str) -> Operation:
 
 
 def programs(op: str | None = None, arch: str | None = None) -> dict[str, Rule]:
-    """The rules of this package's programs by their names: all, those of an operation, those that run on an arch."""
+    """The rules of this package's programs by their names: all, those of an operation, those that
+    run on an arch."""
     rules = [rule for o in OPERATIONS.values() if op in (None, o.name) for rule in o.rules]
     return {rule.program: rule for rule in rules if arch is None or arch in rule.arches}
 
 
 def find_rule(program: str) -> Rule:
-    """The rule of ``program``, or the ``RULE`` of the module of that name. Raises ``ValueError`` for any other."""
+    """The rule of ``program``, or the ``RULE`` of the module of that name. Raises ``ValueError``
+    for any other."""
     known = programs()
     if program in known:
         return known[program]
@@ -52,12 +57,14 @@ def find_rule(program: str) -> Rule:
 
 
 def workload_from_json(data: dict[str, Any]) -> AnyWorkload:
-    """The inverse of ``to_json``. Raises ``ValueError`` for an unknown op and ``KeyError`` for a missing field."""
+    """The inverse of ``to_json``. Raises ``ValueError`` for an unknown op and ``KeyError`` for a
+    missing field."""
     return operation(data.get("op", GEMM.name)).workload.from_json(data)
 
 
 def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list means that it can."""
+    """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty
+    list means that it can."""
     rules = {rule.program: rule for rule in operation(workload.op).rules}
     rule = rules.get(schedule.program)
     if rule is None and "." in schedule.program:
@@ -68,8 +75,8 @@ def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str
 
 
 def candidates(workload: AnyWorkload, target: Target) -> list[Schedule] | None:
-    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in the same order, those of several programs
-    in turn; None: there is none."""
+    """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in
+    the same order, those of several programs in turn; None: there is none."""
     tried = [rule for rule in operation(workload.op).rules if target.arch in rule.tried and not rule.unserved(workload)]
     return in_turn([rule.candidates(workload, target) for rule in tried])[:MAX_CANDIDATES] or None
 

@@ -1,8 +1,11 @@
-"""A shape's portfolio: a few kernels that together serve every m, and where one hands over to the next.
+"""A shape's portfolio: a few kernels that together serve every m, and where one hands over to the
+next.
 
-Of each kernel a time is known as a function of m: what was measured, and between and beyond that the expected time (a ranker's or the
-analytic model's), multiplied by how much longer than expected its neighbouring measurements took. Expected times are steps: they change
-where a kernel's number of row tiles does, so a table has borders there, and between them one kernel, the one with the least time.
+Of each kernel a time is known as a function of m: what was measured, and between and beyond that
+the expected time (a ranker's or the analytic model's), multiplied by how much longer than expected
+its neighbouring measurements took. Expected times are steps: they change where a kernel's number of
+row tiles does, so a table has borders there, and between them one kernel, the one with the least
+time.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ Expected = Callable[[Schedule, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """``serving[i]`` serves every m up to ``bounds[i]`` that ``serving[i - 1]`` does not, and in ``us[i]`` microseconds at the bound, as
-    far as is known; the last one also serves every larger m. No two neighbours are equal."""
+    """``serving[i]`` serves every m up to ``bounds[i]`` that ``serving[i - 1]`` does not, and in
+    ``us[i]`` microseconds at the bound, as far as is known; the last one also serves every larger
+    m. No two neighbours are equal."""
 
     bounds: tuple[int, ...]
     serving: tuple[Schedule, ...]
@@ -46,9 +50,10 @@ class Portfolio:
 
 
 def calibrated(expected: Expected, measured: Mapping[Schedule, Mapping[int, float]]) -> Expected:
-    """``expected``, but as slow as ``measured`` (microseconds by m) says: the ratio of measured and expected time, interpolated in log m
-    and constant outside, is applied, and no m takes longer than was measured for a larger one. A schedule without measurements takes the
-    median of the ratios of those that have some."""
+    """``expected``, but as slow as ``measured`` (microseconds by m) says: the ratio of measured and
+    expected time, interpolated in log m and constant outside, is applied, and no m takes longer
+    than was measured for a larger one. A schedule without measurements takes the median of the
+    ratios of those that have some."""
     ratios = {s: sorted((log(m), log(us / expected(s, m))) for m, us in points.items()) for s, points in measured.items() if points}
     all_ratios = sorted(r for points in ratios.values() for _, r in points)
     usual = all_ratios[len(all_ratios) // 2] if all_ratios else 0.0
@@ -67,12 +72,12 @@ def borders(schedules: Iterable[Schedule]) -> list[int]:
 
 
 def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int, Schedule] = MappingProxyType({})) -> Portfolio:
-    """The portfolio of at most ``MOST_KERNELS`` of ``schedules`` by their ``expected`` times; of equally fast ones the first is taken.
-    Where m is ``tuned``, the schedule given there serves it, whatever is expected, besides those; if it is none of ``schedules``, it
-    serves nothing else.
+    """The portfolio of at most ``MOST_KERNELS`` of ``schedules`` by their ``expected`` times; of
+    equally fast ones the first is taken. Where m is ``tuned``, the schedule given there serves it,
+    whatever is expected, besides those; if it is none of ``schedules``, it serves nothing else.
 
-    While there are too many, the one goes whose loss costs least: the sum over the table of how much longer the next best takes. Raises
-    ``ValueError`` without schedules."""
+    While there are too many, the one goes whose loss costs least: the sum over the table of how
+    much longer the next best takes. Raises ``ValueError`` without schedules."""
     kept = list(dict.fromkeys(schedules))
     if not kept:
         raise ValueError("a portfolio of no schedules; accepted: at least one")

@@ -1,11 +1,13 @@
 """The learned cost model, read side: what measurements say about the analytic model's errors.
 
-A model predicts log(us / estimate.us) of a schedule from its ``features``, so that its answers are microseconds too and what it never saw
-costs what the analytic model says. It is a JSON document that ``autotune/ranker.py`` writes: boosted trees of XGBoost, and with them what
-they were trained on. Two places are read: the user's, beside the user's records, then the package's ``schedules/tuned/*.ranker.json``.
-A model serves operations that have features, on one arch, and only the programs and numbers of its records.
-Without XGBoost, or without a model, the analytic model ranks alone; a model that is damaged, or that was trained on another analytic
-model than this one, is left out with a ``RankerWarning``."""
+A model predicts log(us / estimate.us) of a schedule from its ``features``, so that its answers are
+microseconds too and what it never saw costs what the analytic model says. It is a JSON document
+that ``autotune/ranker.py`` writes: boosted trees of XGBoost, and with them what they were trained
+on. Two places are read: the user's, beside the user's records, then the package's
+``schedules/tuned/*.ranker.json``. A model serves operations that have features, on one arch, and
+only the programs and numbers of its records. Without XGBoost, or without a model, the analytic
+model ranks alone; a model that is damaged, or that was trained on another analytic model than this
+one, is left out with a ``RankerWarning``."""
 
 from __future__ import annotations
 
@@ -33,15 +35,17 @@ _SWITCHES = tuple(f.name for f in fields(Schedule) if isinstance(f.default, bool
 
 
 class RankerWarning(UserWarning):
-    """A ranker model cannot be used; schedules are ranked by the analytic model, or by the next model."""
+    """A ranker model cannot be used; schedules are ranked by the analytic model, or by the next
+    model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranker:
     """A loaded model.
 
-    ``arch`` and ``gpus`` are where its ``records`` measurements of ``workloads`` workloads were made, ``digest`` is theirs
-    (``records_digest``), ``kinds`` what they were of, ``names`` the features in the order of the trees' columns."""
+    ``arch`` and ``gpus`` are where its ``records`` measurements of ``workloads`` workloads were
+    made, ``digest`` is theirs (``records_digest``), ``kinds`` what they were of, ``names`` the
+    features in the order of the trees' columns."""
 
     arch: str
     gpus: tuple[str, ...]
@@ -53,11 +57,13 @@ class Ranker:
     booster: Any = field(repr=False)
 
     def serves(self, workload: AnyWorkload, schedules: Sequence[Schedule]) -> bool:
-        """Whether every one of ``schedules`` is of a kind the model was trained on: among others its numbers would not compare."""
+        """Whether every one of ``schedules`` is of a kind the model was trained on: among others
+        its numbers would not compare."""
         return operation(workload.op).features is not None and all(kind(workload, s) in self.kinds for s in schedules)
 
     def predict(self, workload: AnyWorkload, schedules: Sequence[Schedule], target: Target) -> list[float]:
-        """Microseconds expected of each schedule (legal ones, of kinds the model serves), in one pass over the trees."""
+        """Microseconds expected of each schedule (legal ones, of kinds the model serves), in one
+        pass over the trees."""
         return self.predict_pairs([(workload, s) for s in schedules], target)
 
     def predict_pairs(self, pairs: Sequence[tuple[AnyWorkload, Schedule]], target: Target) -> list[float]:
@@ -73,32 +79,37 @@ class Ranker:
 
 
 def kind(workload: AnyWorkload, schedule: Schedule) -> str:
-    """What a model must have seen to judge a schedule: its program, its switches and the numbers ("gemm_wgmma stream_k w4")."""
+    """What a model must have seen to judge a schedule: its program, its switches and the numbers
+    ("gemm_wgmma stream_k w4")."""
     switches = [name for name in _SWITCHES if getattr(schedule, name)]
     return " ".join([schedule.program, *switches, workload.kind])
 
 
 def seen(workload: AnyWorkload, schedule: Schedule, target: Target, expected: Estimate) -> dict[str, float]:
-    """The named values of one schedule, as the workload's operation defines them; none where it has no ranker."""
+    """The named values of one schedule, as the workload's operation defines them; none where it has
+    no ranker."""
     features = operation(workload.op).features
     return {} if features is None else features(workload, schedule, target, expected)
 
 
 def vector(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
-    """The values of ``names`` in order; NaN, which the trees know as missing, for one that is not there (a program's column: 0)."""
+    """The values of ``names`` in order; NaN, which the trees know as missing, for one that is not
+    there (a program's column: 0)."""
     return [values.get(name, 0.0 if name.startswith("program=") else nan) for name in names]
 
 
 def expected_us(workload: AnyWorkload, schedules: Sequence[Schedule], target: Target, ranker: Ranker | None) -> list[float]:
-    """Microseconds expected of each schedule: ``ranker``'s prediction where it serves all of them, else the analytic estimate."""
+    """Microseconds expected of each schedule: ``ranker``'s prediction where it serves all of them,
+    else the analytic estimate."""
     if ranker is not None and ranker.serves(workload, schedules):
         return ranker.predict(workload, schedules, target)
     return [estimate(workload, s, target).us for s in schedules]
 
 
 def known_ranker(target: Target) -> Ranker | None:
-    """The model for ``target``'s arch: the user's, else the shipped one of the same GPU, else the first shipped one; None: there is none,
-    or XGBoost is not installed. Read once per process; ``forget_rankers`` reads again."""
+    """The model for ``target``'s arch: the user's, else the shipped one of the same GPU, else the
+    first shipped one; None: there is none, or XGBoost is not installed. Read once per process;
+    ``forget_rankers`` reads again."""
     return _known_ranker(target.arch, target.name)
 
 
@@ -142,8 +153,9 @@ def _model_files(arch: str) -> Iterator[tuple[bytes, str]]:
 
 
 def load_ranker(text: bytes, source: str) -> Ranker:
-    """The model in a document. Raises ``ValueError`` that names ``source`` when it is damaged, from another version, or was trained on
-    other features than the present ones, and ``ImportError`` without XGBoost."""
+    """The model in a document. Raises ``ValueError`` that names ``source`` when it is damaged, from
+    another version, or was trained on other features than the present ones, and ``ImportError``
+    without XGBoost."""
     import xgboost
 
     try:
@@ -180,7 +192,8 @@ def load_ranker(text: bytes, source: str) -> Ranker:
 
 
 def _changed(ranker: Ranker, probe: Mapping[str, Any]) -> list[str]:
-    """The features whose values for a probe are no longer those of training; "us" when only the prediction differs."""
+    """The features whose values for a probe are no longer those of training; "us" when only the
+    prediction differs."""
     workload, schedule = workload_from_json(probe["workload"]), Schedule.from_json(probe["schedule"])
     target = Target.from_json(probe["target"])
     now = vector(seen(workload, schedule, target, estimate(workload, schedule, target)), ranker.names)

@@ -12,8 +12,9 @@ from .target import Target
 
 
 class AnyWorkload(Protocol):
-    """What is asked of an operation: a frozen, hashable value. ``DYNAMIC`` are the sizes that compiled kernels take any of, ``SIZES`` all
-    whole numbers, ``COMMAND`` the command line's group of commands ("" : the main one)."""
+    """What is asked of an operation: a frozen, hashable value. ``DYNAMIC`` are the sizes that
+    compiled kernels take any of, ``SIZES`` all whole numbers, ``COMMAND`` the command line's group
+    of commands ("" : the main one)."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     DYNAMIC: ClassVar[tuple[str, ...]]
@@ -75,11 +76,13 @@ class AnyWorkload(Protocol):
 class Estimate:
     """What an analytic model expects of one call, all times in microseconds.
 
-    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * overlap(``load_us``, ``dequant_us`` + ``mma_us``) + ``split_us``; overlap is the
-    root of the sum of squares on a GPU, the maximum on a CPU. The terms inside are those of one pass over the weight and already contain
-    the idling: ``utilization`` is the share of the units' time that is used (1: no idle unit), ``waves`` the number of blocks (CPU: task
-    steps) that the busiest place runs one after another. Of the small-m programs ``dequant_us`` is the time to issue all instructions,
-    ``mma_us`` the waiting of one warp for its products."""
+    ``us`` = ``launch_us`` + ``pipeline_us`` + ``passes`` * overlap(``load_us``, ``dequant_us`` +
+    ``mma_us``) + ``split_us``; overlap is the root of the sum of squares on a GPU, the maximum on a
+    CPU. The terms inside are those of one pass over the weight and already contain the idling:
+    ``utilization`` is the share of the units' time that is used (1: no idle unit), ``waves`` the
+    number of blocks (CPU: task steps) that the busiest place runs one after another. Of the small-m
+    programs ``dequant_us`` is the time to issue all instructions, ``mma_us`` the waiting of one
+    warp for its products."""
 
     us: float
     passes: int
@@ -99,7 +102,8 @@ class Estimate:
 
 
 def roofline(workload: AnyWorkload, schedule: Schedule, target: Target) -> Estimate:
-    """The least that any program can take: the longer of reading all bytes and computing all products at the device's rates."""
+    """The least that any program can take: the longer of reading all bytes and computing all
+    products at the device's rates."""
     load, mma = workload.bytes / (target.read_gbps * 1e3), workload.flops / (target.mma_tflops * 1e6)
     return Estimate(max(load, mma), 1, load, 0.0, mma, 0.0, 0.0, 0.0, 1, 1.0)
 
@@ -175,12 +179,14 @@ class Rule:
 class Operation:
     """A computation, the programs that compute it, and what of it is compared.
 
-    ``workload`` is the class of its problems. ``gate`` is the module whose ``gate(workload, seed, arch, device)`` says whether a kernel is
-    right (``autotune/problems``). ``distance(there, here)`` is how far a measurement is from a question, in factors of two of a size;
-    None: it says nothing. ``twins(there, here)``: the same shape in other numbers. ``rank(there, here)`` orders kernels made for other
-    sizes (the least serves best). ``features(workload, schedule, target, estimate)`` are what a learned ranker sees; None: there is none.
-    ``proposed``: numbers of rows m at which kernels for a portfolio of a shape are proposed (``schedules/portfolio.py``); empty: its
-    kernels are chosen one by one.
+    ``workload`` is the class of its problems. ``gate`` is the module whose ``gate(workload, seed,
+    arch, device)`` says whether a kernel is right (``autotune/problems``). ``distance(there,
+    here)`` is how far a measurement is from a question, in factors of two of a size; None: it says
+    nothing. ``twins(there, here)``: the same shape in other numbers. ``rank(there, here)`` orders
+    kernels made for other sizes (the least serves best). ``features(workload, schedule, target,
+    estimate)`` are what a learned ranker sees; None: there is none. ``proposed``: numbers of rows m
+    at which kernels for a portfolio of a shape are proposed (``schedules/portfolio.py``); empty:
+    its kernels are chosen one by one.
     """
 
     name: str

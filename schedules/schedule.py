@@ -1,4 +1,5 @@
-"""How work is divided: the one description of a kernel's tiling, pipeline and split that every program reads."""
+"""How work is divided: the one description of a kernel's tiling, pipeline and split that every
+program reads."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ from typing import Any
 class Schedule:
     """A way to divide one GEMM.
 
-    ``program`` names the tile program. ``block_n`` x ``block_m`` is the output tile of one block (n: output channels, m: tokens),
-    ``block_k`` the depth of one pipeline stage, ``num_stages`` the stages in flight, ``num_warps`` the computing warps of a block,
-    ``split_k`` the number of blocks (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit on one
-    SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order), ``stream_k`` whether blocks take equal shares of
-    all tiles' steps, across tile borders, instead of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which
-    one of them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are cut into (1: they are whole).
-    What a field means on a device, and which values are legal there, is said by the program's rule in ``schedules``.
+    ``program`` names the tile program. ``block_n`` x ``block_m`` is the output tile of one block
+    (n: output channels, m: tokens), ``block_k`` the depth of one pipeline stage, ``num_stages`` the
+    stages in flight, ``num_warps`` the computing warps of a block, ``split_k`` the number of blocks
+    (CPU: accumulators) that share one output tile along k, ``min_blocks`` the blocks that must fit
+    on one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order),
+    ``stream_k`` whether blocks take equal shares of all tiles' steps, across tile borders, instead
+    of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which one of
+    them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are
+    cut into (1: they are whole). What a field means on a device, and which values are legal there,
+    is said by the program's rule in ``schedules``.
     """
 
     program: str
@@ -39,7 +43,8 @@ class Schedule:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Schedule:
-        """Unknown fields are ignored (a newer writer may have added some); a missing required one raises ``ValueError``."""
+        """Unknown fields are ignored (a newer writer may have added some); a missing required one
+        raises ``ValueError``."""
         known = {f.name for f in fields(cls)}
         try:
             return cls(**{key: value for key, value in data.items() if key in known})

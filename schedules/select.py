@@ -27,8 +27,8 @@ from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
 from .target import Target
 
-# A neighbour's schedule is taken over unless the model expects it to be this much slower here than its own best: a tile tuned for 16 rows
-# reads the weight twice for 32.
+# A neighbour's schedule is taken over unless the model expects it to be this much slower here than
+# its own best: a tile tuned for 16 rows reads the weight twice for 32.
 NEAR_ENOUGH = 1.2
 GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 

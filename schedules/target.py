@@ -16,10 +16,12 @@ ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "cpu")
 class Target:
     """A device to compile and tune for.
 
-    ``arch`` is one of ``ARCHES``; ``name`` the product ("NVIDIA H200"). ``units`` counts SMs (CPU: cores that work), ``smem`` is the
-    shared memory one block may use and ``smem_per_sm`` what one SM has, in bytes, ``l2`` the last cache in bytes, ``read_gbps`` the
-    measured read rate in GB/s, ``mma_tflops`` the measured dense fp16 rate in TFLOP/s, ``dequant_gops`` the rate of scalar integer/half
-    operations of the whole device in G/s, ``features`` the instruction set a CPU kernel may use ("avx512_bf16", "avx512", "avx2").
+    ``arch`` is one of ``ARCHES``; ``name`` the product ("NVIDIA H200"). ``units`` counts SMs (CPU:
+    cores that work), ``smem`` is the shared memory one block may use and ``smem_per_sm`` what one
+    SM has, in bytes, ``l2`` the last cache in bytes, ``read_gbps`` the measured read rate in GB/s,
+    ``mma_tflops`` the measured dense fp16 rate in TFLOP/s, ``dequant_gops`` the rate of scalar
+    integer/half operations of the whole device in G/s, ``features`` the instruction set a CPU
+    kernel may use ("avx512_bf16", "avx512", "avx2").
     """
 
     arch: str
@@ -33,7 +35,8 @@ class Target:
     dequant_gops: float
     features: tuple[str, ...] = ()
 
-    # What an SM has on every arch here (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+    # What an SM has on every arch here (CUDA C++ Programming Guide, "Technical Specifications per
+    # Compute Capability").
     REGISTERS_PER_SM: ClassVar[int] = 65536
     BLOCK_SMEM: ClassVar[int] = 1024  # bytes of its shared memory that each resident block costs beyond what it asked for
 
@@ -67,8 +70,8 @@ class Target:
         return cls(**{**data, "features": tuple(data["features"])})
 
 
-# Rates are measured where the name is a measured device (H200: 4 GiB plain read, 8192^3 fp16 product), vendor figures x 0.8 elsewhere.
-# dequant_gops = SMs x 64 lanes x 2 halves x boost clock.
+# Rates are measured where the name is a measured device (H200: 4 GiB plain read, 8192^3 fp16
+# product), vendor figures x 0.8 elsewhere. dequant_gops = SMs x 64 lanes x 2 halves x boost clock.
 _KNOWN = {
     "sm_80": Target("sm_80", "NVIDIA A100", 108, 163 * 1024, 164 * 1024, 40 << 20, 1250.0, 250.0, 19490.0),
     "sm_86": Target("sm_86", "NVIDIA RTX A6000", 84, 99 * 1024, 100 * 1024, 6 << 20, 610.0, 120.0, 19350.0),
@@ -112,7 +115,8 @@ def cpu_target() -> Target:
 
 
 def target_from_name(name: str) -> Target:
-    """The target of an arch name ("sm_80", "sm_86", "sm_89", "sm_90a", "cpu"); needs no device. Raises ``ValueError`` otherwise."""
+    """The target of an arch name ("sm_80", "sm_86", "sm_89", "sm_90a", "cpu"); needs no device.
+    Raises ``ValueError`` otherwise."""
     if name == "cpu":
         return cpu_target()
     if name not in _KNOWN:
@@ -121,7 +125,8 @@ def target_from_name(name: str) -> Target:
 
 
 def target_from_capability(major: int, minor: int) -> Target:
-    """The target whose kernels run on a GPU of this compute capability; raises ``ValueError`` when there is none."""
+    """The target whose kernels run on a GPU of this compute capability; raises ``ValueError`` when
+    there is none."""
     if (major, minor) == (9, 0):
         return _KNOWN["sm_90a"]
     if (major, minor) >= (8, 9):  # newer parts run sm_89 binaries of their own major only; say so rather than fail at load
@@ -135,9 +140,11 @@ def target_from_capability(major: int, minor: int) -> Target:
 
 
 def detect_target(device: str | None = None) -> Target:
-    """The target of this machine: its first NVIDIA GPU (or that of ``device``, "cuda:1"), else its CPU (``device="cpu"`` forces it).
+    """The target of this machine: its first NVIDIA GPU (or that of ``device``, "cuda:1"), else its
+    CPU (``device="cpu"`` forces it).
 
-    Reads names and sizes from torch when a GPU is there; the rates stay those of the arch's reference device.
+    Reads names and sizes from torch when a GPU is there; the rates stay those of the arch's
+    reference device.
     """
     if device == "cpu":
         return cpu_target()

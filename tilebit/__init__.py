@@ -1,7 +1,7 @@
 """tilebit: low-bit GEMM and attention for PyTorch, compiled and tuned for the device at hand.
 
-Importing this package imports neither torch nor a compiler: names are looked up on first use (``tilebit.gemm`` imports torch and
-registers ``torch.ops.tilebit``).
+Importing this package imports neither torch nor a compiler: names are looked up on first use
+(``tilebit.gemm`` imports torch and registers ``torch.ops.tilebit``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Attention over a low-bit KV cache: the operators ``torch.ops.tilebit.attention_*`` and the functions that call them.
+"""Attention over a low-bit KV cache: the operators ``torch.ops.tilebit.attention_*`` and the
+functions that call them.
 
-A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; a server with a block manager of its own passes its own):
+A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; a server with a
+block manager of its own passes its own):
 
     pages         int32 [num_pages, heads_kv, page words]   packed tokens (layouts/kv.py), page_size of them a page
     windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits
@@ -9,17 +11,22 @@ A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; 
     lengths       int32 [batch]                             its tokens; the first floor(length / 128) * 128 are packed
     head_scales   fp32 [2, heads_kv]                        of keys and values; fp8 formats need it, others ignore it
 
-``format`` is the name of a ``KVFormat`` ("kv4_channel"). q, k, v and outputs are fp16 or bf16. Lengths, tables and slots are read on the
-device: nothing waits for it, and a captured CUDA graph replays with changed ones. The ops trace under torch.compile; inference only. They
-raise ``ValueError`` for operands that do not fit and ``KernelUnavailable`` when there is no kernel, before a launch; operands that
-are read only may have any strides (one copy each). What lies in lengths, tables and slots is not checked: that would wait for the device.
+``format`` is the name of a ``KVFormat`` ("kv4_channel"). q, k, v and outputs are fp16 or bf16.
+Lengths, tables and slots are read on the device: nothing waits for it, and a captured CUDA graph
+replays with changed ones. The ops trace under torch.compile; inference only. They raise
+``ValueError`` for operands that do not fit and ``KernelUnavailable`` when there is no kernel,
+before a launch; operands that are read only may have any strides (one copy each). What lies in
+lengths, tables and slots is not checked: that would wait for the device.
 
-``dependent`` of an op (programmatic dependent launch): the kernel may start while the preceding kernel of the stream still runs, and waits
-for its end before it writes anything and before it reads what that kernel may write; each op says what that is. Everything else it may read
-at once, so that must be older: its writers had ended when the preceding kernel started (one that was itself launched so starts before the
-end of the kernel before it, which then counts as preceding too). It hides the start of a launch, and decode's first requests to the cache,
-behind the end of the preceding kernel. Results are the same. Decode's and append's kernels for sm_90a start early; elsewhere (gather,
-prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option does nothing.
+``dependent`` of an op (programmatic dependent launch): the kernel may start while the preceding
+kernel of the stream still runs, and waits for its end before it writes anything and before it reads
+what that kernel may write; each op says what that is. Everything else it may read at once, so that
+must be older: its writers had ended when the preceding kernel started (one that was itself launched
+so starts before the end of the kernel before it, which then counts as preceding too). It hides the
+start of a launch, and decode's first requests to the cache, behind the end of the preceding kernel.
+Results are the same. Decode's and append's kernels for sm_90a start early; elsewhere (gather,
+prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option
+does nothing.
 """
 
 from __future__ import annotations
@@ -56,17 +63,21 @@ def decode(
     return_lse: bool = False,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out [batch, q_len, heads_q, head_dim], log-sum-exp fp32 [batch, q_len, heads_q]) of ``q`` [batch, q_len, heads_q, head_dim]: each
-    sequence's ``q_len`` newest tokens, which are in the cache already, attend to it.
+    """(out [batch, q_len, heads_q, head_dim], log-sum-exp fp32 [batch, q_len, heads_q]) of ``q``
+    [batch, q_len, heads_q, head_dim]: each sequence's ``q_len`` newest tokens, which are in the
+    cache already, attend to it.
 
-    Query i stands at position length - q_len + i and sees positions up to its own; with ``window`` w > 0 only those above its own - w
-    and the first ``sink_tokens``. Scores are ``scale`` q.k (None: head_dim^-0.5), c tanh(s / c) with ``soft_cap`` c > 0; ``sinks`` (fp32
-    [heads_q]) adds exp(sink) to the denominator. A query that sees nothing gets 0 and -inf (or its sink). The log-sum-exp is natural;
-    without ``return_lse`` it has no elements. Query head h reads head h // (heads_q / heads_kv) of the cache. The same input gives the
-    same bits. ``torch.ops.tilebit.attention_decode.out`` writes into ``out`` and ``lse``.
+    Query i stands at position length - q_len + i and sees positions up to its own; with ``window``
+    w > 0 only those above its own - w and the first ``sink_tokens``. Scores are ``scale`` q.k
+    (None: head_dim^-0.5), c tanh(s / c) with ``soft_cap`` c > 0; ``sinks`` (fp32 [heads_q]) adds
+    exp(sink) to the denominator. A query that sees nothing gets 0 and -inf (or its sink). The
+    log-sum-exp is natural; without ``return_lse`` it has no elements. Query head h reads head h //
+    (heads_q / heads_kv) of the cache. The same input gives the same bits.
+    ``torch.ops.tilebit.attention_decode.out`` writes into ``out`` and ``lse``.
 
-    ``dependent``: the preceding kernel may write ``q``, ``windows``, and of the pages each sequence's groups of 128 tokens that the newest
-    ``q_len`` tokens reach. So it may be the ``append`` of these tokens, or what computes q after it; it may be neither an append of more
+    ``dependent``: the preceding kernel may write ``q``, ``windows``, and of the pages each
+    sequence's groups of 128 tokens that the newest ``q_len`` tokens reach. So it may be the
+    ``append`` of these tokens, or what computes q after it; it may be neither an append of more
     tokens nor what sets lengths or tables.
     """
     return attention_ops.DECODE(
@@ -91,12 +102,14 @@ def append(
     rotary: str = "",
     dependent: bool = False,
 ) -> None:
-    """Put rows ``cu_seqlens[b]`` .. ``cu_seqlens[b + 1]`` (int32 [batch + 1]) of ``k`` and ``v`` [tokens, heads_kv, head_dim] at the end of
-    sequence b, whose length with them is ``lengths[b]``; changes ``pages`` and ``windows``.
+    """Put rows ``cu_seqlens[b]`` .. ``cu_seqlens[b + 1]`` (int32 [batch + 1]) of ``k`` and ``v``
+    [tokens, heads_kv, head_dim] at the end of sequence b, whose length with them is ``lengths[b]``;
+    changes ``pages`` and ``windows``.
 
-    A residual window that fills up is quantized and packed at once: token by token or all at once, the cache holds the same bits.
-    ``rotary`` "half" (pairs i, i + head_dim / 2) or "interleaved" (2 i, 2 i + 1) turns k at its position by ``cos_sin`` (fp32
-    [max_position, head_dim]: cosines, then sines) in fp32, rounded once. ``dependent``: the preceding kernel may write every operand.
+    A residual window that fills up is quantized and packed at once: token by token or all at once,
+    the cache holds the same bits. ``rotary`` "half" (pairs i, i + head_dim / 2) or "interleaved" (2
+    i, 2 i + 1) turns k at its position by ``cos_sin`` (fp32 [max_position, head_dim]: cosines, then
+    sines) in fp32, rounded once. ``dependent``: the preceding kernel may write every operand.
     """
     attention_ops.APPEND(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary, dependent
@@ -118,10 +131,12 @@ def gather(
     dtype: torch.dtype,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(k, v), each [total, heads_kv, head_dim] in ``dtype``: what the cache holds, dequantized in fp32 and rounded once.
+    """(k, v), each [total, heads_kv, head_dim] in ``dtype``: what the cache holds, dequantized in
+    fp32 and rounded once.
 
-    Rows ``cu_kv[b]`` (int32 [batch + 1]) .. are the first ``lengths[b]`` tokens of sequence b; rows that belong to no token stay
-    undefined. ``dtype`` is the one the cache was filled with. ``dependent``: the preceding kernel may write every operand.
+    Rows ``cu_kv[b]`` (int32 [batch + 1]) .. are the first ``lengths[b]`` tokens of sequence b; rows
+    that belong to no token stay undefined. ``dtype`` is the one the cache was filled with.
+    ``dependent``: the preceding kernel may write every operand.
     """
     return attention_ops.GATHER(
         pages, windows, block_tables, slots, lengths, cu_kv, head_scales, format, page_size, total, head_dim, dtype, dependent
@@ -142,11 +157,13 @@ def prefill(
     return_lse: bool = False,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads_q, head_dim], log-sum-exp fp32 [tokens, heads_q]) of causal attention over 16-bit rows, sequences end to end.
+    """(out [tokens, heads_q, head_dim], log-sum-exp fp32 [tokens, heads_q]) of causal attention
+    over 16-bit rows, sequences end to end.
 
-    Sequence b has rows ``cu_q[b]`` .. ``cu_q[b + 1]`` of ``q`` [tokens, heads_q, head_dim] and ``cu_kv[b]`` .. of ``k`` and ``v`` [total,
-    heads_kv, head_dim]; its queries are its newest tokens. ``cu_q``, ``cu_kv``: int32 [batch + 1]. ``dependent``: the preceding kernel may
-    write every operand. The rest as ``decode``.
+    Sequence b has rows ``cu_q[b]`` .. ``cu_q[b + 1]`` of ``q`` [tokens, heads_q, head_dim] and
+    ``cu_kv[b]`` .. of ``k`` and ``v`` [total, heads_kv, head_dim]; its queries are its newest
+    tokens. ``cu_q``, ``cu_kv``: int32 [batch + 1]. ``dependent``: the preceding kernel may write
+    every operand. The rest as ``decode``.
     """
     return attention_ops.PREFILL(q, k, v, cu_q, cu_kv, sinks, scale, window, sink_tokens, soft_cap, return_lse, dependent)
 
@@ -165,11 +182,13 @@ def scaled_dot_product_decode(
     soft_cap: float = 0.0,
     dependent: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` for decoding, in its layout: [batch, heads_q, q_len, head_dim] of ``query`` of the same shape.
+    """``scaled_dot_product_attention`` for decoding, in its layout: [batch, heads_q, q_len,
+    head_dim] of ``query`` of the same shape.
 
-    ``key`` and ``value`` [batch, heads_kv, q_len, head_dim] are the new tokens' and join the cache first; None: they have been appended.
-    Attention is causal within the new tokens, and heads are grouped as with ``enable_gqa``. ``dependent`` as in ``KVCache.append`` and
-    ``KVCache.attend``, other arguments as in ``decode``.
+    ``key`` and ``value`` [batch, heads_kv, q_len, head_dim] are the new tokens' and join the cache
+    first; None: they have been appended. Attention is causal within the new tokens, and heads are
+    grouped as with ``enable_gqa``. ``dependent`` as in ``KVCache.append`` and ``KVCache.attend``,
+    other arguments as in ``decode``.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is not None and tensor.ndim != 4:
@@ -188,10 +207,12 @@ def scaled_dot_product_decode(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp fp32) of attention over two disjoint sets of tokens, from the results over each.
+    """(out, log-sum-exp fp32) of attention over two disjoint sets of tokens, from the results over
+    each.
 
-    ``out_*`` [..., head_dim] of one dtype and shape, ``lse_*`` [...] natural (Milakov and Gimelshein, 2018). A side that saw nothing
-    (lse -inf) counts for nothing. Computed in fp32. Learned sinks must be in one of the sides only.
+    ``out_*`` [..., head_dim] of one dtype and shape, ``lse_*`` [...] natural (Milakov and
+    Gimelshein, 2018). A side that saw nothing (lse -inf) counts for nothing. Computed in fp32.
+    Learned sinks must be in one of the sides only.
     """
     if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype or lse_a.shape != out_a.shape[:-1] or lse_b.shape != lse_a.shape:
         raise ValueError(

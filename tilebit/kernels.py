@@ -1,10 +1,12 @@
-"""From a workload to a kernel: out of a loaded pack, else out of the artifact cache, else compiled with the schedule that
-``schedules.select`` chooses.
+"""From a workload to a kernel: out of a loaded pack, else out of the artifact cache, else compiled
+with the schedule that ``schedules.select`` chooses.
 
-A chosen schedule that does not pass the lint (the cost model cannot see register spills) is remembered as unfit, beside the artifact
-cache, and the next best one is tried: a call never fails because one schedule does. What failed when it was tuned comes last, since much of
-that is a machine's fault and passes; a kernel that computed wrong results is never used. With ``TILEBIT_NO_COMPILE=1`` nothing is compiled
-and the error names the commands which build the kernel.
+A chosen schedule that does not pass the lint (the cost model cannot see register spills) is
+remembered as unfit, beside the artifact cache, and the next best one is tried: a call never fails
+because one schedule does. What failed when it was tuned comes last, since much of that is a
+machine's fault and passes; a kernel that computed wrong results is never used. With
+``TILEBIT_NO_COMPILE=1`` nothing is compiled and the error names the commands which build the
+kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 NO_COMPILE = "TILEBIT_NO_COMPILE"
 TRIES = 8  # schedules tried for one workload
-# Kinds of ``CompileFailure`` that are the schedule's own and will be the same at every attempt; the others are this machine's.
+# Kinds of ``CompileFailure`` that are the schedule's own and will be the same at every attempt; the
+# others are this machine's.
 UNFIT = ("illegal", "lint")
 
 
@@ -39,12 +42,13 @@ _turns: dict[tuple[AnyWorkload, Target], threading.Lock] = {}
 
 
 class KernelUnavailable(RuntimeError):
-    """No kernel for this call is at hand and none may or can be built now; the message says how to get one."""
+    """No kernel for this call is at hand and none may or can be built now; the message says how to
+    get one."""
 
 
 def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
-    """The loaded kernel for ``workload`` on this machine's ``target``; threads that ask for the same one wait for one build of it. Raises
-    ``KernelUnavailable``."""
+    """The loaded kernel for ``workload`` on this machine's ``target``; threads that ask for the
+    same one wait for one build of it. Raises ``KernelUnavailable``."""
     packed = packs.find(workload, target)
     if packed is not None:
         return packed
@@ -55,9 +59,11 @@ def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
 
 
 def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1) -> list[Kernel]:
-    """A kernel per workload for any ``target``, from the cache or compiled in ``jobs`` processes (None: one per core); opens none.
+    """A kernel per workload for any ``target``, from the cache or compiled in ``jobs`` processes
+    (None: one per core); opens none.
 
-    Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be compiled stay in the cache.
+    Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be
+    compiled stay in the cache.
     """
     from .tiles.compiler.cache import ArtifactCache
     from .tiles.compiler.compile import CompileFailure
@@ -97,7 +103,8 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
 
 
 def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, TuningRecord | None]]:
-    """The schedule to use, then those to fall back to, best first and what failed when tuned last; each with its record, if any."""
+    """The schedule to use, then those to fall back to, best first and what failed when tuned last;
+    each with its record, if any."""
     choice = choose(workload, target)
     yield choice.schedule, choice.record
     rows = [r for r in explain(workload, target) if not r.illegal and r.schedule != choice.schedule]
@@ -108,8 +115,8 @@ def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, T
 def _next(
     workload: AnyWorkload, ranked: Iterator[tuple[Schedule, TuningRecord | None]], target: Target, cache: ArtifactCache
 ) -> tuple[Kernel | None, CompileRequest | None]:
-    """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to be unfit or wrong; (None, None) when
-    all are."""
+    """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to
+    be unfit or wrong; (None, None) when all are."""
     from .tiles.compiler.compile import CompileRequest
 
     for schedule, record in ranked:
@@ -125,8 +132,8 @@ def _next(
 
 
 def _is_wrong(record: TuningRecord | None, request: CompileRequest) -> bool:
-    """Whether this very artifact computed wrong results when it was tuned. A key covers sources and compilers: what they were then says
-    nothing of new ones."""
+    """Whether this very artifact computed wrong results when it was tuned. A key covers sources and
+    compilers: what they were then says nothing of new ones."""
     return record is not None and record.status == WRONG and record.key == request.key
 
 
@@ -145,8 +152,8 @@ def _why_none(workload: AnyWorkload, target: Target) -> str:
 
 
 def _remember(cache: ArtifactCache, request: CompileRequest, failure: CompileFailure) -> None:
-    """Keep what was found out about a schedule, so that no later process compiles it again. A key covers sources and compilers: new ones
-    ask anew."""
+    """Keep what was found out about a schedule, so that no later process compiles it again. A key
+    covers sources and compilers: new ones ask anew."""
     folder = cache.root / "unfit"
     partial = folder / f".{uuid.uuid4().hex}"
     try:

@@ -1,7 +1,8 @@
 """Packs: directories of compiled kernels that load with torch and apache-tvm-ffi alone.
 
-A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of sizes and target, sha256 of every file)
-and ``kernels/<key>/`` for each kernel, exactly as the compiler published it. It is written beside its place and moved there by one rename.
+A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of
+sizes and target, sha256 of every file) and ``kernels/<key>/`` for each kernel, exactly as the
+compiler published it. It is written beside its place and moved there by one rename.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PACK_NAME = "pack.json"
 
 
 class KernelDirectory(Protocol):
-    """What ``export`` needs of a kernel (``tiles.Kernel``, ``LoadedKernel`` and ``PackEntry`` have it)."""
+    """What ``export`` needs of a kernel (``tiles.Kernel``, ``LoadedKernel`` and ``PackEntry`` have
+    it)."""
 
     @property
     def path(self) -> Path: ...
@@ -35,7 +37,8 @@ class KernelDirectory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackEntry:
-    """One kernel of a pack: ``workload`` (its sizes are the bucket it serves best), ``arch``, key and directory."""
+    """One kernel of a pack: ``workload`` (its sizes are the bucket it serves best), ``arch``, key
+    and directory."""
 
     key: str
     workload: AnyWorkload
@@ -45,7 +48,8 @@ class PackEntry:
 
 
 class Pack:
-    """A loaded pack. ``kernel_for(workload, m)`` gives a callable kernel; no library is opened before it is asked for.
+    """A loaded pack. ``kernel_for(workload, m)`` gives a callable kernel; no library is opened
+    before it is asked for.
 
     ``kernels`` are its ``PackEntry`` rows, ``versions`` those of the compilers that made them.
     """
@@ -71,24 +75,28 @@ class Pack:
         return tuple(sorted({entry.arch for entry in self.kernels}))
 
     def entry_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> PackEntry | None:
-        """The entry that serves ``workload`` best, as its operation ranks them: of a GEMM that of its m, else of the next larger one,
-        else of the largest; of attention, whose kernels serve all sizes alike, that of the nearest ones.
+        """The entry that serves ``workload`` best, as its operation ranks them: of a GEMM that of
+        its m, else of the next larger one, else of the largest; of attention, whose kernels serve
+        all sizes alike, that of the nearest ones.
 
-        ``features`` are the instruction sets this machine has: kernels that use others are passed over. None: do not ask.
+        ``features`` are the instruction sets this machine has: kernels that use others are passed
+        over. None: do not ask.
         """
         wanted, rank = workload.bucketed(), operation(workload.op).rank
         return min(self.entries_for(workload, arch, features), key=lambda entry: rank(entry.workload, wanted), default=None)
 
     def entries_for(self, workload: AnyWorkload, arch: str, features: tuple[str, ...] | None = None) -> list[PackEntry]:
-        """All entries for what ``workload`` has in common with every other that one kernel serves, and for these ``features``."""
+        """All entries for what ``workload`` has in common with every other that one kernel serves,
+        and for these ``features``."""
         entries = self._by_workload.get((workload.static(), arch), [])
         return [e for e in entries if features is None or set(e.features) <= set(features)]
 
     def kernel_for(self, workload: AnyWorkload, m: int | None = None, arch: str | None = None) -> LoadedKernel:
-        """The loaded kernel for ``workload`` (a GEMM: at ``m`` rows, if given) on ``arch`` (default: the pack's only one).
+        """The loaded kernel for ``workload`` (a GEMM: at ``m`` rows, if given) on ``arch``
+        (default: the pack's only one).
 
-        Raises ``LookupError`` that says what the pack holds and how to build the kernel when there is none, and ``CorruptArtifact``
-        when its files were changed.
+        Raises ``LookupError`` that says what the pack holds and how to build the kernel when there
+        is none, and ``CorruptArtifact`` when its files were changed.
         """
         if arch is None:
             if len(self.arches) != 1:
@@ -108,7 +116,8 @@ class Pack:
 
 
 def command_line(command: str, workload: AnyWorkload, arch: str) -> str:
-    """The command line that does ``command`` ("compile", "pack PATH", ...) for ``workload`` on ``arch``."""
+    """The command line that does ``command`` ("compile", "pack PATH", ...) for ``workload`` on
+    ``arch``."""
     return " ".join(word for word in ("tilebit", workload.COMMAND, command, workload.options(), "--target", arch) if word)
 
 
@@ -121,7 +130,8 @@ def loaded() -> tuple[Pack, ...]:
 
 
 def find(workload: AnyWorkload, target: Target) -> LoadedKernel | None:
-    """A kernel for ``workload`` (at its sizes) on ``target`` from the loaded packs, the latest first; None when none has one."""
+    """A kernel for ``workload`` (at its sizes) on ``target`` from the loaded packs, the latest
+    first; None when none has one."""
     for pack in loaded():
         entry = pack.entry_for(workload, target.arch, target.features)
         if entry is not None:
@@ -130,7 +140,8 @@ def find(workload: AnyWorkload, target: Target) -> LoadedKernel | None:
 
 
 def entries(workload: AnyWorkload, target: Target) -> list[PackEntry]:
-    """All kernels among which ``find`` chooses for the workload's shape, whatever its sizes are: those of the latest pack that has any."""
+    """All kernels among which ``find`` chooses for the workload's shape, whatever its sizes are:
+    those of the latest pack that has any."""
     return next((found for pack in loaded() if (found := pack.entries_for(workload, target.arch, target.features))), [])
 
 
@@ -151,12 +162,15 @@ def _forget_plans() -> None:
 def export(
     path: str | os.PathLike[str], kernels: Mapping[AnyWorkload, KernelDirectory] | Iterable[KernelDirectory], overwrite: bool = False
 ) -> Pack:
-    """Write a pack of ``kernels`` to the new directory ``path`` and return it read (``load`` makes operations use it).
+    """Write a pack of ``kernels`` to the new directory ``path`` and return it read (``load`` makes
+    operations use it).
 
-    ``kernels`` is a mapping (workload with the sizes it is for -> kernel) or an iterable of kernels, which then serve what they were
-    compiled for; those of other packs (``read(path).kernels``) serve what they serve there: packs become one. Every kernel is checked
-    before it is copied. The directory appears complete or not at all; an existing one is replaced only with ``overwrite``. Raises
-    ``FileExistsError``, ``ValueError`` for no kernels, ``CorruptArtifact``, or ``OSError`` from the disk.
+    ``kernels`` is a mapping (workload with the sizes it is for -> kernel) or an iterable of
+    kernels, which then serve what they were compiled for; those of other packs
+    (``read(path).kernels``) serve what they serve there: packs become one. Every kernel is checked
+    before it is copied. The directory appears complete or not at all; an existing one is replaced
+    only with ``overwrite``. Raises ``FileExistsError``, ``ValueError`` for no kernels,
+    ``CorruptArtifact``, or ``OSError`` from the disk.
     """
     target = Path(path)
     if target.exists() and not overwrite:
@@ -187,7 +201,8 @@ def export(
 
 
 def _write(building: Path, pairs: list[tuple[AnyWorkload | None, Path]]) -> dict[str, Any]:
-    """Copy the kernel directories and return the manifest; a workload that is None is the kernel's own."""
+    """Copy the kernel directories and return the manifest; a workload that is None is the kernel's
+    own."""
     rows: dict[tuple[str, AnyWorkload], dict[str, Any]] = {}
     for served, path in pairs:
         manifest = read_manifest(path)
@@ -223,7 +238,8 @@ def _write(building: Path, pairs: list[tuple[AnyWorkload | None, Path]]) -> dict
 
 
 def load(path: str | os.PathLike[str]) -> Pack:
-    """Read a pack and let operations find its kernels before they compile any; a pack read again replaces its earlier self.
+    """Read a pack and let operations find its kernels before they compile any; a pack read again
+    replaces its earlier self.
 
     Raises what ``read`` raises.
     """
@@ -234,10 +250,12 @@ def load(path: str | os.PathLike[str]) -> Pack:
 
 
 def read(path: str | os.PathLike[str]) -> Pack:
-    """The pack in directory ``path``, every file's sha256 compared with its manifest. Imports no compiler, opens no kernel.
+    """The pack in directory ``path``, every file's sha256 compared with its manifest. Imports no
+    compiler, opens no kernel.
 
-    Raises ``FileNotFoundError`` when there is no such directory, ``CorruptArtifact`` when it is not a complete, unmodified pack, and
-    ``NotInstalled`` (a ``ValueError``) when its kernels are of an operation or format whose package is not installed.
+    Raises ``FileNotFoundError`` when there is no such directory, ``CorruptArtifact`` when it is not
+    a complete, unmodified pack, and ``NotInstalled`` (a ``ValueError``) when its kernels are of an
+    operation or format whose package is not installed.
     """
     root = Path(path).resolve()
     if not root.is_dir():

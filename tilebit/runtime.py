@@ -1,7 +1,8 @@
-"""Load compiled kernels: a directory with ``manifest.json`` and ``kernel.so``, checked before it is opened. Imports no compiler.
+"""Load compiled kernels: a directory with ``manifest.json`` and ``kernel.so``, checked before it is
+opened. Imports no compiler.
 
-A leaf: it needs torch and apache-tvm-ffi only, and nothing else of this package, so that kernels run where the compilers cannot be
-installed.
+A leaf: it needs torch and apache-tvm-ffi only, and nothing else of this package, so that kernels
+run where the compilers cannot be installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ REQUIRED_FIELDS = ("schema", "key", "program", "workload", "schedule", "target",
 
 
 class CorruptArtifact(Exception):
-    """A kernel directory or pack does not hold what its manifest says. ``path`` is the directory, ``what`` the finding."""
+    """A kernel directory or pack does not hold what its manifest says. ``path`` is the directory,
+    ``what`` the finding."""
 
     def __init__(self, path: str | os.PathLike[str], what: str, do: str = "delete the directory and compile the kernel again") -> None:
         super().__init__(f"{path}: {what}; accepted: a complete, unmodified kernel directory. To repair: {do}")
@@ -31,11 +33,14 @@ class CorruptArtifact(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedKernel:
-    """A kernel ready to run. Calling it with torch tensors in the order of ``params`` launches it on torch's current stream.
+    """A kernel ready to run. Calling it with torch tensors in the order of ``params`` launches it
+    on torch's current stream.
 
-    ``run`` is the bare tvm_ffi function (no Python in between), ``prepare`` loads a CUDA kernel onto a device before its first call.
-    ``run_dependent`` is ``run`` with programmatic dependent launch: the kernel may start while the preceding kernel of the stream still
-    runs, requests everything but x at once, and touches x and y when that kernel has ended. None where the kernel has no such launch.
+    ``run`` is the bare tvm_ffi function (no Python in between), ``prepare`` loads a CUDA kernel
+    onto a device before its first call. ``run_dependent`` is ``run`` with programmatic dependent
+    launch: the kernel may start while the preceding kernel of the stream still runs, requests
+    everything but x at once, and touches x and y when that kernel has ended. None where the kernel
+    has no such launch.
     """
 
     path: Path
@@ -52,7 +57,8 @@ class LoadedKernel:
         self.run(*tensors)
 
     def prepare(self, device: int = 0) -> None:
-        """Load the kernel onto CUDA device ``device`` now, for example before a graph is captured. A CPU kernel needs none."""
+        """Load the kernel onto CUDA device ``device`` now, for example before a graph is captured.
+        A CPU kernel needs none."""
         if str(self.manifest["target"]["arch"]).startswith("sm_"):
             self.module["prepare"](device)
 
@@ -63,7 +69,8 @@ _loaded: dict[str, tuple[tuple[int, int, int], LoadedKernel]] = {}
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file in hex, computed once per process while its inode, size and modification time stay the same."""
+    """sha256 of a file in hex, computed once per process while its inode, size and modification
+    time stay the same."""
     stat = path.stat()
     stamp = (str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns)
     with _lock:
@@ -77,9 +84,11 @@ def file_digest(path: Path) -> str:
 
 
 def check_files(directory: Path, files: Any) -> None:
-    """Compare every file listed in ``files`` ({name: {"sha256", "bytes"}}, names relative to ``directory``) with what is on disk.
+    """Compare every file listed in ``files`` ({name: {"sha256", "bytes"}}, names relative to
+    ``directory``) with what is on disk.
 
-    Raises ``CorruptArtifact`` naming the first file that is missing, of another length or of other content.
+    Raises ``CorruptArtifact`` naming the first file that is missing, of another length or of other
+    content.
     """
     if not isinstance(files, dict) or not files:
         raise CorruptArtifact(directory, "its manifest lists no files")
@@ -101,7 +110,8 @@ def check_files(directory: Path, files: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from ``path``; raises ``CorruptArtifact`` when it is missing, torn or no object."""
+    """A JSON object from ``path``; raises ``CorruptArtifact`` when it is missing, torn or no
+    object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -114,7 +124,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a kernel directory with every file's digest checked. Raises ``CorruptArtifact``; opens no library."""
+    """The manifest of a kernel directory with every file's digest checked. Raises
+    ``CorruptArtifact``; opens no library."""
     root = Path(directory)
     manifest = read_json(root / MANIFEST_NAME)
     missing = [name for name in REQUIRED_FIELDS if name not in manifest]
@@ -133,7 +144,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def load_kernel(directory: str | os.PathLike[str]) -> LoadedKernel:
     """Check a kernel directory and load its library, once per process and file.
 
-    Digests are compared before the library is opened: a truncated shared object would kill the process. Raises ``CorruptArtifact``.
+    Digests are compared before the library is opened: a truncated shared object would kill the
+    process. Raises ``CorruptArtifact``.
     """
     root = Path(directory).resolve()
     library = root / LIBRARY_NAME

@@ -1,1 +1,2 @@
-"""What is computed: tile programs, and the way from a program to a kernel directory (compile, lint, cache)."""
+"""What is computed: tile programs, and the way from a program to a kernel directory (compile, lint,
+cache)."""

@@ -16,14 +16,17 @@ DEVICE_DIR = Path(__file__).parent / "device"
 
 @dataclass(frozen=True, slots=True)
 class TileProgram:
-    """A computation written once, divided by a ``Schedule``. What it accepts is said by the ``Rule`` of its name (``schedules``).
+    """A computation written once, divided by a ``Schedule``. What it accepts is said by the
+    ``Rule`` of its name (``schedules``).
 
-    ``compiler`` ("tilelang" or "tvm") says which compiler ``build`` needs; the two never share a process.
-    ``build(workload, schedule, target)`` returns the compiler's ``PrimFunc``, whose parameters are the workload's operands in call order
-    (``schedules.operations.params``), and touches no device. ``headers`` are files under ``tiles/device`` that the generated code includes
-    (they are part of a kernel's key). ``pass_configs`` (TileLang's) and ``nvcc_flags`` are given to the compilers as they are.
-    ``newest_arch`` caps what TileLang generates code for: on a newer target the same source is compiled for that target, so that an sm_89
-    program runs, and is tested, on sm_90a.
+    ``compiler`` ("tilelang" or "tvm") says which compiler ``build`` needs; the two never share a
+    process. ``build(workload, schedule, target)`` returns the compiler's ``PrimFunc``, whose
+    parameters are the workload's operands in call order (``schedules.operations.params``), and
+    touches no device. ``headers`` are files under ``tiles/device`` that the generated code includes
+    (they are part of a kernel's key). ``pass_configs`` (TileLang's) and ``nvcc_flags`` are given to
+    the compilers as they are. ``newest_arch`` caps what TileLang generates code for: on a newer
+    target the same source is compiled for that target, so that an sm_89 program runs, and is
+    tested, on sm_90a.
     """
 
     name: str

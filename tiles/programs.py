@@ -14,14 +14,15 @@ LIBRARY = __name__.partition(".")[0]
 
 
 def program(name: str) -> TileProgram:
-    """The tile program called ``name``; imports its module on first use, which is cheap: it imports its compiler only inside ``build``.
-    Raises ``ValueError`` for an unknown one."""
+    """The tile program called ``name``; imports its module on first use, which is cheap: it imports
+    its compiler only inside ``build``. Raises ``ValueError`` for an unknown one."""
     return importlib.import_module(find_rule(name).module).PROGRAM
 
 
 def program_sources(name: str) -> tuple[Path, ...]:
-    """Every source file that decides what program ``name`` builds, sorted: the Python files of its package, what these import from this
-    library and from the program's own (transitively), and its device headers."""
+    """Every source file that decides what program ``name`` builds, sorted: the Python files of its
+    package, what these import from this library and from the program's own (transitively), and its
+    device headers."""
     module = importlib.import_module(find_rule(name).module)
     libraries = {LIBRARY, module.__name__.partition(".")[0]}
     package = module.__name__.rpartition(".")[0] or module.__name__
@@ -45,7 +46,8 @@ def _source(module: str) -> Path | None:
 
 
 def _imports(module: str, path: Path, libraries: set[str]) -> list[str]:
-    """Names of the libraries' modules that the file at ``path`` may import, wherever in it; some are names inside modules."""
+    """Names of the libraries' modules that the file at ``path`` may import, wherever in it; some
+    are names inside modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,5 @@
-"""What the tuner measures: operands for each operation, and the gate that a kernel passes before it is timed."""
+"""What the tuner measures: operands for each operation, and the gate that a kernel passes before it
+is timed."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Problem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reasons`` why a kernel is wrong (empty: verified) and its largest relative block error on random floats (None if it never got
-    there)."""
+    """``reasons`` why a kernel is wrong (empty: verified) and its largest relative block error on
+    random floats (None if it never got there)."""
 
     reasons: tuple[str, ...]
     rel_err: float | None = None
@@ -49,7 +50,8 @@ class Verdict:
 
 
 class AnyGate(Protocol):
-    """The references of one workload and the verdict on any number of kernels for it; ``random`` is the problem that is timed."""
+    """The references of one workload and the verdict on any number of kernels for it; ``random`` is
+    the problem that is timed."""
 
     @property
     def random(self) -> Problem: ...
@@ -60,5 +62,6 @@ class AnyGate(Protocol):
 
 
 def gate_of(workload: AnyWorkload, seed: int, arch: str, device: str) -> AnyGate:
-    """The gate of the workload's operation, its problems drawn from ``seed`` on ``device``, packed for ``arch``."""
+    """The gate of the workload's operation, its problems drawn from ``seed`` on ``device``, packed
+    for ``arch``."""
     return importlib.import_module(operation(workload.op).gate).gate(workload, seed, arch, device)

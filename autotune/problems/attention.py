@@ -1,8 +1,9 @@
-"""Problems of attention over a low-bit cache: operands made on the device, as the kernels read them, and the answers they must give.
+"""Problems of attention over a low-bit cache: operands made on the device, as the kernels read
+them, and the answers they must give.
 
-Packed pages are random words (random words are random codes) with parameters that make their values about N(0, 1), windows are normal,
-tables are a random permutation of the pages: a cache of any size is made on its device in one pass. Table entries that no kernel may
-read are -1.
+Packed pages are random words (random words are random codes) with parameters that make their values
+about N(0, 1), windows are normal, tables are a random permutation of the pages: a cache of any size
+is made on its device in one pass. Table entries that no kernel may read are -1.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ Attention = Callable[[Tensor, Tensor, Tensor, AttentionWorkload, "Tensor | None"
 class AttentionProblem:
     """One call of an attention kernel with its operands on a device.
 
-    ``operands`` are what the kernel reads, by the names of its parameters; ``written`` what it writes: (shape, dtype) of each output.
-    "append" changes ``pages`` and ``windows`` in place: they are among both, and ``operands`` holds their state before the call."""
+    ``operands`` are what the kernel reads, by the names of its parameters; ``written`` what it
+    writes: (shape, dtype) of each output. "append" changes ``pages`` and ``windows`` in place: they
+    are among both, and ``operands`` holds their state before the call."""
 
     workload: AttentionWorkload
     operands: dict[str, Tensor]
@@ -57,14 +59,16 @@ class AttentionProblem:
         return {**self.operands, **outputs}
 
     def outputs(self) -> dict[str, Tensor]:
-        """New tensors to write to, by name; those that a call changes in place hold the state before it."""
+        """New tensors to write to, by name; those that a call changes in place hold the state
+        before it."""
         return {
             name: self.operands[name].clone() if name in self.operands else torch.empty(shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.written.items()
         }
 
     def copied(self) -> AttentionProblem:
-        """The same problem in other memory: rotating over copies keeps caches from holding the operands."""
+        """The same problem in other memory: rotating over copies keeps caches from holding the
+        operands."""
         return replace(self, operands={name: tensor.clone() for name, tensor in self.operands.items()})
 
     def cache(self) -> list[tuple[Tensor, Tensor]]:
@@ -74,8 +78,9 @@ class AttentionProblem:
         return unpack_cache(o["pages"], o["windows"], tables, o["slots"], o["lengths"], w.layout, dtype, o.get("head_scales"))
 
     def attended(self, attention: Attention) -> Attended:
-        """What a "decode" or "prefill" call returns, computed by ``attention`` sequence by sequence and in chunks of rows: out like q, and
-        lse [.., heads_q], in fp64 or whatever ``attention`` returns."""
+        """What a "decode" or "prefill" call returns, computed by ``attention`` sequence by sequence
+        and in chunks of rows: out like q, and lse [.., heads_q], in fp64 or whatever ``attention``
+        returns."""
         o, w = self.operands, self.workload
         if w.op == "decode":
             sequences = [(q, k, v) for q, (k, v) in zip(o["q"], self.cache(), strict=True)]
@@ -91,13 +96,15 @@ class AttentionProblem:
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, w: AttentionWorkload, sinks: Tensor | None) -> Attended:
-    """The reference in fp64 (``tiles/attention/reference.py``): q [rows, heads_q, head_dim], k and v [length, heads_kv, head_dim]."""
+    """The reference in fp64 (``tiles/attention/reference.py``): q [rows, heads_q, head_dim], k and
+    v [length, heads_kv, head_dim]."""
     return reference.attend(q, k, v, w.softmax_scale, w.window, w.sink_tokens, sinks, w.soft_cap)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, w: AttentionWorkload, sinks: Tensor | None) -> Attended:
-    """The same as torch computes it in the workload's dtype, on keys and values rounded to it: ``scaled_dot_product_attention``, or with a
-    soft cap, which that does not have, products and a softmax in that dtype."""
+    """The same as torch computes it in the workload's dtype, on keys and values rounded to it:
+    ``scaled_dot_product_attention``, or with a soft cap, which that does not have, products and a
+    softmax in that dtype."""
     dtype, rows, length = q.dtype, len(q), len(k)
     columns = q.unflatten(1, (w.heads_kv, w.group)).permute(1, 2, 0, 3).flatten(1, 2)  # [heads_kv, group * rows, head_dim]
     keys, values = (x.to(dtype).transpose(0, 1) for x in (k, v))
@@ -123,7 +130,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, w: AttentionWorkload, sinks
 
 
 def _in_chunks(attention: Attention, q: Tensor, k: Tensor, v: Tensor, w: AttentionWorkload, sinks: Tensor | None) -> Attended:
-    """Rows of queries a chunk at a time, each with the tokens up to its last: they are the newest of those."""
+    """Rows of queries a chunk at a time, each with the tokens up to its last: they are the newest
+    of those."""
     rows, length = len(q), len(k)
     step = max(1, CHUNK_SCORES // max(1, length * w.heads_q))
     parts = []
@@ -150,8 +158,8 @@ def random_attention(workload: AttentionWorkload, seed: int, device: str = "cpu"
 
 
 def edge_attention(workload: AttentionWorkload, seed: int, device: str = "cpu") -> AttentionProblem:
-    """A small problem of the lengths at which kernels go wrong (nothing, the window's and the page's borders) and another q_len than
-    the workload's: kernels take any."""
+    """A small problem of the lengths at which kernels go wrong (nothing, the window's and the
+    page's borders) and another q_len than the workload's: kernels take any."""
     page = workload.page_size
     lengths = sorted({0, 1, RESIDUAL - 1, RESIDUAL, RESIDUAL + 1, page - 1, page + 1, 2 * page, 3 * RESIDUAL + 41})
     rows = [(0, 1, RESIDUAL + 2, RESIDUAL - 1, 7)[b % 5] for b in range(len(lengths))]
@@ -162,8 +170,9 @@ def edge_attention(workload: AttentionWorkload, seed: int, device: str = "cpu") 
 def attention_problem(
     workload: AttentionWorkload, lengths: Sequence[int], rows: Sequence[int], seed: int, device: str = "cpu"
 ) -> AttentionProblem:
-    """A random problem of one sequence for each of ``lengths`` (tokens after the call); ``rows`` are each sequence's new rows ("append")
-    or queries ("prefill"; "decode" has ``workload.q_len`` queries for each)."""
+    """A random problem of one sequence for each of ``lengths`` (tokens after the call); ``rows``
+    are each sequence's new rows ("append") or queries ("prefill"; "decode" has ``workload.q_len``
+    queries for each)."""
     w, generator = workload, torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, w.dtype)
 
@@ -201,7 +210,8 @@ def attention_problem(
 
 
 def _cache(w: AttentionWorkload, lengths: Sequence[int], seed: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """A random cache that holds ``lengths`` tokens of each sequence, its pages and slots in random order."""
+    """A random cache that holds ``lengths`` tokens of each sequence, its pages and slots in random
+    order."""
     dtype, host = getattr(torch, w.dtype), torch.Generator().manual_seed(seed)
     counts = [-(-(length // RESIDUAL * RESIDUAL) // w.page_size) for length in lengths]
     num_pages, batch = sum(counts) + SPARE_PAGES, len(lengths)

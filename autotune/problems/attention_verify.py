@@ -1,7 +1,8 @@
 """The gate in front of every measurement of an attention kernel: is it right?
 
-Outputs are NaN-poisoned between guard bands, and two runs on the same input must give the same bits (``AttentionGate`` says when they need
-not). What is checked, on a problem of edges and on a random one of the workload's size:
+Outputs are NaN-poisoned between guard bands, and two runs on the same input must give the same bits
+(``AttentionGate`` says when they need not). What is checked, on a problem of edges and on a random
+one of the workload's size:
 
 - decode, prefill: each sequence's relative error against fp64, at most twice that of torch in the same precision on the same values;
 - gather: every row equal to the cache's fp32 value rounded once;
@@ -37,11 +38,13 @@ Run = Callable[[AttentionProblem, Outputs], None]
 
 
 class AttentionGate:
-    """The references of one workload, computed once, and the verdict on any number of kernels for it.
+    """The references of one workload, computed once, and the verdict on any number of kernels for
+    it.
 
-    ``verify`` takes ``run(problem, outputs)``, which launches the kernel on ``problem.named(outputs)``. ``reproducible``: two runs on the
-    same input must give the same bits. False is for a call with a part that is not ours and whose last bits vary: each of the two runs
-    must then pass by itself, and ``Verdict.rel_err`` is that of the worse one."""
+    ``verify`` takes ``run(problem, outputs)``, which launches the kernel on
+    ``problem.named(outputs)``. ``reproducible``: two runs on the same input must give the same
+    bits. False is for a call with a part that is not ours and whose last bits vary: each of the two
+    runs must then pass by itself, and ``Verdict.rel_err`` is that of the worse one."""
 
     def __init__(self, edges: AttentionProblem, random: AttentionProblem, *, reproducible: bool = True) -> None:
         self.random, self.reproducible = random, reproducible
@@ -69,8 +72,9 @@ def gate(workload: AttentionWorkload, seed: int, arch: str, device: str) -> Atte
 
 
 def sequence_errors(out: Tensor, expected: Tensor, rows: Sequence[int]) -> Tensor:
-    """fp64 [sequences]: the relative Frobenius error of each sequence's ``rows[b]`` rows of ``out`` [sum(rows), ..]; inf where it holds NaN
-    or inf. A sequence whose reference is all zero counts its absolute error; one without rows has none."""
+    """fp64 [sequences]: the relative Frobenius error of each sequence's ``rows[b]`` rows of ``out``
+    [sum(rows), ..]; inf where it holds NaN or inf. A sequence whose reference is all zero counts
+    its absolute error; one without rows has none."""
     pairs = zip(out.double().split(list(rows)), expected.double().split(list(rows)), strict=True)
     norms = torch.tensor([[float((a - b).norm()), float(b.norm())] for a, b in pairs], dtype=torch.float64).view(-1, 2)
     errors = norms[:, 0] / torch.where(norms[:, 1] > 0, norms[:, 1], 1.0)
@@ -181,8 +185,8 @@ class _Appended:
         return reasons
 
     def _group_reasons(self, where: tuple[int, int, int], pages: Tensor) -> list[str]:
-        """Compare a group, ``where`` = (sequence, kv head, group), with what the twin makes of its rows; the one before it in a page of two
-        groups must be as it was."""
+        """Compare a group, ``where`` = (sequence, kv head, group), with what the twin makes of its
+        rows; the one before it in a page of two groups must be as it was."""
         w, o, layout, (b, head, group) = self.problem.workload, self.problem.operands, self._layout, where
         first = group * RESIDUAL // layout.page_size
         ids = o["block_tables"][b, first : first + max(1, RESIDUAL // layout.page_size)].long()
@@ -217,7 +221,8 @@ class _Appended:
 
 
 def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutput]) -> tuple[list[str], float]:
-    """What is wrong with the outputs of one run and their guard bands, and the largest relative error."""
+    """What is wrong with the outputs of one run and their guard bands, and the largest relative
+    error."""
     reasons = [f"{output}: {reason}" for output, guarded in run.items() for reason in check_guards(guarded)]
     wrong, rel_err = check.verdict({output: guarded.y for output, guarded in run.items()})
     return reasons + wrong, rel_err
@@ -244,7 +249,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _run(run: Run, problem: AttentionProblem) -> dict[str, GuardedOutput]:
-    """The outputs of one run, in poisoned memory between guard bands; what the kernel changes in place holds the state before it."""
+    """The outputs of one run, in poisoned memory between guard bands; what the kernel changes in
+    place holds the state before it."""
     outputs = {name: guarded_output(shape, dtype, problem.device) for name, (shape, dtype) in problem.written.items()}
     for name, guarded in outputs.items():
         if name in problem.operands:

@@ -30,7 +30,8 @@ MAX_HALF = 65504.0
 MAX_BIAS = 64  # of the exact problem, an integer
 _NAN_BITS = 0x7FFFFFFF  # of a float32
 CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
-# (largest activation, scales), the most demanding first: scales far apart leave low bits that 16-bit sums lose even at small k.
+# (largest activation, scales), the most demanding first: scales far apart leave low bits that
+# 16-bit sums lose even at small k.
 _EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
 _EXACT_ROW_SCALES = (1 / 4, 1 / 2, 1.0)  # none above 1: sums grow no larger
 

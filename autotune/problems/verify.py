@@ -1,9 +1,10 @@
 """The gate in front of every measurement: is this kernel right?
 
-Three checks, none of which a plausible-looking wrong kernel passes: the exact oracle (``torch.equal`` against fp64, so wrong and rounded
-never mix), the worst tile on random floats (the largest relative error of a 128 x 128 block, at most twice that of torch in the same
-precision: a lost tile hides in a global norm), and NaN-poisoned outputs between guard bands (an unwritten element stays NaN, a stray
-write breaks a guard)."""
+Three checks, none of which a plausible-looking wrong kernel passes: the exact oracle
+(``torch.equal`` against fp64, so wrong and rounded never mix), the worst tile on random floats (the
+largest relative error of a 128 x 128 block, at most twice that of torch in the same precision: a
+lost tile hides in a global norm), and NaN-poisoned outputs between guard bands (an unwritten
+element stays NaN, a stray write breaks a guard)."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ _POISON = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuardedOutput:
-    """``y``, all NaN, inside ``buffer``, whose ends are guard bands of ``GUARD_ELEMENTS`` NaNs with a payload."""
+    """``y``, all NaN, inside ``buffer``, whose ends are guard bands of ``GUARD_ELEMENTS`` NaNs with
+    a payload."""
 
     y: Tensor
     buffer: Tensor
 
 
 def guarded_output(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> GuardedOutput:
-    """A contiguous NaN output of ``shape`` in fp16, bf16 or fp32 (int32: the bits of fp32's NaNs) between guard bands; its first element is
-    as aligned as a fresh allocation's."""
+    """A contiguous NaN output of ``shape`` in fp16, bf16 or fp32 (int32: the bits of fp32's NaNs)
+    between guard bands; its first element is as aligned as a fresh allocation's."""
     if dtype not in _POISON:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, _POISON))}")
     elements, (integers, poison) = prod(shape), _POISON[dtype]
@@ -62,7 +64,8 @@ def check_guards(output: GuardedOutput) -> list[str]:
 
 
 def check_exact(y: Tensor, reference: Tensor) -> list[str]:
-    """Sentences about where ``y`` [m, n] is not ``reference`` (fp64) rounded once to y's dtype; empty when every element is equal."""
+    """Sentences about where ``y`` [m, n] is not ``reference`` (fp64) rounded once to y's dtype;
+    empty when every element is equal."""
     expected = reference.to(y.dtype)
     if torch.equal(y, expected):
         return []
@@ -77,8 +80,9 @@ def check_exact(y: Tensor, reference: Tensor) -> list[str]:
 
 
 def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
-    """The largest relative Frobenius error of a ``tile`` x ``tile`` block of ``y`` [m, n] against ``reference``; inf when y holds NaN or
-    inf, 0.0 for an empty y. A block whose reference is all zero counts its absolute error."""
+    """The largest relative Frobenius error of a ``tile`` x ``tile`` block of ``y`` [m, n] against
+    ``reference``; inf when y holds NaN or inf, 0.0 for an empty y. A block whose reference is all
+    zero counts its absolute error."""
     if y.numel() == 0:
         return 0.0
     error, norm = _block_norms(y.double() - reference.double(), tile), _block_norms(reference.double(), tile)
@@ -87,8 +91,8 @@ def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
 
 
 def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list[str]:
-    """One sentence when y's worst tile is more than ``TORCH_FACTOR`` times as wrong as torch's in the same precision (or as one
-    rounding)."""
+    """One sentence when y's worst tile is more than ``TORCH_FACTOR`` times as wrong as torch's in
+    the same precision (or as one rounding)."""
     ours, theirs = worst_tile_error(y, reference), worst_tile_error(torch_result, reference)
     allowed = TORCH_FACTOR * max(theirs, torch.finfo(y.dtype).eps / 4)
     if ours <= allowed:
@@ -97,7 +101,8 @@ def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list
 
 
 class RowProblem(Protocol):
-    """A problem whose answer is y [m, n] in x's dtype, a row of it for each row of ``x``: what ``Gate`` asks of one."""
+    """A problem whose answer is y [m, n] in x's dtype, a row of it for each row of ``x``: what
+    ``Gate`` asks of one."""
 
     @property
     def workload(self) -> Any:
@@ -126,11 +131,12 @@ class RowProblem(Protocol):
 
 
 class Gate:
-    """The references of one workload, computed once, and the verdict on any number of kernels for it: a product's, or whatever else
-    computes row after row.
+    """The references of one workload, computed once, and the verdict on any number of kernels for
+    it: a product's, or whatever else computes row after row.
 
-    ``verify`` takes ``run(problem, y)``, which launches the kernel on the first ``len(y)`` rows of the problem into y. It runs every
-    row count once exactly, then the random problem twice: equal inputs must give equal bits.
+    ``verify`` takes ``run(problem, y)``, which launches the kernel on the first ``len(y)`` rows of
+    the problem into y. It runs every row count once exactly, then the random problem twice: equal
+    inputs must give equal bits.
     """
 
     def __init__(self, exact: RowProblem, random: RowProblem) -> None:

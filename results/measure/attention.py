@@ -1,14 +1,16 @@
-"""Measure attention on this machine where the peer harness has no case: ``python -m results.measure.attention [--only WHAT]`` appends rows
-to results/rows/attention.
+"""Measure attention on this machine where the peer harness has no case: ``python -m
+results.measure.attention [--only WHAT]`` appends rows to results/rows/attention.
 
     paged    a decode step on pages of 16 to 256 tokens in random order, beside the same step on a contiguous cache
     queries  a decode step of 1 to 16 new tokens a sequence
     append   one new token for many sequences, none of whose windows it fills, and all of whose windows it fills; a whole prompt
     gather   a cache as 16-bit rows
 
-What stands in one bout is timed side by side. Every kernel passes the gate of ``autotune.attention_verify`` on its bout's own problem
-before it is timed. Kernels are compiled (in parallel) ahead, with the schedules that ``select`` gives: tune first. Operands rotate so that
-no cache holds what a call reads; an append of one token, which touches little, rotates over places in the windows too.
+What stands in one bout is timed side by side. Every kernel passes the gate of
+``autotune.attention_verify`` on its bout's own problem before it is timed. Kernels are compiled (in
+parallel) ahead, with the schedules that ``select`` gives: tune first. Operands rotate so that no
+cache holds what a call reads; an append of one token, which touches little, rotates over places in
+the windows too.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ WHATS = ("paged", "queries", "append", "gather")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contender:
-    """One line of a bout: ``problems`` that are timed, the first of which is verified and the others of which read other memory;
-    ``variant``, how its row is called; and the ``bytes`` that one call must move at least (0: the workload's)."""
+    """One line of a bout: ``problems`` that are timed, the first of which is verified and the
+    others of which read other memory; ``variant``, how its row is called; and the ``bytes`` that
+    one call must move at least (0: the workload's)."""
 
     problems: list[AttentionProblem]
     variant: str = ""
@@ -83,7 +86,8 @@ def rotating(problem: AttentionProblem, l2: int, bytes_moved: int = 0) -> list[A
 
 
 def one_length(w: AttentionWorkload, device: str) -> AttentionProblem:
-    """A random problem of ``w`` in which all sequences have ``w.kv_len`` tokens and ``w.q_len`` new ones."""
+    """A random problem of ``w`` in which all sequences have ``w.kv_len`` tokens and ``w.q_len`` new
+    ones."""
     return attention_problem(w, [w.kv_len] * w.batch, [w.q_len] * w.batch, 0, device)
 
 
@@ -112,7 +116,8 @@ def query_bouts(device: str, l2: int, case: tuple[int, int] = (32, 4096)) -> lis
 
 
 def append_bouts(device: str, l2: int, batches: Sequence[int] = BATCHES, prompt: int = PROMPT) -> list[Callable[[], list[Contender]]]:
-    """For each format and batch: one token that fills no window, one that fills them all; then a prompt."""
+    """For each format and batch: one token that fills no window, one that fills them all; then a
+    prompt."""
 
     def tokens(format: str, batch: int) -> list[Contender]:
         some = one_length(workload("append", batch, 1, TOKENS + RESIDUAL // 2, format), device)
@@ -128,8 +133,9 @@ def append_bouts(device: str, l2: int, batches: Sequence[int] = BATCHES, prompt:
 
 
 def places(problem: AttentionProblem, l2: int) -> list[AttentionProblem]:
-    """``problem``, a call of which writes one row of each window, at every place in the windows, in as many copies of them as exceed twice
-    the last cache or as a graph of MOST_CALLS calls takes."""
+    """``problem``, a call of which writes one row of each window, at every place in the windows, in
+    as many copies of them as exceed twice the last cache or as a graph of MOST_CALLS calls takes.
+    """
     o = problem.operands
     first = int(o["lengths"][0])
     lengths = [first, *(n for n in range(TOKENS + 1, TOKENS + RESIDUAL) if n != first)]

@@ -1,11 +1,14 @@
-"""The linear layers of a decoder in a row: ``python -m results.measure.chain`` appends rows to results/rows/chain.
+"""The linear layers of a decoder in a row: ``python -m results.measure.chain`` appends rows to
+results/rows/chain.
 
-A chain is what one product's time cannot show: what launches cost between kernels that feed one another, and what dependent launch saves
-of it. One call runs several layers of an 8B model, with weights of their own that together exceed twice the last cache, as one CUDA
-graph: tilebit without and with dependent launch, and cuBLAS on the same weights dequantized, interleaved in one process. Each linear
-takes the first m x k numbers of what the one before it stored, as they lie: the sum of the peers' times holds no copy, so no chain does.
-Attention, the activation function and norms are left out. Nothing is timed before it is checked: dependent launch must not change a bit,
-and each chain must agree with fp32.
+A chain is what one product's time cannot show: what launches cost between kernels that feed one
+another, and what dependent launch saves of it. One call runs several layers of an 8B model, with
+weights of their own that together exceed twice the last cache, as one CUDA graph: tilebit without
+and with dependent launch, and cuBLAS on the same weights dequantized, interleaved in one process.
+Each linear takes the first m x k numbers of what the one before it stored, as they lie: the sum of
+the peers' times holds no copy, so no chain does. Attention, the activation function and norms are
+left out. Nothing is timed before it is checked: dependent launch must not change a bit, and each
+chain must agree with fp32.
 """
 
 from __future__ import annotations
@@ -45,18 +48,21 @@ Chain = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """The linears of all layers in the order of their calls: packed for tilebit, and fp16 [n, k] for cuBLAS."""
+    """The linears of all layers in the order of their calls: packed for tilebit, and fp16 [n, k]
+    for cuBLAS."""
 
     packed: list[PackedWeight]
     dense: list[Tensor]
 
 
 def make_weights(layer: LayerShape, layers: int, format: GemmFormat, device: str) -> Weights:
-    """Random codes (and zero points), scaled so that a linear keeps the size of its input: fp16 then holds the whole chain."""
+    """Random codes (and zero points), scaled so that a linear keeps the size of its input: fp16
+    then holds the whole chain."""
     generator = torch.Generator(device).manual_seed(0)
     levels = format.max_code + 1
-    # Symmetric codes leave 0 out, as quantizers do: a mean that is not 0 grows from linear to linear. Uniform codes have a variance of
-    # (levels^2 - 1) / 12, and their difference to uniform zero points twice that.
+    # Symmetric codes leave 0 out, as quantizers do: a mean that is not 0 grows from linear to
+    # linear. Uniform codes have a variance of (levels^2 - 1) / 12, and their difference to uniform
+    # zero points twice that.
     variance = ((levels - 1) ** 2 - 1) / 12 if format.symmetric else (levels**2 - 1) / 6
     packed, dense = [], []
 
@@ -88,15 +94,17 @@ def tilebit_chain(x: Tensor, weights: Weights, dependent: bool) -> Tensor:
 
 
 def dense_chain(x: Tensor, weights: Weights) -> Tensor:
-    """The same in torch, on dequantized weights and in the dtype of ``x``: fp16 for cuBLAS, fp32 as the reference."""
+    """The same in torch, on dequantized weights and in the dtype of ``x``: fp16 for cuBLAS, fp32 as
+    the reference."""
     for weight in weights.dense:
         x = torch.nn.functional.linear(as_input(x, weight.shape[1]), weight.to(x.dtype))
     return x
 
 
 def checked(x: Tensor, weights: Weights, chains: dict[str, Chain]) -> dict[str, float]:
-    """Relative Frobenius error of each chain against fp32. Raises ``ValueError`` for one above ``TOLERANCE`` and when dependent launch
-    changes a bit, called one by one or as the replay of a CUDA graph."""
+    """Relative Frobenius error of each chain against fp32. Raises ``ValueError`` for one above
+    ``TOLERANCE`` and when dependent launch changes a bit, called one by one or as the replay of a
+    CUDA graph."""
     reference = dense_chain(x.float(), weights)
     results = {name: chain() for name, chain in chains.items()}
     errors = {name: float((y.float() - reference).norm() / reference.norm()) for name, y in results.items()}
@@ -126,7 +134,8 @@ def _replayed(chain: Chain, replays: int = 50) -> list[Tensor]:
 
 
 def measure_chain(target: Target, device: str, m: int, format: GemmFormat, layer: LayerShape = LAYER) -> list[dict[str, Any]]:
-    """The rows of one chain: ``us`` is the median of one layer in microseconds, ``saving_us`` what dependent launch saves per launch."""
+    """The rows of one chain: ``us`` is the median of one layer in microseconds, ``saving_us`` what
+    dependent launch saves per launch."""
     needed = copies_needed(sum(Workload(m, n, k, format).weight_bytes for _, n, k in layer), target.l2)
     layers = max(MIN_LAYERS, needed)
     weights = make_weights(layer, layers, format, device)

@@ -1,8 +1,9 @@
-"""Measure this machine for the tables: ``python -m results.measure.gemm [--device cuda|cpu]`` appends rows to results/rows/gemm and
-results/rows/overheads.
+"""Measure this machine for the tables: ``python -m results.measure.gemm [--device cuda|cpu]``
+appends rows to results/rows/gemm and results/rows/overheads.
 
-One process measures everything, implementations interleaved, so ratios between rows of a run mean something. Kernels are compiled (in
-parallel) before anything is timed, with the schedules that ``select`` gives: tune first.
+One process measures everything, implementations interleaved, so ratios between rows of a run mean
+something. Kernels are compiled (in parallel) before anything is timed, with the schedules that
+``select`` gives: tune first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ PACKED = (28672, 8192)  # the weight whose packing is timed
 
 
 def gemm_workloads(target: Target) -> list[Workload]:
-    """The table's workloads: on a GPU fp16 with zero points (and 8 bits, and bf16, for two shapes), on a CPU bf16 and fp16."""
+    """The table's workloads: on a GPU fp16 with zero points (and 8 bits, and bf16, for two shapes),
+    on a CPU bf16 and fp16."""
     if not target.is_cuda:
         return [Workload(m, n, k, QuantFormat(4, 128, True), d) for d in ("bfloat16", "float16") for n, k in CPU_SHAPES for m in CPU_MS]
     main = [Workload(m, n, k, QuantFormat(4, 128, False), "float16") for n, k in GPU_SHAPES for m in GPU_MS]
@@ -48,7 +50,8 @@ def gemm_workloads(target: Target) -> list[Workload]:
 
 
 def cpu_rates() -> dict[str, float]:
-    """What this CPU reaches: GB/s of a plain read (a sum over 1 GiB) and TFLOP/s of a large bf16 product, best of ten each."""
+    """What this CPU reaches: GB/s of a plain read (a sum over 1 GiB) and TFLOP/s of a large bf16
+    product, best of ten each."""
     data = torch.ones(1 << 28)
     a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
 
@@ -67,8 +70,9 @@ def cpu_rates() -> dict[str, float]:
 
 
 def host_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
-    """Host time of one of ``calls`` calls in a row, in microseconds, in the quietest of ``repeats`` rounds: what other processes of the
-    machine add is no call's. The GPU is idle before each round."""
+    """Host time of one of ``calls`` calls in a row, in microseconds, in the quietest of ``repeats``
+    rounds: what other processes of the machine add is no call's. The GPU is idle before each round.
+    """
     call()
     samples = []
     for _ in range(repeats):
@@ -82,7 +86,8 @@ def host_us(call: Callable[[], Any], calls: int, repeats: int = 20) -> float:
 
 
 def overheads(target: Target) -> list[dict[str, Any]]:
-    """Host time of a call (without and with split-k, torch's own linear beside it), time to pack a large weight, peak memory of a call."""
+    """Host time of a call (without and with split-k, torch's own linear beside it), time to pack a
+    large weight, peak memory of a call."""
     generator = torch.Generator("cuda").manual_seed(0)
     rows = [row for n, k in ((256, 256), (512, 4096)) for row in call_overheads(n, k, target, generator)]
     n, k = PACKED
@@ -97,7 +102,8 @@ def overheads(target: Target) -> list[dict[str, Any]]:
 
 
 def call_overheads(n: int, k: int, target: Target, generator: torch.Generator) -> list[dict[str, Any]]:
-    """The rows of one small weight at m = 1: ``tilebit.gemm``, the operator as compiled graphs call it, and ``F.linear``."""
+    """The rows of one small weight at m = 1: ``tilebit.gemm``, the operator as compiled graphs call
+    it, and ``F.linear``."""
     weight = tilebit.pack(_codes(n, k, generator), torch.float16)
     x = torch.randn(1, k, dtype=torch.float16, device="cuda")
     dense = torch.randn(n, k, dtype=torch.float16, device="cuda")

@@ -1,14 +1,18 @@
-"""What a low-bit KV cache costs in quality: ``python -m results.measure.kv_cache`` writes results/rows/kv_cache/cpu.jsonl, on the CPU.
+"""What a low-bit KV cache costs in quality: ``python -m results.measure.kv_cache`` writes
+results/rows/kv_cache/cpu.jsonl, on the CPU.
 
-No language model is at hand, so attention itself is measured, on random problems of grouped-query heads with the structure that papers on
-KV quantization report (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024): a few channels of the keys are 10 to 30 times larger than the
-others, nearly constant over tokens and the same for all of them, values have no such channels. With rotary embedding (base 500,000) those
-channels turn with their positions, as in a model that caches rotated keys. Each query is random plus a part of one token's key, so that
-some attend to few tokens and some to many.
+No language model is at hand, so attention itself is measured, on random problems of grouped-query
+heads with the structure that papers on KV quantization report (KIVI, Liu et al. 2024; KVQuant,
+Hooper et al. 2024): a few channels of the keys are 10 to 30 times larger than the others, nearly
+constant over tokens and the same for all of them, values have no such channels. With rotary
+embedding (base 500,000) those channels turn with their positions, as in a model that caches rotated
+keys. Each query is random plus a part of one token's key, so that some attend to few tokens and
+some to many.
 
-Keys and values are rounded to fp16, quantized by the twin that kernels are tested against (``layouts/kv_quantize.py``: the same bits), and
-compared with attention to the fp16 rows, all in fp64: the quantization is the only difference. Errors are of outputs; top-1 is the share
-of (query, head) pairs whose largest attention weight stays on the same token.
+Keys and values are rounded to fp16, quantized by the twin that kernels are tested against
+(``layouts/kv_quantize.py``: the same bits), and compared with attention to the fp16 rows, all in
+fp64: the quantization is the only difference. Errors are of outputs; top-1 is the share of (query,
+head) pairs whose largest attention weight stays on the same token.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ FOLLOWED = (0.4, 1.2)  # how much of one token's key a query holds
 
 @dataclass(frozen=True, slots=True)
 class AccuracyProblem:
-    """What is drawn: ``outliers`` large channels of every key head, ``rotary`` embedding or none; ``rows`` queries see all ``tokens``."""
+    """What is drawn: ``outliers`` large channels of every key head, ``rotary`` embedding or none;
+    ``rows`` queries see all ``tokens``."""
 
     name: str
     outliers: int
@@ -93,8 +98,8 @@ def drawn(p: AccuracyProblem, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantized(k: Tensor, v: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
-    """(k, v) as a cache of ``format`` means them, fp64 [tokens, heads_kv, head_dim]; tokens must be whole groups of 128. fp8 has head
-    scales that map each head's largest number to e4m3's."""
+    """(k, v) as a cache of ``format`` means them, fp64 [tokens, heads_kv, head_dim]; tokens must be
+    whole groups of 128. fp8 has head scales that map each head's largest number to e4m3's."""
     out_k, out_v = torch.empty_like(k), torch.empty_like(v)
     for head in range(k.shape[1]):
         scales = tuple(float((x[:, head].abs().max() / 448).float()) for x in (k, v))
@@ -108,7 +113,8 @@ def quantized(k: Tensor, v: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [rows, heads_q, head_dim], weights [heads_q, rows, tokens]), fp64: every query sees every token."""
+    """(out [rows, heads_q, head_dim], weights [heads_q, rows, tokens]), fp64: every query sees
+    every token."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
     weights = (torch.einsum("ihd,jhd->hij", q, keys) * q.shape[-1] ** -0.5).softmax(dim=2)

@@ -1,11 +1,13 @@
-"""How well schedules are chosen: ``python -m results.measure.selection [--fresh] [--exhaustive] [--out DIR] [--budget SECONDS]``.
+"""How well schedules are chosen: ``python -m results.measure.selection [--fresh] [--exhaustive]
+[--out DIR] [--budget SECONDS]``.
 
 fresh       shapes of real models that no record knows: what ``select`` gives them against what the tuner finds
 exhaustive  what the tuner finds against the best of a scan of the rules' whole grid (``grid.py``), and with how many measurements
 
-Candidates are verified and timed by the tuner's isolated worker and recorded in DIR/candidates, so that a run that stopped is continued.
-Schedules that are compared are verified and timed once more at the end, side by side in this process, and only those times are written: a
-row per workload, to DIR/<device>.jsonl. A workload whose row of this commit is there is not measured again.
+Candidates are verified and timed by the tuner's isolated worker and recorded in DIR/candidates, so
+that a run that stopped is continued. Schedules that are compared are verified and timed once more
+at the end, side by side in this process, and only those times are written: a row per workload, to
+DIR/<device>.jsonl. A workload whose row of this commit is there is not measured again.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ EXHAUSTIVE = (Workload(1, 4096, 14336, ASYMMETRIC), Workload(64, 6144, 4096, ASY
 
 
 def fresh(bench: Bench, workload: Workload) -> dict[str, Any]:
-    """The row of a workload that no record knows: ``us`` of the schedule that ``select`` gives (where the lint refuses it, of the next one,
-    as a call gets it), ``best_us`` of the tuner's choice, both at ``workload.m`` rows."""
+    """The row of a workload that no record knows: ``us`` of the schedule that ``select`` gives
+    (where the lint refuses it, of the next one, as a call gets it), ``best_us`` of the tuner's
+    choice, both at ``workload.m`` rows."""
     found, best = bench.tuned(workload)
     choice, used = choose(workload, bench.target), build([workload], bench.target)[0].schedule
     times = bench.side_by_side(workload, [*dict.fromkeys((used, best.schedule))])
@@ -78,8 +81,9 @@ def fresh(bench: Bench, workload: Workload) -> dict[str, Any]:
 
 
 def exhaustive(bench: Bench, workload: Workload) -> dict[str, Any]:
-    """The row of a workload (its m is a bucket) whose grid was scanned: ``best_us`` of the fastest schedule, ``tuned_us`` of the tuner's
-    choice, ``share`` what the tuner tried, also in vain, of what the scan could time."""
+    """The row of a workload (its m is a bucket) whose grid was scanned: ``best_us`` of the fastest
+    schedule, ``tuned_us`` of the tuner's choice, ``share`` what the tuner tried, also in vain, of
+    what the scan could time."""
     found, tuned = bench.tuned(workload)
     schedules, legal, rule = scanned(workload, bench.target)
     records = bench.scan(workload, schedules)
@@ -114,7 +118,8 @@ def described(workload: Workload) -> dict[str, Any]:
 
 
 def objections(workloads: Sequence[Workload], target: Target) -> list[str]:
-    """Why these workloads would not show what ``select`` does without a record here: sentences, empty when they would."""
+    """Why these workloads would not show what ``select`` does without a record here: sentences,
+    empty when they would."""
     shapes = {(w.n, w.k) for w in workloads}
     known = {(w.n, w.k) for r in shipped_records() if r.arch == target.arch and isinstance(w := r.workload, Workload)}
     reasons = [f"the shipped records hold {n} x {k} on {target.arch}; accepted: shapes in no record." for n, k in sorted(shapes & known)]

@@ -1,4 +1,5 @@
-"""What the programs of this folder measure with: the tuner as a user gets it, a scan of given schedules, and a few timed side by side."""
+"""What the programs of this folder measure with: the tuner as a user gets it, a scan of given
+schedules, and a few timed side by side."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ class BudgetOver(Exception):
 
 @dataclass(slots=True, eq=False)
 class Bench:
-    """One device, its compilers, its measurer and the candidates' records. ``deadline`` is on ``time.monotonic``'s clock; methods that
-    measure raise ``BudgetOver`` behind it. ``common`` are the fields that all rows of this process share."""
+    """One device, its compilers, its measurer and the candidates' records. ``deadline`` is on
+    ``time.monotonic``'s clock; methods that measure raise ``BudgetOver`` behind it. ``common`` are
+    the fields that all rows of this process share."""
 
     target: Target
     pool: CompilePool
@@ -52,8 +54,9 @@ class Bench:
         self.common = {**process_fields(self.target), "op": "selection", "ranker": None if ranker is None else ranker.digest[:12]}
 
     def compile_ahead(self, workloads: Sequence[Workload]) -> None:
-        """Put into the cache what will be measured of ``workloads`` without a scan: together they keep all cores busy, where one search's
-        few candidates do not. What does not compile says so when it is needed."""
+        """Put into the cache what will be measured of ``workloads`` without a scan: together they
+        keep all cores busy, where one search's few candidates do not. What does not compile says so
+        when it is needed."""
         ranker = known_ranker(self.target)
         wanted = [
             CompileRequest(schedule.program, workload, schedule, self.target)
@@ -64,7 +67,8 @@ class Bench:
         self.pool.compile([request for request in wanted if request.key not in known])
 
     def tuned(self, workload: Workload) -> tuple[TunedWorkload, TuningRecord]:
-        """What the tuner, with its defaults, finds for ``workload``, and its choice. Raises ``RuntimeError`` when nothing works."""
+        """What the tuner, with its defaults, finds for ``workload``, and its choice. Raises
+        ``RuntimeError`` when nothing works."""
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
             raise BudgetOver
@@ -79,7 +83,8 @@ class Bench:
         return found, found.best
 
     def scan(self, workload: Workload, schedules: Sequence[Schedule]) -> list[TuningRecord]:
-        """A record of each of ``schedules`` on ``workload`` (its m is a bucket), those of the store first."""
+        """A record of each of ``schedules`` on ``workload`` (its m is a bucket), those of the store
+        first."""
         driver = self.common["driver"]
         known = {(r.workload, r.schedule, r.key, r.driver): r for r in self.store.records() if r.measured_on(self.target)}
         requests = {CompileRequest(s.program, workload, s, self.target): None for s in schedules}
@@ -92,7 +97,8 @@ class Bench:
         return found
 
     def side_by_side(self, workload: Workload, schedules: Sequence[Schedule]) -> dict[Schedule, Timing]:
-        """Each of ``schedules`` on ``workload``, verified, then timed in alternation. Raises ``RuntimeError`` for one that fails."""
+        """Each of ``schedules`` on ``workload``, verified, then timed in alternation. Raises
+        ``RuntimeError`` for one that fails."""
         made = self.pool.compile([CompileRequest(s.program, workload, s, self.target) for s in schedules])
         device = self.worker.device
         with FileLock(self.worker.lock):  # one process measures on a device at a time
@@ -113,7 +119,8 @@ class Bench:
         return {schedule: timings[str(number)] for number, schedule in enumerate(schedules)}
 
     def _compiled(self, requests: Sequence[CompileRequest]) -> Iterator[tuple[CompileRequest, Kernel | CompileFailure]]:
-        """Requests and what became of them. On a GPU the next batch compiles while one is measured; on the CPU it would disturb it."""
+        """Requests and what became of them. On a GPU the next batch compiles while one is measured;
+        on the CPU it would disturb it."""
         batches = [requests[start : start + self.pool.jobs] for start in range(0, len(requests), self.pool.jobs)]
         with ThreadPoolExecutor(1) as ahead:
             future = None

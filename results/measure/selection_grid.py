@@ -1,4 +1,5 @@
-"""The schedules of an exhaustive scan: all that the rules accept, and which of them are measured where there are too many."""
+"""The schedules of an exhaustive scan: all that the rules accept, and which of them are measured
+where there are too many."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SHARES = (*((False, cluster, tail) for tail in (1, *TAILS) for cluster in (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """The values of a program's fields that its rule can accept at all; ``shares`` are (split_k, stream_k, cluster, tail)."""
+    """The values of a program's fields that its rule can accept at all; ``shares`` are (split_k,
+    stream_k, cluster, tail)."""
 
     block_n: Sequence[int]
     block_m: Sequence[int]
@@ -39,15 +41,17 @@ class _Axes:
 
 
 def full_grid(workload: Workload, target: Target) -> list[Schedule]:
-    """Every legal schedule of every program on ``target``, always in the same order. Of schedules that make the same launch one is there:
-    a raster says nothing where one tile covers all rows of x."""
+    """Every legal schedule of every program on ``target``, always in the same order. Of schedules
+    that make the same launch one is there: a raster says nothing where one tile covers all rows of
+    x."""
     return [schedule for program in programs("gemm", target.arch) for schedule in _legal_of(program, workload, target)]
 
 
 def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[list[Schedule], int, str]:
-    """(schedules to measure, how many are legal, the rule in words): the full grid where it has at most ``places`` schedules. Else all that
-    the rules offer the tuner; then, of what the analytic model (a tuner with a ranker does not go by it) expects within ``WITHIN`` times
-    its fastest, as many of the fastest, tile shapes in turn, as are drawn evenly from the rest."""
+    """(schedules to measure, how many are legal, the rule in words): the full grid where it has at
+    most ``places`` schedules. Else all that the rules offer the tuner; then, of what the analytic
+    model (a tuner with a ranker does not go by it) expects within ``WITHIN`` times its fastest, as
+    many of the fastest, tile shapes in turn, as are drawn evenly from the rest."""
     grid = full_grid(workload, target)
     if len(grid) <= places:
         return grid, len(grid), "all legal schedules"
@@ -72,7 +76,8 @@ def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[l
 
 
 def _legal_of(program: str, workload: Workload, target: Target) -> Iterator[Schedule]:
-    """A tile that is illegal with the shortest pipeline and no split, or a pipeline without one, is so with more: it needs more of all."""
+    """A tile that is illegal with the shortest pipeline and no split, or a pipeline without one, is
+    so with more: it needs more of all."""
     axes = _axes(program, target)
     for block_n, block_m, block_k, num_warps in product(axes.block_n, axes.block_m, axes.block_k, axes.num_warps):
         tile = Schedule(program, block_n, block_m, block_k, axes.num_stages[0], num_warps)

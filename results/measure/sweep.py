@@ -1,12 +1,14 @@
-"""Time as a function of m, and shapes that are a multiple of nothing: ``python -m results.measure.sweep [--device cuda|cpu]
-[--out DIR] [--budget SECONDS]`` appends rows to results/rows/sweep.
+"""Time as a function of m, and shapes that are a multiple of nothing: ``python -m
+results.measure.sweep [--device cuda|cpu] [--out DIR] [--budget SECONDS]`` appends rows to
+results/rows/sweep.
 
 m    three shapes at every m-bucket's border, the first m after it and one inside, of a shape all in alternation: a cliff between buckets
      shows as a time above the envelope of m, the least time of any m' >= m, since a call of m rows could be padded to m'
 odd  three odd shapes, each beside the listed shape nearest to it: time per byte moved at small m, per operation at large m
 
-Kernels, one per shape and m-bucket, are compiled (in parallel) before anything is timed, and come through the plans of ``dispatch`` as a
-user's call gets them. Each m is verified before it is timed; what is wrong is left out, and the exit status is 1.
+Kernels, one per shape and m-bucket, are compiled (in parallel) before anything is timed, and come
+through the plans of ``dispatch`` as a user's call gets them. Each m is verified before it is timed;
+what is wrong is left out, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ ODD_MS = {1: "bytes", 16: "bytes", 1024: "flops"}  # m, and the field of ``Workl
 
 
 class Bench:
-    """One shape, for calls of ``ms`` rows: the plan that a user's calls take, a problem to verify with, rotating operands and outputs."""
+    """One shape, for calls of ``ms`` rows: the plan that a user's calls take, a problem to verify
+    with, rotating operands and outputs."""
 
     def __init__(self, shape: Shape, ms: Sequence[int], target: Target, device: str) -> None:
         self.workload, self.target = Workload(max(ms), *shape, FORMAT), target
@@ -63,7 +66,8 @@ class Bench:
         self.outputs = [problem.outputs() for problem in self.problems]
 
     def verified(self, m: int) -> float | None:
-        """The largest relative block error of a call of ``m`` rows; None, and a line about why, when it is wrong."""
+        """The largest relative block error of a call of ``m`` rows; None, and a line about why,
+        when it is wrong."""
         exact, random = (replace(p, workload=p.workload.with_m(m), x=p.x[:m]) for p in (self.exact, self.problems[0]))
         verdict = Gate(exact, random).verify(lambda problem, y: _call(self.plan.launcher(m), problem, y)())
         if not verdict.ok:
@@ -108,8 +112,8 @@ def sweep_ms(largest: int) -> list[int]:
 
 
 def neighbour(shape: Shape) -> Shape:
-    """The listed shape nearest to ``shape``: a factor of two in n or in k is one unit, as between records; of two equally near, the one
-    whose number of weights is nearer."""
+    """The listed shape nearest to ``shape``: a factor of two in n or in k is one unit, as between
+    records; of two equally near, the one whose number of weights is nearer."""
     n, k = shape
 
     def away(listed: Shape) -> tuple[float, float]:
@@ -129,8 +133,9 @@ def sweep(shape: Shape, target: Target, device: str) -> list[dict[str, Any]]:
 
 
 def odd(shape: Shape, target: Target, device: str) -> list[dict[str, Any]]:
-    """The rows of an odd shape, one per m at which its outputs and its neighbour's are right. ``ratio``: its time per what ``per`` names
-    (bytes or flops), over its neighbour's, in alternation."""
+    """The rows of an odd shape, one per m at which its outputs and its neighbour's are right.
+    ``ratio``: its time per what ``per`` names (bytes or flops), over its neighbour's, in
+    alternation."""
     here, there = (Bench(s, [*ODD_MS], target, device) for s in (shape, neighbour(shape)))
     rows = []
     for m, per in ODD_MS.items():
@@ -169,7 +174,8 @@ def summary(kind: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every row was written, or the budget ended the run; 1: something is wrong and was left out."""
+    """0: every row was written, or the budget ended the run; 1: something is wrong and was left
+    out."""
     parser = argparse.ArgumentParser(
         prog="python -m results.measure.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

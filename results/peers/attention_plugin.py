@@ -5,17 +5,19 @@ graphs read before it replays them: they then end in 4 us, or never.)
 
     python -m results.peers.attention_plugin --compile 1x32768,8x8192 32/8,64/8 [--prefill 8192,16384] [--target sm_90a]
 
-compiles the kernels for those cases [batch]x[kv_len] and heads ahead, in parallel; without it the first call of a case compiles.
-``TILEBIT_PEERS``, a comma-separated list of patterns ("tilebit_kv4_*"), selects among ``peers()``. A decode kernel has the schedule that
-was tuned for its case; where none was, ``TILEBIT_SCHEDULES`` may name a JSON file {format: fields of a Schedule} to take it from, and what
-``select`` chooses serves the rest. The harness loads this file by its path, so it imports the installed ``tilebit`` and nothing that lies
-beside it.
+compiles the kernels for those cases [batch]x[kv_len] and heads ahead, in parallel; without it the
+first call of a case compiles. ``TILEBIT_PEERS``, a comma-separated list of patterns
+("tilebit_kv4_*"), selects among ``peers()``. A decode kernel has the schedule that was tuned for
+its case; where none was, ``TILEBIT_SCHEDULES`` may name a JSON file {format: fields of a Schedule}
+to take it from, and what ``select`` chooses serves the rest. The harness loads this file by its
+path, so it imports the installed ``tilebit`` and nothing that lies beside it.
 
-Decode peers attend to caches that the append kernel has made of the harness's k and v. Prefill peers compute all rows of a prompt, so that
-they do the harness's work: ``tilebit_prefill16`` in one call on 16-bit rows; ``tilebit_prefill_kv4`` in two halves and
-``tilebit_prefill_kv4_2048`` in chunks of 2048 rows, as a chunked prefill does: each chunk but the first has its history gathered from a
-4-bit cache, puts its own 16-bit rows behind it, and attends to both. Gathering and both copies are timed; appending is not, as the other
-peers store nothing.
+Decode peers attend to caches that the append kernel has made of the harness's k and v. Prefill
+peers compute all rows of a prompt, so that they do the harness's work: ``tilebit_prefill16`` in one
+call on 16-bit rows; ``tilebit_prefill_kv4`` in two halves and ``tilebit_prefill_kv4_2048`` in
+chunks of 2048 rows, as a chunked prefill does: each chunk but the first has its history gathered
+from a 4-bit cache, puts its own 16-bit rows behind it, and attends to both. Gathering and both
+copies are timed; appending is not, as the other peers store nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ SELECT, GIVEN = "TILEBIT_PEERS", "TILEBIT_SCHEDULES"
 DEPENDENT = "_dependent"  # suffix of the peers that use programmatic dependent launch
 PAGE = RESIDUAL  # tokens of a page of a contiguous cache
 HEAD_DIM = 128  # of every case of the harness
-# name: (format of the cache, page size where pages lie in random order, None: in the order of the tokens)
+# name: (format of the cache, page size where pages lie in random order, None: in the order of the
+# tokens)
 DECODE: dict[str, tuple[str, int | None]] = {
     "tilebit_kv16": ("kv16", None),
     "tilebit_kv8_channel": ("kv8_channel", None),
@@ -79,11 +82,13 @@ Measured = tuple[list[Callable[[], None]], Callable[[], Tensor], Tensor, int, st
 class DecodePeer:
     """Decode attention over one format behind the harness's ``AttnPeer`` interface.
 
-    In its methods ``c`` is the harness's case: ``op``, ``B`` sequences of ``L`` tokens, ``Hq`` and ``Hk`` heads, q [B, R, Hq, D], k and v
-    [B, L, Hk, D] in fp16, ``ref(key, q, k, v)``: the attention in fp32, computed once for a key. ``dependent`` launches through the
-    kernel's dependent entry: in a graph of calls of one kernel each call depends on the one before it, so such a peer shows what a launch
-    saves and is no comparison with the other peers. The harness empties and restores the instance's ``__dict__`` after each case and loads
-    this module unregistered: hence neither slots nor a dataclass.
+    In its methods ``c`` is the harness's case: ``op``, ``B`` sequences of ``L`` tokens, ``Hq`` and
+    ``Hk`` heads, q [B, R, Hq, D], k and v [B, L, Hk, D] in fp16, ``ref(key, q, k, v)``: the
+    attention in fp32, computed once for a key. ``dependent`` launches through the kernel's
+    dependent entry: in a graph of calls of one kernel each call depends on the one before it, so
+    such a peer shows what a launch saves and is no comparison with the other peers. The harness
+    empties and restores the instance's ``__dict__`` after each case and loads this module
+    unregistered: hence neither slots nor a dataclass.
     """
 
     kind = "attn"
@@ -100,11 +105,13 @@ class DecodePeer:
     def prepare(self, c: Any) -> None:
         """Have the append kernel make the case's cache, and copy it as often as the harness wants."""
         self.operands = made_cache(c.k, c.v, self.format, self.page_size or PAGE, shuffled=self.page_size is not None)
-        # What is read of a window is too little to count: the pages alone must exceed the last cache.
+        # What is read of a window is too little to count: the pages alone must exceed the last
+        # cache.
         self.copies = [pages for (pages,) in importlib.import_module("attn_peers").kvcopies(self.operands["pages"])]
 
     def run(self, c: Any) -> Measured:
-        """(a call per copy of the cache, the last call's output [B, 1, Hq, D], what it should be, bytes of the cache, provenance)."""
+        """(a call per copy of the cache, the last call's output [B, 1, Hq, D], what it should be,
+        bytes of the cache, provenance)."""
         target = device_target(c.q.device)
         kernel = decode_kernel(decode_workload(c.B, c.L, c.Hq, c.Hk, self.format, self.page_size or PAGE), target)
         if self.dependent and kernel.run_dependent is None:
@@ -129,7 +136,8 @@ class DecodePeer:
         return calls, lambda: out, self._reference(c), self._bytes(c), json.dumps(note)
 
     def _reference(self, c: Any) -> Tensor:
-        """fp32 attention to what the cache stands for. Codes and scales do not depend on pages: one reference for all of a format."""
+        """fp32 attention to what the cache stands for. Codes and scales do not depend on pages: one
+        reference for all of a format."""
         key = f"tilebit {self.format.name}"
         return c.ref(key) if key in c.c else c.ref(key, None, *meant(self.operands, self.format, self.page_size or PAGE))
 
@@ -141,7 +149,8 @@ class DecodePeer:
 
 
 class PrefillPeer:
-    """All rows of a prompt behind the harness's ``AttnPeer`` interface, in one call or in chunks with a quantized history (see above)."""
+    """All rows of a prompt behind the harness's ``AttnPeer`` interface, in one call or in chunks
+    with a quantized history (see above)."""
 
     kind = "attn"
     dtype = "fp16"
@@ -159,21 +168,23 @@ class PrefillPeer:
         return True
 
     def _chunks(self, length: int) -> list[tuple[int, int]]:
-        """(first, last + 1) row of each chunk; all but the last are whole groups, so that their history is packed to its end."""
+        """(first, last + 1) row of each chunk; all but the last are whole groups, so that their
+        history is packed to its end."""
         if self.format is None:
             return [(0, length)]
         rows = self.chunk or -(-length // 2 // RESIDUAL) * RESIDUAL
         return [(first, min(first + rows, length)) for first in range(0, length, rows)]
 
     def prepare(self, c: Any) -> None:
-        """Pack the prompt, where a history is read, and copy what is read as often as the harness wants."""
+        """Pack the prompt, where a history is read, and copy what is read as often as the harness
+        wants."""
         self.operands = made_cache(c.k, c.v, self.format, PAGE, shuffled=False) if self.format else {}
         pages = (self.operands["pages"],) if self.format else ()
         self.copies = importlib.import_module("attn_peers").kvcopies(c.k, c.v, *pages)
 
     def run(self, c: Any) -> Measured:
-        """(a call per copy of k, v and the cache, the last call's output [1, L, Hq, D], what its checked rows should be, bytes of k and v,
-        provenance)."""
+        """(a call per copy of k, v and the cache, the last call's output [1, L, Hq, D], what its
+        checked rows should be, bytes of k and v, provenance)."""
         target, device, chunks = device_target(c.q.device), c.q.device, self._chunks(c.L)
         q, out = c.q.flatten(0, 1), torch.empty_like(c.q)
         rows_of_all = tuple(torch.empty_like(c.k.flatten(0, 1)) for _ in range(2)) if self.format else ()
@@ -215,8 +226,9 @@ class PrefillPeer:
         return [partial(call, *copy) for copy in self.copies], lambda: out, self._reference(c), kv_bytes, json.dumps(note)
 
     def _reference(self, c: Any) -> Tensor:
-        """fp32 attention of the rows ``c.rows``: those of the first chunk see 16-bit rows, those of the last one the history as the cache
-        means it and then 16-bit rows. Rows in between are not checked by the harness."""
+        """fp32 attention of the rows ``c.rows``: those of the first chunk see 16-bit rows, those of
+        the last one the history as the cache means it and then 16-bit rows. Rows in between are not
+        checked by the harness."""
         whole = c.ref("f16")
         if self.format is None:
             return whole
@@ -233,8 +245,9 @@ class PrefillPeer:
 
 
 def made_cache(k: Tensor, v: Tensor, format: KVFormat, page_size: int, shuffled: bool) -> Operands:
-    """The operands of a cache that the append kernel has filled with ``k`` and ``v`` [batch, length, heads_kv, head_dim], by the names of
-    the ops' arguments; ``shuffled``: pages in random order (fixed seed), else each sequence's in order, one after the other."""
+    """The operands of a cache that the append kernel has filled with ``k`` and ``v`` [batch,
+    length, heads_kv, head_dim], by the names of the ops' arguments; ``shuffled``: pages in random
+    order (fixed seed), else each sequence's in order, one after the other."""
     batch, length, heads_kv, head_dim = k.shape
     layout, device = KVLayout(format, head_dim, page_size), k.device
     per_sequence = max(1, -(-(length // RESIDUAL * RESIDUAL) // page_size))
@@ -262,7 +275,8 @@ def made_cache(k: Tensor, v: Tensor, format: KVFormat, page_size: int, shuffled:
 
 
 def meant(operands: Operands, format: KVFormat, page_size: int) -> tuple[Tensor, Tensor]:
-    """(k, v), fp32 [batch, length, heads_kv, head_dim]: what a cache of sequences of one length stands for."""
+    """(k, v), fp32 [batch, length, heads_kv, head_dim]: what a cache of sequences of one length
+    stands for."""
     from tilebit.tiles.attention.unpacked import unpack_cache
 
     o = operands
@@ -276,7 +290,8 @@ def meant(operands: Operands, format: KVFormat, page_size: int) -> tuple[Tensor,
 
 
 def decode_kernel(workload: AttentionWorkload, target: Target) -> LoadedKernel:
-    """The kernel with the tuned schedule, else with the given one of its format (``TILEBIT_SCHEDULES``), else with ``select``'s."""
+    """The kernel with the tuned schedule, else with the given one of its format
+    (``TILEBIT_SCHEDULES``), else with ``select``'s."""
     schedule = given_schedule(workload, target)
     if schedule is None:
         return find_kernel(workload, target)
@@ -284,7 +299,8 @@ def decode_kernel(workload: AttentionWorkload, target: Target) -> LoadedKernel:
 
 
 def given_schedule(workload: AttentionWorkload, target: Target) -> Schedule | None:
-    """The schedule that ``TILEBIT_SCHEDULES`` gives for ``workload``'s format; None where one was tuned, or none is given."""
+    """The schedule that ``TILEBIT_SCHEDULES`` gives for ``workload``'s format; None where one was
+    tuned, or none is given."""
     given = os.environ.get(GIVEN)
     if not given or workload.op != "decode" or choose(workload, target).source == "tuned":
         return None
@@ -293,7 +309,8 @@ def given_schedule(workload: AttentionWorkload, target: Target) -> Schedule | No
 
 
 def compiled(wanted: list[tuple[AttentionWorkload, Schedule]], target: Target, jobs: int | None) -> list[Any]:
-    """A kernel per (workload, schedule), from the cache or compiled in ``jobs`` processes. Raises ``KernelUnavailable``."""
+    """A kernel per (workload, schedule), from the cache or compiled in ``jobs`` processes. Raises
+    ``KernelUnavailable``."""
     from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
     from tilebit.tiles.compiler.pool import CompilePool
 
@@ -308,7 +325,8 @@ def compiled(wanted: list[tuple[AttentionWorkload, Schedule]], target: Target, j
 
 
 def workspace_of(kernel: LoadedKernel, target: Target, device: torch.device) -> Tensor:
-    """int32: the workspace that ``kernel`` takes, its tickets zero (no words for a kernel that takes none)."""
+    """int32: the workspace that ``kernel`` takes, its tickets zero (no words for a kernel that
+    takes none)."""
     if "workspace" not in kernel.params:
         return torch.empty(0, dtype=torch.int32, device=device)
     workload = AttentionWorkload.from_json(kernel.manifest["workload"])
@@ -322,12 +340,14 @@ def decode_workload(batch: int, length: int, heads_q: int, heads_kv: int, format
 
 
 def prefill_workload(rows: int, heads_q: int, heads_kv: int, length: int = 0) -> AttentionWorkload:
-    """What the op asks for when ``rows`` rows attend to ``length`` tokens (0: to themselves): sizes as their buckets."""
+    """What the op asks for when ``rows`` rows attend to ``length`` tokens (0: to themselves): sizes
+    as their buckets."""
     return AttentionWorkload("prefill", 1, bucket(rows), bucket(length or rows), heads_q, heads_kv, HEAD_DIM, KVFormat())
 
 
 def workloads(cases: Iterable[tuple[int, int]], heads: Iterable[tuple[int, int]], prompts: Iterable[int]) -> list[AttentionWorkload]:
-    """What the selected peers will ask for on decode ``cases`` (batch, kv_len), ``prompts`` of so many rows and ``heads``, once each."""
+    """What the selected peers will ask for on decode ``cases`` (batch, kv_len), ``prompts`` of so
+    many rows and ``heads``, once each."""
     selected, cases, prompts = peers(), list(cases), list(prompts)
     wanted: dict[AttentionWorkload, None] = {}
     for heads_q, heads_kv in heads:
@@ -355,7 +375,8 @@ def _cache_workload(op: str, batch: int, length: int, heads_kv: int, format: KVF
 
 @cache
 def _process(target: Target) -> dict[str, Any]:
-    """Provenance of this process, which the harness does not record: the rows of its other peers take it from ours."""
+    """Provenance of this process, which the harness does not record: the rows of its other peers
+    take it from ours."""
     fields = process_fields(target)
     named = {name: fields[name] for name in ("run", "gpu", "driver", "cuda", "torch", "tilelang", "commit", "date")}
     return {**named, "read_gbps": target.read_gbps, "clocks": clocks() if target.is_cuda else None}
@@ -382,7 +403,8 @@ def _every() -> Iterator[DecodePeer | PrefillPeer]:
 
 
 def peers() -> list[DecodePeer | PrefillPeer]:
-    """The harness's entry point: decode in every format, the same with dependent launch, prefill; ``$TILEBIT_PEERS`` selects by name."""
+    """The harness's entry point: decode in every format, the same with dependent launch, prefill;
+    ``$TILEBIT_PEERS`` selects by name."""
     patterns = os.environ.get(SELECT, "*").split(",")
     return [peer for peer in _every() if any(fnmatchcase(peer.name, pattern.strip()) for pattern in patterns)]
 

@@ -1,14 +1,15 @@
-"""Attention rows of the peer harness as rows of the results: ``python -m results.peers.import_attention FILE [--stated]
-[--run ID]`` appends to results/rows/attention.
+"""Attention rows of the peer harness as rows of the results: ``python -m
+results.peers.import_attention FILE [--stated] [--run ID]`` appends to results/rows/attention.
 
-FILE is the JSON that ``attn_peers.py --plugin results/peers/attention_plugin.py`` writes. Its rows say nothing of the machine;
-tilebit's carry
-it, with what they are, in their note, and the other peers of the same process take it from there. Rows that are in the results already are
-not appended again. ``us`` is the harness's median and ``us_min`` its fastest replay; ``rel_err`` is the relative Frobenius error (prefill:
-of the first and last 64 rows).
+FILE is the JSON that ``attn_peers.py --plugin results/peers/attention_plugin.py`` writes. Its rows
+say nothing of the machine; tilebit's carry it, with what they are, in their note, and the other
+peers of the same process take it from there. Rows that are in the results already are not appended
+again. ``us`` is the harness's median and ``us_min`` its fastest replay; ``rel_err`` is the relative
+Frobenius error (prefill: of the first and last 64 rows).
 
-``--stated`` imports figures that somebody else measured on such a device and that nothing of ours stood beside: of the libraries in
-``STATED`` only, with ``--run``, ``--gpu`` and ``--date`` given. Tables quote them as another run's.
+``--stated`` imports figures that somebody else measured on such a device and that nothing of ours
+stood beside: of the libraries in ``STATED`` only, with ``--run``, ``--gpu`` and ``--date`` given.
+Tables quote them as another run's.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ def import_rows(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """(our rows, how many rows were left out by reason) of the harness's rows.
 
-    ``process`` holds fields of ``PROCESS`` that win over those in the notes; without a note of tilebit it must have "gpu", "run" and
-    "date". Rows of other operations, unknown peers, untimed ones and those that failed the harness's accuracy check are left out; with
-    ``stated`` also what is not of ``STATED``. Raises ``ValueError`` when a row has neither note nor process.
+    ``process`` holds fields of ``PROCESS`` that win over those in the notes; without a note of
+    tilebit it must have "gpu", "run" and "date". Rows of other operations, unknown peers, untimed
+    ones and those that failed the harness's accuracy check are left out; with ``stated`` also what
+    is not of ``STATED``. Raises ``ValueError`` when a row has neither note nor process.
     """
     rows = [row for row in measured if row.get("op") in OPS]
     notes = {_place(row): note for row in rows if (note := _note(row))}
@@ -92,7 +94,8 @@ def import_rows(
         elif stated and not (kind and kind.impl.startswith(STATED)):
             left_out["measured beside ours"] += 1
         else:
-            # The harness starts a new process when a kernel kills one, so a file can hold several: all rows of one place come from one.
+            # The harness starts a new process when a kernel kills one, so a file can hold several:
+            # all rows of one place come from one.
             note = notes.get(_place(row), anywhere)
             fields = {name: process.get(name, note.get(name)) for name in PROCESS}
             missing = [name for name in ("run", "gpu", "date") if not fields[name]]

@@ -1,10 +1,12 @@
-"""Rows of the peer harness as rows of the results: ``python -m results.peers.import_peers FILE [--run ID]`` appends to results/rows/gemm.
+"""Rows of the peer harness as rows of the results: ``python -m results.peers.import_peers FILE
+[--run ID]`` appends to results/rows/gemm.
 
-FILE is the JSON that ``gemm_peers.py --plugin results/peers/peers_plugin.py`` writes. Its rows say nothing of the machine;
-tilebit's carry it,
-with schedule and commit, in their note, and the other peers of the same process take it from there. Rows of a process that are in the
-results already are not appended again. ``us`` is the harness's median and ``us_min`` its fastest replay; ``rel_err`` is the relative
-Frobenius error of up to 128 rows (other rows of the results hold that of the worst block).
+FILE is the JSON that ``gemm_peers.py --plugin results/peers/peers_plugin.py`` writes. Its rows say
+nothing of the machine; tilebit's carry it, with schedule and commit, in their note, and the other
+peers of the same process take it from there. Rows of a process that are in the results already are
+not appended again. ``us`` is the harness's median and ``us_min`` its fastest replay; ``rel_err`` is
+the relative Frobenius error of up to 128 rows (other rows of the results hold that of the worst
+block).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ PLUGIN_NAME = re.compile(r"tilebit_(w[48]a16)_(sym|asym)(_bf16)?(_pdl)?")
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """What a peer of the harness is in our words; ``group_size`` None: one scale per output channel, or none at all."""
+    """What a peer of the harness is in our words; ``group_size`` None: one scale per output
+    channel, or none at all."""
 
     impl: str
     format: str
@@ -45,7 +48,8 @@ class PeerKind:
         return self.format.partition("_")[0] if self.format.startswith("w") else "w16a16"
 
 
-# By the harness's name. "_best" is the fastest of the library's own schedules, found by timing them; without it, its default choice.
+# By the harness's name. "_best" is the fastest of the library's own schedules, found by timing
+# them; without it, its default choice.
 PEER_KINDS = {
     "torch_fp16": PeerKind("cublas", "fp16", group_size=None),
     "torch_bf16": PeerKind("cublas", "bf16", dtype="bfloat16", group_size=None),
@@ -86,9 +90,10 @@ def import_rows(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """(our rows, how many rows were left out by reason) of the harness's rows.
 
-    ``process`` holds fields of ``PROCESS`` that win over those in the notes; without a note of tilebit it must have "gpu", "run" and
-    "date". Rows of other operations and of other ``classes``, unknown peers, untimed ones and those that failed the harness's accuracy
-    check are left out. Raises ``ValueError`` when a row has neither note nor process.
+    ``process`` holds fields of ``PROCESS`` that win over those in the notes; without a note of
+    tilebit it must have "gpu", "run" and "date". Rows of other operations and of other ``classes``,
+    unknown peers, untimed ones and those that failed the harness's accuracy check are left out.
+    Raises ``ValueError`` when a row has neither note nor process.
     """
     rows = [row for row in measured if row.get("op") == "gemm"]
     notes = {_place(row): note for row in rows if (note := _note(row))}
@@ -103,7 +108,8 @@ def import_rows(
         elif row.get("error") or not row.get("us"):
             left_out["not timed, or wrong"] += 1
         else:
-            # The harness starts a new process when a kernel kills one, so a file can hold several: all rows of one (n, k, m) come from one.
+            # The harness starts a new process when a kernel kills one, so a file can hold several:
+            # all rows of one (n, k, m) come from one.
             note = notes.get(_place(row), anywhere)
             fields = {name: process.get(name, note.get(name)) for name in PROCESS}
             missing = [name for name in ("run", "gpu", "date") if not fields[name]]

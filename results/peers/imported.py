@@ -13,8 +13,8 @@ from tilebit.command.bench import write_rows
 
 
 def append_by_device(tool: str, folder: Path, rows: Sequence[dict[str, Any]], key: Sequence[str], left_out: Counter[str]) -> None:
-    """Append to ``folder`` those of ``rows`` whose values of ``key`` their device's file does not hold, and say in the name of ``tool`` how
-    many they were and how many were ``left_out`` why."""
+    """Append to ``folder`` those of ``rows`` whose values of ``key`` their device's file does not
+    hold, and say in the name of ``tool`` how many they were and how many were ``left_out`` why."""
     for gpu in sorted({row["gpu"] for row in rows}):
         path = folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".jsonl")
         mine = [row for row in rows if row["gpu"] == gpu]

@@ -1,15 +1,18 @@
-"""tilebit as a plug-in of the peer harness: ``gemm_peers.py --plugin results/peers/peers_plugin.py`` times its kernels in one process with
-Marlin, Machete, humming, gemlite and cuBLAS, replays interleaved, on the harness's own codes, scales and activations.
+"""tilebit as a plug-in of the peer harness: ``gemm_peers.py --plugin
+results/peers/peers_plugin.py`` times its kernels in one process with Marlin, Machete, humming,
+gemlite and cuBLAS, replays interleaved, on the harness's own codes, scales and activations.
 
     python -m results.peers.peers_plugin --compile 4096x4096,28672x4096 1,16,256 [--target sm_90a]
 
-compiles the kernels for those weights [n]x[k] and rows m ahead, in parallel; without it the first call of a shape compiles.
-``TILEBIT_PEERS``, a comma-separated list of patterns ("tilebit_w4a16_*"), selects among ``peers()``. The harness loads this file by its
-path, so it imports the installed ``tilebit`` and nothing that lies beside it.
+compiles the kernels for those weights [n]x[k] and rows m ahead, in parallel; without it the first
+call of a shape compiles. ``TILEBIT_PEERS``, a comma-separated list of patterns ("tilebit_w4a16_*"),
+selects among ``peers()``. The harness loads this file by its path, so it imports the installed
+``tilebit`` and nothing that lies beside it.
 
-The harness replays the peers of a shape in the same order round after round. On a board that is at its power limit a kernel then owes
-its time to the one before it: behind Marlin, which draws little, Machete took 1,280 us, and two places on, with the best of its schedules,
-1,534 (28672 x 4096, m = 4096, H200). With this plug-in every round draws an order of its own.
+The harness replays the peers of a shape in the same order round after round. On a board that is at
+its power limit a kernel then owes its time to the one before it: behind Marlin, which draws little,
+Machete took 1,280 us, and two places on, with the best of its schedules, 1,534 (28672 x 4096, m =
+4096, H200). With this plug-in every round draws an order of its own.
 """
 
 from __future__ import annotations
@@ -53,12 +56,15 @@ DEPENDENT = "_pdl"  # suffix of the peers that use programmatic dependent launch
 
 
 class TilebitPeer:
-    """One format of tilebit behind the harness's ``Peer`` interface, with the schedule that ``find_kernel`` gives for each m.
+    """One format of tilebit behind the harness's ``Peer`` interface, with the schedule that
+    ``find_kernel`` gives for each m.
 
-    In its methods ``sh`` is the harness's shape: ``N``, ``K``, fp16 activations ``A`` [largest m, K], ``ms`` (every m asked for) and
-    ``get("q4")`` and its like. ``dependent`` calls the op with ``dependent=True``: in a graph of calls of one op each call depends on
-    the one before it, so such a peer shows what a launch saves and is no comparison with the other peers. The harness empties and
-    restores the instance's ``__dict__`` after each shape and loads this module unregistered: hence neither slots nor a dataclass.
+    In its methods ``sh`` is the harness's shape: ``N``, ``K``, fp16 activations ``A`` [largest m,
+    K], ``ms`` (every m asked for) and ``get("q4")`` and its like. ``dependent`` calls the op with
+    ``dependent=True``: in a graph of calls of one op each call depends on the one before it, so
+    such a peer shows what a launch saves and is no comparison with the other peers. The harness
+    empties and restores the instance's ``__dict__`` after each shape and loads this module
+    unregistered: hence neither slots nor a dataclass.
     """
 
     kind = "gemm"
@@ -79,7 +85,8 @@ class TilebitPeer:
         return True
 
     def prepare(self, sh: Any) -> None:
-        """Pack the weight, copy it as often as the harness wants, and have the kernels of every m compiled."""
+        """Pack the weight, copy it as often as the harness wants, and have the kernels of every m
+        compiled."""
         codes, scales, *zeros = sh.get(self.codes)
         weight = QuantizedTensor(codes, scales.to(TORCH_DTYPES[self.x_dtype]), zeros[0] if zeros else None, self.format)
         self.packed = tilebit.pack(weight, TORCH_DTYPES[self.x_dtype])
@@ -92,7 +99,8 @@ class TilebitPeer:
             print(f"[{self.name}] {error}", file=sys.stderr, flush=True)
 
     def run(self, sh: Any, m: int) -> tuple[list[Callable[[], None]], Callable[[], Tensor], int, str]:
-        """(a call per weight copy, the last call's y [m, n], bytes of one call, provenance as JSON)."""
+        """(a call per weight copy, the last call's y [m, n], bytes of one call, provenance as
+        JSON)."""
         x, packed = sh.A[:m].to(TORCH_DTYPES[self.x_dtype]), self.packed
         op, extra = torch.ops.tilebit.gemm.default, {"dependent": True} if self.dependent else {}
         latest: dict[str, Tensor] = {}
@@ -117,14 +125,16 @@ class TilebitPeer:
 
 @cache
 def _process(target: Target) -> dict[str, Any]:
-    """Provenance of this process, which the harness does not record: the rows of its other peers take it from ours."""
+    """Provenance of this process, which the harness does not record: the rows of its other peers
+    take it from ours."""
     fields = process_fields(target)
     return {name: fields[name] for name in ("run", "gpu", "driver", "cuda", "torch", "tilelang", "commit", "date")}
 
 
 def replay_in_drawn_orders(captured: Sequence[Any], rounds: int) -> list[tuple[float, float, int]]:
-    """The harness's ``replay_times``, but every round replays the graphs in an order of its own: (median us of a call, least us, calls) of
-    each. What is ``captured`` has the graph ``g`` of ``calls`` calls."""
+    """The harness's ``replay_times``, but every round replays the graphs in an order of its own:
+    (median us of a call, least us, calls) of each. What is ``captured`` has the graph ``g`` of
+    ``calls`` calls."""
     pick, order = random.Random(0), list(range(len(captured)))
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in captured] for _ in range(rounds)]
     torch.cuda._sleep(2_000_000)  # about 1 ms, in which the host runs ahead
@@ -140,7 +150,8 @@ def replay_in_drawn_orders(captured: Sequence[Any], rounds: int) -> list[tuple[f
 
 
 def peers() -> list[TilebitPeer]:
-    """The harness's entry point: every kernel, then the same with dependent launch; ``$TILEBIT_PEERS`` selects by name."""
+    """The harness's entry point: every kernel, then the same with dependent launch;
+    ``$TILEBIT_PEERS`` selects by name."""
     if harness := sys.modules.get("gemm_peers"):
         vars(harness)["replay_times"] = replay_in_drawn_orders
     patterns = os.environ.get(SELECT, "*").split(",")

@@ -1,4 +1,5 @@
-"""What each idea adds to the speed of products and of decode: rows of ``ablation`` and ``ablation_attention``."""
+"""What each idea adds to the speed of products and of decode: rows of ``ablation`` and
+``ablation_attention``."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """What each idea adds on one device: ``ideas`` by step, and for each (n, k, m) the µs of each step that was measured."""
+    """What each idea adds on one device: ``ideas`` by step, and for each (n, k, m) the µs of each
+    step that was measured."""
 
     gpu: str
     ideas: dict[int, str]
@@ -23,7 +25,8 @@ class Ablation:
 
 
 def read_ablation(folder: Path) -> list[Ablation]:
-    """Each device's newest run of each product. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """Each device's newest run of each product. Raises ``ValueError`` with file and line for a row
+    that lacks a field."""
     devices: dict[str, dict[tuple[int, int, int], list[dict[str, Any]]]] = {}
     for place, row in json_rows(folder, ABLATION_FIELDS):
         if row.get("op", "ablation") == "ablation":
@@ -66,8 +69,9 @@ def _step(times: dict[int, float], step: int) -> str:
 
 
 def attention_ablation_section(folder: Path) -> str:
-    """What each of the papers' ideas is worth in decode: µs of each variant and, in brackets, the factor since the first; the newest run of
-    each case. "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """What each of the papers' ideas is worth in decode: µs of each variant and, in brackets, the
+    factor since the first; the newest run of each case. "" without rows. Raises ``ValueError`` with
+    file and line for a row that lacks a field."""
     devices: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for _, row in json_rows(folder, ATTENTION_FIELDS):
         case = f"{row['format']}, {row['batch']} x {row['kv_len']:,}, heads {row['heads_q']}/{row['heads_kv']}"

@@ -12,7 +12,8 @@ from .rows import Row
 PASSES = {"untuned": "Untuned: schedules from the model alone", "tuned": "Tuned at m = 100, 200, 300, 500, 700, 1500 and 3000"}
 PEERS_IN = "untuned"
 OURS, ANCHOR = "tilebit", "cublas"
-# What is asked of the fastest quantized peer's time over ours, up to 200 rows and above, and of cuBLAS's from 512 rows on.
+# What is asked of the fastest quantized peer's time over ours, up to 200 rows and above, and of
+# cuBLAS's from 512 rows on.
 PEER_BARS = (("m <= 200, fastest peer", 1.20, 1, 200), ("m > 200, fastest peer", 1.05, 201, 1 << 30))
 ANCHOR_BAR = ("m >= 512, cuBLAS fp16", 0.95, 512, 1 << 30)
 LEAST = 0.95  # asked of every single point
@@ -22,8 +23,9 @@ Times = Mapping[Place, Mapping[str, float]]
 
 
 def any_m_section(rows: Mapping[str, Iterable[Row]]) -> str:
-    """Both passes beside peers; "" without rows. The peers ran in the first pass alone, cuBLAS in both: the second pass is beside its own
-    cuBLAS as timed, and beside the peers both as timed and brought to the first pass' level by cuBLAS."""
+    """Both passes beside peers; "" without rows. The peers ran in the first pass alone, cuBLAS in
+    both: the second pass is beside its own cuBLAS as timed, and beside the peers both as timed and
+    brought to the first pass' level by cuBLAS."""
     by_pass: dict[str, dict[Place, dict[str, float]]] = {name: {} for name in PASSES}
     gpus, commits = set(), set()
     for row in chain.from_iterable(rows.values()):

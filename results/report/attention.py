@@ -60,7 +60,8 @@ class Ratio:
 
 
 def attention_section(devices: Mapping[str, list[AttentionRow]]) -> str:
-    """The page of attention; "" where no device has a row of tilebit. Plots are expected in ``../plots/``."""
+    """The page of attention; "" where no device has a row of tilebit. Plots are expected in
+    ``../plots/``."""
     parts = []
     for gpu, rows in devices.items():
         found = [*_decode_parts(gpu, rows), *_prefill_parts(rows), *_paged_parts(rows), *_mover_parts(rows)]
@@ -80,7 +81,8 @@ def decode_rows(rows: Sequence[AttentionRow]) -> list[AttentionRow]:
 
 
 def against(rows: Sequence[AttentionRow], series: str, peers: Callable[[AttentionRow], Iterable[AttentionRow]]) -> list[Ratio]:
-    """Of each shown decode row of ``series``, the ratio to the fastest of the ``peers`` of that row."""
+    """Of each shown decode row of ``series``, the ratio to the fastest of the ``peers`` of that
+    row."""
     ratios = []
     for ours in decode_rows(rows):
         if ours.series == series and (found := list(peers(ours))):
@@ -89,8 +91,9 @@ def against(rows: Sequence[AttentionRow], series: str, peers: Callable[[Attentio
 
 
 def bars_table(rows: Sequence[AttentionRow]) -> str:
-    """One line per format of tilebit's contiguous caches: the ratios to what each must beat, and the share of the read rate with the main
-    heads at batches from ``LARGE_BATCH``; "" without a peer beside any."""
+    """One line per format of tilebit's contiguous caches: the ratios to what each must beat, and
+    the share of the read rate with the main heads at batches from ``LARGE_BATCH``; "" without a
+    peer beside any."""
 
     def same_run(accepted: Callable[[AttentionRow], bool]) -> Callable[[AttentionRow], list[AttentionRow]]:
         return lambda ours: [row for row in beside(ours, rows) if accepted(row)]
@@ -164,7 +167,8 @@ def _decode_parts(gpu: str, rows: Sequence[AttentionRow]) -> list[str]:
 
 
 def _lines(shown: Sequence[AttentionRow], rows: Sequence[AttentionRow], cell: Callable[[AttentionRow, Sequence[AttentionRow]], str]) -> str:
-    """Series down (tilebit, peers of the same process, stated), cases (batch x kv_len) across, then the largest error."""
+    """Series down (tilebit, peers of the same process, stated), cases (batch x kv_len) across, then
+    the largest error."""
     cases = sorted({row.case for row in shown})
     by_series: dict[str, dict[tuple[int, int], AttentionRow]] = {}
     for row in sorted(shown, key=_by_kind):
@@ -222,7 +226,8 @@ def _prefill_cell(row: AttentionRow, rows: Sequence[AttentionRow]) -> str:
 
 
 def paged_ratios(rows: Sequence[AttentionRow]) -> list[Ratio]:
-    """tilebit's decode on pages in random order, each beside the contiguous cache of its format in the same process ("peer")."""
+    """tilebit's decode on pages in random order, each beside the contiguous cache of its format in
+    the same process ("peer")."""
     ours = [row for row in rows if row.op == "decode" and row.impl == OURS]
     newest = {(row.place, row.series): row for row in sorted(ours, key=lambda row: row.date) if row.variant}
     plain = {(row.run, row.place, row.format): row for row in ours if not row.variant}

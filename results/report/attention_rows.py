@@ -19,14 +19,17 @@ Line = tuple[str, tuple[int, int, int], tuple[int, int]]  # format, heads, case
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """One measurement of ``op``: "decode" (``q_len`` newest tokens of ``batch`` sequences of ``kv_len`` tokens attend to the cache),
-    "prefill" (``q_len`` rows of a prompt, causal), "append" (``q_len`` new tokens a sequence) or "gather" (the cache's rows in 16 bits).
+    """One measurement of ``op``: "decode" (``q_len`` newest tokens of ``batch`` sequences of
+    ``kv_len`` tokens attend to the cache), "prefill" (``q_len`` rows of a prompt, causal), "append"
+    (``q_len`` new tokens a sequence) or "gather" (the cache's rows in 16 bits).
 
-    ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` that of the cache (``KVFormat.name``; "kvfp8" for any fp8 cache),
-    ``dtype`` that of q, ``variant`` what else tells rows apart ("page 64"). ``us`` is the median in microseconds, ``bytes`` what must be
-    moved once (decode: keys and values with their parameters), ``floor_us`` that at the device's measured read rate ``read_gbps``,
-    ``rel_err`` the relative error against fp32 or fp64 on the values that the cache stands for. All rows of one process share ``run``;
-    ``stated`` rows are figures of another run on such a device, measured by somebody else.
+    ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` that of the cache
+    (``KVFormat.name``; "kvfp8" for any fp8 cache), ``dtype`` that of q, ``variant`` what else tells
+    rows apart ("page 64"). ``us`` is the median in microseconds, ``bytes`` what must be moved once
+    (decode: keys and values with their parameters), ``floor_us`` that at the device's measured read
+    rate ``read_gbps``, ``rel_err`` the relative error against fp32 or fp64 on the values that the
+    cache stands for. All rows of one process share ``run``; ``stated`` rows are figures of another
+    run on such a device, measured by somebody else.
     """
 
     op: str
@@ -70,7 +73,8 @@ class AttentionRow:
 
     @property
     def place(self) -> Place:
-        """What was asked for, whoever did it and in whatever format: rows of one place and one run may be compared."""
+        """What was asked for, whoever did it and in whatever format: rows of one place and one run
+        may be compared."""
         return self.op, self.batch, self.kv_len, self.q_len, self.heads_q, self.heads_kv, self.head_dim
 
     @property
@@ -118,9 +122,9 @@ def read_attention(folder: Path) -> dict[str, list[AttentionRow]]:
 
 
 def shown_rows(rows: Iterable[AttentionRow], op: str) -> dict[Place, dict[str, AttentionRow]]:
-    """By place and series, what to show of ``op``: of tilebit each series' newest row that a peer was timed beside (without such a one, its
-    newest), of every peer its newest row beside one of tilebit's (stated ones: their newest). Places without a row of tilebit are left
-    out."""
+    """By place and series, what to show of ``op``: of tilebit each series' newest row that a peer
+    was timed beside (without such a one, its newest), of every peer its newest row beside one of
+    tilebit's (stated ones: their newest). Places without a row of tilebit are left out."""
     rows = [row for row in rows if row.op == op]
     ours = {(row.place, row.run) for row in rows if row.impl == OURS}
     compared = {(row.place, row.run) for row in rows if row.is_peer and not row.stated}
@@ -133,8 +137,9 @@ def shown_rows(rows: Iterable[AttentionRow], op: str) -> dict[Place, dict[str, A
 
 
 def query_lines(rows: Iterable[AttentionRow]) -> dict[Line, dict[int, AttentionRow]]:
-    """By format, heads and case: tilebit's decode on contiguous caches by q_len, of the newest process with more than one. A row of
-    another process, with its own timer, would look like an effect of q_len."""
+    """By format, heads and case: tilebit's decode on contiguous caches by q_len, of the newest
+    process with more than one. A row of another process, with its own timer, would look like an
+    effect of q_len."""
     processes: dict[tuple[Line, str], dict[int, AttentionRow]] = {}
     for row in sorted(rows, key=lambda row: row.date):
         if row.op == "decode" and row.impl == OURS and not row.variant:

@@ -1,4 +1,5 @@
-"""What the pages of several studies say of a row in a cell: its shape and format, and whether a bar was met."""
+"""What the pages of several studies say of a row in a cell: its shape and format, and whether a bar
+was met."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .markdown import short_commit
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A figure that a bar was set for: ``what`` was measured on ``gpu`` at ``commits``, ``found`` and ``asked`` at most, as shares."""
+    """A figure that a bar was set for: ``what`` was measured on ``gpu`` at ``commits``, ``found``
+    and ``asked`` at most, as shares."""
 
     what: str
     gpu: str

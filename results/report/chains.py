@@ -1,4 +1,5 @@
-"""The page of chains of linears: rows of ``chain`` beside the sum of the fastest peers of each linear."""
+"""The page of chains of linears: rows of ``chain`` beside the sum of the fastest peers of each
+linear."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ HEADER = ("format", "m", "unquantized", "tilebit", "tilebit, dependent launch", 
 
 
 def read_chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of ``folder`` by device. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """The rows of ``folder`` by device. Raises ``ValueError`` with file and line for a row that
+    lacks a field."""
     devices: dict[str, list[dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
         devices.setdefault(row["gpu"], []).append(row)
@@ -29,13 +31,15 @@ def read_chains(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def chain_section(chains: Mapping[str, Sequence[dict[str, Any]]], devices: Mapping[str, Sequence[Row]]) -> str:
-    """One table for each device with chains; "" without any. ``devices`` are the products by device."""
+    """One table for each device with chains; "" without any. ``devices`` are the products by
+    device."""
     parts = [f"## {gpu}\n\n{text}" for gpu, found in chains.items() if (text := chain_table(found, devices.get(gpu, ())))]
     return "\n\n".join([ABOUT, *parts]) if parts else ""
 
 
 def chain_table(chains: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
-    """µs of one layer by format and m, of the newest run of each; "" without chains. ``rows`` are the products of the same device."""
+    """µs of one layer by format and m, of the newest run of each; "" without chains. ``rows`` are
+    the products of the same device."""
     grouped: dict[tuple, list[dict[str, Any]]] = {}
     for row in chains:
         c = row["chain"]

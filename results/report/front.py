@@ -1,4 +1,5 @@
-"""results/README.md: one page that says what was measured on which device, the tables that decide, and where the rest is."""
+"""results/README.md: one page that says what was measured on which device, the tables that decide,
+and where the rest is."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ CHOICES = "How much slower the schedules that are used are than the best ones kn
 
 
 def front_page(rows: Path, studies: Sequence[Study], devices: Mapping[str, list[Row]], attention: Mapping[str, list[AttentionRow]]) -> str:
-    """The whole page. ``rows`` holds the studies' rows, ``devices`` and ``attention`` are those of products and attention."""
+    """The whole page. ``rows`` holds the studies' rows, ``devices`` and ``attention`` are those of
+    products and attention."""
     parts = [INTRODUCTION, "## What decides", results_table(devices, attention)]
     parts += _products(devices)
     parts += _decode(attention)

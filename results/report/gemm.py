@@ -27,7 +27,8 @@ LARGE_WEIGHTS = "Weights of 50 MB and more at m = 1: what is moved per second, a
 
 
 def gemm_section(devices: Mapping[str, list[Row]]) -> str:
-    """Everything about products, device by device; "" without rows. Plots are expected in ``../plots/``."""
+    """Everything about products, device by device; "" without rows. Plots are expected in
+    ``../plots/``."""
     return "\n\n".join([HOW_TO_READ, *(_device(gpu, rows) for gpu, rows in devices.items())]) if devices else ""
 
 

@@ -1,4 +1,5 @@
-"""The short tables that README.md and the page of results begin with: one line for each result that decides, and times."""
+"""The short tables that README.md and the page of results begin with: one line for each result that
+decides, and times."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CACHE = f"{OURS} kv4_channel"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One case of a result: ``ratio`` is the other's time over tilebit's, ``place`` the shape, ``commit`` tilebit's."""
+    """One case of a result: ``ratio`` is the other's time over tilebit's, ``place`` the shape,
+    ``commit`` tilebit's."""
 
     ratio: float
     place: str
@@ -27,8 +29,9 @@ class Point:
 
 
 def results_table(devices: Mapping[str, list[Row]], attention: Mapping[str, list[AttentionRow]]) -> str:
-    """One line a result: products by rows of x against the fastest peer, or the unquantized product where no peer was
-    measured, and decode over a 4-bit cache against FA3; each with its device and the commits of its rows."""
+    """One line a result: products by rows of x against the fastest peer, or the unquantized product
+    where no peer was measured, and decode over a 4-bit cache against FA3; each with its device and
+    the commits of its rows."""
     lines = [line for gpu, rows in devices.items() if comparisons(rows) for line in _against_peers(gpu, rows)]
     lines += [line for gpu, rows in attention.items() for line in _decode(gpu, rows)]
     lines += [line for gpu, rows in devices.items() if not comparisons(rows) for line in _against_baseline(gpu, rows)]
@@ -77,8 +80,8 @@ def _commits(commits: Iterable[str | None]) -> str:
 
 
 def times_table(gpu: str, rows: Sequence[Row]) -> str:
-    """tilebit's times on one device in its smallest format, and how many times faster than the unquantized product they are:
-    shapes down, m across; "" without rows of tilebit."""
+    """tilebit's times on one device in its smallest format, and how many times faster than the
+    unquantized product they are: shapes down, m across; "" without rows of tilebit."""
     name, dtype, shown = _headline(rows)
     if not shown:
         return ""
@@ -94,8 +97,8 @@ def times_table(gpu: str, rows: Sequence[Row]) -> str:
 
 
 def _headline(rows: Sequence[Row]) -> tuple[str, str, list[Problem]]:
-    """(series, dtype, problems) of tilebit's first series in fewest bits, symmetric before asymmetric; no problems without
-    one."""
+    """(series, dtype, problems) of tilebit's first series in fewest bits, symmetric before
+    asymmetric; no problems without one."""
     named = [(problem, name) for problem in problems(rows) if (name := _first_series(problem))]
     if not named:
         return "", "", []

@@ -22,7 +22,8 @@ ABOUT = (
 
 
 def read_quality(folder: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The rows by problem and format. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """The rows by problem and format. Raises ``ValueError`` with file and line for a row that lacks
+    a field."""
     problems: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for _, row in json_rows(folder, FIELDS):
         problems.setdefault(row["problem"], {}).setdefault(row["format"], []).append(row)
@@ -48,7 +49,8 @@ def quality_table(folder: Path) -> str:
 
 
 def accuracy_section(folder: Path) -> str:
-    """Formats down, one table per problem; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """Formats down, one table per problem; "" without rows. Raises ``ValueError`` with file and
+    line for a row that lacks a field."""
     parts = []
     for problem, formats in read_quality(folder).items():
         first = next(iter(formats.values()))

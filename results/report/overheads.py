@@ -12,8 +12,8 @@ FIELDS = ("gpu", "run", "commit", "impl", "what", "unit", "value")
 
 
 def overheads_section(folder: Path) -> str:
-    """Markdown of the newest run of each device; empty without rows. Raises ``ValueError`` with file and line for a row that lacks a
-    field."""
+    """Markdown of the newest run of each device; empty without rows. Raises ``ValueError`` with
+    file and line for a row that lacks a field."""
     devices: dict[str, list[dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
         devices.setdefault(row["gpu"], []).append(row)

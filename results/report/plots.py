@@ -1,5 +1,5 @@
-"""Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline, what each idea adds, and decode over a
-low-bit cache."""
+"""Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline,
+what each idea adds, and decode over a low-bit cache."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ OURS_COLORS = (COLORS[0], COLORS[3])  # symmetric, asymmetric
 def draw(
     devices: dict[str, list[Row]], studies: list[Ablation], folder: Path, attention: Mapping[str, list[AttentionRow]] | None = None
 ) -> list[Path]:
-    """Write every plot to ``folder``, remove those that no row stands behind any more, and return the files. A device without measured
-    rates has no roofline and no floor."""
+    """Write every plot to ``folder``, remove those that no row stands behind any more, and return
+    the files. A device without measured rates has no roofline and no floor."""
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     with matplotlib.rc_context(SETTINGS):  # pyright: ignore[reportArgumentType]
@@ -57,7 +57,8 @@ def draw(
 
 
 def speed(gpu: str, shown: list[Problem], ceiling: Rates | None) -> Figure:
-    """Time in microseconds against m, one panel per weight shape of one width, one line per series and the floor dashed."""
+    """Time in microseconds against m, one panel per weight shape of one width, one line per series
+    and the floor dashed."""
     figure, panels = _panels(len(shown), f"{gpu}, {shown[0].bits}-bit weights: time of one product, lower is better")
     styles = _styles(row for problem in shown for row in problem.rows)
     for axes, problem in zip(panels, shown, strict=True):
@@ -80,7 +81,8 @@ def speed(gpu: str, shown: list[Problem], ceiling: Rates | None) -> Figure:
 
 
 def roofline(gpu: str, shown: list[Problem], ceiling: Rates) -> Figure:
-    """Reached TFLOP/s against operations per byte, under the roof of the device's measured rates; all peers in one look."""
+    """Reached TFLOP/s against operations per byte, under the roof of the device's measured rates;
+    all peers in one look."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes: Axes = figure.subplots()
     rows = [row for problem in shown for row in problem.rows]
@@ -124,8 +126,8 @@ Speedups = dict[tuple[int, int, int], dict[str, dict[tuple[int, int], float]]]
 
 
 def decode_speedups(rows: list[AttentionRow]) -> Speedups:
-    """By heads, series and (batch, kv_len): FA3's time on a 16-bit cache over this series', both of one process (stated figures: over
-    tilebit's process)."""
+    """By heads, series and (batch, kv_len): FA3's time on a 16-bit cache over this series', both of
+    one process (stated figures: over tilebit's process)."""
     shown, points = decode_rows(rows), {}
     bases = {(row.place, row.run): row.us for row in rows if row.series == BASELINE}
     newest = {row.place: row.us for row in shown if row.series == BASELINE}
@@ -139,7 +141,8 @@ def decode_speedups(rows: list[AttentionRow]) -> Speedups:
 
 
 def decode(gpu: str, points: Speedups) -> Figure:
-    """Times faster than FA3 on a 16-bit cache, one panel per kind of heads, cases across; peers on low-bit caches thin."""
+    """Times faster than FA3 on a 16-bit cache, one panel per kind of heads, cases across; peers on
+    low-bit caches thin."""
     figure, panels = _panels(len(points), f"{gpu}: {ABOUT_PLOT}, higher is better")
     names = sorted({name for series in points.values() for name in series}, key=lambda name: (not name.startswith(f"{OURS} "), name))
     for axes, (heads, series) in zip(panels, sorted(points.items(), key=lambda item: (item[0][0] != 32, item[0])), strict=True):
@@ -171,7 +174,8 @@ def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _legend(figure: Figure, panels: list[Axes]) -> None:
-    """One legend for all panels, below them: the unquantized product and the floor, tilebit, the peers."""
+    """One legend for all panels, below them: the unquantized product and the floor, tilebit, the
+    peers."""
     looks = {}
     for axes in panels:
         looks.update({label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True) if label not in looks})
@@ -180,8 +184,9 @@ def _legend(figure: Figure, panels: list[Axes]) -> None:
 
 
 def _styles(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """One look per series over all panels: tilebit bold, the unquantized product black, each peer in its own color, what is asymmetric
-    dotted. Dependent launch is left out: what it saves lies between kernels."""
+    """One look per series over all panels: tilebit bold, the unquantized product black, each peer
+    in its own color, what is asymmetric dotted. Dependent launch is left out: what it saves lies
+    between kernels."""
     members = {row.series: row for row in rows if row.impl == OURS or is_baseline(row) or _is_other(row)}
     free = [color for color in COLORS if color not in OURS_COLORS]
     impls = sorted({row.impl for row in members.values() if _is_other(row)})

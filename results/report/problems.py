@@ -1,4 +1,5 @@
-"""Which rows stand side by side: weight shapes with the times of one process, and tilebit against the fastest of its peers."""
+"""Which rows stand side by side: weight shapes with the times of one process, and tilebit against
+the fastest of its peers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ BANDS = (("m <= 16", 1, 16), ("16 < m <= 128", 17, 128), ("m > 128", 129, 1 << 6
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One weight shape in one width: for each m the rows of one process by series, so that every ratio compares times taken side by
-    side. ``bits`` are those of the quantized weights; rows of the unquantized product stand beside them."""
+    """One weight shape in one width: for each m the rows of one process by series, so that every
+    ratio compares times taken side by side. ``bits`` are those of the quantized weights; rows of
+    the unquantized product stand beside them."""
 
     dtype: str
     bits: int
@@ -51,8 +53,9 @@ def is_baseline(row: Row) -> bool:
 
 
 def is_peer(row: Row) -> bool:
-    """Whether this is another library's kernel for quantized weights and 16-bit activations. torch's own are none: on a CPU its int4 kernel
-    can be slower than its unquantized product, and beating it would say little."""
+    """Whether this is another library's kernel for quantized weights and 16-bit activations.
+    torch's own are none: on a CPU its int4 kernel can be slower than its unquantized product, and
+    beating it would say little."""
     return not row.impl.startswith((OURS, *BASELINES)) and re.fullmatch(r"w[48]a16", row.format) is not None
 
 
@@ -65,8 +68,8 @@ def baseline(line: dict[str, Row]) -> Row | None:
 def problems(rows: Iterable[Row]) -> list[Problem]:
     """The shapes of one device that have quantized weights, by dtype and width, small to large.
 
-    Each (shape, m) is shown by its newest run that has a row of tilebit and one of a peer; without such a run, by the newest that has one
-    of tilebit; else by the newest."""
+    Each (shape, m) is shown by its newest run that has a row of tilebit and one of a peer; without
+    such a run, by the newest that has one of tilebit; else by the newest."""
     measured: dict[tuple[str, int, int], dict[int, dict[str, list[Row]]]] = {}
     for row in rows:
         if row.op == "gemm":
@@ -81,7 +84,8 @@ def problems(rows: Iterable[Row]) -> list[Problem]:
 
 
 def _line(runs: Iterable[list[Row]], bits: int) -> dict[str, Row]:
-    """The rows to show of the runs of one (shape, m): of those in ``bits`` and of the unquantized product."""
+    """The rows to show of the runs of one (shape, m): of those in ``bits`` and of the unquantized
+    product."""
     found = []
     for run in runs:
         of_width = [row for row in run if row.weight_bits == bits]
@@ -93,8 +97,8 @@ def _line(runs: Iterable[list[Row]], bits: int) -> dict[str, Row]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A time of tilebit and that of the fastest peer of its class (bits, group size, dtype; symmetric and asymmetric peers pooled) in
-    the same run."""
+    """A time of tilebit and that of the fastest peer of its class (bits, group size, dtype;
+    symmetric and asymmetric peers pooled) in the same run."""
 
     ours: Row
     peer: Row
@@ -115,7 +119,8 @@ def fastest_peer(ours: Row, rows: Iterable[Row]) -> Row | None:
 
 
 def comparisons(rows: Sequence[Row]) -> dict[str, list[Comparison]]:
-    """By tilebit's format and dtype ("w4a16_g128, float16"): for each (shape, m) the newest run that has both, small to large."""
+    """By tilebit's format and dtype ("w4a16_g128, float16"): for each (shape, m) the newest run
+    that has both, small to large."""
     peers: dict[tuple, list[Row]] = {}
     for row in rows:
         if is_peer(row):

@@ -14,7 +14,8 @@ RANKER_FIELDS = ("shape", "m", "source", "us", "best_us")
 
 
 def ranker_section(folder: Path) -> str:
-    """How much slower the schedules are that are chosen without a record of their workload; "" without rows."""
+    """How much slower the schedules are that are chosen without a record of their workload; ""
+    without rows."""
     by_source: dict[str, list[dict[str, Any]]] = {}
     for _, row in json_rows(folder, RANKER_FIELDS):
         by_source.setdefault(row["source"], []).append(row)

@@ -1,5 +1,5 @@
-"""Write everything that is generated from measured rows and from code: the pages of results/, their plots, and the marked
-parts of README.md.
+"""Write everything that is generated from measured rows and from code: the pages of results/, their
+plots, and the marked parts of README.md.
 
     make results        (or: python -m results.report.render [--check])
 
@@ -59,7 +59,8 @@ def study_page(study: Study, rows: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: written (or, with --check, current); 1: --check found a stale text; 2: rows or markers that cannot be read."""
+    """0: written (or, with --check, current); 1: --check found a stale text; 2: rows or markers
+    that cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m results.report.render", description="Generate the pages of results, their plots and README.md's tables."
     )

@@ -19,8 +19,8 @@ OURS = "tilebit"  # impl of our rows; "tilebit_pdl": with dependent launch, whic
 
 
 def timed_row(kind: type[R], data: dict[str, Any]) -> R:
-    """A row of the dataclass ``kind``. Unknown fields are ignored; a missing required one, or a time ``us`` that is no positive number,
-    raises ``ValueError``."""
+    """A row of the dataclass ``kind``. Unknown fields are ignored; a missing required one, or a
+    time ``us`` that is no positive number, raises ``ValueError``."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     try:
         row: Any = kind(**{key: value for key, value in data.items() if key in known})
@@ -35,11 +35,13 @@ def timed_row(kind: type[R], data: dict[str, Any]) -> R:
 class Row:
     """One measurement of ``y[m, n] = x[m, k] @ w[n, k]^T``.
 
-    ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` compressed-tensors' name of the number format ("w4a16"; "fp16",
-    "bf16" or "w16a16" for unquantized weights), ``group_size`` -1 or None without groups. ``us`` is the median in microseconds,
-    ``us_p20`` and ``us_p80`` its spread, ``rel_err`` the largest relative error of a block (where ``timer`` is the peer harness: that of
-    the whole product). All rows of one process share ``run``. ``read_gbps`` and ``mma_tflops`` may carry the device's measured rates, for
-    devices without a reference ``Target``.
+    ``impl`` is "tilebit", "tilebit_pdl" or the peer's name, ``format`` compressed-tensors' name of
+    the number format ("w4a16"; "fp16", "bf16" or "w16a16" for unquantized weights), ``group_size``
+    -1 or None without groups. ``us`` is the median in microseconds, ``us_p20`` and ``us_p80`` its
+    spread, ``rel_err`` the largest relative error of a block (where ``timer`` is the peer harness:
+    that of the whole product). All rows of one process share ``run``. ``read_gbps`` and
+    ``mma_tflops`` may carry the device's measured rates, for devices without a reference
+    ``Target``.
     """
 
     op: str
@@ -121,14 +123,16 @@ class Rates:
     mma_tflops: float
 
     def floor_us(self, row: Row) -> float:
-        """The time below which ``row``'s product cannot finish: the longer of moving its bytes and computing its operations."""
+        """The time below which ``row``'s product cannot finish: the longer of moving its bytes and
+        computing its operations."""
         return max(row.bytes / self.read_gbps / 1e3, row.flops / self.mma_tflops / 1e6)
 
 
 def rates(rows: Iterable[Row]) -> Rates | None:
     """The measured rates of the one device of ``rows``, or None.
 
-    They are those that the newest row with rates carries, else those of the reference ``Target`` of the device's name.
+    They are those that the newest row with rates carries, else those of the reference ``Target`` of
+    the device's name.
     """
     rows = sorted(rows, key=lambda row: row.date)
     for row in reversed(rows):
@@ -142,9 +146,11 @@ def rates(rows: Iterable[Row]) -> Rates | None:
 
 
 def json_rows(folder: Path, required: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of every line of every ``*.jsonl`` of ``folder``, in order; none where there is no such folder.
+    """(file and line, object) of every line of every ``*.jsonl`` of ``folder``, in order; none
+    where there is no such folder.
 
-    Raises ``ValueError`` with file and line for a line that is no JSON object or lacks a ``required`` field.
+    Raises ``ValueError`` with file and line for a line that is no JSON object or lacks a
+    ``required`` field.
     """
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):

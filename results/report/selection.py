@@ -12,14 +12,15 @@ from .rows import json_rows
 
 SELECTION_FIELDS = ("gpu", "kind", "n", "k", "m", "format", "group_size", "symmetric", "dtype", "best_us", "candidates", "measured")
 FRESH_FIELDS, SCAN_FIELDS = ("us", "source"), ("tuned_us", "legal", "scanned", "failed", "share")
-# What is asked of the choices: slower by at most so much, with at most such a share of what the scan could time.
+# What is asked of the choices: slower by at most so much, with at most such a share of what the
+# scan could time.
 FRESH_MEDIAN, FRESH_WORST, SCAN_WORST = 0.10, 0.25, 0.03
 SCAN_SHARE = 0.25
 
 
 def read_selection(folder: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The newest row of each workload, by device and kind ("fresh", "exhaustive"). Raises ``ValueError`` with file and line for a row that
-    lacks a field."""
+    """The newest row of each workload, by device and kind ("fresh", "exhaustive"). Raises
+    ``ValueError`` with file and line for a row that lacks a field."""
     devices: dict[str, dict[str, dict[tuple[Any, ...], dict[str, Any]]]] = {}
     for place, row in json_rows(folder, SELECTION_FIELDS):
         require(place, row, FRESH_FIELDS if row["kind"] == "fresh" else SCAN_FIELDS)
@@ -43,8 +44,9 @@ def judged_selection(folder: Path) -> list[Judged]:
 
 
 def selection_section(folder: Path) -> str:
-    """What ``select`` gives for shapes without a record against the tuner's choice, and that against the best of a scan, the newest row of
-    each workload; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """What ``select`` gives for shapes without a record against the tuner's choice, and that
+    against the best of a scan, the newest row of each workload; "" without rows. Raises
+    ``ValueError`` with file and line for a row that lacks a field."""
     parts = []
     for gpu, kinds in read_selection(folder).items():
         parts.append(f"## {gpu}")

@@ -46,8 +46,8 @@ tile."""
 
 
 def static_section(folder: Path) -> str:
-    """What the rows of ``folder`` say, one architecture after another; "" without rows. Raises ``ValueError`` with file and
-    line for a row that lacks a field."""
+    """What the rows of ``folder`` say, one architecture after another; "" without rows. Raises
+    ``ValueError`` with file and line for a row that lacks a field."""
     arches: dict[str, list[dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
         arches.setdefault(row["arch"], []).append(row)
@@ -83,7 +83,8 @@ def _line(r: dict[str, Any]) -> list[str]:
 
 
 def schedule_text(s: dict[str, Any]) -> str:
-    """A schedule in a table's cell: "wgmma 128x256x128 s3 w8", then every other field that is not at its default."""
+    """A schedule in a table's cell: "wgmma 128x256x128 s3 w8", then every other field that is not
+    at its default."""
     text = f"{s['program'].removeprefix('gemm_')} {s['block_n']}x{s['block_m']}x{s['block_k']} s{s['num_stages']} w{s['num_warps']}"
     further = [
         (f.name, s.get(f.name, f.default)) for f in fields(Schedule) if f.name not in SHOWN and s.get(f.name, f.default) != f.default

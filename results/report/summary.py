@@ -1,4 +1,5 @@
-"""What all rows of a device say together: tilebit against the fastest peers, and how much of the memory's rate it reaches."""
+"""What all rows of a device say together: tilebit against the fastest peers, and how much of the
+memory's rate it reaches."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LARGE = 50e6  # bytes of packed weight from which the read rate, not a launch, s
 
 
 def bars_table(rows: Sequence[Row]) -> str:
-    """The ratio "fastest peer / tilebit" by format and band of m: geometric mean, worst point, points that are lost. "" without peers."""
+    """The ratio "fastest peer / tilebit" by format and band of m: geometric mean, worst point,
+    points that are lost. "" without peers."""
     lines = []
     for name, found in comparisons(rows).items():
         for band, first, last in BANDS:
@@ -50,7 +52,8 @@ def _ratio(c: Comparison | None) -> str:
 
 
 def bandwidth_table(rows: Sequence[Row], ceiling: Rates) -> str:
-    """The share of the measured read rate at m = 1 on large weights, tilebit's and the fastest peer's of the same run; "" without any."""
+    """The share of the measured read rate at m = 1 on large weights, tilebit's and the fastest
+    peer's of the same run; "" without any."""
     newest: dict[tuple, Row] = {}
     for row in sorted((r for r in rows if r.impl == OURS and r.op == "gemm" and r.m == 1), key=lambda r: r.date):
         if row.weight_bytes >= LARGE:

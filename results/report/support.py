@@ -15,10 +15,12 @@ from tilebit.schedules.target import ARCHES, target_from_name
 
 from .markdown import table
 
-# Shapes that a supported format must accept: a decode step, a prompt, and sizes that are no multiple of any tile.
+# Shapes that a supported format must accept: a decode step, a prompt, and sizes that are no
+# multiple of any tile.
 PROBES = ((1, 4096, 4096), (4096, 4096, 4096), (7, 333, 555))
-# (batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size) that a supported cache must serve: every head_dim, all kinds of head
-# groups, one new token and many, the smallest and the largest pages.
+# (batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size) that a supported cache must serve:
+# every head_dim, all kinds of head groups, one new token and many, the smallest and the largest
+# pages.
 ATTENTION_PROBES = ((8, 1, 8192, 32, 8, 128, 128), (1, 16, 333, 16, 1, 256, 16), (64, 3, 70, 14, 2, 64, 256))
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 EVERY_CACHE = "kv16, kv8, kv4, kv2, kvfp8, or mixed; keys per channel or per token"
@@ -36,7 +38,8 @@ def supported(format: GemmFormat, arch: str, dtype: str) -> bool:
 
 
 def claims() -> Iterator[tuple[GemmFormat, str, tuple[str, ...]]]:
-    """(format, arch, dtypes) for every pair of a format and an architecture; no dtypes where it is not supported."""
+    """(format, arch, dtypes) for every pair of a format and an architecture; no dtypes where it is
+    not supported."""
     for format in FORMATS.values():
         for arch in ARCHES:
             yield format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))
@@ -44,8 +47,8 @@ def claims() -> Iterator[tuple[GemmFormat, str, tuple[str, ...]]]:
 
 @cache
 def attention_claims() -> tuple[tuple[str, KVFormat, str, tuple[str, ...]], ...]:
-    """(op, format of the cache, arch, dtypes) for each of all; no dtypes where it is not supported. Prefill reads 16-bit rows: its format
-    is "kv16" alone."""
+    """(op, format of the cache, arch, dtypes) for each of all; no dtypes where it is not supported.
+    Prefill reads 16-bit rows: its format is "kv16" alone."""
     formats = {op: (KVFormat(),) if op == "prefill" else KVFormat.all() for op in OPS}
     return tuple((op, format, arch, _attention_dtypes(op, format, arch)) for op in OPS for format in formats[op] for arch in ARCHES)
 
@@ -61,8 +64,8 @@ def _attention_dtypes(op: str, format: KVFormat, arch: str) -> tuple[str, ...]:
 
 
 def support_table() -> str:
-    """Operations and formats down, devices across; a cell names the types of activations. Formats and operations that are
-    served alike share a line."""
+    """Operations and formats down, devices across; a cell names the types of activations. Formats
+    and operations that are served alike share a line."""
     lines = [[f"gemm: {name}", *columns] for name, columns in _gemm_lines()]
     lines += [[f"{', '.join(ops)}: {name}", *columns] for (name, columns), ops in _attention_lines().items()]
     return table(["what", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False)
@@ -73,7 +76,8 @@ def _cells(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
-    """(formats in words, cells). Of integers group sizes are joined first, then zero points, then widths; others go by their names."""
+    """(formats in words, cells). Of integers group sizes are joined first, then zero points, then
+    widths; others go by their names."""
     by_format: dict[GemmFormat, list[tuple[str, ...]]] = {}
     for format, _, dtypes in claims():
         by_format.setdefault(format, []).append(dtypes)

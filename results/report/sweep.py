@@ -16,8 +16,8 @@ SWEEP_WORST = 0.15  # what is asked: so much above the envelope, and so much mor
 
 
 def envelope(times: Mapping[int, float]) -> dict[int, int]:
-    """For each m of ``times`` (its µs) the m' >= m of the least time, the smaller of two equal ones, in ascending order: a call of m rows
-    could be padded to m'."""
+    """For each m of ``times`` (its µs) the m' >= m of the least time, the smaller of two equal
+    ones, in ascending order: a call of m rows could be padded to m'."""
     return {m: min((other for other in sorted(times) if other >= m), key=lambda other: times[other]) for m in sorted(times)}
 
 
@@ -26,8 +26,8 @@ Odd = dict[str, list[dict[str, Any]]]
 
 
 def read_sweep(folder: Path) -> tuple[Swept, Odd]:
-    """By device: the rows of the newest run of each swept shape, and the newest row of each odd shape. Raises ``ValueError`` with file and
-    line for a row that lacks a field."""
+    """By device: the rows of the newest run of each swept shape, and the newest row of each odd
+    shape. Raises ``ValueError`` with file and line for a row that lacks a field."""
     swept: dict[str, dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     odd: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     for place, row in json_rows(folder, SWEEP_FIELDS):
@@ -63,8 +63,9 @@ def _above(rows: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def sweep_section(folder: Path) -> str:
-    """How far time as a function of m lies above its envelope, of the newest run of each shape, and odd shapes beside their nearest listed
-    neighbour, the newest row of each; "" without rows. Raises ``ValueError`` with file and line for a row that lacks a field."""
+    """How far time as a function of m lies above its envelope, of the newest run of each shape, and
+    odd shapes beside their nearest listed neighbour, the newest row of each; "" without rows.
+    Raises ``ValueError`` with file and line for a row that lacks a field."""
     swept, odd = read_sweep(folder)
     parts = []
     for gpu in sorted(swept.keys() | odd.keys()):

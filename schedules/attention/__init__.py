@@ -1,1 +1,2 @@
-"""Attention over a low-bit KV cache: what is asked, which schedules its programs accept, and what they cost."""
+"""Attention over a low-bit KV cache: what is asked, which schedules its programs accept, and what
+they cost."""

@@ -1,9 +1,11 @@
 """The analytic cost model of attention: enough to rank candidates, in terms that can be read.
 
-Decode is bound by reading the cache: T = launch + fill + overlap(bytes / read rate, instructions / issue rate) + combine, where the read
-rate depends on the bytes in flight per SM, and both terms are divided by the share of the warps that have a unit in the last turn.
-Instructions are counted: a 16 x 16 fragment of a granule takes one tensor-core product for every 8 columns and what unpacks it. Constants
-that say "fitted" follow measurements of an exploration in plain CUDA on an H200 (heads 32/8 of 128, KV8, KV4 and KV2)."""
+Decode is bound by reading the cache: T = launch + fill + overlap(bytes / read rate, instructions /
+issue rate) + combine, where the read rate depends on the bytes in flight per SM, and both terms are
+divided by the share of the warps that have a unit in the last turn. Instructions are counted: a 16
+x 16 fragment of a granule takes one tensor-core product for every 8 columns and what unpacks it.
+Constants that say "fitted" follow measurements of an exploration in plain CUDA on an H200 (heads
+32/8 of 128, KV8, KV4 and KV2)."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ CPU_VECTOR_OPS = 6.0  # vector operations for a code that is unpacked, multiplie
 
 
 def attention_estimate(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Estimate:
-    """The model's expectation for ``schedule``; meant for legal ones (an illegal one gets a meaningless number, never an error)."""
+    """The model's expectation for ``schedule``; meant for legal ones (an illegal one gets a
+    meaningless number, never an error)."""
     if not target.is_cuda:
         return _cpu(workload, schedule, target)
     return {"decode": _decode, "prefill": _prefill}.get(workload.op, _moved)(workload, schedule, target)

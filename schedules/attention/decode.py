@@ -1,10 +1,11 @@
-"""The rules of decode attention over a packed cache: ``attention_decode_bulk`` (sm_90a: bulk copies) and ``attention_decode`` (sm_80 and
-later: cp.async), see ``tiles/attention/decode.py``.
+"""The rules of decode attention over a packed cache: ``attention_decode_bulk`` (sm_90a: bulk
+copies) and ``attention_decode`` (sm_80 and later: cp.async), see ``tiles/attention/decode.py``.
 
-The grid is persistent. Its warps take *units* of ``block_n`` tokens of one kv head through rings of their own, ``num_stages`` units deep;
-``block_m`` columns, (query, head of the group) pairs, are the width of a product. All blocks take equal shares of the units of all
-sequences (Stream-K, Osama et al. 2023), so that a block begins and ends inside a *segment* (a sequence, kv head and pass over columns):
-lengths alone decide who adds up what, in which order.
+The grid is persistent. Its warps take *units* of ``block_n`` tokens of one kv head through rings of
+their own, ``num_stages`` units deep; ``block_m`` columns, (query, head of the group) pairs, are the
+width of a product. All blocks take equal shares of the units of all sequences (Stream-K, Osama et
+al. 2023), so that a block begins and ends inside a *segment* (a sequence, kv head and pass over
+columns): lengths alone decide who adds up what, in which order.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ SUM_PADDING = 4  # floats a column, which keep the warps' partial sums free of b
 SPARE_REGISTERS = 44  # of addresses, codes on their way and running maxima
 SCALED_QUERIES = 12  # and of queries that take the keys' channel scales
 STATIC_SMEM = 64  # the ticket, and where the block's share begins
-# What is tried.
-# 32 x 4,096 tokens on an H200: at 4 bits 39.0 us with 8 warps and 39.6 with 12, at 8 bits 70.2 with 8 and 85.3 with 4. Fewer are for shared
-# memory that is short.
+# What is tried. 32 x 4,096 tokens on an H200: at 4 bits 39.0 us with 8 warps and 39.6 with 12, at 8
+# bits 70.2 with 8 and 85.3 with 4. Fewer are for shared memory that is short.
 WARPS_PER_SM = ((8, 12), (4, 16), (1, 4))
 IN_FLIGHT = (64 << 10, 80 << 10, 104 << 10, 144 << 10)  # bytes of the cache requested per SM; the knee lies in the first ones (H200)
 MIN_BLOCKS = (1, 2, 3, 4)
@@ -44,8 +44,8 @@ ENOUGH = 8  # candidates
 
 
 def unit_bytes(workload: AttentionWorkload, schedule: Schedule) -> tuple[int, int]:
-    """Bytes that a warp copies for the keys and for the values of one unit of packed tokens, their parameters (by channel those of the
-    whole group) included."""
+    """Bytes that a warp copies for the keys and for the values of one unit of packed tokens, their
+    parameters (by channel those of the whole group) included."""
     f, n, d = workload.format, schedule.block_n, workload.head_dim
     key_parameters = {"channel": 4 * d, "token": 4 * n}.get(f.key_scales, 0)
     value_parameters = 4 * n if f.value_scales == "token" else 0
@@ -53,7 +53,8 @@ def unit_bytes(workload: AttentionWorkload, schedule: Schedule) -> tuple[int, in
 
 
 def slot_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Bytes of one slot of a warp's ring: keys or values of a packed unit, or of 16 tokens of the residual window."""
+    """Bytes of one slot of a warp's ring: keys or values of a packed unit, or of 16 tokens of the
+    residual window."""
     return max(*unit_bytes(workload, schedule), GRANULE * workload.row_bytes // 2)
 
 
@@ -63,8 +64,9 @@ def ring_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
 
 
 def shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial results (which have a place of their
-    own: the next piece is requested while they are added up): per column the channels' sums, a maximum and a denominator."""
+    """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial
+    results (which have a place of their own: the next piece is requested while they are added up):
+    per column the channels' sums, a maximum and a denominator."""
     s = schedule
     results = s.num_warps * s.block_m * (workload.head_dim + SUM_PADDING + 2) * 4
     barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
@@ -84,21 +86,24 @@ def column_passes(workload: AttentionWorkload, schedule: Schedule) -> int:
 def workspace_words(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
     """32-bit words of the workspace: TICKETS, which a launch finds and leaves zero (it uses one a block: a block begins at most one segment
     that others go on with), then for each block two partial results, those of the segments that it begins and ends in: per column
-    ``head_dim`` sums, a maximum and a denominator in fp32.  The same for all lengths, batches and q_len."""
+    ``head_dim`` sums, a maximum and a denominator in fp32.  The same for all lengths, batches and q_len.
+    """
     s = schedule
     return TICKETS + grid_blocks(s, target) * 2 * s.block_m * (workload.head_dim + 2)
 
 
 def registers_needed(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Registers of a thread below which it spills, about: queries (the B operand of keys) and output sums, scales, scores, and what
-    everything else takes. Where there are more, the compiler takes 20 more."""
+    """Registers of a thread below which it spills, about: queries (the B operand of keys) and
+    output sums, scales, scores, and what everything else takes. Where there are more, the compiler
+    takes 20 more."""
     tiles, columns = workload.head_dim // 16, schedule.block_m // 8
     scaled = SCALED_QUERIES if workload.format.key_scales == "channel" else 0
     return tiles * columns * (2 + 4) + tiles * 5 // 2 + columns * 16 + scaled + SPARE_REGISTERS
 
 
 def decode_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot serve ``workload`` on ``target`` (an arch of its program); empty: it can."""
+    """Why ``schedule`` cannot serve ``workload`` on ``target`` (an arch of its program); empty: it
+    can."""
     s = schedule
     ranges = {"num_stages": STAGES, "num_warps": (1, MAX_WARPS), "min_blocks": (1, MAX_MIN_BLOCKS)}
     reasons = field_reasons(workload, s, {"block_n": BLOCK_N, "block_m": BLOCK_M}, ranges)
@@ -106,8 +111,9 @@ def decode_legal(workload: AttentionWorkload, schedule: Schedule, target: Target
 
 
 def decode_candidates(program: str, workload: AttentionWorkload, target: Target) -> list[Schedule]:
-    """Legal schedules worth measuring: the narrowest product that holds all columns (of too many columns, both wide ones), rings that keep
-    IN_FLIGHT bytes on their way to an SM, WARPS_PER_SM warps."""
+    """Legal schedules worth measuring: the narrowest product that holds all columns (of too many
+    columns, both wide ones), rings that keep IN_FLIGHT bytes on their way to an SM, WARPS_PER_SM
+    warps."""
     columns = workload.group * max(workload.q_len, 1)
     widths = [m for m in BLOCK_M if m >= columns][:1] or [BLOCK_M[-1], BLOCK_M[-2]]
     if all(registers_needed(workload, Schedule(program, 16, m, workload.head_dim)) > 255 for m in widths):
@@ -126,7 +132,8 @@ def decode_candidates(program: str, workload: AttentionWorkload, target: Target)
 
 
 def _deepened(base: Schedule, workload: AttentionWorkload, target: Target, in_flight: int) -> Schedule | None:
-    """``base`` with rings that keep about ``in_flight`` bytes on their way to an SM, or the deepest that fit; None: none fit."""
+    """``base`` with rings that keep about ``in_flight`` bytes on their way to an SM, or the deepest
+    that fit; None: none fit."""
     wanted = round(2 * in_flight / (base.num_warps * base.min_blocks * sum(unit_bytes(workload, base))))
     depths = range(min(max(wanted, STAGES[0]), STAGES[1]), STAGES[0] - 1, -1)
     fitting = (replace(base, num_stages=depth) for depth in depths)
@@ -136,7 +143,8 @@ def _deepened(base: Schedule, workload: AttentionWorkload, target: Target, in_fl
 def field_reasons(
     workload: AttentionWorkload, schedule: Schedule, sizes: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int, int]]
 ) -> list[str]:
-    """Sentences about fields of an attention schedule that are none of ``sizes`` or outside ``ranges``, or that no such program has."""
+    """Sentences about fields of an attention schedule that are none of ``sizes`` or outside
+    ``ranges``, or that no such program has."""
     s, reasons = schedule, []
     for field, accepted in {"block_k": (workload.head_dim,), **sizes}.items():
         if getattr(s, field) not in accepted:
@@ -148,8 +156,8 @@ def field_reasons(
 
 
 def resource_reasons(schedule: Schedule, target: Target, smem: int, registers: int, most_registers: int, extra_warps: int = 0) -> list[str]:
-    """Sentences about blocks of ``smem`` bytes whose computing threads need ``registers`` that do not fit on an SM of ``target``;
-    ``extra_warps`` compute nothing."""
+    """Sentences about blocks of ``smem`` bytes whose computing threads need ``registers`` that do
+    not fit on an SM of ``target``; ``extra_warps`` compute nothing."""
     s, reasons = schedule, []
     if smem > target.smem:
         reasons.append(

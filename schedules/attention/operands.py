@@ -1,4 +1,5 @@
-"""The tensors of each attention operation, in call order (``tilebit.attention`` says what they hold)."""
+"""The tensors of each attention operation, in call order (``tilebit.attention`` says what they
+hold)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _WORDS = "bytes become int32 by .view(torch.int32)"
 
 
 def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
-    """What calls of ``w.op`` are given; head_scales are absent where no operand is fp8, sinks, cos_sin and lse where none is asked for."""
+    """What calls of ``w.op`` are given; head_scales are absent where no operand is fp8, sinks,
+    cos_sin and lse where none is asked for."""
     rows = Operand("k", w.dtype, ("tokens" if w.op == "append" else "total_kv", w.heads_kv, w.head_dim))
     q_rows = ("batch", "q_len") if w.op == "decode" else ("tokens",)
     q = Operand("q", w.dtype, (*q_rows, w.heads_q, w.head_dim))

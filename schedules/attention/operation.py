@@ -1,4 +1,5 @@
-"""The four operations on a KV cache: their programs, and how far one problem's measurements speak of another's."""
+"""The four operations on a KV cache: their programs, and how far one problem's measurements speak
+of another's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from . import decode, rules
 from .cost import attention_estimate as estimate
 from .workload import AttentionWorkload
 
-# A persistent grid sees batch x kv heads x kv_len as one line of work, so that each says less than a GEMM's m does.
+# A persistent grid sees batch x kv heads x kv_len as one line of work, so that each says less than
+# a GEMM's m does.
 SIZES = {"batch": 0.5, "kv_len": 0.5, "heads_kv": 0.5, "q_len": 1.0}
 OTHER_KEY_SCALES = 0.25
 OTHER_PAGE_SIZE = 0.25
@@ -27,7 +29,8 @@ _FOLDER = "tilebit.tiles.attention"
 
 
 def distance(there: AttentionWorkload, here: AttentionWorkload) -> float | None:
-    """How far two calls are apart; None for another operation, other numbers, another head_dim or group of heads."""
+    """How far two calls are apart; None for another operation, other numbers, another head_dim or
+    group of heads."""
     f, g = there.format, here.format
     if (there.kind, there.head_dim, there.group) != (here.kind, here.head_dim, here.group):
         return None

@@ -1,13 +1,16 @@
-"""The attention rules: what each program accepts on each target, and the schedules worth trying for a workload.
+"""The attention rules: what each program accepts on each target, and the schedules worth trying for
+a workload.
 
-Decode (``attention_decode_bulk`` on sm_90a, ``attention_decode`` on sm_80 and later): see ``decode.py``. The others, append,
-gather and prefill, are here, with the CPU's.
+Decode (``attention_decode_bulk`` on sm_90a, ``attention_decode`` on sm_80 and later): see
+``decode.py``. The others, append, gather and prefill, are here, with the CPU's.
 
-``attention_prefill`` (sm_90a, wgmma), ``attention_prefill_mma`` (sm_80 and later): a block of ``num_warps`` warps holds ``block_m`` rows of
-queries of one head and streams keys and values by ``block_n`` rows through ``num_stages`` stages of each; ``block_k`` is the head's width.
-``attention_append``, ``attention_gather``: a block moves one group of ``block_n`` tokens of one kv head.
-On a CPU the parallel loop runs over sequences and kv heads (append, gather: over groups, prefill: over rows of queries), and a task works
-on ``block_n`` tokens at a time; ``num_warps`` threads share the tasks.
+``attention_prefill`` (sm_90a, wgmma), ``attention_prefill_mma`` (sm_80 and later): a block of
+``num_warps`` warps holds ``block_m`` rows of queries of one head and streams keys and values by
+``block_n`` rows through ``num_stages`` stages of each; ``block_k`` is the head's width.
+``attention_append``, ``attention_gather``: a block moves one group of ``block_n`` tokens of one kv
+head. On a CPU the parallel loop runs over sequences and kv heads (append, gather: over groups,
+prefill: over rows of queries), and a task works on ``block_n`` tokens at a time; ``num_warps``
+threads share the tasks.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ CPU_ISAS = ("avx512", "avx2")
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRule:
-    """``spare_registers`` is what running maxima, sums and addresses take of a computing thread's, ``cap_registers`` what a soft
-    cap takes besides (fewer: schedules spill, compiled for sm_90a), ``fixed_smem`` bytes of barriers and alignment."""
+    """``spare_registers`` is what running maxima, sums and addresses take of a computing thread's,
+    ``cap_registers`` what a soft cap takes besides (fewer: schedules spill, compiled for sm_90a),
+    ``fixed_smem`` bytes of barriers and alignment."""
 
     block_m: tuple[int, ...]
     block_n: tuple[int, ...]
@@ -81,26 +85,28 @@ def cpu_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule
 
 
 def prefill_shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Shared memory of a block of a prefill program: the queries, whose place the output takes when it is stored, and the stages of keys
-    and values."""
+    """Shared memory of a block of a prefill program: the queries, whose place the output takes when
+    it is stored, and the stages of keys and values."""
     s = schedule
     return 2 * workload.head_dim * (s.block_m + 2 * s.num_stages * s.block_n) + _PREFILL[s.program].fixed_smem
 
 
 def tile_registers(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Of a computing thread, whose warp holds 16 rows: fp32 outputs and scores, and the scores once more in 16 bits."""
+    """Of a computing thread, whose warp holds 16 rows: fp32 outputs and scores, and the scores once
+    more in 16 bits."""
     return workload.head_dim // 2 + schedule.block_n // 2 + schedule.block_n // 4
 
 
 def launch_registers(schedule: Schedule) -> int:
-    """Of every thread of the program with wgmma when its block starts: an even share, of ``min_blocks`` blocks an SM."""
+    """Of every thread of the program with wgmma when its block starts: an even share, of
+    ``min_blocks`` blocks an SM."""
     threads = (LOADING_WARPS + schedule.num_warps) * 32
     return min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
 
 
 def prefill_registers(schedule: Schedule) -> tuple[int, int]:
-    """(loading thread's, computing thread's) registers of the program with wgmma: the first give up most of what a launch gives to
-    both, the others take it."""
+    """(loading thread's, computing thread's) registers of the program with wgmma: the first give up
+    most of what a launch gives to both, the others take it."""
     given = launch_registers(schedule) * (LOADING_WARPS + schedule.num_warps)
     free = given - LOADING_REGISTERS * LOADING_WARPS
     return LOADING_REGISTERS, min(MOST_REGISTERS, free // schedule.num_warps // 8 * 8)

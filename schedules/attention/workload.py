@@ -1,4 +1,5 @@
-"""What is asked of attention over a low-bit KV cache: the problem a kernel is chosen, compiled and measured for."""
+"""What is asked of attention over a low-bit KV cache: the problem a kernel is chosen, compiled and
+measured for."""
 
 from __future__ import annotations
 
@@ -20,21 +21,27 @@ MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 @dataclass(frozen=True, slots=True)
 class AttentionWorkload:
-    """One operation on a paged KV cache of packed keys and values with a 16-bit residual window per sequence.
+    """One operation on a paged KV cache of packed keys and values with a 16-bit residual window per
+    sequence.
 
-    ``op`` is "decode" (``q_len`` newest tokens of each sequence attend to its cache), "append" (``q_len`` new rows of k and v a sequence
-    join the cache), "gather" (the cache's rows, dequantized) or "prefill" (``q_len`` query rows over ``kv_len`` 16-bit rows). ``batch``
-    sequences, ``kv_len`` tokens each with the new ones, and ``q_len`` only choose a schedule: kernels take any. ``heads_q`` query heads in
-    groups over ``heads_kv`` heads of the cache, ``head_dim`` 64, 128 or 256, ``dtype`` that of q, k, v and the output. ``format`` and
+    ``op`` is "decode" (``q_len`` newest tokens of each sequence attend to its cache), "append"
+    (``q_len`` new rows of k and v a sequence join the cache), "gather" (the cache's rows,
+    dequantized) or "prefill" (``q_len`` query rows over ``kv_len`` 16-bit rows). ``batch``
+    sequences, ``kv_len`` tokens each with the new ones, and ``q_len`` only choose a schedule:
+    kernels take any. ``heads_q`` query heads in groups over ``heads_kv`` heads of the cache,
+    ``head_dim`` 64, 128 or 256, ``dtype`` that of q, k, v and the output. ``format`` and
     ``page_size`` (tokens) describe the cache.
 
-    ``window`` tokens are visible up to each query's own (0: all), and the sequence's first ``sink_tokens`` besides; ``sinks``: learned
-    logits join the softmax's denominator; ``soft_cap`` c > 0: scores become c * tanh(score / c); ``scale`` of scores (None:
-    head_dim ** -0.5); ``lse``: the log-sum-exp is returned too; ``rotary`` embedding of appended keys ("half", "interleaved", "": none).
+    ``window`` tokens are visible up to each query's own (0: all), and the sequence's first
+    ``sink_tokens`` besides; ``sinks``: learned logits join the softmax's denominator; ``soft_cap``
+    c > 0: scores become c * tanh(score / c); ``scale`` of scores (None: head_dim ** -0.5); ``lse``:
+    the log-sum-exp is returned too; ``rotary`` embedding of appended keys ("half", "interleaved",
+    "": none).
 
-    What an op does not look at is set to its default, so that equal questions are equal: query heads (then ``heads_kv``) and all about
-    scores for "append" and "gather", the cache's format and page size for "prefill", ``rotary`` for all but "append". Raises
-    ``ValueError`` when a field is out of range.
+    What an op does not look at is set to its default, so that equal questions are equal: query
+    heads (then ``heads_kv``) and all about scores for "append" and "gather", the cache's format and
+    page size for "prefill", ``rotary`` for all but "append". Raises ``ValueError`` when a field is
+    out of range.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("batch", "q_len", "kv_len")  # fields that compiled kernels do not depend on
@@ -140,7 +147,8 @@ class AttentionWorkload:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one call must move at least: what it reads of the cache or of new rows once, what it writes once."""
+        """Bytes that one call must move at least: what it reads of the cache or of new rows once,
+        what it writes once."""
         rows, queries = self.batch * self.heads_kv, self.batch * self.q_len * self.heads_q
         written = self.row_bytes if self.q_len < RESIDUAL else self.layout.token_bytes
         attended = queries * (self.head_dim * 4 + (4 if self.lse else 0))
@@ -152,12 +160,14 @@ class AttentionWorkload:
         }[self.op]  # fmt: skip
 
     def _cached_bytes(self, tokens: int) -> int:
-        """Bytes of a sequence's newest ``tokens`` in one kv head: the window's in 16 bits, the others packed."""
+        """Bytes of a sequence's newest ``tokens`` in one kv head: the window's in 16 bits, the
+        others packed."""
         recent = min(tokens, self.kv_len % RESIDUAL)
         return recent * self.row_bytes + (tokens - recent) * self.layout.token_bytes
 
     def bucketed(self) -> AttentionWorkload:
-        """The workload whose tuned schedule serves this one: batch and kv_len at powers of two, q_len of a decode at Q_BUCKETS."""
+        """The workload whose tuned schedule serves this one: batch and kv_len at powers of two,
+        q_len of a decode at Q_BUCKETS."""
         batch, kv_len = _power_of_two(self.batch, MOST_BATCH), _power_of_two(self.kv_len, MOST_TOKENS)
         q_len = _power_of_two(self.q_len, Q_BUCKETS[-1] if self.op == "decode" else MOST_TOKENS)
         return replace(self, batch=batch, kv_len=max(kv_len, q_len), q_len=q_len)
@@ -168,7 +178,8 @@ class AttentionWorkload:
 
     @property
     def title(self) -> str:
-        """What a person calls it: ``decode batch=8 kv_len=8192 q_len=1 heads=32/8x128 kv4_channel``."""
+        """What a person calls it: ``decode batch=8 kv_len=8192 q_len=1 heads=32/8x128
+        kv4_channel``."""
         sizes = f"batch={self.batch} kv_len={self.kv_len} q_len={self.q_len} heads={self.heads_q}/{self.heads_kv}x{self.head_dim}"
         return f"{self.op} {sizes} {self.format.name}"
 

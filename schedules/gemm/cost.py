@@ -1,19 +1,23 @@
 """The analytic cost model: how long a schedule should take, in terms that can be read.
 
-LiquidGEMM's model (equations 3-6): one pass over the weight per row of tiles, each pass as long as loading and computing take,
+LiquidGEMM's model (equations 3-6): one pass over the weight per row of tiles, each pass as long as
+loading and computing take,
 
     T = ceil(M / Mt) * overlap(T_load, T_dequant + T_mma)
 
-with T_load = bytes / read rate (eq. 3), T_dequant = alpha * N * K / scalar rate and T_mma = 2 * Mt * N * K / tensor rate (eq. 4), plus
-what the paper leaves out: units that idle in the last wave, the pipeline's fill and hand-over, the reduction of a split k, the launch.
-Mt is not cut to M, because a tile's rows past the end are multiplied too. The paper's overlap is the maximum; on GPUs neither hides the
-other wholly, and the root of the sum of squares is nearer to what was measured.
+with T_load = bytes / read rate (eq. 3), T_dequant = alpha * N * K / scalar rate and T_mma = 2 * Mt
+* N * K / tensor rate (eq. 4), plus what the paper leaves out: units that idle in the last wave, the
+pipeline's fill and hand-over, the reduction of a split k, the launch. Mt is not cut to M, because a
+tile's rows past the end are multiplied too. The paper's overlap is the maximum; on GPUs neither
+hides the other wholly, and the root of the sum of squares is nearer to what was measured.
 
-Constants that say "fitted" are least squares over measurements on an H200 (4-bit, groups of 128, fp16; m = 1 to 4096), rounded. Those of
-gemm_wgmma are of 652 records, differences within a workload and fast schedules weighing most. Its loading warps have become leaner since;
-choices by the model alone are 1.037 times the best of a workload in the mean, 1.29 at worst, and fitting anew did no better. Those of the
-small-m programs are of about 1,500 earlier measurements of both, these programs counted as 6 % faster, which a later change to their copies
-brought. The others are counted or known."""
+Constants that say "fitted" are least squares over measurements on an H200 (4-bit, groups of 128,
+fp16; m = 1 to 4096), rounded. Those of gemm_wgmma are of 652 records, differences within a workload
+and fast schedules weighing most. Its loading warps have become leaner since; choices by the model
+alone are 1.037 times the best of a workload in the mean, 1.29 at worst, and fitting anew did no
+better. Those of the small-m programs are of about 1,500 earlier measurements of both, these
+programs counted as 6 % faster, which a later change to their copies brought. The others are counted
+or known."""
 
 from __future__ import annotations
 
@@ -67,9 +71,10 @@ CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of them at once, of ``steps`` stages and
-    ``ends`` of tiles each, and the ``utilization`` that leaves; ``shared`` is the part of the tiles that its blocks share (stream_k).
-    ``decoded`` counts stages of strips as whole ones: their weights are."""
+    """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of
+    them at once, of ``steps`` stages and ``ends`` of tiles each, and the ``utilization`` that
+    leaves; ``shared`` is the part of the tiles that its blocks share (stream_k). ``decoded`` counts
+    stages of strips as whole ones: their weights are."""
 
     waves: int
     blocks: int
@@ -82,7 +87,8 @@ class _Grid:
 
 
 def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
-    """The model's expectation for ``schedule``; meant for legal ones (an illegal one gets a meaningless number, never an error)."""
+    """The model's expectation for ``schedule``; meant for legal ones (an illegal one gets a
+    meaningless number, never an error)."""
     if not target.is_cuda:
         return _cpu(workload, schedule, target)
     return (_stream if schedule.program in gemm_stream.ARCHES else _tiled)(workload, schedule, target)
@@ -123,7 +129,8 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     copied = stage - s.block_m * s.block_k * 2 * (1 - 1 / s.cluster)  # what a stage takes from the last cache
     cached = grid.blocks * grid.steps * sms * copied
     x = m_tiles * s.block_m * k * 2
-    # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from memory every time.
+    # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from
+    # memory every time.
     far = cached * grid.shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
     memory = (_weight_bytes(w, n, k) + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)

@@ -1,8 +1,11 @@
-"""The rule of the CPU GEMM program: which vector instructions a target has, which schedules it accepts and which are worth trying.
+"""The rule of the CPU GEMM program: which vector instructions a target has, which schedules it
+accepts and which are worth trying.
 
-On a CPU a schedule's fields mean: ``block_n`` output channels of one task (a multiple of 32, the layout's tile), ``block_m`` rows of x that
-share one decoded weight vector, ``block_k`` values of k in one unrolled step, ``split_k`` independent sets of sums (they hide latency at
-small m), ``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their defaults.
+On a CPU a schedule's fields mean: ``block_n`` output channels of one task (a multiple of 32, the
+layout's tile), ``block_m`` rows of x that share one decoded weight vector, ``block_k`` values of k
+in one unrolled step, ``split_k`` independent sets of sums (they hide latency at small m),
+``num_warps`` threads. ``num_stages``, ``min_blocks`` and ``raster`` do not apply and keep their
+defaults.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ DECODE_COST = 1.75  # of decoding a vector of weights, in multiplications by one
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which ``reserved`` hold a packed word, one x
-    and the look-up table or four masks; ``bf16_dot``: vdpbf16ps, two products a lane."""
+    """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which
+    ``reserved`` hold a packed word, one x and the look-up table or four masks; ``bf16_dot``:
+    vdpbf16ps, two products a lane."""
 
     name: str
     lanes: int
@@ -48,18 +52,21 @@ def isa(target: Target) -> Isa | None:
 
 
 def vectors_per_pass(schedule: Schedule, vectors: Isa) -> int:
-    """Vectors of a tile's 32 rows whose sums are in registers at once: all, or half if they are too many (a group is read twice then)."""
+    """Vectors of a tile's 32 rows whose sums are in registers at once: all, or half if they are too
+    many (a group is read twice then)."""
     every = TILE // vectors.lanes
     return every if every <= 2 or registers_used(schedule, vectors, every) <= vectors.registers else every // 2
 
 
 def registers_used(schedule: Schedule, vectors: Isa, together: int) -> int:
-    """Vector registers of the inner loop for ``together`` vectors of rows: their sums, their decoded weights and the reserved ones."""
+    """Vector registers of the inner loop for ``together`` vectors of rows: their sums, their
+    decoded weights and the reserved ones."""
     return together * (schedule.block_m * schedule.split_k + 1) + vectors.reserved
 
 
 def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot be built for ``workload`` on ``target``: sentences, empty when it can."""
+    """Why ``schedule`` cannot be built for ``workload`` on ``target``: sentences, empty when it
+    can."""
     vectors, reasons = isa(target), []
     if vectors is None:
         return [f"target {target.arch} has features {target.features}; the CPU program needs 'avx2' or 'avx512'"]
@@ -84,15 +91,18 @@ def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
 
 
 def cpu_candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth trying, the most promising first; empty on a CPU without vector instructions the program knows."""
+    """Legal schedules worth trying, the most promising first; empty on a CPU without vector
+    instructions the program knows."""
     vectors = isa(target)
     if vectors is None:
         return []
     rows = max(workload.m, 1)
     largest = max(b for b in range(1, vectors.registers) if _fits(b, 1, vectors))
-    # Each pass over a weight multiplies it by ``b`` rows and decodes it once; the last block's padding rows are multiplied too.
+    # Each pass over a weight multiplies it by ``b`` rows and decodes it once; the last block's
+    # padding rows are multiplied too.
     blocks = sorted(range(1, min(rows, largest) + 1), key=lambda b: (-(-rows // b) * (b + DECODE_COST), b))[:3]
-    # Few rows have few sums, and several sets of them hide a multiplication's latency; many rows want short code, or sums leave registers.
+    # Few rows have few sums, and several sets of them hide a multiplication's latency; many rows
+    # want short code, or sums leave registers.
     splits = {1: (4, 2, 1) if vectors.lanes == 16 else (1, 4, 2), 2: (2, 1) if vectors.lanes == 16 else (1, 2)}
     depths = (32, 64, 16) if rows <= 2 else (8, 4, 32)
     threads = min(max(1, target.units), THREADS_MAX)

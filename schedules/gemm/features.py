@@ -1,7 +1,9 @@
-"""What the learned ranker sees of a schedule: the analytic model's terms, the workload, and how the schedule divides it.
+"""What the learned ranker sees of a schedule: the analytic model's terms, the workload, and how the
+schedule divides it.
 
-Values are named, so that a model trained before a field existed still finds its own, and none depends on a device's name: rates enter
-through the estimate. Sizes are logarithms to base 2, because a tree cuts them and a GEMM's behaviour follows ratios."""
+Values are named, so that a model trained before a field existed still finds its own, and none
+depends on a device's name: rates enter through the estimate. Sizes are logarithms to base 2,
+because a tree cuts them and a GEMM's behaviour follows ratios."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ LOG2_FIELDS = ("block_n", "block_m", "block_k", "num_warps", "split_k", "min_blo
 
 
 def features(workload: Workload, schedule: Schedule, target: Target, expected: Estimate) -> dict[str, float]:
-    """The named values of one schedule; ``expected`` is its estimate. What does not apply (a pipeline's bytes on a CPU) is left out."""
+    """The named values of one schedule; ``expected`` is its estimate. What does not apply (a
+    pipeline's bytes on a CPU) is left out."""
     m, s = max(workload.m, 1), schedule
     m_tiles, n_tiles = ceil(m / s.block_m), ceil(workload.n / s.block_n)
     steps = ceil(ceil(workload.k / s.block_k) / s.split_k)
@@ -44,7 +47,8 @@ def features(workload: Workload, schedule: Schedule, target: Target, expected: E
 
 
 def _of_estimate(e: Estimate) -> dict[str, float]:
-    """Times as shares of the whole, counts as logarithms, and how far apart loading and computing are."""
+    """Times as shares of the whole, counts as logarithms, and how far apart loading and computing
+    are."""
     found = {"log_us": log2(e.us), "load_to_compute": log2(e.load_us / (e.dequant_us + e.mma_us))}
     for field in fields(e):
         value = getattr(e, field.name)
@@ -71,7 +75,8 @@ def _of_workload(w: Workload, m: int) -> dict[str, float]:
 
 
 def _of_schedule(s: Schedule) -> dict[str, float]:
-    """Every field, also one that was added later: sizes as logarithms, switches as 0 and 1, the program as a column of its own."""
+    """Every field, also one that was added later: sizes as logarithms, switches as 0 and 1, the
+    program as a column of its own."""
     found = {f"program={s.program}": 1.0}
     for field in fields(s):
         if field.name != "program":

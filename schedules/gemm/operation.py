@@ -1,4 +1,5 @@
-"""GEMM with packed weights as an operation: its programs, and how far one product's measurements speak of another's."""
+"""GEMM with packed weights as an operation: its programs, and how far one product's measurements
+speak of another's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The GEMM rules: what each program accepts on each target, and the schedules worth trying for a workload.
+"""The GEMM rules: what each program accepts on each target, and the schedules worth trying for a
+workload.
 
-``gemm_wgmma`` (sm_90a): a TMA producer warpgroup and one or two consumer warpgroups; the dequantized weight is wgmma's register operand,
-so a consumer warpgroup holds whole 64-row slabs of W and wgmma's n is ``block_m``.
-``gemm_mma`` (sm_80 and later): the same tile as mma.sync on four warps per 64-row slab, fed by cp.async.
-``gemm_stream_bulk``, ``gemm_stream``: see ``stream.py``. ``gemm_cpu``: see ``cpu.py``. What is tried: ``tiles.py``.
+``gemm_wgmma`` (sm_90a): a TMA producer warpgroup and one or two consumer warpgroups; the
+dequantized weight is wgmma's register operand, so a consumer warpgroup holds whole 64-row slabs of
+W and wgmma's n is ``block_m``. ``gemm_mma`` (sm_80 and later): the same tile as mma.sync on four
+warps per 64-row slab, fed by cp.async. ``gemm_stream_bulk``, ``gemm_stream``: see ``stream.py``.
+``gemm_cpu``: see ``cpu.py``. What is tried: ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 14
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
-# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then fp32 sums (device/store/split_k.cuh,
-# which is given this number).
+# A kernel that adds up shares of a tile takes a workspace: one word a tile to count arrivals, then
+# fp32 sums (device/store/split_k.cuh, which is given this number).
 TICKETS = 16384
 
 
@@ -37,8 +39,9 @@ TICKETS = 16384
 class CudaRule:
     """The constants of one CUDA program; change a limit here and ``legal`` follows.
 
-    ``registers`` is what one computing thread may hold when a block has an SM to itself, ``spare_registers`` what addresses, scales and
-    loop state take of it; ``b_fragment`` says whether the small operand passes through registers (mma.sync) or is read from shared memory
+    ``registers`` is what one computing thread may hold when a block has an SM to itself,
+    ``spare_registers`` what addresses, scales and loop state take of it; ``b_fragment`` says
+    whether the small operand passes through registers (mma.sync) or is read from shared memory
     (wgmma)."""
 
     program: str
@@ -68,14 +71,16 @@ CUDA_RULES = {rule.program: rule for rule in (WGMMA, MMA)}
 
 
 def tiled_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
-    """Why a program of ``CUDA_RULES`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty list: it can."""
+    """Why a program of ``CUDA_RULES`` cannot serve ``workload`` on ``target``, one sentence per
+    reason; an empty list: it can."""
     rule = CUDA_RULES[schedule.program]
     reasons = _field_reasons(rule, workload, schedule)
     return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
 
 
 def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and the fp32 sums; 0: it takes none."""
+    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and
+    the fp32 sums; 0: it takes none."""
     s = schedule
     tile = s.block_n * s.block_m
     if s.stream_k:
@@ -88,7 +93,8 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
 
 
 def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
-    """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that a launch gives to both."""
+    """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that
+    a launch gives to both."""
     consumers = schedule.num_warps * 32
     threads = consumers + WGMMA.producer_threads
     share = min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
@@ -97,15 +103,18 @@ def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
 
 
 def clustered_split(schedule: Schedule) -> bool:
-    """Whether the blocks that share a tile are a thread-block cluster, which adds its parts up without a workspace.
+    """Whether the blocks that share a tile are a thread-block cluster, which adds its parts up
+    without a workspace.
 
-    ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without one (4096 x 14336 at m = 64, 32
-    of them: 37.8 us, two waves; 22.7 through a workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
+    ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without
+    one (4096 x 14336 at m = 64, 32 of them: 37.8 us, two waves; 22.7 through a workspace, H200);
+    for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
     return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == WGMMA.program and schedule.split_k == 2))
 
 
 def persistent(schedule: Schedule) -> bool:
-    """Whether the grid is as many blocks as the device holds at once, which take one tile after another."""
+    """Whether the grid is as many blocks as the device holds at once, which take one tile after
+    another."""
     return schedule.stream_k or schedule.tail > 1
 
 
@@ -115,7 +124,8 @@ def grid_blocks(schedule: Schedule, target: Target) -> int:
 
 
 def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
-    """Shared memory of one pipeline stage in bytes: packed weight tile, 16-bit x tile, and the group parameters of the tile."""
+    """Shared memory of one pipeline stage in bytes: packed weight tile, 16-bit x tile, and the
+    group parameters of the tile."""
     groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
     parameters = schedule.block_n * 2 * groups * (1 if format.symmetric else 2)
     return schedule.block_n * schedule.block_k * format.bits // 8 + schedule.block_m * schedule.block_k * 2 + parameters
@@ -138,7 +148,8 @@ def _staging_bytes(schedule: Schedule) -> int:
 
 
 def registers_needed(schedule: Schedule) -> int:
-    """32-bit registers that one computing thread needs for its fp32 accumulators and its 16-bit operand fragments."""
+    """32-bit registers that one computing thread needs for its fp32 accumulators and its 16-bit
+    operand fragments."""
     rule = CUDA_RULES[schedule.program]
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads

@@ -19,11 +19,13 @@ from .workload import Workload
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
 ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
 
-# Of W that one warp holds: the first that divides block_n (at 64, sums and products for 16 rows of x take 64 registers). A warp of 80, 112
-# or 48 reads from two packed records of 64 rows or three. So n with a factor of five or three fills a wave by blocks of one warp's rows (in
-# alternation, m = 1, H200: 10240 x 8192 13.7 us, so 12.6; 6144 x 4096 6.8, so 5.9; 5120 x 27648 20.8, so 20.0, and 27.6 where warps of 16
-# share 80), n with a factor of seven by one or two warps' rows (57344 x 8192, m = 16: beside other kernels, at the power limit, 71.4 us by
-# blocks of 224 and 75.5 of 512, but alone 69.4 and 63.6).
+# Of W that one warp holds: the first that divides block_n (at 64, sums and products for 16 rows of
+# x take 64 registers). A warp of 80, 112 or 48 reads from two packed records of 64 rows or three.
+# So n with a factor of five or three fills a wave by blocks of one warp's rows (in alternation, m =
+# 1, H200: 10240 x 8192 13.7 us, so 12.6; 6144 x 4096 6.8, so 5.9; 5120 x 27648 20.8, so 20.0, and
+# 27.6 where warps of 16 share 80), n with a factor of seven by one or two warps' rows (57344 x
+# 8192, m = 16: beside other kernels, at the power limit, 71.4 us by blocks of 224 and 75.5 of 512,
+# but alone 69.4 and 63.6).
 WARP_ROWS = (64, 80, 112, 48, 32, 16)
 MAX_M = 16  # largest m for which these programs are tried: beyond it a tile reads W again
 MAX_BLOCK_N = 512
@@ -35,8 +37,9 @@ STAGES = (2, 8)
 MAX_SPLIT_K = 8  # the portable size of a thread-block cluster
 MAX_MIN_BLOCKS = 8
 PACKED_K = {4: 64, 8: 32}
-# Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of four, an SM a block, took two waves: 4096 x
-# 14336 at m = 16, 25.8 us against 15.4 for clusters of two).
+# Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of
+# four, an SM a block, took two waves: 4096 x 14336 at m = 16, 25.8 us against 15.4 for clusters of
+# two).
 CLUSTER_SMS = {4: 0.94, 8: 0.91}
 # What is tried.
 FULL_WAVES = (0.8, 0.5, 0.0)  # of the SMs' places that a grid must fill; the next where few grids do
@@ -224,7 +227,8 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
         if n_pad % block_n == 0 and enough and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
             grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
     few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]
-    # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the best of gemm_wgmma 138, H200).
+    # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the
+    # best of gemm_wgmma 138, H200).
     widest = max((base.block_n for _, base in grids), default=0)
     grids = few or [grid for grid in grids if grid[1].block_n == widest]
     # Small tiles take twice the instructions; few large blocks read x less often.

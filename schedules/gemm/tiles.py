@@ -1,9 +1,11 @@
-"""The schedules of ``gemm_wgmma`` and ``gemm_mma`` that are worth trying for a workload: tiles that fit m, grids that fill the SMs.
+"""The schedules of ``gemm_wgmma`` and ``gemm_mma`` that are worth trying for a workload: tiles that
+fit m, grids that fill the SMs.
 
-What won on an H200 (4 bits, groups of 128, seven shapes): m = 32: 256 x 32 by eight warps, or 192 x 32 by twelve in splits; m = 64:
-256 x 64, or 128 x 64 and 192 x 64 in splits; m = 128: 256 x 128, or 192 x 128 in splits; m = 256: 128 x 128, 192 x 128 or 128 x 256; from
-512 on 128 x 256 or 256 x 128 by eight warps (6144 x 4096: 192 x 128), and where the last wave would be short stream_k, row tiles visited in
-groups of four or eight at m = 4096."""
+What won on an H200 (4 bits, groups of 128, seven shapes): m = 32: 256 x 32 by eight warps, or 192 x
+32 by twelve in splits; m = 64: 256 x 64, or 128 x 64 and 192 x 64 in splits; m = 128: 256 x 128, or
+192 x 128 in splits; m = 256: 128 x 128, 192 x 128 or 128 x 256; from 512 on 128 x 256 or 256 x 128
+by eight warps (6144 x 4096: 192 x 128), and where the last wave would be short stream_k, row tiles
+visited in groups of four or eight at m = 4096."""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ EXACT_M = 65  # from this many rows on tiles of gemm_wgmma are as high as m asks
 LEAST_EXACT, MOST_EXACT = 96, 240  # of these tiles
 MOST_ROW_TILES = 8  # for more rows any height leaves little over
 ROOM = 0.9  # of the places of whole waves that such tiles must fill
-# (block_n, num_warps), the likely winner first. Sixteen warps on 256 rows gain nothing (28672 x 4096, m = 64: 36.8 us, eight 36.1). Twelve
-# on 192 fill a wave where others do not (6144 x 4096, m = 512, 128 tiles of 128 columns: 65,600 cycles, 128 x 256 84,600, H200).
+# (block_n, num_warps), the likely winner first. Sixteen warps on 256 rows gain nothing (28672 x
+# 4096, m = 64: 36.8 us, eight 36.1). Twelve on 192 fill a wave where others do not (6144 x 4096, m
+# = 512, 128 tiles of 128 columns: 65,600 cycles, 128 x 256 84,600, H200).
 TILES = {"gemm_wgmma": ((128, 8), (256, 8), (128, 4), (64, 4), (192, 12)), "gemm_mma": ((128, 8), (256, 16), (64, 4))}
 BLOCK_K = (128, 64, 32)
-# Of these, how many legal ones are tried: half as deep was 3 to 32 % slower with wgmma (H200, m = 64 and 4096); mma.sync's targets have
-# less shared memory and may want more stages instead.
+# Of these, how many legal ones are tried: half as deep was 3 to 32 % slower with wgmma (H200, m =
+# 64 and 4096); mma.sync's targets have less shared memory and may want more stages instead.
 BLOCK_KS = {"gemm_wgmma": 1, "gemm_mma": 2}
 MIN_BLOCKS = (1, 2, 4)
 FEWEST_WARPS = 8  # computing warps of an SM: four dequantize while four multiply
@@ -37,12 +40,13 @@ SHALLOWER, SHALLOWER_M = 4, range(17, 65)  # stages that are tried too for so ma
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
-# Strips of the tiles of a last wave, where there are not many whole ones before it. Beside stream_k, 128 x 256, in alternation (H200):
-# 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
+# Strips of the tiles of a last wave, where there are not many whole ones before it. Beside
+# stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x
+# 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
 TAIL_WAVES = 8
 NARROW = 64  # rows of W of the narrowest tile
-# A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one of 108 tiles of 192 x 128,
-# 74.6 us in alternation, the best other 76.7 (H200).
+# A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
+# of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
 WASTED, WASTED_WAVES = 16, 1
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
@@ -50,7 +54,8 @@ RASTERS, TAIL_RASTERS = (0, 4, 8), (0, 4)
 
 
 def tile_candidates(program: str, workload: Workload, target: Target, legal: Legal) -> list[Schedule]:
-    """Legal schedules of ``program``, tile shapes in turn so that a cut of the list leaves some of each."""
+    """Legal schedules of ``program``, tile shapes in turn so that a cut of the list leaves some of
+    each."""
     shapes: dict[tuple[int, ...], list[Schedule]] = {}
     for base in _shapes(program, workload, target, legal):
         grids = [replace(base, split_k=split) for split in _splits(workload, base, target)]
@@ -68,7 +73,8 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
 
 
 def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
-    """The cut into strips that leaves the shortest last wave, if there is one that is a good part of the time."""
+    """The cut into strips that leaves the shortest last wave, if there is one that is a good part
+    of the time."""
     tiles, places = -(-workload.n // base.block_n) * -(-workload.m // base.block_m), target.units * base.min_blocks
     waves = {tail: -(-cut_places(tiles, places, tail) * tail // places) / tail for tail in TAILS}
     found = [tail for tail in TAILS if 0 < waves[tail] < 1]
@@ -76,7 +82,8 @@ def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
 
 
 def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> Iterator[Schedule]:
-    """Legal tiles and pipelines, without a split: as deep as shared memory allows and, for some rows, SHALLOWER too."""
+    """Legal tiles and pipelines, without a split: as deep as shared memory allows and, for some
+    rows, SHALLOWER too."""
     n_pad = -(-workload.n // NARROW) * NARROW
     sizes = product(_block_ms(program, workload.m), MIN_BLOCKS)
     for (block_m, min_blocks), (block_n, num_warps) in product(sizes, TILES[program]):
@@ -97,9 +104,11 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
 
 
 def _block_ms(program: str, m: int) -> list[int]:
-    """The smallest tile that covers m, and half of it from 128 rows up (twice the blocks, half the accumulators). A quarter never won
-    (m = 256, H200: 4096 x 4096 19.1 us, of a half 16.2; 6144 x 4096 28.7, of a half in two parts 21.9). Of gemm_wgmma, for more than 64
-    rows, also the lowest tiles that cover m by as many as there are then (5120 x 5120, m = 300, H200: 42.2 us by 256 rows, 31.2 by 160)."""
+    """The smallest tile that covers m, and half of it from 128 rows up (twice the blocks, half the
+    accumulators). A quarter never won (m = 256, H200: 4096 x 4096 19.1 us, of a half 16.2; 6144 x
+    4096 28.7, of a half in two parts 21.9). Of gemm_wgmma, for more than 64 rows, also the lowest
+    tiles that cover m by as many as there are then (5120 x 5120, m = 300, H200: 42.2 us by 256
+    rows, 31.2 by 160)."""
     tiles = BLOCK_M[program]
     fitting = next((b for b in tiles if b >= m), tiles[-1])
     usual = [fitting, fitting // 2] if fitting >= 128 else [fitting]
@@ -110,7 +119,8 @@ def _block_ms(program: str, m: int) -> list[int]:
 
 
 def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:
-    """The fullest grids of ``base`` with the fewest parts, at most two of them, the fuller one first; then, one block an SM, no split."""
+    """The fullest grids of ``base`` with the fewest parts, at most two of them, the fuller one
+    first; then, one block an SM, no split."""
     tiles = -(-workload.n // base.block_n) * -(-max(workload.m, 1) // base.block_m)
     steps = -(-workload.k // base.block_k)
     places = target.units * base.min_blocks

@@ -21,8 +21,9 @@ PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 102
 class Workload:
     """One weight-only GEMM, ``y[m, n] = x[m, k] @ w[n, k]^T (+ bias[n])``.
 
-    ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation is fp32. ``m`` is the number of rows the
-    schedule is chosen for; compiled kernels accept any m. Raises ``ValueError`` when a field is out of range.
+    ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation is fp32.
+    ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
+    ``ValueError`` when a field is out of range.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on
@@ -64,12 +65,14 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """The class of numbers that records and rankers must share to say something about each other: "w4", "w8"."""
+        """The class of numbers that records and rankers must share to say something about each
+        other: "w4", "w8"."""
         return self.format.kind
 
     def operands(self, arch: str) -> tuple[Operand, ...]:
-        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of 8 on CUDA; weight, scales, zeros
-        and row scales are padded to whole tiles of the packed layout (``codecs.packed_layout``)."""
+        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of
+        8 on CUDA; weight, scales, zeros and row scales are padded to whole tiles of the packed
+        layout (``codecs.packed_layout``)."""
         f, layout = self.format, packed_layout(arch, self.format)
         columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])

@@ -14,12 +14,14 @@ SECTION = 16  # int32 numbers: each tensor begins at a multiple of 64 bytes, whi
 
 
 class Batch:
-    """What the ops read about up to ``size`` sequences, int32 on ``device``; rows without a sequence have length 0.
+    """What the ops read about up to ``size`` sequences, int32 on ``device``; rows without a
+    sequence have length 0.
 
-    ``block_tables`` [size, max_pages], ``slots`` [size], ``lengths`` [size] with the tokens of the last ``KVCache.advance``, ``past``
-    [size] without them, ``cu_seqlens`` [size + 1]: their rows, ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in
-    place, so that a captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the numbers on the host,
-    ``most_new`` the largest of ``counts``.
+    ``block_tables`` [size, max_pages], ``slots`` [size], ``lengths`` [size] with the tokens of the
+    last ``KVCache.advance``, ``past`` [size] without them, ``cu_seqlens`` [size + 1]: their rows,
+    ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in place, so that a
+    captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the
+    numbers on the host, ``most_new`` the largest of ``counts``.
     """
 
     def __init__(self, table: SequenceTable, handles: Sequence[int], size: int, device: torch.device) -> None:
@@ -42,7 +44,8 @@ class Batch:
         self.assign(handles)
 
     def assign(self, handles: Sequence[int]) -> None:
-        """Describe other sequences from now on, in the same tensors: up to ``size`` of them, each once."""
+        """Describe other sequences from now on, in the same tensors: up to ``size`` of them, each
+        once."""
         if len(handles) > self.size or len(set(handles)) != len(handles):
             raise ValueError(f"got the sequences {list(handles)[:10]}; accepted: up to {self.size}, each once")
         for handle in handles:
@@ -57,8 +60,8 @@ class Batch:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Bring the device's numbers up to date, where a sequence has changed since; whether one had. Raises ``ValueError`` for a freed
-        one."""
+        """Bring the device's numbers up to date, where a sequence has changed since; whether one
+        had. Raises ``ValueError`` for a freed one."""
         if self._version == self.table.version:
             return False
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -77,7 +80,8 @@ class Batch:
         of["cu_kv"][1 : live + 1] = np.cumsum(lengths)
         for name in ("cu_seqlens", "cu_kv"):
             of[name][live + 1 :] = of[name][live]
-        # From pageable memory, so that the driver has read it when the call returns: the next step may write here.
+        # From pageable memory, so that the driver has read it when the call returns: the next step
+        # may write here.
         self._numbers.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._refresh_tables(sequences)
         self._version = self.table.version
@@ -98,7 +102,8 @@ class Batch:
         return self._spread(self.past_lengths)
 
     def new_rows(self) -> Tensor:
-        """int64 [new tokens] on the device: each new row's place when all tokens lie end to end (``cu_kv``)."""
+        """int64 [new tokens] on the device: each new row's place when all tokens lie end to end
+        (``cu_kv``)."""
         ends = np.cumsum([0, *(past + count for past, count in zip(self.past_lengths, self.counts, strict=True))])
         return self._spread([int(start) + past for start, past in zip(ends, self.past_lengths, strict=False)])
 

@@ -1,4 +1,5 @@
-"""A paged KV cache of low-bit keys and values, with a 16-bit residual window for every sequence: memory, sequences, and the ops on them.
+"""A paged KV cache of low-bit keys and values, with a 16-bit residual window for every sequence:
+memory, sequences, and the ops on them.
 
     cache = KVCache(num_pages=4096, slots=64, heads_kv=8, head_dim=128, format="kv4_channel", device="cuda")
     sequences = cache.allocate(4)
@@ -6,9 +7,11 @@
     cache.append(sequences, k, v)                               # a new token each
     out, _ = cache.attend(sequences, q)
 
-With several layers, or in a CUDA graph, the two halves of an append are called on their own. ``advance`` finds pages and sets lengths, once
-a step, on the host; ``append(batch, ...)`` writes rows of one layer and only launches. A ``Batch`` keeps its tensors where they are, so
-that a graph which was captured with it replays with whatever lengths, tables and sequences it has been given since:
+With several layers, or in a CUDA graph, the two halves of an append are called on their own.
+``advance`` finds pages and sets lengths, once a step, on the host; ``append(batch, ...)`` writes
+rows of one layer and only launches. A ``Batch`` keeps its tensors where they are, so that a graph
+which was captured with it replays with whatever lengths, tables and sequences it has been given
+since:
 
     batch = cache.batch(sequences)
     for token in ...:
@@ -36,16 +39,21 @@ from .sequences import SequenceTable
 
 
 class KVCache(CacheMemory):
-    """Keys and values of up to ``slots`` sequences in ``num_pages`` pages of ``page_size`` tokens (16, 32, 64, 128 or 256), for each of
-    ``num_layers`` layers with ``heads_kv`` heads of ``head_dim`` channels.
+    """Keys and values of up to ``slots`` sequences in ``num_pages`` pages of ``page_size`` tokens
+    (16, 32, 64, 128 or 256), for each of ``num_layers`` layers with ``heads_kv`` heads of
+    ``head_dim`` channels.
 
-    ``format`` is a ``KVFormat`` or its name, ``dtype`` that of q, k and v (torch.float16 or torch.bfloat16). ``max_tokens`` bounds one
-    sequence (default: all pages): the width of block tables, and what schedules are chosen for. ``head_scales`` fp32 [2, heads_kv] or
-    [num_layers, 2, heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of ``memory_bytes``, zero at first.
+    ``format`` is a ``KVFormat`` or its name, ``dtype`` that of q, k and v (torch.float16 or
+    torch.bfloat16). ``max_tokens`` bounds one sequence (default: all pages): the width of block
+    tables, and what schedules are chosen for. ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2,
+    heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of
+    ``memory_bytes``, zero at first.
 
-    The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token`` bytes each; the rest wait in 16 bits in
-    its window. A handle names a sequence and is never used twice. Methods take handles or a ``Batch`` of them. Inference only. Raises
-    ``ValueError`` for calls that do not fit and ``CacheFull`` when pages or slots run out, both before anything has changed.
+    The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token``
+    bytes each; the rest wait in 16 bits in its window. A handle names a sequence and is never used
+    twice. Methods take handles or a ``Batch`` of them. Inference only. Raises ``ValueError`` for
+    calls that do not fit and ``CacheFull`` when pages or slots run out, both before anything has
+    changed.
     """
 
     def __init__(
@@ -70,7 +78,8 @@ class KVCache(CacheMemory):
 
     @classmethod
     def contiguous(cls, batch: int, max_tokens: int, heads_kv: int, head_dim: int, **options: Any) -> tuple[KVCache, list[int]]:
-        """(a cache for ``batch`` sequences of up to ``max_tokens`` tokens, their handles), each in consecutive pages of its own.
+        """(a cache for ``batch`` sequences of up to ``max_tokens`` tokens, their handles), each in
+        consecutive pages of its own.
 
         ``options`` are the constructor's others.
         """
@@ -82,7 +91,8 @@ class KVCache(CacheMemory):
     # ---- sequences ----
 
     def allocate(self, count: int = 1, tokens: int = 0) -> list[int]:
-        """Handles of ``count`` new, empty sequences; pages for ``tokens`` of each are reserved (consecutive ones, in a new cache)."""
+        """Handles of ``count`` new, empty sequences; pages for ``tokens`` of each are reserved
+        (consecutive ones, in a new cache)."""
         return self.table.allocate(count, tokens)
 
     def free(self, handle: int) -> None:
@@ -90,15 +100,17 @@ class KVCache(CacheMemory):
         self.table.free(handle)
 
     def fork(self, handle: int) -> int:
-        """A new sequence with the same tokens. Packed pages are shared; the window is copied, and a half-filled page of 256 tokens."""
+        """A new sequence with the same tokens. Packed pages are shared; the window is copied, and a
+        half-filled page of 256 tokens."""
         new, copies = self.table.fork(handle)
         self.copy_pages(copies)
         self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
         return new
 
     def truncate(self, handle: int, length: int) -> None:
-        """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be taken apart: ``length`` must be at
-        least the packed length, or a multiple of 128. ``revocable_tokens`` says how many can be appended and dropped again."""
+        """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be
+        taken apart: ``length`` must be at least the packed length, or a multiple of 128.
+        ``revocable_tokens`` says how many can be appended and dropped again."""
         self.copy_pages(self.table.truncate(handle, length))
 
     def length(self, handle: int) -> int:
@@ -106,7 +118,8 @@ class KVCache(CacheMemory):
         return self.table.sequence(handle).length
 
     def revocable_tokens(self, handle: int) -> int:
-        """How many tokens can be appended so that ``truncate`` can drop any number of them again: those that do not fill the window."""
+        """How many tokens can be appended so that ``truncate`` can drop any number of them again:
+        those that do not fill the window."""
         return RESIDUAL - 1 - self.length(handle) % RESIDUAL
 
     @property
@@ -127,12 +140,14 @@ class KVCache(CacheMemory):
     # ---- steps ----
 
     def batch(self, sequences: Sequence[int], size: int | None = None) -> Batch:
-        """Tensors on the device that describe ``sequences`` to the ops; ``size`` rows (default: as many), the last ones empty."""
+        """Tensors on the device that describe ``sequences`` to the ops; ``size`` rows (default: as
+        many), the last ones empty."""
         return Batch(self.table, sequences, len(sequences) if size is None else size, self.device)
 
     def advance(self, sequences: Sequence[int] | Batch, counts: int | Sequence[int] = 1) -> Batch:
-        """Make room for ``counts`` new tokens of each sequence and set lengths, tables and rows of the batch: once a step, before
-        ``append`` writes them in every layer. Host work and at most two small copies to the device; not to be captured."""
+        """Make room for ``counts`` new tokens of each sequence and set lengths, tables and rows of
+        the batch: once a step, before ``append`` writes them in every layer. Host work and at most
+        two small copies to the device; not to be captured."""
         batch = self._as_batch(sequences)
         wanted = [counts] * len(batch.handles) if isinstance(counts, int) else list(counts)
         self.table.extend(batch.handles, wanted)
@@ -152,10 +167,11 @@ class KVCache(CacheMemory):
     ) -> None:
         """Put new rows at the end of each sequence.
 
-        ``k``, ``v`` [tokens, heads_kv, head_dim], sequences one after another, as many rows each, or as ``cu_seqlens`` says ([batch + 1]
-        numbers on the host); or [batch, rows, heads_kv, head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half"
-        or "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been advanced by the rows to write. With
-        ``dependent`` the preceding kernel may write anything.
+        ``k``, ``v`` [tokens, heads_kv, head_dim], sequences one after another, as many rows each,
+        or as ``cu_seqlens`` says ([batch + 1] numbers on the host); or [batch, rows, heads_kv,
+        head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half" or
+        "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been
+        advanced by the rows to write. With ``dependent`` the preceding kernel may write anything.
         """
         k, v = self._rows("k", k), self._rows("v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
@@ -181,12 +197,15 @@ class KVCache(CacheMemory):
         layer: int = 0,
         dependent: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's newest tokens attends to it.
+        """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's
+        newest tokens attends to it.
 
-        Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0. With ``dependent`` the preceding kernel may
-        be ``append``, since ``advance`` settles lengths and tables before it, or whatever computes q after that. The launch is a plain one
-        all the same when sequences have changed since the batch was last used, and after an advance by more than q_len tokens: a graph that
-        was captured with ``dependent`` replays with up to q_len new tokens of each sequence.
+        Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0.
+        With ``dependent`` the preceding kernel may be ``append``, since ``advance`` settles lengths
+        and tables before it, or whatever computes q after that. The launch is a plain one all the
+        same when sequences have changed since the batch was last used, and after an advance by more
+        than q_len tokens: a graph that was captured with ``dependent`` replays with up to q_len new
+        tokens of each sequence.
         """
         batch = self._as_batch(sequences)
         self._check_layer(layer)
@@ -216,12 +235,14 @@ class KVCache(CacheMemory):
         return_lse: bool = False,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(out like q [tokens, heads_q, head_dim], log-sum-exp [tokens, heads_q]) of new rows, which then join the cache.
+        """(out like q [tokens, heads_q, head_dim], log-sum-exp [tokens, heads_q]) of new rows,
+        which then join the cache.
 
-        Each new row attends to what its sequence holds in the cache (dequantized) and to the new rows up to its own in 16 bits. ``k``,
-        ``v``, ``cu_seqlens``, ``cos_sin``, ``rotary`` as in ``append`` (q comes turned already), the others as in
-        ``tilebit.attention.prefill``.
-        Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured: lengths decide its shapes.
+        Each new row attends to what its sequence holds in the cache (dequantized) and to the new
+        rows up to its own in 16 bits. ``k``, ``v``, ``cu_seqlens``, ``cos_sin``, ``rotary`` as in
+        ``append`` (q comes turned already), the others as in ``tilebit.attention.prefill``.
+        Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
+        lengths decide its shapes.
         """
         k, v = self._rows("k", k), self._rows("v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
@@ -244,7 +265,8 @@ class KVCache(CacheMemory):
         return result
 
     def gather(self, sequences: Sequence[int] | Batch, layer: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds, dequantized."""
+        """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds,
+        dequantized."""
         batch = self._as_batch(sequences)
         self._check_layer(layer)
         batch.refresh()
@@ -259,14 +281,16 @@ class KVCache(CacheMemory):
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``load_state`` of such a cache needs, with copies of the pages and windows in use: fit for ``torch.save``."""
+        """Everything that ``load_state`` of such a cache needs, with copies of the pages and
+        windows in use: fit for ``torch.save``."""
         used = sorted({page for s in self.table.sequences.values() for page in s.pages})
         slots = [s.slot for s in self.table.sequences.values()]
         return {"config": self.config(), "table": self.table.state(), **self.kept(used, slots)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Hold what the cache held when ``state`` was taken; handles are the ones of then. This cache must have the same format, page size,
-        dtype, heads and layers, and at least the pages and slots in use; its own sequences are gone. Raises ``ValueError``."""
+        """Hold what the cache held when ``state`` was taken; handles are the ones of then. This
+        cache must have the same format, page size, dtype, heads and layers, and at least the pages
+        and slots in use; its own sequences are gone. Raises ``ValueError``."""
         if state["config"] != self.config():
             raise ValueError(f"the state is of a cache {state['config']}; accepted here: {self.config()}")
         self.table.load_state(state["table"])
@@ -285,7 +309,8 @@ class KVCache(CacheMemory):
         return self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, lengths
 
     def _as_batch(self, sequences: Sequence[int] | Batch) -> Batch:
-        """A list of handles as a batch; the latest one is kept, since a step uses it more than once."""
+        """A list of handles as a batch; the latest one is kept, since a step uses it more than
+        once."""
         if isinstance(sequences, Batch):
             if sequences.table is not self.table:
                 raise ValueError("the batch belongs to another cache; accepted: one that this cache's batch() returned")
@@ -357,7 +382,8 @@ class KVCache(CacheMemory):
         )  # fmt: skip
 
     def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the cache holds, then the new ones."""
+        """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the
+        cache holds, then the new ones."""
         total = sum(batch.past_lengths) + sum(batch.counts)
         if total == sum(batch.counts):
             return k, v

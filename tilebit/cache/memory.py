@@ -1,4 +1,5 @@
-"""The memory of a KV cache: pages, residual windows and head scales of every layer, in one allocation."""
+"""The memory of a KV cache: pages, residual windows and head scales of every layer, in one
+allocation."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
 
 
 class CacheMemory:
-    """``num_pages`` pages of ``page_size`` tokens and ``slots`` residual windows for each of ``num_layers`` layers of ``heads_kv`` heads.
+    """``num_pages`` pages of ``page_size`` tokens and ``slots`` residual windows for each of
+    ``num_layers`` layers of ``heads_kv`` heads.
 
-    ``pages[layer]`` is int32 [num_pages, heads_kv, page words], ``windows[layer]`` int32 [slots, heads_kv, window words], both views of
-    ``memory``, which is zero at first; ``head_scales`` is fp32 [num_layers, 2, heads_kv] for fp8 formats, else None. Raises ``ValueError``.
+    ``pages[layer]`` is int32 [num_pages, heads_kv, page words], ``windows[layer]`` int32 [slots,
+    heads_kv, window words], both views of ``memory``, which is zero at first; ``head_scales`` is
+    fp32 [num_layers, 2, heads_kv] for fp8 formats, else None. Raises ``ValueError``.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class CacheMemory:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the allocation: ``num_pages * page_size * memory_per_token + slots * memory_per_window``, rounded up for each layer."""
+        """Bytes of the allocation: ``num_pages * page_size * memory_per_token + slots *
+        memory_per_window``, rounded up for each layer."""
         return self.memory.numel() * self.memory.element_size()
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:

@@ -1,4 +1,5 @@
-"""The rotary embedding of keys that are attended to before they join the cache, in the arithmetic of the append kernels."""
+"""The rotary embedding of keys that are attended to before they join the cache, in the arithmetic
+of the append kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ KINDS = ("half", "interleaved")
 
 
 def rotated(k: Tensor, positions: Tensor, cos_sin: Tensor, kind: str) -> Tensor:
-    """``k`` [rows, heads, head_dim], its first rows turned at int64 ``positions``, rounded once from fp32 to its dtype.
+    """``k`` [rows, heads, head_dim], its first rows turned at int64 ``positions``, rounded once
+    from fp32 to its dtype.
 
-    ``cos_sin`` fp32 [max_position, head_dim]: cosines, then sines. ``kind`` "half" turns pairs (i, i + head_dim / 2), "interleaved"
-    (2 i, 2 i + 1).
+    ``cos_sin`` fp32 [max_position, head_dim]: cosines, then sines. ``kind`` "half" turns pairs (i,
+    i + head_dim / 2), "interleaved" (2 i, 2 i + 1).
     """
     if kind not in KINDS:
         raise ValueError(f"rotary is {kind!r}; accepted: 'half' and 'interleaved'")

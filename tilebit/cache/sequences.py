@@ -1,7 +1,8 @@
 """Who owns which page of a KV cache: host bookkeeping in Python integers, without a device.
 
-The first ``floor(length / 128) * 128`` tokens of a sequence are packed and lie in pages, the rest in the 16-bit residual window of its
-slot. A packed page never changes, so that forks share it; the one exception, a page of 256 tokens that is half filled, is copied instead.
+The first ``floor(length / 128) * 128`` tokens of a sequence are packed and lie in pages, the rest
+in the 16-bit residual window of its slot. A packed page never changes, so that forks share it; the
+one exception, a page of 256 tokens that is half filled, is copied instead.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from ..layouts.kv import RESIDUAL
 
 
 class CacheFull(RuntimeError):
-    """No free page or slot is left for what was asked; nothing has changed. Free sequences, or make the cache with more."""
+    """No free page or slot is left for what was asked; nothing has changed. Free sequences, or make
+    the cache with more."""
 
 
 @dataclass(slots=True)
 class CachedSequence:
-    """One sequence: its slot (row of the windows), its tokens, the pages of its packed tokens in order (some may be reserved and not
-    filled yet), and the table's version when these last changed."""
+    """One sequence: its slot (row of the windows), its tokens, the pages of its packed tokens in
+    order (some may be reserved and not filled yet), and the table's version when these last
+    changed."""
 
     slot: int
     length: int = 0
@@ -29,11 +32,11 @@ class CachedSequence:
 
 
 class SequenceTable:
-    """Pages, slots and lengths of every sequence of a cache of ``num_pages`` pages of ``page_size`` tokens and ``slots`` windows; no
-    sequence takes more than ``max_pages`` pages.
+    """Pages, slots and lengths of every sequence of a cache of ``num_pages`` pages of ``page_size``
+    tokens and ``slots`` windows; no sequence takes more than ``max_pages`` pages.
 
-    Handles are integers that are never used twice. Every method does all that it says or raises and changes nothing. ``version`` grows
-    with every change.
+    Handles are integers that are never used twice. Every method does all that it says or raises and
+    changes nothing. ``version`` grows with every change.
     """
 
     def __init__(self, num_pages: int, slots: int, page_size: int, max_pages: int) -> None:
@@ -85,7 +88,8 @@ class SequenceTable:
         return handles
 
     def extend(self, handles: Sequence[int], counts: Sequence[int]) -> None:
-        """Make each sequence longer by as many tokens as ``counts`` says, with pages for what will be packed."""
+        """Make each sequence longer by as many tokens as ``counts`` says, with pages for what will
+        be packed."""
         if len(handles) != len(counts) or any(count < 0 for count in counts):
             raise ValueError(
                 f"got {len(counts)} numbers of new tokens ({list(counts)[:8]}) for {len(handles)} sequences; accepted: one from 0"
@@ -107,13 +111,15 @@ class SequenceTable:
         self.version += 1
 
     def retract(self, handles: Sequence[int], counts: Sequence[int]) -> None:
-        """Take back an ``extend`` of whose tokens none was written; pages stay with their sequences."""
+        """Take back an ``extend`` of whose tokens none was written; pages stay with their
+        sequences."""
         for handle, count in zip(handles, counts, strict=True):
             self.sequence(handle).length -= count
         self.version += 1
 
     def fork(self, handle: int) -> tuple[int, list[tuple[int, int]]]:
-        """(handle of a sequence with the same tokens, pages to copy as (from, to)). It shares the pages that are filled."""
+        """(handle of a sequence with the same tokens, pages to copy as (from, to)). It shares the
+        pages that are filled."""
         source = self.sequence(handle)
         if not self._free_slots:
             raise CacheFull(f"a fork needs a slot and all {self.slots} are taken; free sequences first")
@@ -129,8 +135,9 @@ class SequenceTable:
         return new, list(zip(copied, fresh, strict=True))
 
     def truncate(self, handle: int, length: int) -> list[tuple[int, int]]:
-        """Drop every token from ``length`` on; returns pages to copy as (from, to). Packed tokens cannot be taken apart: accepted are the
-        lengths from the packed length on, and multiples of 128."""
+        """Drop every token from ``length`` on; returns pages to copy as (from, to). Packed tokens
+        cannot be taken apart: accepted are the lengths from the packed length on, and multiples of
+        128."""
         sequence = self.sequence(handle)
         packed = sequence.length // RESIDUAL * RESIDUAL
         if not 0 <= length <= sequence.length or (length < packed and length % RESIDUAL):
@@ -172,7 +179,8 @@ class SequenceTable:
         return {"sequences": rows, "next": self._next}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Become the table that ``state`` was taken of. Raises ``ValueError`` when its pages or slots do not exist here."""
+        """Become the table that ``state`` was taken of. Raises ``ValueError`` when its pages or
+        slots do not exist here."""
         pages = [page for _, _, _, pages in state["sequences"] for page in pages]
         slots = [slot for _, slot, _, _ in state["sequences"]]
         longest = max((len(row[3]) for row in state["sequences"]), default=0)

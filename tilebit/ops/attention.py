@@ -1,4 +1,5 @@
-"""The operators ``torch.ops.tilebit.attention_decode``, ``_append``, ``_gather`` and ``_prefill``, with ``.out`` variants and fakes.
+"""The operators ``torch.ops.tilebit.attention_decode``, ``_append``, ``_gather`` and ``_prefill``,
+with ``.out`` variants and fakes.
 
 What they compute and take is said by the functions of the same names in ``tilebit.attention``.
 """
@@ -74,7 +75,8 @@ def _decode_out(
         q.dtype, page_size, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
     )  # fmt: skip
     tables = _dense(block_tables)
-    # The kernel asks for the tables before its wait. A copy of them would be the preceding kernel; one of q may be.
+    # The kernel asks for the tables before its wait. A copy of them would be the preceding kernel;
+    # one of q may be.
     early = dependent and tables is block_tables
     launch(key, (_dense(q), pages, windows, tables, slots, lengths, head_scales, sinks, out, lse), early)
 

@@ -1,4 +1,5 @@
-"""From a call to a launch: one ``Plan`` per (device, shape, format, dtype), which holds the shape's kernels as they are needed."""
+"""From a call to a launch: one ``Plan`` per (device, shape, format, dtype), which holds the shape's
+kernels as they are needed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SLICE_ROWS = 8  # slices of y that start at multiples of it are aligned, whateve
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one kernel serves: it is found as that of ``workload``, and gets up to ``rows`` rows of x (None: any number)."""
+    """What one kernel serves: it is found as that of ``workload``, and gets up to ``rows`` rows of
+    x (None: any number)."""
 
     workload: Workload
     rows: int | None
@@ -43,9 +45,10 @@ class Part:
 class Plan:
     """Everything about a call that does not depend on the values of x or on m.
 
-    ``operands`` are what its calls are given, in call order; ``kx`` is the width of x as the kernel reads it (k, on CUDA rounded up to
-    8); ``dependent`` asks for dependent launch, where the kernel has it; ``guarded`` says that a launch must first make ``device`` the
-    current one, because there are several; ``launchers`` holds those found so far, by m.
+    ``operands`` are what its calls are given, in call order; ``kx`` is the width of x as the kernel
+    reads it (k, on CUDA rounded up to 8); ``dependent`` asks for dependent launch, where the kernel
+    has it; ``guarded`` says that a launch must first make ``device`` the current one, because there
+    are several; ``launchers`` holds those found so far, by m.
     """
 
     __slots__ = (
@@ -84,7 +87,8 @@ class Plan:
         self.launchers: dict[int, Launcher] = {}
 
     def launcher(self, m: int) -> Launcher:
-        """The kernel for ``m`` >= 1 rows, ready to call; resolved once for all rows that it serves. Raises ``KernelUnavailable``."""
+        """The kernel for ``m`` >= 1 rows, ready to call; resolved once for all rows that it serves.
+        Raises ``KernelUnavailable``."""
         part = self._part(m)
         found = self._launchers.get(part) or self._resolve(part, m)
         if m <= MOST_REMEMBERED:
@@ -97,8 +101,8 @@ class Plan:
         return self._parts()[0]
 
     def missing(self, ms: Sequence[int] | None) -> list[Workload]:
-        """What must be built before calls with ``ms`` rows (None: any number) find their kernels, each kernel once: those that are not
-        loaded yet and that no pack has."""
+        """What must be built before calls with ``ms`` rows (None: any number) find their kernels,
+        each kernel once: those that are not loaded yet and that no pack has."""
         parts = self._parts()[1] if ms is None else [self._part(m) for m in ms]
         if packs.entries(self.workload, self.target):
             return []
@@ -109,22 +113,23 @@ class Plan:
         return parts[min(bisect_left(bounds, m), len(parts) - 1)]
 
     def _parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]]:
-        """(bounds, who serves up to each). Decided once, whatever is tuned later: launchers were made for these rows (``forget`` lets
-        plans decide anew)."""
+        """(bounds, who serves up to each). Decided once, whatever is tuned later: launchers were
+        made for these rows (``forget`` lets plans decide anew)."""
         if self._served is None:
             self._served = self._packed_parts() or self._portfolio_parts()
         return self._served
 
     def _packed_parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]] | None:
-        """The parts of a pack: each of its kernels serves calls with more rows than the one before was made for, up to its own."""
+        """The parts of a pack: each of its kernels serves calls with more rows than the one before
+        was made for, up to its own."""
         bounds = tuple(sorted({entry.workload.m for entry in packs.entries(self.workload, self.target)}))  # type: ignore[attr-defined]
         rows = (*bounds[:-1], None)
         return (bounds, tuple(Part(self.workload.with_m(m), most) for m, most in zip(bounds, rows, strict=True))) if bounds else None
 
     def _portfolio_parts(self) -> tuple[tuple[int, ...], tuple[Part, ...]]:
-        """The parts of the shape's portfolio. A schedule that serves several is one kernel, found for the most rows that it serves: should
-        it not compile, another one for so many rows does not crawl. Only the last part's launcher takes any number of rows: that costs
-        host time."""
+        """The parts of the shape's portfolio. A schedule that serves several is one kernel, found
+        for the most rows that it serves: should it not compile, another one for so many rows does
+        not crawl. Only the last part's launcher takes any number of rows: that costs host time."""
         shape = portfolio(self.workload, self.target)
         assert shape is not None
         most = dict(zip(shape.serving, shape.bounds, strict=True))  # of each schedule the last bound
@@ -153,7 +158,8 @@ class Plan:
 
 @cache
 def device_target(device: torch.device) -> Target:
-    """The target of ``device`` (CUDA devices with an index). Raises ``ValueError`` for devices and GPUs that no kernel runs on."""
+    """The target of ``device`` (CUDA devices with an index). Raises ``ValueError`` for devices and
+    GPUs that no kernel runs on."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; accepted: 'cpu' and 'cuda'; move the tensors there")
     return detect_target(str(device))
@@ -172,8 +178,8 @@ def plan_for(
     bias: bool,
     dependent: bool = False,
 ) -> Plan:
-    """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format, shape, dtype or device that is not
-    supported."""
+    """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format,
+    shape, dtype or device that is not supported."""
     key = (n, k, format, bias, dtype, device, dependent)
     plan = plans.get(key)
     if plan is None:
@@ -182,14 +188,16 @@ def plan_for(
 
 
 def forget() -> None:
-    """Drop every plan, so that the next calls look their kernels up again (after tuning, or after loading a pack)."""
+    """Drop every plan, so that the next calls look their kernels up again (after tuning, or after
+    loading a pack)."""
     plans.clear()
     checked.clear()
 
 
 def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
-    """A call of ``kernel`` for up to ``rows`` rows of x (None: any number). Its workspace, where it takes one, is long enough for every
-    call that it serves, so that nothing is computed from m; more rows than it holds sums for are launched in slices."""
+    """A call of ``kernel`` for up to ``rows`` rows of x (None: any number). Its workspace, where it
+    takes one, is long enough for every call that it serves, so that nothing is computed from m;
+    more rows than it holds sums for are launched in slices."""
     if WORKSPACE not in kernel.params or not plan.target.is_cuda:
         return bind(kernel, plan.operands, plan.device, 0, early=plan.dependent)
     schedule = Schedule.from_json(kernel.manifest["schedule"])
@@ -209,8 +217,9 @@ def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
 
 
 def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
-    """How many of ``rows`` rows (None: any number) one launch may take. With stream-k any number: sums belong to blocks. Else as many
-    as there are tickets for and as ``LIMIT_BYTES`` holds the sums of. Raises ``KernelUnavailable``."""
+    """How many of ``rows`` rows (None: any number) one launch may take. With stream-k any number:
+    sums belong to blocks. Else as many as there are tickets for and as ``LIMIT_BYTES`` holds the
+    sums of. Raises ``KernelUnavailable``."""
     if schedule.stream_k:
         return MOST_ROWS if rows is None else rows
     scales = plan.operands[2]

@@ -1,8 +1,9 @@
 """The functional door: ``tilebit.gemm`` and the operator behind it, ``torch.ops.tilebit.gemm``.
 
-The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it traces (torch.compile, export) with a
-dynamic number of rows, and is inference only. Everything is checked before a kernel is launched; a call that passes costs a few
-microseconds of host time, which is also why an eager call goes past the dispatcher where nothing can tell (``call``).
+The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it
+traces (torch.compile, export) with a dynamic number of rows, and is inference only. Everything is
+checked before a kernel is launched; a call that passes costs a few microseconds of host time, which
+is also why an eager call goes past the dispatcher where nothing can tell (``call``).
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ _operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
 def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
 
-    ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and strides: rows that are not contiguous
-    or not 16-byte aligned (on CUDA also a k that is no multiple of 8, and ``packed.perm``) cost one copy of x. ``bias`` is [n] in the
-    same dtype. No rows give an empty result. Peak memory is y, that copy where one is made, and the workspace of ``tilebit.ops.workspace``.
+    ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and
+    strides: rows that are not contiguous or not 16-byte aligned (on CUDA also a k that is no
+    multiple of 8, and ``packed.perm``) cost one copy of x. ``bias`` is [n] in the same dtype. No
+    rows give an empty result. Peak memory is y, that copy where one is made, and the workspace of
+    ``tilebit.ops.workspace``.
 
-    ``dependent`` (programmatic dependent launch): the kernel may start while the previous kernel of the stream still runs. It requests
-    the weight at once and touches x and y only when that kernel has finished, so everything but x must have been written before that
-    previous kernel was launched. It hides the start of a launch behind the end of the previous one; where the kernel or the device has no
-    dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
+    ``dependent`` (programmatic dependent launch): the kernel may start while the previous kernel of
+    the stream still runs. It requests the weight at once and touches x and y only when that kernel
+    has finished, so everything but x must have been written before that previous kernel was
+    launched. It hides the start of a launch behind the end of the previous one; where the kernel or
+    the device has no dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
 
-    Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and ``KernelUnavailable`` when no kernel is at hand, all
-    before a launch.
+    Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and
+    ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
     if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight) or not (bias is None or isinstance(bias, Tensor)):
         raise TypeError(
@@ -83,15 +87,18 @@ def call(
     format: str,
     dependent: bool,
 ) -> Tensor:
-    """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two apart.
+    """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two
+    apart.
 
-    The dispatcher takes a third of a call's host time (4 of 12 us), only to arrive at ``_gemm``. It is needed where something observes
-    operators: a tracer (dynamo, torch.jit), a mode (fake tensors, make_fx, FLOP counts), a transform (vmap), the profiler, a tensor
-    subclass, autograd; and for a ``dependent`` that is no bool, which the schema refuses. Asking for all of them takes half a
-    microsecond; dynamo takes the first answer for a constant and traces the operator.
+    The dispatcher takes a third of a call's host time (4 of 12 us), only to arrive at ``_gemm``. It
+    is needed where something observes operators: a tracer (dynamo, torch.jit), a mode (fake
+    tensors, make_fx, FLOP counts), a transform (vmap), the profiler, a tensor subclass, autograd;
+    and for a ``dependent`` that is no bool, which the schema refuses. Asking for all of them takes
+    half a microsecond; dynamo takes the first answer for a constant and traces the operator.
 
-    Two rare kinds of x would cost as much again to ask for and are refused by ``_gemm`` before it launches, so they come to the operator
-    that way: one of another device (meta: its fake answers) and a view with lazy signs (which the dispatcher writes out).
+    Two rare kinds of x would cost as much again to ask for and are refused by ``_gemm`` before it
+    launches, so they come to the operator that way: one of another device (meta: its fake answers)
+    and a view with lazy signs (which the dispatcher writes out).
     """
     plain = (
         not is_dynamo_compiling()
@@ -179,10 +186,12 @@ def _gemm(
 
 
 def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Tensor | None) -> Plan:
-    """The plan of a call, which later calls with this weight find under ``key``. Raises ``ValueError`` for what does not fit.
+    """The plan of a call, which later calls with this weight find under ``key``. Raises
+    ``ValueError`` for what does not fit.
 
-    Kernels check their operands in C before they launch, at no cost that shows: so this runs once per weight and number of rows, and again
-    when a kernel refuses. For the same reason ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
+    Kernels check their operands in C before they launch, at no cost that shows: so this runs once
+    per weight and number of rows, and again when a kernel refuses. For the same reason ``key``
+    holds neither x's dtype nor its device, which would cost 0.2 us.
     """
     _, k, n, format, _, _, plain, dependent = key
     if not k or x.dtype not in DTYPE_NAMES:

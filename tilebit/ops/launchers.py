@@ -1,4 +1,5 @@
-"""Calls of a loaded kernel with an operation's operands, generated from what the workload states: nothing is decided at a call."""
+"""Calls of a loaded kernel with an operation's operands, generated from what the workload states:
+nothing is decided at a call."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ Launcher = Callable[..., None]  # the operation's operands, in call order; None 
 
 
 def bind(kernel: LoadedKernel, operands: Sequence[Operand], device: torch.device, words: int, *, early: bool = False) -> Launcher:
-    """A function of all ``operands`` in call order that launches ``kernel`` on those it takes, with ``words`` 32-bit words of workspace
-    where it takes one; ``early``: by programmatic dependent launch, where the kernel has it.
+    """A function of all ``operands`` in call order that launches ``kernel`` on those it takes, with
+    ``words`` 32-bit words of workspace where it takes one; ``early``: by programmatic dependent
+    launch, where the kernel has it.
 
     Raises ``KernelUnavailable`` when the kernel's parameters are not those that the operands make.
     """

@@ -13,10 +13,12 @@ ALIGNMENT = 16  # bytes; kernels load 128 bits at a time
 
 
 def check(operands: Sequence[Operand], given: Sequence[Tensor | None], device: torch.device, call: str, *, dense: bool = False) -> None:
-    """Raise ``ValueError`` for the first tensor that does not fit its operand on ``device``; reads no device memory.
+    """Raise ``ValueError`` for the first tensor that does not fit its operand on ``device``; reads
+    no device memory.
 
-    ``given`` are in call order. ``call`` says in words what needs them. Written operands, and with ``dense`` all, must be contiguous and
-    aligned: others may be copied first; and with ``dense`` what the workload does not have must be None.
+    ``given`` are in call order. ``call`` says in words what needs them. Written operands, and with
+    ``dense`` all, must be contiguous and aligned: others may be copied first; and with ``dense``
+    what the workload does not have must be None.
     """
     sizes: dict[str, int] = {}
     for o, tensor in zip(operands, given, strict=True):
@@ -49,8 +51,9 @@ def describe(tensor: Tensor) -> str:
 
 
 def schema(operands: Sequence[Operand]) -> list[str]:
-    """The operands as arguments of an operator's schema, in call order: ``Tensor x``, ``Tensor? bias``; those that a call changes are
-    ``Tensor(a!) pages``. What is only written is the operator's result and left to it."""
+    """The operands as arguments of an operator's schema, in call order: ``Tensor x``, ``Tensor?
+    bias``; those that a call changes are ``Tensor(a!) pages``. What is only written is the
+    operator's result and left to it."""
     taken = [o for o in operands if o.read]
     marks = iter("abcdefgh")
     return [f"Tensor{f'({next(marks)}!)' if o.written else ''}{'?' if o.optional else ''} {o.name}" for o in taken]

@@ -1,4 +1,5 @@
-"""From a call of an operation to a launch: a plan for each kind of call, its checks, and what is copied when a kernel refuses.
+"""From a call of an operation to a launch: a plan for each kind of call, its checks, and what is
+copied when a kernel refuses.
 
 A plan is found by a tuple of what a call says without looking at the device (the operation, shapes
 as buckets, dtype, options), so that there are few. It holds a loaded kernel and the order of its
@@ -30,8 +31,8 @@ Launch = Callable[..., None]  # (key, operands, dependent=False)
 class OperationPlan:
     """A loaded kernel for one kind of call of ``workload.op`` on ``device``: ``launch`` takes the
     workload's ``operands`` in call order, and so does ``dependent``, which is ``launch`` with
-    programmatic dependent launch, where the kernel has it. Both are one plan's: which of them a call
-    takes may differ between a warm-up and a capture, where no kernel can be loaded.
+    programmatic dependent launch, where the kernel has it. Both are one plan's: which of them a
+    call takes may differ between a warm-up and a capture, where no kernel can be loaded.
 
     Raises ``KernelUnavailable`` when there is no kernel, or when it would have to be loaded while a
     CUDA graph is captured.
@@ -71,11 +72,11 @@ def launcher(workload_of: Callable[[Key], AnyWorkload], words: Callable[[Any], s
     call order.
 
     ``workload_of(key)`` is what calls with ``key`` ask for (it raises ``ValueError`` for what no
-    kernel supports), ``words(workload)`` what a message says that needs its operands. A call runs the
-    kernel of the plan ``key``; where there is none yet, it checks the operands and makes one. Kernels
-    check in C what they are given, at no cost that shows; when one refuses, the operands are checked
-    here, which says it in the ops' own words. Read-only operands that are not contiguous or not
-    aligned are copied then, and the launch is a plain one.
+    kernel supports), ``words(workload)`` what a message says that needs its operands. A call runs
+    the kernel of the plan ``key``; where there is none yet, it checks the operands and makes one.
+    Kernels check in C what they are given, at no cost that shows; when one refuses, the operands
+    are checked here, which says it in the ops' own words. Read-only operands that are not
+    contiguous or not aligned are copied then, and the launch is a plain one.
     """
 
     def launch(key: Key, operands: Operands, dependent: bool = False) -> None:

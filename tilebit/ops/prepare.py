@@ -1,4 +1,5 @@
-"""Having kernels ready before they are needed: for one weight or a whole model, compiled in parallel, at once or in the background."""
+"""Having kernels ready before they are needed: for one weight or a whole model, compiled in
+parallel, at once or in the background."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from .dispatch import Plan
 
 
 class Preparation:
-    """Kernels on their way. A call that needs one of them meanwhile waits for that one alone; none is compiled twice."""
+    """Kernels on their way. A call that needs one of them meanwhile waits for that one alone; none
+    is compiled twice."""
 
     def __init__(self, plans: list[Plan], ms: list[int] | None) -> None:
         self._plans, self._ms = plans, ms
         missing = dict.fromkeys((workload, plan.target) for plan in plans for workload in plan.missing(ms))
         self._pool = ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1)), "tilebit-prepare") if missing else None
-        # One process compiles each kernel: they are all there after the slowest of as many as there are cores.
+        # One process compiles each kernel: they are all there after the slowest of as many as there
+        # are cores.
         self._builds: list[Future[object]] = [self._pool.submit(find_kernel, w, t) for w, t in missing] if self._pool is not None else []
 
     @property
@@ -31,8 +34,8 @@ class Preparation:
         return sum(not build.done() for build in self._builds)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until all kernels are built, then load them. Raises ``KernelUnavailable`` when one cannot be built, and ``TimeoutError`` after
-        ``timeout`` seconds in all."""
+        """Until all kernels are built, then load them. Raises ``KernelUnavailable`` when one cannot
+        be built, and ``TimeoutError`` after ``timeout`` seconds in all."""
         until = None if timeout is None else time.monotonic() + timeout
         for build in self._builds:
             build.result(None if until is None else max(0.0, until - time.monotonic()))
@@ -50,14 +53,15 @@ def prepare(
     dependent: bool = False,
     background: bool = False,
 ) -> Preparation:
-    """Load, and where needed compile, the kernels that calls with ``m`` rows will use (None: any number of rows): before a CUDA-graph
-    capture or a first request.
+    """Load, and where needed compile, the kernels that calls with ``m`` rows will use (None: any
+    number of rows): before a CUDA-graph capture or a first request.
 
-    ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether calls pass them, or a model, whose
-    ``QuantLinear`` layers say so themselves. All kernels compile in parallel, a process each, as many as there are cores. With
-    ``background`` this returns at once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its own
-    kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable`` when a kernel is missing and cannot be
-    built.
+    ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether
+    calls pass them, or a model, whose ``QuantLinear`` layers say so themselves. All kernels compile
+    in parallel, a process each, as many as there are cores. With ``background`` this returns at
+    once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its
+    own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
+    when a kernel is missing and cannot be built.
     """
     rows = None if m is None else list(m)
     if rows is not None and (not rows or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in rows)):

@@ -1,8 +1,10 @@
-"""Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized, and 4-bit floats: its
-mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense layers; from safetensors files or sharded indexes.
-Checkpoints of 4-bit floats that quantize activations too are read weight-only: x stays in 16 bits, input_global_scale is not used.
+"""Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized,
+and 4-bit floats: its mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense
+layers; from safetensors files or sharded indexes. Checkpoints of 4-bit floats that quantize
+activations too are read weight-only: x stays in 16 bits, input_global_scale is not used.
 
-Tensors are read one layer at a time; files are opened, and their headers checked, when the checkpoint is.
+Tensors are read one layer at a time; files are opened, and their headers checked, when the
+checkpoint is.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
 
 
 def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None, checkpoint_format: str | None = None) -> Checkpoint:
-    """Open a checkpoint: a directory as saved for Hugging Face, or one .safetensors file (with the config of its directory, if there is
-    one).
+    """Open a checkpoint: a directory as saved for Hugging Face, or one .safetensors file (with the
+    config of its directory, if there is one).
 
-    ``config`` replaces the quantization config on disk. ``checkpoint_format`` ("gptq" or "gptq_v2") replaces what a GPTQ config says of its
-    zero points (v1 stores them minus one). Without any config, layers are recognized by their tensors' names and shapes; GPTQ then needs
-    ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing, truncated, mislabelled or not supported.
+    ``config`` replaces the quantization config on disk. ``checkpoint_format`` ("gptq" or "gptq_v2")
+    replaces what a GPTQ config says of its zero points (v1 stores them minus one). Without any
+    config, layers are recognized by their tensors' names and shapes; GPTQ then needs
+    ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing,
+    truncated, mislabelled or not supported.
     """
     path = Path(path)
     files = tensor_files(path)
@@ -47,8 +51,8 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
 
 
 class Checkpoint:
-    """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq", "compressed-tensors" or "mxfp4"
-    (gpt-oss). Keeps its files memory-mapped.
+    """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq",
+    "compressed-tensors" or "mxfp4" (gpt-oss). Keeps its files memory-mapped.
     """
 
     def __init__(self, path: Path, files: dict[str, Path], family: str, schemes: Schemes | None, checkpoint_format: str | None) -> None:
@@ -96,7 +100,8 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {name} from {file}: {error}; copy the file again") from error
 
     def bias(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
-        """The bias [n] of a quantized layer, or None. Raises ``CheckpointError`` if it does not fit the layer's scales."""
+        """The bias [n] of a quantized layer, or None. Raises ``CheckpointError`` if it does not fit
+        the layer's scales."""
         self._check_layer(name)
         stored = stored_name(name, self.family, "bias")
         if stored not in self._files:
@@ -111,8 +116,8 @@ class Checkpoint:
         return bias
 
     def quantized(self, name: str, device: torch.device | str = "cpu") -> QuantizedTensor:
-        """One layer, unpacked on ``device``: the stored codes, scales and zero points unchanged, act-order columns grouped through
-        ``perm``.
+        """One layer, unpacked on ``device``: the stored codes, scales and zero points unchanged,
+        act-order columns grouped through ``perm``.
 
         Raises ``CheckpointError`` when its tensors do not fit each other or the config.
         """

@@ -1,8 +1,8 @@
-"""What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's, compressed-tensors' and gpt-oss's,
-brought to one form.
+"""What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's,
+compressed-tensors' and gpt-oss's, brought to one form.
 
-compressed-tensors configs are parsed by that library where it is installed (presets, defaults, validation, target matching); without it,
-the JSON fields are read as they stand.
+compressed-tensors configs are parsed by that library where it is installed (presets, defaults,
+validation, target matching); without it, the JSON fields are read as they stand.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantF
 
 FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4")
 GPTQ_FORMATS = ("gptq", "gptq_v2")
-# Formats of compressed-tensors that hold 4-bit floats. Where they quantize activations too, that is left out: their weights are what
-# they are, and products with 16-bit activations are what other libraries run on hardware without 4-bit ones.
+# Formats of compressed-tensors that hold 4-bit floats. Where they quantize activations too, that is
+# left out: their weights are what they are, and products with 16-bit activations are what other
+# libraries run on hardware without 4-bit ones.
 _FLOATS = {"mxfp4-pack-quantized": "w4a16_mxfp4", "nvfp4-pack-quantized": "w4a16_nvfp4"}
 _PACKED = ("pack-quantized", *_FLOATS)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or not be trusted: what was got, what is accepted, what to do."""
+    """A checkpoint that cannot be read, or not be trusted: what was got, what is accepted, what to
+    do."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerScheme:
-    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, the format, and whether its columns are in act-order (None:
-    not declared).
+    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, the format, and
+    whether its columns are in act-order (None: not declared).
     """
 
     storage: str
@@ -45,9 +47,9 @@ Schemes = Callable[[str], LayerScheme]
 def parse_quantization(config: Mapping[str, Any], checkpoint_format: str | None = None) -> tuple[str, Schemes]:
     """(family, layer name -> ``LayerScheme``) of a quantization config with a ``quant_method``.
 
-    ``checkpoint_format`` ("gptq", "gptq_v2") overrides what a GPTQ config says of its zero points. Raises ``CheckpointError`` for methods,
-    versions, bits and group sizes that are not supported: for those of the whole checkpoint now, for those of one layer when its scheme is
-    asked for.
+    ``checkpoint_format`` ("gptq", "gptq_v2") overrides what a GPTQ config says of its zero points.
+    Raises ``CheckpointError`` for methods, versions, bits and group sizes that are not supported:
+    for those of the whole checkpoint now, for those of one layer when its scheme is asked for.
     """
     method = config.get("quant_method")
     check_gptq_format(checkpoint_format)
@@ -73,7 +75,8 @@ def check_gptq_format(checkpoint_format: str | None) -> None:
 
 
 def quant_format(what: str, bits: Any, group_size: Any, symmetric: Any) -> GemmFormat:
-    """A ``QuantFormat`` from untrusted fields; raises ``CheckpointError`` naming ``what`` holds them."""
+    """A ``QuantFormat`` from untrusted fields; raises ``CheckpointError`` naming ``what`` holds
+    them."""
     if isinstance(bits, bool) or bits not in BITS:
         _refuse(f"{what}: bits", bits, BITS, "requantize the model to one of these")
     if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
@@ -207,7 +210,8 @@ def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise CheckpointError(
             "the compressed-tensors config has no config_groups; accepted: at least one group with targets and weights: repair config.json"
         )
-    # Releases up to 0.19 wrote actorder "group" (the layer then has a weight_g_idx); later ones refuse to parse it. The flag is kept aside.
+    # Releases up to 0.19 wrote actorder "group" (the layer then has a weight_g_idx); later ones
+    # refuse to parse it. The flag is kept aside.
     actorder = {key: (group.get("weights") or {}).get("actorder") for key, group in raw.items() if isinstance(group, Mapping)}
     if importlib.util.find_spec("compressed_tensors") is None:
         if any(isinstance(group, list) for group in raw.values()):

@@ -1,4 +1,5 @@
-"""Where a checkpoint's tensors and its quantization config are: safetensors files, sharded indexes, config.json and its older siblings."""
+"""Where a checkpoint's tensors and its quantization config are: safetensors files, sharded indexes,
+config.json and its older siblings."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from safetensors import SafetensorError, safe_open
 from .checkpoint_config import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-# Newest first: AutoGPTQ and AutoAWQ wrote their own files before transformers' config.json took the field over.
+# Newest first: AutoGPTQ and AutoAWQ wrote their own files before transformers' config.json took the
+# field over.
 _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, for a directory or one .safetensors file. Opens every file, so truncated and missing ones are
-    reported here.
+    """Tensor name -> the file that holds it, for a directory or one .safetensors file. Opens every
+    file, so truncated and missing ones are reported here.
     """
     if path.is_file():
         if path.suffix != ".safetensors":

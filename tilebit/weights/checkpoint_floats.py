@@ -1,4 +1,5 @@
-"""One stored layer of 4-bit floats -> ``QuantizedTensor``: compressed-tensors' mxfp4 and nvfp4 storage, and gpt-oss's."""
+"""One stored layer of 4-bit floats -> ``QuantizedTensor``: compressed-tensors' mxfp4 and nvfp4
+storage, and gpt-oss's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _SCALES = {MXFP4: torch.uint8, NVFP4: torch.float8_e4m3fn}
 
 
 def decode_floats(name: str, weight: Tensor | None, scales: Tensor | None, factor: Tensor | None, format: GemmFormat) -> QuantizedTensor:
-    """``weight`` uint8 [n, k/2] or [n, groups, 16], two codes a byte, that of the lower k in the low bits.
+    """``weight`` uint8 [n, k/2] or [n, groups, 16], two codes a byte, that of the lower k in the
+    low bits.
 
     ``scales`` [n, groups]: uint8, exponents biased by 127 (mxfp4), or float8_e4m3fn (nvfp4), whose
     scales are divided by ``factor`` fp32 [1]. Raises ``CheckpointError`` for anything else.
@@ -56,7 +58,8 @@ def float_format(scales: Tensor | None) -> GemmFormat:
 
 
 def refuse_stack(name: str, shape: tuple[int, ...] | None) -> None:
-    """Raise ``CheckpointError`` for the packed weights of all experts in one tensor; gpt-oss's dense layers have three axes."""
+    """Raise ``CheckpointError`` for the packed weights of all experts in one tensor; gpt-oss's
+    dense layers have three axes."""
     if shape is not None and len(shape) > (3 if shape[-1] == 16 else 2):
         raise CheckpointError(
             f"{name} is a stack of {shape[0]} experts, {list(shape)}; accepted: layers of one weight, [n, k / 2] or [n, groups, 16]: "

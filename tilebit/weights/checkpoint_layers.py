@@ -1,4 +1,5 @@
-"""One stored layer -> ``QuantizedTensor``, with every tensor checked against the others and against the config first."""
+"""One stored layer -> ``QuantizedTensor``, with every tensor checked against the others and against
+the config first."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .checkpoint_config import GPTQ_FORMATS, CheckpointError, LayerScheme, quant
 from .packed import unpack_words
 from .quantize import SCALE_DTYPES, QuantizedTensor
 
-# The tensors of a layer: packed weight, scales; of integers zero points, group of each column, shape; of 4-bit floats
-# the factor of the whole weight.
+# The tensors of a layer: packed weight, scales; of integers zero points, group of each column,
+# shape; of 4-bit floats the factor of the whole weight.
 PARTS = {
     "awq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
@@ -37,8 +38,8 @@ def stored_name(layer: str, family: str, part: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer's tensors as stored: ``weight`` and ``zeros`` packed, ``scales`` [n, groups], ``g_idx`` [k] the group of each column,
-    ``shape`` [2] = (n, k).
+    """A layer's tensors as stored: ``weight`` and ``zeros`` packed, ``scales`` [n, groups],
+    ``g_idx`` [k] the group of each column, ``shape`` [2] = (n, k).
     """
 
     name: str
@@ -61,8 +62,8 @@ class StoredLayer:
         return cls(name, weight, scales if family == "compressed-tensors" else scales.t(), zeros, g_idx, shape)
 
     def decode(self, scheme: LayerScheme) -> QuantizedTensor:
-        """The layer's codes, scales and zero points, unchanged; raises ``CheckpointError`` when its tensors do not fit each other or
-        ``scheme``.
+        """The layer's codes, scales and zero points, unchanged; raises ``CheckpointError`` when its
+        tensors do not fit each other or ``scheme``.
         """
         layout, format = checkpoint_layout(scheme.storage, scheme.format.bits), scheme.format
         n, k = self._size(layout)
@@ -85,8 +86,8 @@ class StoredLayer:
         return QuantizedTensor(codes if perm is None else codes[:, perm], self.scales.contiguous(), zeros, format, perm)
 
     def infer(self, family: str, checkpoint_format: str | None) -> LayerScheme:
-        """The scheme that the tensors' shapes imply, for a checkpoint without a config. Symmetric if every zero point is the middle
-        code.
+        """The scheme that the tensors' shapes imply, for a checkpoint without a config. Symmetric
+        if every zero point is the middle code.
         """
         if family == "gptq" and checkpoint_format is None:
             raise CheckpointError(

@@ -1,4 +1,5 @@
-"""``QuantLinear``: a linear layer whose weight stays packed, and ``quantize_model``, which puts it in place of ``nn.Linear``."""
+"""``QuantLinear``: a linear layer whose weight stays packed, and ``quantize_model``, which puts it
+in place of ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -22,19 +23,22 @@ _EXTRA = "_extra_state"
 
 
 class QuantLinear(nn.Module):
-    """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] packed for the GEMM kernels of the device that the module is on.
+    """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] packed for the GEMM kernels of the device
+    that the module is on.
 
-    Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``row_scales`` (formats with two levels of
-    scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints); shapes and layout are those of ``PackedWeight``.
-    ``state_dict`` holds them and, as a uint8 tensor of JSON (so that safetensors stores it), the
-    format and the layout's architecture. Moving the module to a device whose kernels read another
-    layout repacks the weight; so does loading a state_dict that was packed for another one. The
-    module computes in the dtype of its scales, fp16 or bf16, and ``.to(dtype)`` rounds them.
-    Inference only.
+    Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``row_scales`` (formats
+    with two levels of scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints); shapes and
+    layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON
+    (so that safetensors stores it), the format and the layout's architecture. Moving the module to
+    a device whose kernels read another layout repacks the weight; so does loading a state_dict that
+    was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
+    ``.to(dtype)`` rounds them. Inference only.
 
-    ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm`` describes: it may start while the previous kernel
-    of the stream still runs. The layer keeps that safe for what it does itself: switching the option on, and moving, casting, loading or
-    copying the layer while it is on, waits for the device once. Code that writes to the buffers in place must do the same.
+    ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
+    describes: it may start while the previous kernel of the stream still runs. The layer keeps that
+    safe for what it does itself: switching the option on, and moving, casting, loading or copying
+    the layer while it is on, waits for the device once. Code that writes to the buffers in place
+    must do the same.
     """
 
     weight: Tensor
@@ -67,8 +71,9 @@ class QuantLinear(nn.Module):
         dtype: torch.dtype | None = None,
         dependent: bool = False,
     ) -> QuantLinear:
-        """``linear`` quantized (round to nearest; ``clip_search`` as in ``quantize``) on its own device, computing in ``dtype``: by
-        default the weight's, fp16 for fp32 weights. Raises ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
+        """``linear`` quantized (round to nearest; ``clip_search`` as in ``quantize``) on its own
+        device, computing in ``dtype``: by default the weight's, fp16 for fp32 weights. Raises
+        ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"got from_float({type(linear).__name__}); accepted: torch.nn.Linear")
         format = QuantFormat.parse(format) if isinstance(format, str) else format
@@ -85,7 +90,8 @@ class QuantLinear(nn.Module):
         device: torch.device | str = "cpu",
         dependent: bool = False,
     ) -> QuantLinear:
-        """The layer ``name`` of ``checkpoint``, packed on ``device``. Raises as ``Checkpoint.quantized`` and ``pack`` do."""
+        """The layer ``name`` of ``checkpoint``, packed on ``device``. Raises as
+        ``Checkpoint.quantized`` and ``pack`` do."""
         return cls(pack(checkpoint.quantized(name, device), dtype), checkpoint.bias(name, device), dependent)
 
     @property
@@ -99,7 +105,8 @@ class QuantLinear(nn.Module):
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until the buffers are written, if kernels may read them before the preceding kernel has ended."""
+        """Wait until the buffers are written, if kernels may read them before the preceding kernel
+        has ended."""
         device = self.weight.device
         if self._dependent and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -113,7 +120,8 @@ class QuantLinear(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        # As attributes they would cost 0.9 us each. A buffer that was replaced by a Parameter is found among those.
+        # As attributes they would cost 0.9 us each. A buffer that was replaced by a Parameter is
+        # found among those.
         held: dict[str, Any] = {**self._buffers, **self._parameters} if self._parameters else self._buffers
         perm = held["perm"]
         if perm is not None:
@@ -140,7 +148,8 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, held[name])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Every move and cast comes here. Codes pass through unpacked form when the new device's kernels read another layout."""
+        """Every move and cast comes here. Codes pass through unpacked form when the new device's
+        kernels read another layout."""
         before, bias = self.packed, self.bias
         super()._apply(fn, recurse)  # type: ignore[arg-type]
         if before.row_scales is not None:  # fp32 whatever the module computes in
@@ -202,8 +211,8 @@ class QuantLinear(nn.Module):
         self._settle()
 
     def _as_stored_here(self, state_dict: dict[str, Any], prefix: str, described: dict[str, Any]) -> dict[str, Tensor]:
-        """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when they belong to another shape or
-        format."""
+        """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when
+        they belong to another shape or format."""
         own = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json()}
         if {name: described.get(name) for name in own} != own:
             raise ValueError(
@@ -244,11 +253,13 @@ def quantize_model(
     dtype: torch.dtype | None = None,
     dependent: bool = False,
 ) -> list[str]:
-    """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place; returns the names replaced.
+    """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
+    returns the names replaced.
 
-    ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a predicate of (name, layer). A layer
-    shared under several names is quantized once. Layers are converted before any is replaced: an error leaves the model as it was.
-    ``dependent`` is every new layer's. Raises ``ValueError`` when nothing is left to replace.
+    ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a
+    predicate of (name, layer). A layer shared under several names is quantized once. Layers are
+    converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
+    new layer's. Raises ``ValueError`` when nothing is left to replace.
     """
     format = QuantFormat.parse(format) if isinstance(format, str) else format
     keeps = _keeps(skip)

@@ -25,8 +25,8 @@ from .quantize_float import numbers
 
 DTYPES = (torch.float16, torch.bfloat16)
 WEIGHTS = ("weight", "scales", "zeros", "row_scales")  # operands of a product that are a weight's
-# Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4 x this (128 MiB), or four rows of tiles
-# if that is more.
+# Codes handled at once. Every temporary is uint8, at most four of them live: peak extra memory is 4
+# x this (128 MiB), or four rows of tiles if that is more.
 _CHUNK_CODES = 1 << 25
 
 

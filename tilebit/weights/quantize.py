@@ -16,9 +16,11 @@ from ..layouts.formats import PER_CHANNEL, GemmFormat
 from .quantize_float import numbers, round_floats, row_scale
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if its error is smaller.
+# Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if
+# its error is smaller.
 CLIP_FACTORS = tuple(1.0 - 0.025 * step for step in range(21))
-# Elements quantized at once: bounds the fp32 temporaries to about 4 x 64 MiB whatever the weight's size.
+# Elements quantized at once: bounds the fp32 temporaries to about 4 x 64 MiB whatever the weight's
+# size.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -144,7 +146,8 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
         part = slice(start, min(n, start + rows))
         block = w[part].float()
         _check_finite(block, start)
-        # Padding a short last group with zeros changes neither its range (which includes 0) nor its error (0 is represented exactly).
+        # Padding a short last group with zeros changes neither its range (which includes 0) nor its
+        # error (0 is represented exactly).
         block = torch.nn.functional.pad(block, (0, groups * group - k)).view(-1, groups, group)
         chosen = _search(block, format, scale_dtype, row, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
         if not bool(torch.isfinite(chosen[1]).all()):
@@ -191,7 +194,8 @@ def _round(
     if not format.integer:
         codes, scale = round_floats(block, torch.maximum(-low, high), format, scale_dtype, row)
         return codes, scale, torch.zeros_like(scale, dtype=torch.uint8)
-    # Symmetric: half the code range on either side. The positive end lies half a step above the last code, an error rounding has anyway.
+    # Symmetric: half the code range on either side. The positive end lies half a step above the
+    # last code, an error rounding has anyway.
     exact = torch.maximum(-low, high) * (2.0 / format.max_code) if format.symmetric else (high - low) / format.max_code
     info = torch.finfo(scale_dtype)
     scale = torch.where(exact > 0, exact.clamp(min=info.smallest_normal * info.eps), 1.0).to(scale_dtype)

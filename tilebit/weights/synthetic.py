@@ -1,7 +1,8 @@
-"""Small checkpoints of random weights, laid out as AutoAWQ, GPTQModel and llm-compressor write theirs; nothing is downloaded.
+"""Small checkpoints of random weights, laid out as AutoAWQ, GPTQModel and llm-compressor write
+theirs; nothing is downloaded.
 
-For the demo and the tests. The writers shift and or plain integers the way those tools do and share nothing with ``layouts.checkpoints``,
-so that reading one back proves something.
+For the demo and the tests. The writers shift and or plain integers the way those tools do and share
+nothing with ``layouts.checkpoints``, so that reading one back proves something.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ def write_checkpoint(
     bias: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, torch.Tensor]:
-    """Write a checkpoint directory (config.json, model.safetensors or an index and ``shards`` files) and return each layer's dequantized
-    weight, fp32 [n, k].
+    """Write a checkpoint directory (config.json, model.safetensors or an index and ``shards``
+    files) and return each layer's dequantized weight, fp32 [n, k].
 
-    ``layers`` maps names to (n, k); ``family`` is one of ``FAMILIES`` ("gptq" is the v1 zero point convention); ``group_size`` is -1 for
-    one group a channel; ``desc_act`` (not AWQ) scatters the columns of a group as act-order quantization does; ``dtype`` is that of scales
-    and biases. ``FLOAT_FAMILIES`` hold 4-bit floats, of which ``bits``, ``group_size`` and what follows them say nothing: leave these out.
-    An unquantized "lm_head.weight" and "model.norm.weight" go with them. Raises ``ValueError`` for what the real tools would
-    not write.
+    ``layers`` maps names to (n, k); ``family`` is one of ``FAMILIES`` ("gptq" is the v1 zero point
+    convention); ``group_size`` is -1 for one group a channel; ``desc_act`` (not AWQ) scatters the
+    columns of a group as act-order quantization does; ``dtype`` is that of scales and biases.
+    ``FLOAT_FAMILIES`` hold 4-bit floats, of which ``bits``, ``group_size`` and what follows them
+    say nothing: leave these out. An unquantized "lm_head.weight" and "model.norm.weight" go with
+    them. Raises ``ValueError`` for what the real tools would not write.
     """
     path = Path(path)
     _check(family, layers, bits, group_size, desc_act, shards)
@@ -112,7 +114,8 @@ def _check(family: str, layers: Mapping[str, tuple[int, int]], bits: int, group_
 def _round(
     weight: np.ndarray, order: np.ndarray, group: int, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-    """Codes uint8 [n, k], scales [n, groups], zero points uint8 [n, groups], unsigned; ``group`` columns along ``order`` make a group."""
+    """Codes uint8 [n, k], scales [n, groups], zero points uint8 [n, groups], unsigned; ``group``
+    columns along ``order`` make a group."""
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     parts = weight[:, order].reshape(len(weight), -1, group)
     low, high = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)

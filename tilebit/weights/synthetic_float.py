@@ -1,4 +1,5 @@
-"""Layers of random 4-bit floats as compressed-tensors and gpt-oss store them, with plain shifts; for ``synthetic``."""
+"""Layers of random 4-bit floats as compressed-tensors and gpt-oss store them, with plain shifts;
+for ``synthetic``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def float_group(family: str) -> int:
 
 
 def float_layer(family: str, n: int, k: int, rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(tensors by what follows the layer's name, the weight fp32 [n, k]) of random codes, exponents and e4m3 numbers."""
+    """(tensors by what follows the layer's name, the weight fp32 [n, k]) of random codes, exponents
+    and e4m3 numbers."""
     group = float_group(family)
     codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
     packed = torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4)

@@ -1,14 +1,15 @@
 """``attention_append``: new keys and values join the cache.
 
-One kernel takes rows of k and v (rotated on the way, if asked), fills each sequence's 16-bit window and, whenever 128
-tokens are together, quantizes and packs them in registers, as the fragments that decoding will read, into their pages
-(BitDecoding V-B): minima and maxima by warp shuffles, no second pass, no repacking ever. The same blocks serve one token
-a sequence and a whole prompt, so that appending token by token gives the bits that appending all at once gives. What one
-warp does with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``).
+One kernel takes rows of k and v (rotated on the way, if asked), fills each sequence's 16-bit window
+and, whenever 128 tokens are together, quantizes and packs them in registers, as the fragments that
+decoding will read, into their pages (BitDecoding V-B): minima and maxima by warp shuffles, no
+second pass, no repacking ever. The same blocks serve one token a sequence and a whole prompt, so
+that appending token by token gives the bits that appending all at once gives. What one warp does
+with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``).
 
-A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose new tokens complete
-none has one block all the same, and the first block of each sequence writes what stays in the window, after it has read
-it.
+A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose
+new tokens complete none has one block all the same, and the first block of each sequence writes
+what stays in the window, after it has read it.
 """
 
 from typing import Any
@@ -35,11 +36,13 @@ SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequ
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The TileLang PrimFunc of one workload; batch, tokens, positions and the number of pages are dynamic."""
+    """The TileLang PrimFunc of one workload; batch, tokens, positions and the number of pages are
+    dynamic."""
     import tilelang.language as T
 
     w, dtype = workload, workload.dtype
-    # left alone, ptxas takes 175 registers at 2 bits and 128 channels, which is 2 blocks; as a loop in CUDA it took 123
+    # left alone, ptxas takes 175 registers at 2 bits and 128 channels, which is 2 blocks; as a loop
+    # in CUDA it took 123
     blocks_per_sm = 4 if w.format.key == "int2" and w.head_dim == 128 else 1
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
     constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}

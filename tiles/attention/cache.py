@@ -1,5 +1,5 @@
-"""What programs over a low-bit KV cache have in common: constants that a kernel's source states for the functions under
-``device/kv``, from ``layouts.kv``, and how TileLang is to treat their loops."""
+"""What programs over a low-bit KV cache have in common: constants that a kernel's source states for
+the functions under ``device/kv``, from ``layouts.kv``, and how TileLang is to treat their loops."""
 
 from ...layouts.kv import PAIR_BYTES, RESIDUAL, KVLayout
 from ...layouts.kv_formats import KVFormat
@@ -9,7 +9,8 @@ from ..compiler.headers import TYPES
 KINDS = {"float": "FLOAT", "int8": "INT8", "int4": "INT4", "int2": "INT2", "fp8": "FP8"}
 SCALES = {"none": "NO_SCALES", "channel": "PER_CHANNEL", "token": "PER_TOKEN", "head": "PER_HEAD"}
 
-# Every thread of a block loops as far as its warp does; nothing may be moved, shared or guarded behind the program's back.
+# Every thread of a block loops as far as its warp does; nothing may be moved, shared or guarded
+# behind the program's back.
 PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # a barrier of the block would stand in loops whose lengths differ by warp
     "tl.disable_safe_memory_legalize": True,  # copies are inside by construction
@@ -18,8 +19,9 @@ PASS_CONFIGS = {
 
 
 def cache_constants(workload: AttentionWorkload) -> dict[str, str | int]:
-    """Kinds of keys and values (``device/kv/granule.cuh``), tokens of a page and where things lie in the record of one page of one head and
-    in a residual window (bytes), by the names that the device functions know them by."""
+    """Kinds of keys and values (``device/kv/granule.cuh``), tokens of a page and where things lie
+    in the record of one page of one head and in a residual window (bytes), by the names that the
+    device functions know them by."""
     w, f, page, window = workload, workload.format, workload.layout, KVLayout(KVFormat(), workload.head_dim, RESIDUAL)
     return {
         "KEY": f"tilebit::{KINDS[f.key]}",

@@ -1,18 +1,21 @@
-"""``attention_decode`` and ``attention_decode_bulk``: attention of the newest tokens over a low-bit KV cache.
+"""``attention_decode`` and ``attention_decode_bulk``: attention of the newest tokens over a low-bit
+KV cache.
 
     o[b, i, h] = sum_t p_t v_t,   p = softmax over the tokens t that query i sees,   s_t = scale * q[b, i, h] . k_t
 
-A cache streams past once, so its bytes decide. Work is counted in units: ``block_n`` packed tokens of one key head, or
-sixteen of its 16-bit window. All units of all sequences stand in one line, and each of the persistent blocks takes an
-equal share of it (stream-k), whatever the lengths are: nothing is planned on the host, and a captured graph follows
-lengths that change on the device. In a block each of ``num_warps`` warps streams its units through a ring of
-``num_stages`` slots that no other warp touches; slots hold a unit's keys and its values by turns. Where a share cuts a
-(sequence, head), the blocks that hold parts of it leave partial results in a workspace and the last to arrive adds them
-up in order: the same input gives the same bits.
+A cache streams past once, so its bytes decide. Work is counted in units: ``block_n`` packed tokens
+of one key head, or sixteen of its 16-bit window. All units of all sequences stand in one line, and
+each of the persistent blocks takes an equal share of it (stream-k), whatever the lengths are:
+nothing is planned on the host, and a captured graph follows lengths that change on the device. In a
+block each of ``num_warps`` warps streams its units through a ring of ``num_stages`` slots that no
+other warp touches; slots hold a unit's keys and its values by turns. Where a share cuts a
+(sequence, head), the blocks that hold parts of it leave partial results in a workspace and the last
+to arrive adds them up in order: the same input gives the same bits.
 
-Codes are the tensor cores' A operand as they lie in the cache; the heads that share a key head, and the queries of a
-call, are its n (BitDecoding V-A), ``block_m`` columns at a time: a pass. S^T = K Q^T and O^T = V^T P^T. What one thread
-computes is CUDA (``device/kv``). Papers: BitDecoding IV-V, TurboMind 4.2 and 4.4.
+Codes are the tensor cores' A operand as they lie in the cache; the heads that share a key head, and
+the queries of a call, are its n (BitDecoding V-A), ``block_m`` columns at a time: a pass. S^T = K
+Q^T and O^T = V^T P^T. What one thread computes is CUDA (``device/kv``). Papers: BitDecoding IV-V,
+TurboMind 4.2 and 4.4.
 """
 
 from math import e, log2
@@ -50,7 +53,8 @@ LAUNCH_WORDS = 14  # of 64 bits, of what `tilebit::Decode` keeps of the launch
 
 
 def decode_source(workload: AttentionWorkload, schedule: Schedule) -> str:
-    """The constants of one kernel as the device functions know them, and ``Launch``, the type that they are functions of."""
+    """The constants of one kernel as the device functions know them, and ``Launch``, the type that
+    they are functions of."""
     w, s = workload, schedule
     constants = {
         "GROUP": w.group, "UNIT": s.block_n, "NT": s.block_m // 8, "WARPS": s.num_warps, "STAGES": s.num_stages,
@@ -61,7 +65,8 @@ def decode_source(workload: AttentionWorkload, schedule: Schedule) -> str:
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The TileLang PrimFunc of one (workload, schedule); batch, q_len and the number of pages are dynamic."""
+    """The TileLang PrimFunc of one (workload, schedule); batch, q_len and the number of pages are
+    dynamic."""
     return build_with(device_source(HEADERS), workload, schedule, target)
 
 
@@ -94,7 +99,8 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
     @T.macro
     def wait_for_predecessor():
         T.call_extern("handle", "tilebit::wait_for_predecessor")
-        # only now: all but what this kernel writes is settled for the next one, which reads early, too
+        # only now: all but what this kernel writes is settled for the next one, which reads early,
+        # too
         T.call_extern("handle", "tilebit::launch_dependents")
 
     @T.prim_func
@@ -208,8 +214,8 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                 if after[BASE] < after[END]:
                     call("Scores::load_queries", launch, after, queries)
 
-                # the warps' results are added up; so are, by the block that comes last, those of the
-                # blocks that share the segment
+                # the warps' results are added up; so are, by the block that comes last, those of
+                # the blocks that share the segment
                 T.sync_threads()  # nobody reads the last piece's any more
                 call("Reduce::store", launch, state, T.address_of(shared[sums_at]))
                 T.sync_threads()

@@ -1,10 +1,12 @@
-"""``attention_gather``: the rows of a low-bit KV cache in 16 bits, for a prefill that attends to a quantized history.
+"""``attention_gather``: the rows of a low-bit KV cache in 16 bits, for a prefill that attends to a
+quantized history.
 
     out_k[cu_kv[b] + t] = q * scale + zero of token t's keys, out_v likewise, t < lengths[b]
 
-in fp32, rounded once. The rows after a sequence's history are left alone: there the new tokens' own keys and values go.
-A block has 128 tokens of one key head, which share the key's channel scales, packed or in the 16-bit window; each of its
-``num_warps`` warps takes sixteen of them at a time, through shared memory of its own (``device/kv/rows.cuh``).
+in fp32, rounded once. The rows after a sequence's history are left alone: there the new tokens' own
+keys and values go. A block has 128 tokens of one key head, which share the key's channel scales,
+packed or in the 16-bit window; each of its ``num_warps`` warps takes sixteen of them at a time,
+through shared memory of its own (``device/kv/rows.cuh``).
 """
 
 from typing import Any
@@ -20,8 +22,8 @@ from .leaves import caller
 
 HEADERS = ("ptx/instructions.cuh", *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "rows")))
 GRANULES = RESIDUAL // GRANULE  # of the keys of a group, and of its values
-# Of four warps, by head_dim: as many as registers allow without spills. Left alone, ptxas takes 137 at 4 bits and 128 channels,
-# which is 3 blocks; as a loop in CUDA it took 124.
+# Of four warps, by head_dim: as many as registers allow without spills. Left alone, ptxas takes 137
+# at 4 bits and 128 channels, which is 3 blocks; as a loop in CUDA it took 124.
 BLOCKS_PER_SM = {64: 6, 128: 4, 256: 2}
 SEQUENCE, FIRST = 0, 1  # of a place in the line of groups (``device/kv/sequences.cuh``)
 
@@ -29,9 +31,10 @@ SEQUENCE, FIRST = 0, 1  # of a place in the line of groups (``device/kv/sequence
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    pages int32 ``[num_pages, heads_kv, page_words]``, windows int32 ``[slots, heads_kv, window_words]`` (``layouts.kv``),
-    block_tables int32 ``[batch, max_pages]``, slots and lengths int32 ``[batch]``, cu_kv int32 ``[batch + 1]``, head_scales
-    fp32 ``[2, heads_kv]`` (fp8), out_k and out_v ``[total, heads_kv, head_dim]``. All but the heads are dynamic, from 1 up.
+    pages int32 ``[num_pages, heads_kv, page_words]``, windows int32 ``[slots, heads_kv,
+    window_words]`` (``layouts.kv``), block_tables int32 ``[batch, max_pages]``, slots and lengths
+    int32 ``[batch]``, cu_kv int32 ``[batch + 1]``, head_scales fp32 ``[2, heads_kv]`` (fp8), out_k
+    and out_v ``[total, heads_kv, head_dim]``. All but the heads are dynamic, from 1 up.
     """
     import tilelang.language as T
 
@@ -51,7 +54,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     def mover(which):
         @T.macro
         def move(pages, tables, windows, head_scale, staging, out, sequence, slot, head, first, granule, left, row, warp):
-            """Sixteen tokens, granule ``granule`` of the group from token ``first`` on, of which there are ``left``."""
+            """Sixteen tokens, granule ``granule`` of the group from token ``first`` on, of which
+            there are ``left``."""
             staged = warp * staged_words
             if left >= RESIDUAL:  # in pages
                 call(

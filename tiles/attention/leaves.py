@@ -5,10 +5,11 @@ from typing import Any
 
 
 def caller(types: Mapping[str, str], usual: str) -> Callable[..., Any]:
-    """``call(name, *arguments, returns="handle")``: a call of the device function ``name``, "Type::function".
+    """``call(name, *arguments, returns="handle")``: a call of the device function ``name``,
+    "Type::function".
 
-    Types are templates of ``usual`` ("Softmax" is ``tilebit::Softmax<usual>``) or what ``types`` says. Arrays and tensors go
-    as the addresses of their first elements, everything else as it is.
+    Types are templates of ``usual`` ("Softmax" is ``tilebit::Softmax<usual>``) or what ``types``
+    says. Arrays and tensors go as the addresses of their first elements, everything else as it is.
     """
     import tilelang.language as T
 

@@ -1,4 +1,5 @@
-"""``attention_prefill``: causal attention of many new tokens over 16-bit keys and values, on sm_90a.
+"""``attention_prefill``: causal attention of many new tokens over 16-bit keys and values, on
+sm_90a.
 
     o[i, h] = sum_j p_j v[j, h'],   p = softmax over the keys j that row i sees,   s_j = scale * q[i, h] . k[j, h']
 
@@ -23,8 +24,8 @@ runs under another's products.
 
 Boxes of TMA may reach into the next sequence: scores are masked by position, values beyond a
 sequence's last are zeroed, and rows are stored one by one. Softmax and masks are CUDA
-(``device/kv/prefill.cuh``): reductions of an accumulator in place, and an order of instructions that
-the compilers would not keep.
+(``device/kv/prefill.cuh``): reductions of an accumulator in place, and an order of instructions
+that the compilers would not keep.
 """
 
 from types import SimpleNamespace
@@ -68,8 +69,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     Sinks = T.Tensor((w.heads_q,), "float32") if w.sinks else None  # an argument annotated None is left out of the kernel
     Lse = T.Tensor((tokens, w.heads_q), "float32") if w.lse else None
 
-    # Polled: TileLang's own wait sleeps (results/notes/prefill-polls.md). Pointers to read: one from T.address_of would count as a
-    # store, and cost a fence before the next product.
+    # Polled: TileLang's own wait sleeps (results/notes/prefill-polls.md). Pointers to read: one
+    # from T.address_of would count as a store, and cost a fence before the next product.
     @T.macro
     def await_stage(full, stage, parity):
         T.call_extern("handle", "tilebit::await_stage", full.access_ptr("r", offset=stage), parity)
@@ -119,7 +120,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 
     @T.macro
     def next_step(shared, mine, i, masking, thread):
-        """S of step i and O += P V of the step before are under way together; P of step i is computed under the second."""
+        """S of step i and O += P V of the step before are under way together; P of step i is
+        computed under the second."""
         await_stage(shared.full_k, i % stages, i // stages & 1)
         if turns:
             T.call_extern("handle", await_turn, thread)
@@ -155,7 +157,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 
     @T.macro
     def attend(shared, mine, thread):
-        """The computing warpgroups' walk over their tile's keys; then O are its sums, and ``state`` what they are divided by."""
+        """The computing warpgroups' walk over their tile's keys; then O are its sums, and ``state``
+        what they are divided by."""
         if turns and thread // 128 == groups - 1:
             T.call_extern("handle", pass_turn, thread)  # the first turn is the first warpgroup's
         T.call_extern("handle", "tilebit::begin_rows", T.address_of(mine.state[0]))

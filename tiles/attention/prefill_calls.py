@@ -1,5 +1,5 @@
-"""What the prefill programs call on the device: the functions of ``device/kv/prefill.cuh`` with their template arguments, and the
-fields of what these keep."""
+"""What the prefill programs call on the device: the functions of ``device/kv/prefill.cuh`` with
+their template arguments, and the fields of what these keep."""
 
 from dataclasses import dataclass
 from math import e, log2
@@ -17,7 +17,8 @@ NO_MASK, MASK, MASK_WHERE_NEEDED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class PrefillCalls:
-    """The functions of ``device/kv/prefill.cuh`` with their template arguments, for one (workload, schedule)."""
+    """The functions of ``device/kv/prefill.cuh`` with their template arguments, for one (workload,
+    schedule)."""
 
     workload: AttentionWorkload
     schedule: Schedule
@@ -50,7 +51,8 @@ class PrefillCalls:
 
     @property
     def scale(self) -> float:
-        """What a score is multiplied by to be an exponent of 2; of capped scores, tanh(..), the cap's."""
+        """What a score is multiplied by to be an exponent of 2; of capped scores, tanh(..), the
+        cap's."""
         w = self.workload
         return literal((w.soft_cap or w.softmax_scale) * log2(e))
 

@@ -1,8 +1,11 @@
-"""``attention_prefill_mma``: causal attention of many new tokens over 16-bit keys and values, on sm_80 and later.
+"""``attention_prefill_mma``: causal attention of many new tokens over 16-bit keys and values, on
+sm_80 and later.
 
-The computation, the operands and the order of the work are ``attention_prefill``'s (``prefill.py``). A warp has 16 of the block's
-``block_m`` query rows and multiplies with mma.sync. All threads load tiles of ``block_n`` keys and their values with cp.async,
-``num_stages`` - 1 tiles ahead; rows beyond the sequence arrive as zeros. Accumulators become the next product's operand in place here, too.
+The computation, the operands and the order of the work are ``attention_prefill``'s
+(``prefill.py``). A warp has 16 of the block's ``block_m`` query rows and multiplies with mma.sync.
+All threads load tiles of ``block_n`` keys and their values with cp.async, ``num_stages`` - 1 tiles
+ahead; rows beyond the sequence arrive as zeros. Accumulators become the next product's operand in
+place here, too.
 """
 
 from typing import Any
@@ -37,7 +40,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 
     @T.macro
     def load_step(k, v, Ks, Vs, tile, step, head, thread):
-        # A group of copies is committed for each step, loaded or not, so that the wait counts the same groups at every step.
+        # A group of copies is committed for each step, loaded or not, so that the wait counts the
+        # same groups at every step.
         if step < tile[STEPS]:
             first = T.call_pure_extern("int32", calls.key, T.address_of(tile[0]), step)
             row = T.min(tile[FIRST_KEY] + first, k.shape[0] - 1)

@@ -1,4 +1,5 @@
-"""Attention in fp64, straight from its definition: what every program must compute on the dequantized cache."""
+"""Attention in fp64, straight from its definition: what every program must compute on the
+dequantized cache."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor
 def visible(rows: int, length: int, window: int = 0, sink_tokens: int = 0) -> Tensor:
     """bool [rows, length]: which of a sequence's ``length`` tokens its newest ``rows`` queries see.
 
-    Query i stands at position p = length - rows + i and sees positions <= p (none when p < 0); with ``window`` w > 0 of these only
-    positions > p - w and the first ``sink_tokens``.
+    Query i stands at position p = length - rows + i and sees positions <= p (none when p < 0); with
+    ``window`` w > 0 of these only positions > p - w and the first ``sink_tokens``.
     """
     position = torch.arange(length - rows, length)[:, None]
     token = torch.arange(length)[None, :]
@@ -34,10 +35,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [rows, heads_q, head_dim], log-sum-exp [rows, heads_q]), fp64, of one sequence.
 
-    ``q`` [rows, heads_q, head_dim] are its newest tokens' queries, ``k`` and ``v`` [length, heads_kv, head_dim] all its tokens, any dtype;
-    query head h reads key head h // (heads_q / heads_kv). Scores are ``scale`` q.k (default: head_dim^-0.5), then c tanh(s / c) for a
-    ``soft_cap`` c > 0; ``sinks`` [heads_q] adds exp(sink) to the softmax's denominator. Natural logarithm. A query that sees nothing gets
-    out 0 and -inf (its sink, where there are sinks).
+    ``q`` [rows, heads_q, head_dim] are its newest tokens' queries, ``k`` and ``v`` [length,
+    heads_kv, head_dim] all its tokens, any dtype; query head h reads key head h // (heads_q /
+    heads_kv). Scores are ``scale`` q.k (default: head_dim^-0.5), then c tanh(s / c) for a
+    ``soft_cap`` c > 0; ``sinks`` [heads_q] adds exp(sink) to the softmax's denominator. Natural
+    logarithm. A query that sees nothing gets out 0 and -inf (its sink, where there are sinks).
     """
     rows, heads_q, head_dim = q.shape
     group = heads_q // k.shape[1]
@@ -58,10 +60,11 @@ def attend(
 
 
 def decode(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], **options) -> tuple[Tensor, Tensor]:
-    """(out [batch, q_len, heads_q, head_dim], log-sum-exp [batch, q_len, heads_q]) of ``q`` [batch, q_len, heads_q, head_dim].
+    """(out [batch, q_len, heads_q, head_dim], log-sum-exp [batch, q_len, heads_q]) of ``q`` [batch,
+    q_len, heads_q, head_dim].
 
-    ``keys[b]`` and ``values[b]`` [length, heads_kv, head_dim] are all tokens of sequence b, the q_len newest included; ``options`` are
-    ``attend``'s.
+    ``keys[b]`` and ``values[b]`` [length, heads_kv, head_dim] are all tokens of sequence b, the
+    q_len newest included; ``options`` are ``attend``'s.
     """
     parts = [attend(*sequence, **options) for sequence in zip(q, keys, values, strict=True)]
     if not parts:
@@ -70,10 +73,12 @@ def decode(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], **option
 
 
 def prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads_q, head_dim], log-sum-exp [tokens, heads_q]) of a batch of sequences laid end to end.
+    """(out [tokens, heads_q, head_dim], log-sum-exp [tokens, heads_q]) of a batch of sequences laid
+    end to end.
 
-    Sequence b has rows ``cu_q[b]`` .. ``cu_q[b + 1]`` of ``q`` [tokens, heads_q, head_dim] and ``cu_kv[b]`` .. of ``k`` and ``v``
-    [total, heads_kv, head_dim], its queries being its newest tokens; ``options`` are ``attend``'s.
+    Sequence b has rows ``cu_q[b]`` .. ``cu_q[b + 1]`` of ``q`` [tokens, heads_q, head_dim] and
+    ``cu_kv[b]`` .. of ``k`` and ``v`` [total, heads_kv, head_dim], its queries being its newest
+    tokens; ``options`` are ``attend``'s.
     """
     out, lse = q.new_zeros(q.shape, dtype=torch.float64), q.new_zeros(q.shape[:2], dtype=torch.float64)
     rows, tokens = cu_q.tolist(), cu_kv.tolist()
@@ -86,8 +91,9 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, **opti
 def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, kind: str) -> Tensor:
     """``k`` [tokens, heads, head_dim] with the rotary embedding of ``positions`` [tokens], fp64.
 
-    ``cos_sin`` [max_position, head_dim] holds the cosines, then the sines, of head_dim / 2 angles. ``kind`` "half" turns the pairs (i,
-    i + head_dim / 2) by angle i, "interleaved" the pairs (2 i, 2 i + 1).
+    ``cos_sin`` [max_position, head_dim] holds the cosines, then the sines, of head_dim / 2 angles.
+    ``kind`` "half" turns the pairs (i, i + head_dim / 2) by angle i, "interleaved" the pairs (2 i,
+    2 i + 1).
     """
     half = k.shape[-1] // 2
     cos, sin = cos_sin.double()[positions, None, :half], cos_sin.double()[positions, None, half:]

@@ -1,8 +1,9 @@
-"""The ring of slots that a warp of decode attention streams its units through: what is asked for, from where, into which slot.
+"""The ring of slots that a warp of decode attention streams its units through: what is asked for,
+from where, into which slot.
 
-A slot holds the keys of a unit or its values, by turns, so that twice as many warps find room. Requests run ``num_stages``
-slots ahead of the computation; the copies are the warp's own (``cp.async``, or bulk copies that a barrier of the slot
-counts), so no warp waits for another one.
+A slot holds the keys of a unit or its values, by turns, so that twice as many warps find room.
+Requests run ``num_stages`` slots ahead of the computation; the copies are the warp's own
+(``cp.async``, or bulk copies that a barrier of the slot counts), so no warp waits for another one.
 """
 
 from collections.abc import Callable
@@ -14,18 +15,18 @@ from ...schedules.attention import decode as rules
 from ...schedules.attention.workload import AttentionWorkload
 from ...schedules.schedule import Schedule
 
-# Fields of a cursor: a place in the line of units (``tilebit::Decode::Cursor``). Its segment, a (sequence, head, pass), begins
-# with unit BASE; the block's share ends with unit END; of TOTAL units of the segment the first PACKED_UNITS are packed, and
-# PACKED is the first token after them.
+# Fields of a cursor: a place in the line of units (``tilebit::Decode::Cursor``). Its segment, a
+# (sequence, head, pass), begins with unit BASE; the block's share ends with unit END; of TOTAL
+# units of the segment the first PACKED_UNITS are packed, and PACKED is the first token after them.
 BASE, END, LENGTH, PACKED, PACKED_UNITS, TOTAL, CURSOR_WORDS = 3, 4, 5, 6, 9, 10, 11
 UNIT, UNITS_END, KEYS_FROM, VALUES_FROM, WANTED_WORDS = range(5)  # what a warp asks for next, and the pages that it comes from
 SLOT, PHASE, RING_WORDS = range(3)  # the slot that is read next, and how often it was, modulo 2
 
 
 def ring_macros(workload: AttentionWorkload, schedule: Schedule, call: Callable[..., Any]) -> SimpleNamespace:
-    """TileLang macros over the arrays of one kernel: ``find_sources``, ``request_keys``, ``request_values``, ``await_slot``,
-    ``refill_after_keys``, ``refill_after_values``. Their arrays are the launch, the cursor ``ahead`` of what is asked for,
-    ``wanted`` and ``ring``."""
+    """TileLang macros over the arrays of one kernel: ``find_sources``, ``request_keys``,
+    ``request_values``, ``await_slot``, ``refill_after_keys``, ``refill_after_values``. Their arrays
+    are the launch, the cursor ``ahead`` of what is asked for, ``wanted`` and ``ring``."""
     import tilelang.language as T
 
     w, s, warps, stages, bulk = workload, schedule, schedule.num_warps, schedule.num_stages, schedule.program == rules.BULK
@@ -34,7 +35,8 @@ def ring_macros(workload: AttentionWorkload, schedule: Schedule, call: Callable[
 
     @T.macro
     def find_sources(launch, ahead, wanted, warp):
-        """Where the next unit comes from, of this segment or of the next one that this warp has a unit of."""
+        """Where the next unit comes from, of this segment or of the next one that this warp has a
+        unit of."""
         while wanted[UNIT] >= wanted[UNITS_END] and ahead[BASE] < ahead[END]:
             call("Decode::advance", launch, ahead)
             wanted[UNIT] = ahead[BASE] + warp

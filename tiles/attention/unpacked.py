@@ -1,7 +1,8 @@
-"""Whole caches as torch tensors, on any device: what a packed cache means, in fp64, and caches of random numbers.
+"""Whole caches as torch tensors, on any device: what a packed cache means, in fp64, and caches of
+random numbers.
 
-The reference attends to ``unpack_cache``'s keys and values; tests and the tuner fill caches with ``random_pages``. Both go through
-``KVLayout``, page by page at once, never token by token.
+The reference attends to ``unpack_cache``'s keys and values; tests and the tuner fill caches with
+``random_pages``. Both go through ``KVLayout``, page by page at once, never token by token.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ def unpack_cache(
     dtype: torch.dtype,
     head_scales: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(k, v) of each sequence, float64 [length, heads_kv, head_dim], exactly as the cache means them.
+    """(k, v) of each sequence, float64 [length, heads_kv, head_dim], exactly as the cache means
+    them.
 
-    ``pages`` int32 [num_pages, heads_kv, page words], ``windows`` int32 [slots, heads_kv, window words] with numbers of ``dtype`` (float16
-    or bfloat16), ``block_tables`` int32 [batch, max_pages], ``slots`` and ``lengths`` int32 [batch], ``head_scales`` fp32 [2, heads_kv]
-    (needed for fp8: keys, values). Raises ``ValueError`` for pages of another size, another dtype or missing head scales.
+    ``pages`` int32 [num_pages, heads_kv, page words], ``windows`` int32 [slots, heads_kv, window
+    words] with numbers of ``dtype`` (float16 or bfloat16), ``block_tables`` int32 [batch,
+    max_pages], ``slots`` and ``lengths`` int32 [batch], ``head_scales`` fp32 [2, heads_kv] (needed
+    for fp8: keys, values). Raises ``ValueError`` for pages of another size, another dtype or
+    missing head scales.
     """
     if pages.shape[-1] != layout.page_words:
         raise ValueError(f"pages of {pages.shape[-1]} words; pages of {layout} have {layout.page_words}")
@@ -53,8 +57,9 @@ def unpack_cache(
 
 
 def unpack_pages(pages: Tensor, layout: KVLayout, dtype: torch.dtype, head_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(k, v), float64 [pages * page_size, heads_kv, head_dim], of int32 [pages, heads_kv, page words]: consecutive pages of one sequence
-    that hold whole groups of 128 tokens. Arguments as ``unpack_cache``."""
+    """(k, v), float64 [pages * page_size, heads_kv, head_dim], of int32 [pages, heads_kv, page
+    words]: consecutive pages of one sequence that hold whole groups of 128 tokens. Arguments as
+    ``unpack_cache``."""
     form, ends = layout.format, (layout.value_offset, layout.key_parameter_offset, layout.value_parameter_offset)
     keys, values, key_parameters, value_parameters = pages.tensor_split([end // WORD_BYTES for end in ends], dim=2)
     k_codes = _codes(keys, layout.key, layout.granules).flatten(2, 3)  # [pages, heads, page_size, head_dim]
@@ -78,9 +83,10 @@ def unpack_pages(pages: Tensor, layout: KVLayout, dtype: torch.dtype, head_scale
 
 
 def random_pages(num_pages: int, heads_kv: int, layout: KVLayout, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """int32 [num_pages, heads_kv, page words] on the generator's device: keys and values of mean about 0 and deviation about 1 (fp8: before
-    the head scale), every code point of integer formats in use, no infinities. With ``num_pages`` slots and a layout of
-    ``KVLayout(KVFormat(), head_dim, 128)`` these are windows."""
+    """int32 [num_pages, heads_kv, page words] on the generator's device: keys and values of mean
+    about 0 and deviation about 1 (fp8: before the head scale), every code point of integer formats
+    in use, no infinities. With ``num_pages`` slots and a layout of ``KVLayout(KVFormat(), head_dim,
+    128)`` these are windows."""
     form, device = layout.format, generator.device
     sections = [
         _random_codes((num_pages, heads_kv, size // WORD_BYTES), operand, dtype, generator)
@@ -113,8 +119,8 @@ def _codes(words: Tensor, packed: PackedLayout, tiles: int) -> Tensor:
 
 
 def _parameters(words: Tensor, scales: str, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(scales, zeros), float64, of consecutive pages' parameters, int32 [pages, heads, words]: "channel" [groups, 1, heads, head_dim],
-    "token" [pages, tokens of a page, heads, 1]."""
+    """(scales, zeros), float64, of consecutive pages' parameters, int32 [pages, heads, words]:
+    "channel" [groups, 1, heads, head_dim], "token" [pages, tokens of a page, heads, 1]."""
     halves = words.contiguous().view(torch.float16).double()
     if scales == "token":
         scale, zero = halves.transpose(1, 2).unflatten(1, (-1, 2)).unbind(2)

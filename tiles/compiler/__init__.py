@@ -1,1 +1,2 @@
-"""From a tile program to a kernel directory: lowering, the compilers, the host stub, lint, and the artifact cache."""
+"""From a tile program to a kernel directory: lowering, the compilers, the host stub, lint, and the
+artifact cache."""

@@ -30,10 +30,12 @@ def default_root() -> Path:
 
 
 class ArtifactCache:
-    """Kernels by key under ``root``: ``kernels/<key>`` (complete entries), ``building/`` (private work), ``quarantine/`` (corrupted ones).
+    """Kernels by key under ``root``: ``kernels/<key>`` (complete entries), ``building/`` (private
+    work), ``quarantine/`` (corrupted ones).
 
-    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a complete directory under a lock, so
-    readers see all of it or nothing. Raises ``CacheError`` when the directory cannot be made or the disk is full.
+    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a
+    complete directory under a lock, so readers see all of it or nothing. Raises ``CacheError`` when
+    the directory cannot be made or the disk is full.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -73,13 +75,15 @@ class ArtifactCache:
         return FileLock(self.root / f"lock-{key[:2]}", mode=0o600)
 
     def entry(self, key: str) -> Path:
-        """Where the entry of ``key`` lies or would lie. Raises ``ValueError`` when ``key`` is no sha256 in hex."""
+        """Where the entry of ``key`` lies or would lie. Raises ``ValueError`` when ``key`` is no
+        sha256 in hex."""
         if len(key) != 64 or set(key) - set("0123456789abcdef"):
             raise ValueError(f"key is {key!r}; accepted: 64 lower-case hexadecimal digits")
         return self.kernels / key
 
     def lookup(self, key: str) -> Kernel | None:
-        """The kernel of ``key``, its digests checked, or None. A corrupted entry is moved to quarantine and reported as absent."""
+        """The kernel of ``key``, its digests checked, or None. A corrupted entry is moved to
+        quarantine and reported as absent."""
         entry = self.entry(key)
         if not entry.is_dir():
             return None
@@ -100,7 +104,8 @@ class ArtifactCache:
         return Kernel(entry, manifest)
 
     def quarantine(self, key: str, reason: str) -> Path | None:
-        """Move an entry out of the way, with a note that says why; returns where it went. The next request builds it again."""
+        """Move an entry out of the way, with a note that says why; returns where it went. The next
+        request builds it again."""
         entry = self.entry(key)
         place = self.quarantined / f"{key[:16]}-{uuid.uuid4().hex[:8]}"
         try:
@@ -112,7 +117,8 @@ class ArtifactCache:
         return place
 
     def build_dir(self) -> Path:
-        """A new private directory on the cache's file system, to be filled and given to ``publish`` (or ``discard``)."""
+        """A new private directory on the cache's file system, to be filled and given to ``publish``
+        (or ``discard``)."""
         directory = self.building / f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
             directory.mkdir(mode=0o700)
@@ -126,9 +132,10 @@ class ArtifactCache:
     def publish(self, key: str, build_dir: Path) -> Kernel:
         """Make ``build_dir`` (complete, with its manifest) the entry of ``key``; returns the entry.
 
-        When another process published the same key first, its entry is kept and ``build_dir`` is dropped: equal keys mean equal kernels.
-        Raises ``CorruptArtifact`` when ``build_dir`` is not what its manifest says and ``CacheError`` when it cannot be moved; in both
-        cases nothing is published.
+        When another process published the same key first, its entry is kept and ``build_dir`` is
+        dropped: equal keys mean equal kernels. Raises ``CorruptArtifact`` when ``build_dir`` is not
+        what its manifest says and ``CacheError`` when it cannot be moved; in both cases nothing is
+        published.
         """
         entry = self.entry(key)
         try:
@@ -160,14 +167,16 @@ class ArtifactCache:
         return sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
 
     def remove_stale(self, older_than: float = STALE_SECONDS) -> int:
-        """Drop build directories that nobody finished within ``older_than`` seconds; returns how many."""
+        """Drop build directories that nobody finished within ``older_than`` seconds; returns how
+        many."""
         stale = [p for p in self.building.iterdir() if time.time() - p.stat().st_mtime > older_than]
         for path in stale:
             self.discard(path)
         return len(stale)
 
     def clear(self) -> int:
-        """Remove every entry, everything in quarantine and stale build directories; returns the number of entries removed."""
+        """Remove every entry, everything in quarantine and stale build directories; returns the
+        number of entries removed."""
         removed = 0
         for key in [p.name for p in self.kernels.iterdir()]:
             doomed = self.building / f"clear-{uuid.uuid4().hex}"
@@ -185,7 +194,8 @@ class ArtifactCache:
 
 
 def _sync(directory: Path) -> None:
-    """Flush a directory and its files, so that a rename never becomes durable before the data it names."""
+    """Flush a directory and its files, so that a rename never becomes durable before the data it
+    names."""
     for path in (*(p for p in directory.iterdir() if p.is_file()), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:

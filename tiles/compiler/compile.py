@@ -1,4 +1,5 @@
-"""From a request to a kernel directory: build, lint, manifest, publish. ``compile_request`` runs where its compiler may be imported."""
+"""From a request to a kernel directory: build, lint, manifest, publish. ``compile_request`` runs
+where its compiler may be imported."""
 
 from __future__ import annotations
 
@@ -58,9 +59,11 @@ BUILDERS: dict[str, Callable[[CompileRequest, Path], dict[str, Any]]] = {"tilela
 
 
 def compile_request(request: CompileRequest, cache: ArtifactCache) -> Kernel:
-    """The kernel of ``request``, from the cache or compiled now and published. Raises ``CompileFailure`` with sentences.
+    """The kernel of ``request``, from the cache or compiled now and published. Raises
+    ``CompileFailure`` with sentences.
 
-    Imports the program's compiler into this process: call it in a worker (see ``pool.py``) unless the process is spent anyway.
+    Imports the program's compiler into this process: call it in a worker (see ``pool.py``) unless
+    the process is spent anyway.
     """
     found = cache.lookup(request.key)
     if found is not None:
@@ -92,7 +95,8 @@ def compile_request(request: CompileRequest, cache: ArtifactCache) -> Kernel:
 
 
 def write_manifest(request: CompileRequest, build_dir: Path, fields: dict[str, Any]) -> None:
-    """Write ``manifest.json``: the request, the build's ``fields``, and length and sha256 of every file of ``build_dir``."""
+    """Write ``manifest.json``: the request, the build's ``fields``, and length and sha256 of every
+    file of ``build_dir``."""
     files = {}
     for path in sorted(p for p in build_dir.iterdir() if p.is_file() and p.name != MANIFEST_NAME):
         data = path.read_bytes()
@@ -112,7 +116,8 @@ def write_manifest(request: CompileRequest, build_dir: Path, fields: dict[str, A
 
 
 def compile_kernel(request: CompileRequest, cache: ArtifactCache | None = None, pool: CompilePool | None = None) -> Kernel:
-    """The kernel of ``request``: from the cache, else compiled in a worker process. Raises ``CompileFailure`` with the reasons."""
+    """The kernel of ``request``: from the cache, else compiled in a worker process. Raises
+    ``CompileFailure`` with the reasons."""
     cache = cache or ArtifactCache()
     found = cache.lookup(request.key)
     if found is not None:

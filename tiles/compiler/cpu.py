@@ -1,6 +1,8 @@
-"""A PrimFunc to a directory with ``kernel.so`` (function ``run``) and ``kernel.ll``, through apache-tvm's LLVM and the system's C compiler.
+"""A PrimFunc to a directory with ``kernel.so`` (function ``run``) and ``kernel.ll``, through
+apache-tvm's LLVM and the system's C compiler.
 
-The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the loops that ``device/cpu_launch.c`` calls.
+The library needs apache-tvm-ffi and a C library, nothing of TVM: LLVM makes an object file of the
+loops that ``device/cpu_launch.c`` calls.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from ..program import DEVICE_DIR
 LAUNCHER = "cpu_launch.c"
 COMPILERS = ("cc", "gcc", "clang")
 EXPORTS = "{ global: __tvm_ffi_run; local: *; };\n"  # two kernels in one process must not find each other's loops
-# LLVM's processor levels: x86-64-v4 has AVX-512 F, BW, CD, DQ, VL; v3 has AVX2, FMA, F16C. Not one model's: kernels travel in packs.
+# LLVM's processor levels: x86-64-v4 has AVX-512 F, BW, CD, DQ, VL; v3 has AVX2, FMA, F16C. Not one
+# model's: kernels travel in packs.
 _LLVM_CPU = {"avx512_bf16": ("x86-64-v4", ["+avx512bf16"]), "avx512": ("x86-64-v4", []), "avx2": ("x86-64-v3", [])}
 
 
@@ -30,13 +33,16 @@ class CpuCompileError(Exception):
 
 
 def compile_cpu(function: Any, target: Target, out_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``. ``function`` is a PrimFunc that ``outline`` accepts.
+    """Write ``kernel.so`` and ``kernel.ll`` into ``out_dir``. ``function`` is a PrimFunc that
+    ``outline`` accepts.
 
-    Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector accesses to the stack in the whole
-    kernel and in the hottest loop, a function's ``LOCAL_ARRAYS`` among them), ``instructions`` (the commonest, with counts), ``loop`` (the
-    hottest loop's) and ``lint`` (sentences).
+    Returns resources: ``threads``, ``isa``, ``vector_bits``, ``spills`` and ``loop_spills`` (vector
+    accesses to the stack in the whole kernel and in the hottest loop, a function's ``LOCAL_ARRAYS``
+    among them), ``instructions`` (the commonest, with counts), ``loop`` (the hottest loop's) and
+    ``lint`` (sentences).
 
-    Raises ``ValueError`` for a target without AVX2 or a function ``outline`` refuses, ``CpuCompileError`` without a C compiler.
+    Raises ``ValueError`` for a target without AVX2 or a function ``outline`` refuses,
+    ``CpuCompileError`` without a C compiler.
     """
     import tvm.tirx
 
@@ -93,9 +99,11 @@ def _link(object_file: Path, header: Path, exports: Path, threads: int, library:
 
 
 def read_assembly(assembly: str, vectors: Isa, local_arrays: bool = False) -> dict[str, Any]:
-    """What the generated code is made of, see ``compile_cpu``. The hottest loop is taken to be the innermost one with the most products.
+    """What the generated code is made of, see ``compile_cpu``. The hottest loop is taken to be the
+    innermost one with the most products.
 
-    ``local_arrays``: the code has arrays on the stack, from which spilled registers cannot be told."""
+    ``local_arrays``: the code has arrays on the stack, from which spilled registers cannot be told.
+    """
     wide = {16: "zmm", 8: "ymm"}[vectors.lanes]
     lines = [line.split("#")[0].strip() for line in assembly.splitlines()]
     labels = {line[:-1]: number for number, line in enumerate(lines) if line.endswith(":")}

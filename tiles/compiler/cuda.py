@@ -1,4 +1,5 @@
-"""From a TileLang PrimFunc to a CUDA kernel library: lower, generate CUDA, nvcc, ptxas report, host stub."""
+"""From a TileLang PrimFunc to a CUDA kernel library: lower, generate CUDA, nvcc, ptxas report, host
+stub."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from .host_stub import CUBIN_NAME, compile_stub, generate_stub
 from .lint import Instructions, Resources, count_instructions, disassemble
 
 SOURCE_NAME = "kernel.cu"
-# What a wait for the preceding kernel becomes in PTX. Looked for there and not in the CUDA source, which holds the headers' functions
-# whether the kernel calls them or not.
+# What a wait for the preceding kernel becomes in PTX. Looked for there and not in the CUDA source,
+# which holds the headers' functions whether the kernel calls them or not.
 DEPENDENT_WAIT = "griddepcontrol.wait"
 
 
@@ -46,7 +47,8 @@ class CudaBuild:
 
 
 def find_nvcc() -> str:
-    """nvcc from ``$CUDACXX``, ``$CUDA_HOME/bin``, ``$PATH``, /usr/local/cuda or the nvidia-cuda-nvcc wheel, in this order.
+    """nvcc from ``$CUDACXX``, ``$CUDA_HOME/bin``, ``$PATH``, /usr/local/cuda or the
+    nvidia-cuda-nvcc wheel, in this order.
 
     Raises ``NvccError`` with how to get one when there is none.
     """
@@ -81,7 +83,8 @@ def nvcc_version() -> str:
 
 
 def lowered_arch(program: TileProgram, target: Target) -> str:
-    """The architecture that the program's CUDA is generated for: the target's, or the program's newest where the target is newer."""
+    """The architecture that the program's CUDA is generated for: the target's, or the program's
+    newest where the target is newer."""
     newest = program.newest_arch
     return newest if newest and target.capability > target_from_name(newest).capability else target.arch
 
@@ -97,7 +100,8 @@ def lower_cuda(function: Any, arch: str, pass_configs: dict[str, Any] | None = N
 
 
 def _include_flags() -> list[str]:
-    """TileLang's headers, found without importing it: that would point this process and its children at the compiler it carries."""
+    """TileLang's headers, found without importing it: that would point this process and its
+    children at the compiler it carries."""
     found = importlib.util.find_spec("tilelang")
     roots = list(found.submodule_search_locations or ()) if found else []
     system = [os.path.join(root, *path) for root in roots for path in (("src",), ("3rdparty", "cutlass", "include"))]
@@ -105,9 +109,11 @@ def _include_flags() -> list[str]:
 
 
 def run_nvcc(build_dir: Path, arch: str, flags: tuple[str, ...] = ()) -> tuple[str, str]:
-    """Compile ``build_dir/kernel.cu`` to ``build_dir/kernel.cubin``; returns all that nvcc and ptxas said, and the PTX.
+    """Compile ``build_dir/kernel.cu`` to ``build_dir/kernel.cubin``; returns all that nvcc and
+    ptxas said, and the PTX.
 
-    No fast math: it changes divisions and denormals, which the exact oracle would notice. Raises ``NvccError`` with the first errors.
+    No fast math: it changes divisions and denormals, which the exact oracle would notice. Raises
+    ``NvccError`` with the first errors.
     """
     number = arch.removeprefix("sm_")
     command = [find_nvcc(), "--cubin", "-O3", "-std=c++20", "-gencode", f"arch=compute_{number},code=sm_{number}", "-Xptxas", "-v"]
@@ -127,7 +133,8 @@ def run_nvcc(build_dir: Path, arch: str, flags: tuple[str, ...] = ()) -> tuple[s
 
 
 def parse_ptxas(report: str, kernel: str, dynamic_smem: int, threads: int) -> Resources:
-    """The ``Resources`` of ``kernel`` in the output of ``-Xptxas -v``. Raises ``NvccError`` when the kernel is not in it."""
+    """The ``Resources`` of ``kernel`` in the output of ``-Xptxas -v``. Raises ``NvccError`` when
+    the kernel is not in it."""
     section = re.search(rf"Compiling entry function '{re.escape(kernel)}'.*?(?=Compiling entry function|\Z)", report, re.S)
     if not section:
         raise NvccError(f"ptxas did not report kernel {kernel!r}; its output was:\n{report.strip()[-2000:]}")
@@ -138,7 +145,8 @@ def parse_ptxas(report: str, kernel: str, dynamic_smem: int, threads: int) -> Re
         return int(found.group(1)) if found else 0
 
     static = number(r"(\d+) bytes smem")
-    # warnings of the generated source and of ptxas; those of the headers it includes are not this kernel's
+    # warnings of the generated source and of ptxas; those of the headers it includes are not this
+    # kernel's
     warnings = [
         line.strip()
         for line in report.splitlines()
@@ -157,15 +165,18 @@ def parse_ptxas(report: str, kernel: str, dynamic_smem: int, threads: int) -> Re
 
 
 def waits_for_predecessor(ptx: str, kernel: str) -> bool:
-    """Whether the code of ``kernel`` in ``ptx`` waits for the preceding kernel itself, so that it may be launched before that has ended."""
+    """Whether the code of ``kernel`` in ``ptx`` waits for the preceding kernel itself, so that it
+    may be launched before that has ended."""
     body = re.search(rf"\.entry {re.escape(kernel)}\b.*?(?=\.(?:entry|func) |\Z)", ptx, re.S)
     return body is not None and DEPENDENT_WAIT in body.group(0)
 
 
 def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule, target: Target, build_dir: Path) -> CudaBuild:
-    """Build the kernel of one request into ``build_dir``: kernel.cu, kernel.cubin, host.c, kernel.so. Runs where TileLang may be imported.
+    """Build the kernel of one request into ``build_dir``: kernel.cu, kernel.cubin, host.c,
+    kernel.so. Runs where TileLang may be imported.
 
-    Raises ``NvccError``, ``StubError`` or ``UnsupportedHost`` with sentences; TileLang's own exceptions pass through.
+    Raises ``NvccError``, ``StubError`` or ``UnsupportedHost`` with sentences; TileLang's own
+    exceptions pass through.
     """
     seconds = {}
     start = time.perf_counter()

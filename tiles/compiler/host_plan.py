@@ -1,6 +1,8 @@
-"""What the host does for one kernel call, read from the lowered host function: tensor maps, kernel arguments, launch geometry.
+"""What the host does for one kernel call, read from the lowered host function: tensor maps, kernel
+arguments, launch geometry.
 
-Nothing here is copied by hand: every number is an expression of the lowered host function, written as C over the symbolic dimensions.
+Nothing here is copied by hand: every number is an expression of the lowered host function, written
+as C over the symbolic dimensions.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """One ``cuTensorMapEncodeTiled`` call: C expressions, innermost dimension first; ``strides`` are bytes of dimensions 1.. ."""
+    """One ``cuTensorMapEncodeTiled`` call: C expressions, innermost dimension first; ``strides``
+    are bytes of dimensions 1.. ."""
 
     param: int
     dtype: str
@@ -71,7 +74,8 @@ class TensorMap:
 
 @dataclass(frozen=True, slots=True)
 class KernelArg:
-    """``kind`` is "pointer" (``value``: parameter index), "map" (tensor map index), "int32" or "int64" (C expression)."""
+    """``kind`` is "pointer" (``value``: parameter index), "map" (tensor map index), "int32" or
+    "int64" (C expression)."""
 
     kind: str
     value: int | str
@@ -99,8 +103,9 @@ class HostPlan:
 def describe_params(function: Any, names: tuple[str, ...], declared: Sequence[Operand]) -> tuple[Param, ...]:
     """The tensor parameters of a PrimFunc, under the names that callers know them by.
 
-    Raises ``UnsupportedHost`` when the counts differ, a parameter is no dense tensor, or it is not what the workload ``declared`` under
-    that name (a workspace is declared by the rule: int32, of any length).
+    Raises ``UnsupportedHost`` when the counts differ, a parameter is no dense tensor, or it is not
+    what the workload ``declared`` under that name (a workspace is declared by the rule: int32, of
+    any length).
     """
     if len(function.params) != len(names):
         raise UnsupportedHost(
@@ -275,7 +280,8 @@ def read_host(host_module: Any, device_module: Any, params: tuple[Param, ...]) -
     reader.statement(host_functions[0].body)
     if not reader.launches:
         raise UnsupportedHost("the host function launches no kernel")
-    # a dimension of a parameter may be symbolic without being needed by the launch (a workspace's length): it is bound all the same
+    # a dimension of a parameter may be symbolic without being needed by the launch (a workspace's
+    # length): it is bound all the same
     for index, param in enumerate(params):
         for axis, dim in enumerate(param.shape):
             if isinstance(dim, str) and dim.isidentifier():

@@ -1,11 +1,14 @@
-"""The host side of a compiled CUDA kernel as C: generated from a ``HostPlan``, compiled by the C compiler, loaded by tvm_ffi.
+"""The host side of a compiled CUDA kernel as C: generated from a ``HostPlan``, compiled by the C
+compiler, loaded by tvm_ffi.
 
-The library exports ``run(*tensors)``, ``prepare(device)`` and, where a kernel waits for its predecessor itself,
-``run_dependent(*tensors)``, which launches it with the programmatic-stream-serialization attribute: it may then start before the preceding
-kernel of its stream has ended (``run`` never lets it). A parameter called ``workspace`` is given as a tensor or as its address, an integer.
-The library embeds the cubin and finds the driver at the first call, so that it is built and loaded on machines without a GPU or a CUDA
-toolkit. A call allocates nothing and waits for nothing: it may be captured in a CUDA graph. It encodes a tensor map only when a pointer or
-a dimension is new to it.
+The library exports ``run(*tensors)``, ``prepare(device)`` and, where a kernel waits for its
+predecessor itself, ``run_dependent(*tensors)``, which launches it with the
+programmatic-stream-serialization attribute: it may then start before the preceding kernel of its
+stream has ended (``run`` never lets it). A parameter called ``workspace`` is given as a tensor or
+as its address, an integer. The library embeds the cubin and finds the driver at the first call, so
+that it is built and loaded on machines without a GPU or a CUDA toolkit. A call allocates nothing
+and waits for nothing: it may be captured in a CUDA graph. It encodes a tensor map only when a
+pointer or a dimension is new to it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class StubError(Exception):
 
 
 def c_compiler() -> str:
-    """The C compiler: ``$CC``, else cc, gcc or clang from PATH. Raises ``StubError`` when there is none."""
+    """The C compiler: ``$CC``, else cc, gcc or clang from PATH. Raises ``StubError`` when there is
+    none."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = name and shutil.which(name)
         if found:
@@ -59,7 +63,8 @@ def _param(param: Param) -> str:
 
 
 def _symbols(plan: HostPlan) -> list[str]:
-    """Bind every symbolic dimension where it is defined and compare it with the others that must equal it."""
+    """Bind every symbolic dimension where it is defined and compare it with the others that must
+    equal it."""
     lines, defined = [], {}
     for name, index, axis in plan.symbols:
         lines.append(f"  const int64_t {dim_name(name)} = t[{index}]->shape[{axis}];")
@@ -146,7 +151,8 @@ def _export(name: str, dependent: int) -> str:
 
 
 def generate_stub(plan: HostPlan, program_name: str, arch: str) -> str:
-    """C source of the host side of ``plan``; the cubin is read from ``kernel.cubin`` in the compiler's directory.
+    """C source of the host side of ``plan``; the cubin is read from ``kernel.cubin`` in the
+    compiler's directory.
 
     Raises ``StubError`` for what the stub cannot express.
     """
@@ -205,7 +211,8 @@ static int tb_body(const DLTensor* const* t, int device, CUstream stream, int de
 
 
 def compile_stub(source: str, cubin: bytes, build_dir: Path) -> Path:
-    """Write ``host.c`` and ``kernel.cubin`` into ``build_dir`` and compile ``kernel.so`` there; returns its path. Raises ``StubError``."""
+    """Write ``host.c`` and ``kernel.cubin`` into ``build_dir`` and compile ``kernel.so`` there;
+    returns its path. Raises ``StubError``."""
     import tvm_ffi.libinfo
 
     (build_dir / CUBIN_NAME).write_bytes(cubin)

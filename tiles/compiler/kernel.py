@@ -15,7 +15,8 @@ from ...schedules.schedule import Schedule
 class Kernel:
     """A kernel directory and its manifest. Nothing is loaded until the first call or ``load()``.
 
-    Call it with torch tensors in the order of ``params``; it launches on torch's current stream and returns nothing.
+    Call it with torch tensors in the order of ``params``; it launches on torch's current stream and
+    returns nothing.
     """
 
     path: Path
@@ -27,7 +28,8 @@ class Kernel:
 
     @property
     def resources(self) -> dict[str, Any]:
-        """registers, spills, stack, smem (bytes of shared memory), threads ... as far as the compiler reports them."""
+        """registers, spills, stack, smem (bytes of shared memory), threads ... as far as the
+        compiler reports them."""
         return self.manifest["resources"]
 
     @property

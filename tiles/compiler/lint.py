@@ -1,8 +1,9 @@
 """Findings about a compiled CUDA kernel: did the compiler do what the schedule asked for?
 
-TileLang falls back silently (a copy that TMA or cp.async cannot make becomes plain loads, one that cannot be vectorized becomes scalar),
-and ptxas spills and serializes silently. A finding is a sentence that starts with its level: an error means that the kernel must not be
-used, a warning that it is slower than meant.
+TileLang falls back silently (a copy that TMA or cp.async cannot make becomes plain loads, one that
+cannot be vectorized becomes scalar), and ptxas spills and serializes silently. A finding is a
+sentence that starts with its level: an error means that the kernel must not be used, a warning that
+it is slower than meant.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ SERIALIZED = re.compile(r"\(C75(0[5-9]|1\d)\)")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas says one kernel uses: ``registers`` a thread, bytes of ``spills`` (stores + loads), ``stack`` and static shared memory
-    (``static_smem``), ``barriers``; ``smem`` is the shared memory of a block in bytes, dynamic part included; ``threads`` of a block;
-    ``warnings`` of ptxas and of the generated source."""
+    """What ptxas says one kernel uses: ``registers`` a thread, bytes of ``spills`` (stores +
+    loads), ``stack`` and static shared memory (``static_smem``), ``barriers``; ``smem`` is the
+    shared memory of a block in bytes, dynamic part included; ``threads`` of a block; ``warnings``
+    of ptxas and of the generated source."""
 
     registers: int
     spills: int
@@ -44,8 +46,9 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """How often a kernel's code (``level``: "ptx" or "sass") does what a lint rule asks about. ``tma`` counts loads of tiles through a
-    tensor map, ``bulk_copies`` those of plain byte ranges, ``dependent_waits`` waits for the preceding kernel of a dependent launch."""
+    """How often a kernel's code (``level``: "ptx" or "sass") does what a lint rule asks about.
+    ``tma`` counts loads of tiles through a tensor map, ``bulk_copies`` those of plain byte ranges,
+    ``dependent_waits`` waits for the preceding kernel of a dependent launch."""
 
     level: str
     wgmma: int
@@ -110,7 +113,8 @@ def count_instructions(code: str, level: str) -> Instructions:
 
 
 def disassemble(cubin: Path, toolkit: Path) -> str | None:
-    """SASS of a cubin by nvdisasm or cuobjdump (from PATH or the folder ``toolkit``), or None when neither is there or both fail."""
+    """SASS of a cubin by nvdisasm or cuobjdump (from PATH or the folder ``toolkit``), or None when
+    neither is there or both fail."""
     for tool, flags in (("nvdisasm", ["-c"]), ("cuobjdump", ["--dump-sass"])):
         path = shutil.which(tool) or shutil.which(tool, path=str(toolkit))
         if path:
@@ -146,7 +150,8 @@ def _resource_findings(resources: Resources, schedule: Schedule, target: Target)
 
 
 def _warp_findings(resources: Resources, schedule: Schedule, rule: Rule) -> list[str]:
-    """Whether the block has the loading and the computing warps that its program tells apart, and the registers that they take."""
+    """Whether the block has the loading and the computing warps that its program tells apart, and
+    the registers that they take."""
     found, loading, computing = [], rule.loading_warps * 32, schedule.num_warps * 32
     if resources.threads != computing + loading:
         found.append(
@@ -174,7 +179,8 @@ def _program_findings(code: Instructions, resources: Resources, schedule: Schedu
 
 
 def lint(code: Instructions, resources: Resources, schedule: Schedule, target: Target) -> list[str]:
-    """Findings over a kernel's instructions and resources; empty: nothing to say. Each starts with "error: " or "warning: "."""
+    """Findings over a kernel's instructions and resources; empty: nothing to say. Each starts with
+    "error: " or "warning: "."""
     found = _resource_findings(resources, schedule, target) + _program_findings(code, resources, schedule)
     if code.float_atomics:
         found.append(f"{ERROR}{code.float_atomics} floating-point atomics in the {code.level}: the result depends on the order of blocks")

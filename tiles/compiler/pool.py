@@ -1,7 +1,9 @@
-"""Compile in worker processes: one compiler per process, a timeout per request, and a crash costs only its request.
+"""Compile in worker processes: one compiler per process, a timeout per request, and a crash costs
+only its request.
 
-A worker is a fresh interpreter that runs ``pool_worker.py``. It imports nothing of the caller's main program, so scripts need no
-``if __name__ == "__main__"`` guard, and TileLang's and apache-tvm's copies of TVM never meet in one process.
+A worker is a fresh interpreter that runs ``pool_worker.py``. It imports nothing of the caller's
+main program, so scripts need no ``if __name__ == "__main__"`` guard, and TileLang's and
+apache-tvm's copies of TVM never meet in one process.
 """
 
 from __future__ import annotations
@@ -96,9 +98,11 @@ class _Worker:
 
 
 class CompilePool:
-    """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on demand and stay warm until ``close()``.
+    """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on
+    demand and stay warm until ``close()``.
 
-    ``timeout`` is the time one request may take, in seconds (without its worker's start). Use it in a ``with`` statement.
+    ``timeout`` is the time one request may take, in seconds (without its worker's start). Use it in
+    a ``with`` statement.
     """
 
     def __init__(self, jobs: int | None = None, cache: ArtifactCache | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -123,8 +127,8 @@ class CompilePool:
             self.workers.pop().end()
 
     def compile(self, requests: Sequence[CompileRequest], progress: Progress | None = None) -> list[Kernel | CompileFailure]:
-        """One result per request, in order; a failed request is a ``CompileFailure`` there. ``progress(done, total, result)`` is called
-        as each arrives."""
+        """One result per request, in order; a failed request is a ``CompileFailure`` there.
+        ``progress(done, total, result)`` is called as each arrives."""
         results: list[Kernel | CompileFailure | None] = [None] * len(requests)
         waiting: deque[int] = deque()
         first: dict[str, int] = {}  # equal requests are compiled once
@@ -163,7 +167,8 @@ class CompilePool:
     def _assign(
         self, requests: Sequence[CompileRequest], waiting: deque[int], finish: Callable[[int, Kernel | CompileFailure], None]
     ) -> None:
-        """Give waiting requests to idle workers; a worker of the other compiler is replaced only when no place is free."""
+        """Give waiting requests to idle workers; a worker of the other compiler is replaced only
+        when no place is free."""
         for job in list(waiting):
             compiler = program(requests[job].program).compiler
             idle = [w for w in self.workers if w.job is None]

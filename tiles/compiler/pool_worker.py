@@ -1,4 +1,5 @@
-"""The other side of ``pool.py``: read pickled requests from standard input, compile, write pickled results to standard output."""
+"""The other side of ``pool.py``: read pickled requests from standard input, compile, write pickled
+results to standard output."""
 
 from __future__ import annotations
 

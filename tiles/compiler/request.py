@@ -28,7 +28,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
-    """Everything a compile needs, and nothing of a device: picklable, so that it travels to a worker or another machine."""
+    """Everything a compile needs, and nothing of a device: picklable, so that it travels to a
+    worker or another machine."""
 
     program: str
     workload: AnyWorkload
@@ -37,8 +38,8 @@ class CompileRequest:
 
     @property
     def key(self) -> str:
-        """sha256 over all that determines the artifact: program and sources, workload without its DYNAMIC sizes, schedule, arch, compiler
-        versions."""
+        """sha256 over all that determines the artifact: program and sources, workload without its
+        DYNAMIC sizes, schedule, arch, compiler versions."""
         compiler = program(self.program).compiler
         workload = {name: value for name, value in self.workload.to_json().items() if name not in self.workload.DYNAMIC}
         parts = {
@@ -61,8 +62,8 @@ class CompileRequest:
 
 
 class CompileFailure(Exception):
-    """Why a request has no kernel. ``kind`` is "illegal", "build", "nvcc", "stub", "lint", "timeout", "crash" or "cache";
-    ``sentences`` say more."""
+    """Why a request has no kernel. ``kind`` is "illegal", "build", "nvcc", "stub", "lint",
+    "timeout", "crash" or "cache"; ``sentences`` say more."""
 
     def __init__(self, request: CompileRequest, kind: str, sentences: tuple[str, ...]) -> None:
         super().__init__(request, kind, sentences)
@@ -86,7 +87,8 @@ def _sources_digest(name: str, more: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4)
 def compiler_versions(compiler: str) -> dict[str, str | None]:
-    """Versions of everything that takes part in a compile; None for what is not installed (a key made there matches no artifact)."""
+    """Versions of everything that takes part in a compile; None for what is not installed (a key
+    made there matches no artifact)."""
     versions: dict[str, str | None] = {}
     for name in (DISTRIBUTIONS[compiler], "apache-tvm-ffi"):
         try:

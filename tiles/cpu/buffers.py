@@ -10,8 +10,9 @@ from .vectors import T, tirx
 
 
 def bind_operands(operands: Sequence[Operand]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(buffers by operand, variables by the name of a size): parameters of the function that is being built, in call order. "batch + 1"
-    has a variable of its own, "batch_1", which is not compared with "batch": an operation's checks do that."""
+    """(buffers by operand, variables by the name of a size): parameters of the function that is
+    being built, in call order. "batch + 1" has a variable of its own, "batch_1", which is not
+    compared with "batch": an operation's checks do that."""
     sizes: dict[str, Any] = {}
     buffers: dict[str, Any] = {}
     for o in present(operands):

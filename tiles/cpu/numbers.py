@@ -1,4 +1,5 @@
-"""Numbers of the CPU attention programs: codes to fp32 and back, and the two functions of softmax. Importing this imports tvm.
+"""Numbers of the CPU attention programs: codes to fp32 and back, and the two functions of softmax.
+Importing this imports tvm.
 
 All work on vectors of 16 lanes, which LLVM splits in two where registers are half as wide.
 """
@@ -17,9 +18,11 @@ LN_2 = math.log(2.0)
 
 
 def number(word: Any, slot: int, bits: int, kind: str, dtype: str, table: bool) -> Any:
-    """fp32: number ``slot`` of each int32 ``word``, codes of ``bits`` bits of a ``KVFormat``'s ``kind`` ("float": ``dtype``), unscaled.
+    """fp32: number ``slot`` of each int32 ``word``, codes of ``bits`` bits of a ``KVFormat``'s
+    ``kind`` ("float": ``dtype``), unscaled.
 
-    ``table``: permutes look up to four bits up (they ignore the other bits of their index, so nothing is masked).
+    ``table``: permutes look up to four bits up (they ignore the other bits of their index, so
+    nothing is masked).
     """
     if kind == "float":
         return _half(word, slot, dtype)
@@ -39,8 +42,8 @@ def _half(word: Any, slot: int, dtype: str) -> Any:
 
 
 def from_e4m3(byte: Any) -> Any:
-    """fp32 of the e4m3 numbers in the low bytes of an int32 vector. As fp16, whose exponent is biased by 8 more, their bits are a number
-    2^8 too small, subnormals too."""
+    """fp32 of the e4m3 numbers in the low bytes of an int32 vector. As fp16, whose exponent is
+    biased by 8 more, their bits are a number 2^8 too small, subnormals too."""
     byte = T.bind(byte)
     size, sign = T.bind((byte & splat(0x7F, "int32")) << splat(7, "int32")), (byte & splat(0x80, "int32")) << splat(8, "int32")
     half = T.reinterpret("float16x16", (size | sign).astype("uint16x16")).astype("float32x16") * splat(256.0)
@@ -52,9 +55,11 @@ def to_e4m3(x: Any) -> Any:
     bits = v.held(T.reinterpret("int32x16", x))
     magnitude = v.held(bits & splat(0x7FFFFFFF, "int32"))
     capped = v.held(T.min(magnitude, splat(0x43E00000, "int32")))  # of fp32: 448
-    # The exponent's bias falls from 127 to 7, the mantissa from 23 bits to 3: half is added, less one where that makes it even.
+    # The exponent's bias falls from 127 to 7, the mantissa from 23 bits to 3: half is added, less
+    # one where that makes it even.
     rounded = capped + splat(0x7FFFF - (120 << 23), "int32") + ((capped >> splat(20, "int32")) & splat(1, "int32"))
-    # Below 2^-6 (0x3c800000) steps are 2^-9, those of fp32 numbers from 2^14 (0x46800000) on: the addition rounds.
+    # Below 2^-6 (0x3c800000) steps are 2^-9, those of fp32 numbers from 2^14 (0x46800000) on: the
+    # addition rounds.
     subnormal = T.reinterpret("int32x16", T.reinterpret("float32x16", capped) + splat(2.0**14)) - splat(0x46800000, "int32")
     code = tirx.Select(capped < splat(0x3C800000, "int32"), subnormal, rounded >> splat(20, "int32"))
     code = v.held(code | ((bits >> splat(24, "int32")) & splat(0x80, "int32")))

@@ -1,8 +1,9 @@
 """From a PrimFunc whose body is parallel loops to C functions over ranges of their iterations.
 
-A parallel loop in TVM is lowered to a call into TVM's runtime. Here every loop becomes ``void loop<i>(int32 begin, int32 end, int32
-sizes..., pointers...)`` instead, and ``device/cpu_launch.c`` hands out the iterations. Accepted bodies: allocations (the call's workspace),
-then parallel loops. The tensors' symbolic sizes (a GEMM's ``m``) are read from the tensors of a call.
+A parallel loop in TVM is lowered to a call into TVM's runtime. Here every loop becomes ``void
+loop<i>(int32 begin, int32 end, int32 sizes..., pointers...)`` instead, and ``device/cpu_launch.c``
+hands out the iterations. Accepted bodies: allocations (the call's workspace), then parallel loops.
+The tensors' symbolic sizes (a GEMM's ``m``) are read from the tensors of a call.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ _DTYPE_CODES = {"int": "kDLInt", "uint": "kDLUInt", "float": "kDLFloat", "bfloat
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
-    """``module`` has the C functions ``loop0 ..`` and ``sizes``; ``header`` declares them and the tensors of a call."""
+    """``module`` has the C functions ``loop0 ..`` and ``sizes``; ``header`` declares them and the
+    tensors of a call."""
 
     module: Any
     header: str
 
 
 def outline(function: Any) -> Outlined:
-    """Raises ``ValueError`` for a body that is anything but allocations and parallel loops, or tensors without a symbolic size."""
+    """Raises ``ValueError`` for a body that is anything but allocations and parallel loops, or
+    tensors without a symbolic size."""
     import tvm
 
     tirx: Any = tvm.tirx
@@ -44,7 +47,8 @@ def outline(function: Any) -> Outlined:
             symbols.append(size)
     if not symbols:
         raise ValueError("the function's tensors have no symbolic size; accepted: at least one, for example m")
-    # TVM's LLVM code generator crashes on a pointer to bf16: such tensors arrive as pointers to their bits.
+    # TVM's LLVM code generator crashes on a pointer to bf16: such tensors arrive as pointers to
+    # their bits.
     bits = {b.data: tirx.Var(b.data.name, tvm.ir.PointerType(tvm.ir.PrimType("uint16"))) for b in operands if b.dtype == "bfloat16"}
     pointers = [bits.get(buffer.data, buffer.data) for buffer in (*operands, *workspaces)]
 
@@ -60,7 +64,8 @@ def outline(function: Any) -> Outlined:
 
 
 def _sizes(tvm: Any, symbols: list[Any], workspaces: list[Any], loops: list[Any]) -> Any:
-    """``void sizes(int32 symbols..., int64* out)``: bytes of every workspace, then extent and togetherness of every loop."""
+    """``void sizes(int32 symbols..., int64* out)``: bytes of every workspace, then extent and
+    togetherness of every loop."""
     tirx = tvm.tirx
     values = []
     for buffer in workspaces:
@@ -77,7 +82,8 @@ def _sizes(tvm: Any, symbols: list[Any], workspaces: list[Any], loops: list[Any]
 
 
 def _header(tvm: Any, operands: dict[str, Any], symbols: list[Any], workspaces: int, loops: int) -> str:
-    """C: counts, the tensors of a call (size -1 - i: symbolic size i), prototypes, and functions that call them with arrays."""
+    """C: counts, the tensors of a call (size -1 - i: symbolic size i), prototypes, and functions
+    that call them with arrays."""
     pointers = len(operands) + workspaces
     tensors = []
     for name, buffer in operands.items():

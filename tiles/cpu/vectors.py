@@ -1,6 +1,8 @@
-"""The vocabulary of the CPU programs: TensorIR expressions over vectors, and the x86 instructions TensorIR has no word for.
+"""The vocabulary of the CPU programs: TensorIR expressions over vectors, and the x86 instructions
+TensorIR has no word for.
 
-Importing this imports tvm: only a compiling process does. Buffers given to ``load`` and ``store`` are flat.
+Importing this imports tvm: only a compiling process does. Buffers given to ``load`` and ``store``
+are flat.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from typing import Any
 import tvm.tirx
 import tvm.tirx.script.builder.ir
 
-# Untyped on purpose: tvm's annotations know neither Python numbers as expressions nor arithmetic on them.
+# Untyped on purpose: tvm's annotations know neither Python numbers as expressions nor arithmetic on
+# them.
 tirx: Any = tvm.tirx
 T: Any = tvm.tirx.script.builder.ir
 
-# TVM hands LLVM bf16 as 16-bit integers, which the instruction's intrinsic refuses: so it is imported as a function of 32-bit lanes.
+# TVM hands LLVM bf16 as 16-bit integers, which the instruction's intrinsic refuses: so it is
+# imported as a function of 32-bit lanes.
 _BF16_DOT = "tilebit_dpbf16ps"
 _BF16_DOT_LLVM = f"""
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
@@ -54,8 +58,9 @@ def sums(count: int, lanes: int) -> Any:
 
 
 def held(value: Any) -> Any:
-    """``value`` computed once: a register, like ``T.bind``, but one that TVM's simplifier does not look through. Chains of pure bindings
-    that use each other twice (a sum over lanes, a polynomial) take it time exponential in their length."""
+    """``value`` computed once: a register, like ``T.bind``, but one that TVM's simplifier does not
+    look through. Chains of pure bindings that use each other twice (a sum over lanes, a polynomial)
+    take it time exponential in their length."""
     register = local(1, str(value.dtype))
     T.buffer_store(register, value, [0])
     return T.bind(register[0])
@@ -107,7 +112,8 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def dot_bf16(a: Any, b: Any, c: Any) -> Any:
-    """a[2l] * b[2l] + a[2l + 1] * b[2l + 1] + c[l] on 16 lanes; a and b are int32x16 of bf16 pairs (vdpbf16ps)."""
+    """a[2l] * b[2l] + a[2l + 1] * b[2l + 1] + c[l] on 16 lanes; a and b are int32x16 of bf16 pairs
+    (vdpbf16ps)."""
     return tirx.call_extern("float32x16", _BF16_DOT, c, a, b)
 
 

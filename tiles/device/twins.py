@@ -16,7 +16,8 @@ GROUP_THREADS = 128  # threads that share a slab: a warpgroup, or four warps
 
 # dtype -> (stored significand bits, exponent of the smallest normal, bits of infinity)
 _KINDS = {"float16": (10, -14, 0x7C00), "bfloat16": (7, -126, 0x7F80)}
-# The bit tricks of integer codes: (dtype, bits) -> what the exponent bits that are or-ed over a code stand for.
+# The bit tricks of integer codes: (dtype, bits) -> what the exponent bits that are or-ed over a
+# code stand for.
 _MAGIC = {("float16", 4): 1024.0, ("float16", 8): 1024.0, ("bfloat16", 4): 128.0, ("bfloat16", 8): 8388608.0}
 # Raw codes: (dtype, bits) -> (what is added to a code, factors of rows r and r + 8).
 _RAW = {

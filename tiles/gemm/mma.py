@@ -26,7 +26,8 @@ from .operands import BARRIER, Operands, finish
 
 HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh")
 
-# From here on the tile goes to y through shared memory: below, a thread holds few columns and storing them directly costs less.
+# From here on the tile goes to y through shared memory: below, a thread holds few columns and
+# storing them directly costs less.
 STAGED_BLOCK_M = 32
 
 

@@ -44,7 +44,8 @@ HEADERS = (
     "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
 )  # fmt: skip
 
-# Warps loop for different lengths: nothing may be moved, shared or guarded behind the program's back.
+# Warps loop for different lengths: nothing may be moved, shared or guarded behind the program's
+# back.
 PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # a barrier of the block would stand in the loops of its warps
     "tl.disable_safe_memory_legalize": True,  # a predicate on every copy, all of which are inside by construction

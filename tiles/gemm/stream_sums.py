@@ -21,7 +21,8 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     threads, rings, pitch, elements = s.num_warps * 32, rules.rings(s), rules.sum_pitch(s), s.block_n * s.block_m
     n_blocks = p.n_pad // bn
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
-    # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what this block stores / 4].
+    # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what
+    # this block stores / 4].
     told, parts = rules.exchange_at(workload, s), rules.exchange_at(workload, s) + 4
     each = -(-elements // 4 // splits)  # quads (of neighbouring rows) that a block stores, the last ones fewer
 

@@ -13,29 +13,29 @@ A block's threads have three roles (``PRODUCERS`` threads load, two warps of the
     warp 1                 x                      ->  Xs             (``wgmma_load.py``)
     warpgroups 1, 2, ...   dequantize, multiply, store               (here)
 
-``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back. A step is taken
-in two parts whose weights have registers of their own: while a part is multiplied, the next is
-dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM section
-5; results/notes/wgmma-overlap.md). A warpgroup dequantizes whole 64-row slabs, one conflict-free
-128-bit load per thread and 2 KiB record.
+``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back. A step is
+taken in two parts whose weights have registers of their own: while a part is multiplied, the next
+is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM
+section 5; results/notes/wgmma-overlap.md). A warpgroup dequantizes whole 64-row slabs, one
+conflict-free 128-bit load per thread and 2 KiB record.
 
-One loop runs over all steps that a block owns (``device/order/tiles.cuh``). Without ``stream_k`` these are
-the steps of one tile, or of one of ``split_k`` parts of it: two are added up by a cluster through
-its shared memory, more through a workspace. With it the grid is as many blocks as the device holds
-at once, and the next tile is loaded while one is stored: tiles are dealt out one a block, in whole
-waves; where a last wave would idle for longer than summing takes, it and one more are cut into
-equal shares of steps, which cross tile borders (Osama et al. 2023; wgmma-whole-waves.md,
-wgmma-shares-cost.md). A tile that several blocks share is summed in the order of k. With ``tail``
-the tiles of a last, short wave are dealt out as strips of fewer rows of x instead, which repeat the
-dequantization and need no sums. ``cluster`` blocks work on neighbouring tiles of the same rows of x,
-in step, and the first loads x for all (TMA multicast): at 128 x 256 a step's weights are 8 KB and its
-x 64 KB.
+One loop runs over all steps that a block owns (``device/order/tiles.cuh``). Without ``stream_k``
+these are the steps of one tile, or of one of ``split_k`` parts of it: two are added up by a cluster
+through its shared memory, more through a workspace. With it the grid is as many blocks as the
+device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a
+block, in whole waves; where a last wave would idle for longer than summing takes, it and one more
+are cut into equal shares of steps, which cross tile borders (Osama et al. 2023;
+wgmma-whole-waves.md, wgmma-shares-cost.md). A tile that several blocks share is summed in the order
+of k. With ``tail`` the tiles of a last, short wave are dealt out as strips of fewer rows of x
+instead, which repeat the dequantization and need no sums. ``cluster`` blocks work on neighbouring
+tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
+step's weights are 8 KB and its x 64 KB.
 
 What bounds it is in wgmma-cycles.md and wgmma-power.md, what did not help in wgmma-in-vain.md.
 
 The pipeline is written out: TileLang's automatic specialization gives each operand a pair of
-barriers, releases buffers that an extern still reads and keeps idle producer warps that can wait for
-ever (two rare races, both seen on an H200).
+barriers, releases buffers that an extern still reads and keeps idle producer warps that can wait
+for ever (two rare races, both seen on an H200).
 """
 
 from typing import Any
@@ -65,10 +65,10 @@ HEADERS = (
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32
-    ``[n_tiles, k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros
-    ``[groups, n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of
-    shared tiles: tickets, then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles,
+    k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
+    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets,
+    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
 
@@ -112,7 +112,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread):
-        """The stages of all steps in turn, and each tile, or part or strip of one, stored when its last step is multiplied."""
+        """The stages of all steps in turn, and each tile, or part or strip of one, stored when its
+        last step is multiplied."""
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
         steps = T.alloc_var("int32")
@@ -151,8 +152,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread):
-        """Two blocks share a tile: each sends the other's half of its sums, into the stages of x, and stores its own. Barriers tell
-        of what is sent, so nobody needs a fence or waits to leave (results/notes/wgmma-pairs.md)."""
+        """Two blocks share a tile: each sends the other's half of its sums, into the stages of x,
+        and stores its own. Barriers tell of what is sent, so nobody needs a fence or waits to leave
+        (results/notes/wgmma-pairs.md)."""
         meet_cluster()  # has left its stages
         T.call_extern(
             "handle", plan.send_half, Y.access_ptr("r"), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(sent[0]),

@@ -1,4 +1,5 @@
-"""What the two loading warps of ``gemm_wgmma`` do: one brings weights, scales and zero points, one x, by TMA.
+"""What the two loading warps of ``gemm_wgmma`` do: one brings weights, scales and zero points, one
+x, by TMA.
 
 Each walks over all steps of its block. For every part of a step it waits until ``empty`` says that
 the part's place in the ring has been read, has TMA fill it, and arrives at ``full``, which the
@@ -11,17 +12,19 @@ from typing import Any
 
 from .wgmma_plan import Plan
 
-# Rows of x that a load of a tile with fewer than its height fetches: those beyond the last take TMA longer
-# to fill with zeros than to load (results/notes/wgmma-few-rows.md). Whole tiles come in one box (wgmma-one-box.md).
+# Rows of x that a load of a tile with fewer than its height fetches: those beyond the last take TMA
+# longer to fill with zeros than to load (results/notes/wgmma-few-rows.md). Whole tiles come in one
+# box (wgmma-one-box.md).
 MANY_ROWS, FEW_ROWS = 64, 16
 
 
 def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
-    """TileLang macros: ``weights`` and ``x`` are all that one warp does; ``m`` is the kernel's dynamic number of rows.
+    """TileLang macros: ``weights`` and ``x`` are all that one warp does; ``m`` is the kernel's
+    dynamic number of rows.
 
-    ``step``, ``bx``, ``top`` and ``left`` are variables: the step, the tile's place and the steps left
-    of a piece of a tile. Where a piece begins is found once, because divisions of loading warps keep
-    the tensor cores waiting (results/notes/wgmma-places.md).
+    ``step``, ``bx``, ``top`` and ``left`` are variables: the step, the tile's place and the steps
+    left of a piece of a tile. Where a piece begins is found once, because divisions of loading
+    warps keep the tensor cores waiting (results/notes/wgmma-places.md).
     """
     import tilelang.language as T
 

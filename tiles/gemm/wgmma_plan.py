@@ -1,4 +1,5 @@
-"""How a block of ``gemm_wgmma`` divides its work, and the device functions that it calls for it, with their template arguments."""
+"""How a block of ``gemm_wgmma`` divides its work, and the device functions that it calls for it,
+with their template arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ PRODUCERS = rules.WGMMA.producer_threads  # of the warpgroup that loads: registe
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of one (workload, schedule). ``kinds`` of tiles below are indices into ``heights``: 0 a whole tile, 1 a strip of one."""
+    """Of one (workload, schedule). ``kinds`` of tiles below are indices into ``heights``: 0 a whole
+    tile, 1 a strip of one."""
 
     operands: Operands
 
     @property
     def parts(self) -> int:
-        """Of a step, each of which is loaded by itself and has registers of its own for its weights."""
+        """Of a step, each of which is loaded by itself and has registers of its own for its
+        weights."""
         return 2 if self.operands.records % 2 == 0 else 1
 
     @property
@@ -86,7 +89,8 @@ class Plan:
         return f"{self.order}::keep<{BARRIER}, {self.consumers}>"
 
     def ask(self, T: Any, what: str, *where: Any) -> Any:
-        """A member of ``order``, which the device computes: as TIR the divisions would be written out at every use."""
+        """A member of ``order``, which the device computes: as TIR the divisions would be written
+        out at every use."""
         return T.call_pure_extern("int32", f"{self.order}::{what}", *where)
 
     def run(self, T: Any, kind: int, m: Any, block: Any) -> tuple[Any, Any]:

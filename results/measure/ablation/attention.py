@@ -1,9 +1,12 @@
-"""What each of the papers' ideas is worth in decode attention: ``python -m results.measure.ablation.attention [--steps 0,2,3] [--out DIR]``
-times a decode step with one idea after another added (``steps_attention.py``).
+"""What each of the papers' ideas is worth in decode attention: ``python -m
+results.measure.ablation.attention [--steps 0,2,3] [--out DIR]`` times a decode step with one idea
+after another added (``steps_attention.py``).
 
-Each step is the fastest of a few schedules that use its idea and passed the gate of ``autotune.attention_verify``. The winners of a case's
-steps are timed once more side by side, and only those times are written. Copies of the cache rotate, so that no cache holds what a call
-reads. A schedule or a step that fails is named and left out; one that leaves the device unusable can be left out with ``--steps``.
+Each step is the fastest of a few schedules that use its idea and passed the gate of
+``autotune.attention_verify``. The winners of a case's steps are timed once more side by side, and
+only those times are written. Copies of the cache rotate, so that no cache holds what a call reads.
+A schedule or a step that fails is named and left out; one that leaves the device unusable can be
+left out with ``--steps``.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ SMALL = (3, 2 * RESIDUAL + 44)  # batch and kv_len of what step 0 is checked on:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contender:
-    """A loaded kernel of one step and its workspace (0 words where it takes none). ``dependent``: launched as a dependent of the call
-    before."""
+    """A loaded kernel of one step and its workspace (0 words where it takes none). ``dependent``:
+    launched as a dependent of the call before."""
 
     step: Step
     schedule: Schedule
@@ -59,7 +62,8 @@ class Contender:
     dependent: bool = False
 
     def call(self, formed: AttentionProblem, outputs: Outputs) -> Callable[[], Tensor]:
-        """A call on a problem of the step's form that returns the attention, after writing to ``outputs``."""
+        """A call on a problem of the step's form that returns the attention, after writing to
+        ``outputs``."""
         named = {**formed.named(outputs), "workspace": self.workspace}
         launch = self.kernel.run_dependent if self.dependent else self.kernel.run
         arguments = [named[name] for name in self.kernel.params]
@@ -69,7 +73,8 @@ class Contender:
 
 
 def _attended(problem: AttentionProblem, rows: Outputs) -> Tensor:
-    """[batch, 1, heads_q, head_dim]: torch's attention over gathered ``rows`` of sequences of one length."""
+    """[batch, 1, heads_q, head_dim]: torch's attention over gathered ``rows`` of sequences of one
+    length."""
     q, w = problem.operands["q"], problem.workload
     k, v = (rows[name].unflatten(0, (len(q), -1)).transpose(1, 2) for name in ("out_k", "out_v"))
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -77,7 +82,8 @@ def _attended(problem: AttentionProblem, rows: Outputs) -> Tensor:
 
 
 class Bench:
-    """One case on a device: gates, and copies of its cache, in every step's form as it is asked for."""
+    """One case on a device: gates, and copies of its cache, in every step's form as it is asked
+    for."""
 
     def __init__(self, workload: AttentionWorkload, target: Target, device: str = DEVICE) -> None:
         self.workload, self.target, self.device = workload, target, device
@@ -91,7 +97,8 @@ class Bench:
         return Contender(step, kernel.schedule, kernel.load(), torch.zeros(words, dtype=torch.int32, device=self.device))
 
     def verified(self, contender: Contender) -> float | None:
-        """The contender's largest relative error of a sequence; None, and a line about why, when it is wrong."""
+        """The contender's largest relative error of a sequence; None, and a line about why, when it
+        is wrong."""
         verdict = self._gate(contender.step).verify(lambda problem, outputs: self._answer(contender, problem, outputs))
         if not verdict.ok:
             print(f"  wrong, left out: step {contender.step.number}, {contender.schedule}: {' '.join(verdict.reasons)}", flush=True)
@@ -113,7 +120,8 @@ class Bench:
         if alike not in self._gates:
             batch, kv_len = SMALL
             edges = one_length(replace(self.workload, batch=batch, kv_len=kv_len), self.device) if alike else None
-            # torch's attention may differ from run to run in its last bits: it takes cuDNN at 32 x 4096 on an H200, whose results vary
+            # torch's attention may differ from run to run in its last bits: it takes cuDNN at 32 x
+            # 4096 on an H200, whose results vary
             self._gates[alike] = AttentionGate(edges or edge_attention(self.workload, 0, self.device), self.problem, reproducible=not alike)
         return self._gates[alike]
 
@@ -169,7 +177,8 @@ def climb(bench: Bench, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[s
 
 @contextmanager
 def _going_on(what: str) -> Iterator[None]:
-    """Goes on after whatever fails inside, and says what is left out: it must not cost the other steps their rows."""
+    """Goes on after whatever fails inside, and says what is left out: it must not cost the other
+    steps their rows."""
     try:
         yield
     except Exception as error:
@@ -177,7 +186,8 @@ def _going_on(what: str) -> Iterator[None]:
 
 
 def row(workload: AttentionWorkload, contender: Contender, timing: Timing, rel_err: float, tried: int) -> dict[str, Any]:
-    """One step's row, without the fields of the process; ``tried`` counts the verified schedules it was the fastest of."""
+    """One step's row, without the fields of the process; ``tried`` counts the verified schedules it
+    was the fastest of."""
     w = workload
     return {
         "op": "ablation_attention",

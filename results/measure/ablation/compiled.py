@@ -29,8 +29,9 @@ def compiled(
     target: Target,
     posed: Callable[[W, S], Any] = lambda workload, _: workload,
 ) -> list[dict[S, list[Kernel]]]:
-    """The kernels of every workload's drawing (schedules by step), compiled in parallel; what does not compile is named and left out.
-    ``posed`` says what workload a step's kernels are compiled for."""
+    """The kernels of every workload's drawing (schedules by step), compiled in parallel; what does
+    not compile is named and left out. ``posed`` says what workload a step's kernels are compiled
+    for."""
     places = [(i, step, posed(w, step), s) for i, (w, steps) in enumerate(drawings) for step, schedules in steps.items() for s in schedules]
     with CompilePool() as pool:
         results = pool.compile([CompileRequest(s.program, w, s, target) for _, _, w, s in places])

@@ -1,9 +1,10 @@
 """What each idea is worth: ``python -m results.measure.ablation.gemm --out DIR`` times a
 GEMM with one idea after another added (``steps.py``).
 
-Each step is the fastest of a few schedules that use its idea and passed the gate of ``autotune.verify``. A step is left out where no
-schedule of the workload uses its idea, and is slower than an earlier one where the idea does not pay. One process times everything; the
-winners of a workload's steps are timed once more side by side, and only those times are written.
+Each step is the fastest of a few schedules that use its idea and passed the gate of
+``autotune.verify``. A step is left out where no schedule of the workload uses its idea, and is
+slower than an earlier one where the idea does not pay. One process times everything; the winners of
+a workload's steps are timed once more side by side, and only those times are written.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ WORKLOADS = tuple(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contender:
-    """A loaded kernel of one step, and its workspace ({} where it takes none). ``dependent``: launched as a dependent of the call
-    before."""
+    """A loaded kernel of one step, and its workspace ({} where it takes none). ``dependent``:
+    launched as a dependent of the call before."""
 
     step: int
     idea: str
@@ -84,7 +85,8 @@ class Bench:
         return Contender(step.number, step.idea, kernel.schedule, loaded, workspace)
 
     def verified(self, contender: Contender) -> float | None:
-        """The contender's largest relative block error; None, and a line about why, when it is wrong."""
+        """The contender's largest relative block error; None, and a line about why, when it is
+        wrong."""
         verdict = self.gate.verify(lambda problem, y: contender.launch(*self._arguments(contender, problem, y)))
         if not verdict.ok:
             print(f"  wrong, left out: step {contender.step}, {contender.schedule}: {' '.join(verdict.reasons)}", flush=True)
@@ -133,7 +135,8 @@ def climb(bench: Bench, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[s
 
 
 def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float, tried: int) -> dict[str, Any]:
-    """One step's row, without the fields of the process; ``tried`` counts the verified schedules it was the fastest of."""
+    """One step's row, without the fields of the process; ``tried`` counts the verified schedules it
+    was the fastest of."""
     w, f = workload, workload.format
     return {
         "op": "ablation",

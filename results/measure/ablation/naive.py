@@ -1,11 +1,13 @@
-"""The obvious TileLang W4A16 GEMM, as TileLang's own dequantize-GEMM examples do it: what the induced packing is measured against.
+"""The obvious TileLang W4A16 GEMM, as TileLang's own dequantize-GEMM examples do it: what the
+induced packing is measured against.
 
     y[m, n] = sum_k x[m, k] * w[n, k],   w = (q - z) * s
 
-Eight nibbles of a row's neighbouring k lie in one word, as anyone would store them. A block copies a tile of x and of packed words to
-shared memory, unpacks the words in ``T.Parallel`` into a 16-bit tile in shared memory, and multiplies with ``T.gemm``: every weight is
-written to shared memory and read back, and every nibble is picked by a shift of its own. It is no program of the library (its name is this
-module's path), but it goes through the library's compile pool, gate and clock.
+Eight nibbles of a row's neighbouring k lie in one word, as anyone would store them. A block copies
+a tile of x and of packed words to shared memory, unpacks the words in ``T.Parallel`` into a 16-bit
+tile in shared memory, and multiplies with ``T.gemm``: every weight is written to shared memory and
+read back, and every nibble is picked by a shift of its own. It is no program of the library (its
+name is this module's path), but it goes through the library's compile pool, gate and clock.
 """
 # pyright: reportInvalidTypeForm=false
 # The annotations of a TileLang program are no types.
@@ -32,7 +34,8 @@ STAGES, WARPS = (1, 4), (4, 8)
 
 
 def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
-    """Why this program cannot serve ``workload`` with ``schedule``; empty: it can. Whole tiles along n and k only."""
+    """Why this program cannot serve ``workload`` with ``schedule``; empty: it can. Whole tiles
+    along n and k only."""
     s, reasons = schedule, []
     format = workload.format
     if format != QuantFormat(4, format.group_size, False) or format.group_size < 1 or workload.bias:
@@ -56,15 +59,16 @@ def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
 
 
 def shared_memory(schedule: Schedule, target: Target) -> int:
-    """Bytes of a block: x and packed words of every stage, and the unpacked tile: once, or, where TileLang specializes warps, for every
-    stage too, and 1 KiB of barriers."""
+    """Bytes of a block: x and packed words of every stage, and the unpacked tile: once, or, where
+    TileLang specializes warps, for every stage too, and 1 KiB of barriers."""
     s = schedule
     loaded, unpacked = s.block_m * s.block_k * 2 + s.block_n * s.block_k // 2, s.block_n * s.block_k * 2
     return s.num_stages * (loaded + unpacked) + 1024 if target.arch == "sm_90a" else s.num_stages * loaded + unpacked
 
 
 def candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth measuring: the smallest block_m that covers m and its half, pipelines of two and four stages."""
+    """Legal schedules worth measuring: the smallest block_m that covers m and its half, pipelines
+    of two and four stages."""
     fitting = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     block_ms = [fitting, fitting // 2] if fitting >= 64 else [fitting]
     grid = product(block_ms, (64, 128), (64, 128), (2, 4))
@@ -73,8 +77,8 @@ def candidates(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc: x ``[m, k]``, weight int32 ``[n, k / 8]`` (nibble j of word w: k = 8 w + j), scales and zeros ``[groups, n]``,
-    y ``[m, n]``. m is dynamic."""
+    """The PrimFunc: x ``[m, k]``, weight int32 ``[n, k / 8]`` (nibble j of word w: k = 8 w + j),
+    scales and zeros ``[groups, n]``, y ``[m, n]``. m is dynamic."""
     import tilelang.language
 
     T: Any = tilelang.language  # its declared types are those of the tree it builds, not of the text that builds it

@@ -1,10 +1,13 @@
-"""Decode attention on codes that lie as anyone would store them, [token][channel]: what the induced packing is measured against.
+"""Decode attention on codes that lie as anyone would store them, [token][channel]: what the induced
+packing is measured against.
 
-It is ``attention_decode`` (``tiles/attention/decode.py``) but for two things. A page's keys and values are rows of codes, low bits first;
-a unit's rows take the bytes that its granules take, so copies, rings and parameters stay as they are. And a lane finds the operands of
-mma.m16n8k16 itself (``GATHER``): it reads the rows that it has elements of, 16 bytes at a time, most of which is other lanes', and shifts
-every code of its own out. The 16-bit window stays packed. It is no program of the library (its name is this module's path), but it goes
-through the library's compile pool, gate and clock. Formats of 2, 4 and 8 bits; no sinks, soft cap or log-sum-exp.
+It is ``attention_decode`` (``tiles/attention/decode.py``) but for two things. A page's keys and
+values are rows of codes, low bits first; a unit's rows take the bytes that its granules take, so
+copies, rings and parameters stay as they are. And a lane finds the operands of mma.m16n8k16 itself
+(``GATHER``): it reads the rows that it has elements of, 16 bytes at a time, most of which is other
+lanes', and shifts every code of its own out. The 16-bit window stays packed. It is no program of
+the library (its name is this module's path), but it goes through the library's compile pool, gate
+and clock. Formats of 2, 4 and 8 bits; no sinks, soft cap or log-sum-exp.
 """
 
 from dataclasses import replace
@@ -107,8 +110,9 @@ EDITS = (
 
 
 def source(functions: str) -> str:
-    """The CUDA functions of this program, from ``functions``, those of ``tiles/attention/decode.py``. Raises ``LookupError`` where they no
-    longer say what is replaced here."""
+    """The CUDA functions of this program, from ``functions``, those of
+    ``tiles/attention/decode.py``. Raises ``LookupError`` where they no longer say what is replaced
+    here."""
     for old, new in EDITS:
         if functions.count(old) != 1:
             raise LookupError(
@@ -129,12 +133,14 @@ def legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> li
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc of ``tiles/attention/decode.py`` with other functions; ``pages`` are row-major (``repacked``)."""
+    """The PrimFunc of ``tiles/attention/decode.py`` with other functions; ``pages`` are row-major
+    (``repacked``)."""
     return build_with(source(device_source(HEADERS)), workload, schedule, target)
 
 
 def repacked(problem: AttentionProblem) -> AttentionProblem:
-    """``problem`` with the codes of its pages as this program reads them (same device, same offsets and parameters)."""
+    """``problem`` with the codes of its pages as this program reads them (same device, same offsets
+    and parameters)."""
     layout, pages = problem.workload.layout, problem.operands["pages"]
     ends = (layout.value_offset // 4, layout.key_parameter_offset // 4)
     keys, values, parameters = pages.tensor_split(ends, dim=2)
@@ -145,7 +151,8 @@ def repacked(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _codes(words: Tensor, packed: PackedLayout, granules: int) -> Tensor:
-    """uint8 [pages, heads, granules, tile_n, tile_k] of int32 [pages, heads, words of all granules]."""
+    """uint8 [pages, heads, granules, tile_n, tile_k] of int32 [pages, heads, words of all
+    granules]."""
     return unpack_tiles(words.reshape(-1, 1, packed.words), packed).view(*words.shape[:2], granules, packed.tile_n, packed.tile_k)
 
 

@@ -31,7 +31,8 @@ MANY_ROWS = 32  # from here on candidates are those of the tiled programs
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rung: ``uses(schedule)`` says whether a schedule has the idea of this step and none of a later one."""
+    """One rung: ``uses(schedule)`` says whether a schedule has the idea of this step and none of a
+    later one."""
 
     number: int
     idea: str
@@ -39,7 +40,8 @@ class Step:
 
 
 def _whole_tiles(s: Schedule) -> bool:
-    """gemm_wgmma in which every block works for itself on tiles of its own: no field is set but those of tile, pipeline and order."""
+    """gemm_wgmma in which every block works for itself on tiles of its own: no field is set but
+    those of tile, pipeline and order."""
     alone = Schedule(s.program, s.block_n, s.block_m, s.block_k, s.num_stages, s.num_warps, min_blocks=s.min_blocks, raster=s.raster)
     return s.program == "gemm_wgmma" and s == alone
 
@@ -55,11 +57,11 @@ DEPENDENT = Step(5, "dependent launch", lambda s: s.program != naive.NAME)  # a 
 
 
 def drawn(workload: Workload, target: Target, records: Iterable[TuningRecord] | None = None) -> dict[Step, list[Schedule]]:
-    """The schedules to try of every step that has any: tuned ones first, by their time, for at most half of the places, then the cost
-    model's best.
+    """The schedules to try of every step that has any: tuned ones first, by their time, for at most
+    half of the places, then the cost model's best.
 
-    They are the workload's candidates, tiles that ``_tiles`` adds, these with ``SHALLOW`` stages, the tuned ones (``records``, default: the
-    shipped), and the naive program's own."""
+    They are the workload's candidates, tiles that ``_tiles`` adds, these with ``SHALLOW`` stages,
+    the tuned ones (``records``, default: the shipped), and the naive program's own."""
     tuned = [r for r in (shipped_records() if records is None else records) if r.ok and r.workload == workload and r.measured_on(target)]
     measured = {r.schedule: r.us or 0.0 for r in tuned if not legal(workload, r.schedule, target)}
     offered: list[Schedule] = [*measured, *(candidates(workload, target) or []), *_tiles(workload, target)]
@@ -75,8 +77,8 @@ def drawn(workload: Workload, target: Target, records: Iterable[TuningRecord] | 
 
 
 def _tiles(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules of gemm_wgmma for a workload of few rows, for which ``candidates`` may offer the small-m program alone: those of
-    ``MANY_ROWS`` rows with tiles cut to what is there."""
+    """Legal schedules of gemm_wgmma for a workload of few rows, for which ``candidates`` may offer
+    the small-m program alone: those of ``MANY_ROWS`` rows with tiles cut to what is there."""
     block_m = max(8, 1 << (workload.m - 1).bit_length())
     offered = candidates(workload.with_m(max(workload.m, MANY_ROWS)), target) or []
     cut = (replace(s, block_m=min(s.block_m, block_m)) for s in offered if s.program == "gemm_wgmma")

@@ -8,9 +8,10 @@
 5  bulk copies, and rings as deep as they pay
 6  dependent launch: the fastest of 3 to 5 launched so that it requests packed tokens before the call ahead of it ends
 
-Up to 2 every query head is answered by itself, the cache read once for each. Up to 3 a block is one warp, several of which share an SM, and
-up to 4 a warp's ring is the shallowest there is: ``SHALLOW`` slots, the keys and the values of one unit. From 1 on the units of all
-sequences are divided over a persistent grid; blocks that share a sequence add up in a workspace.
+Up to 2 every query head is answered by itself, the cache read once for each. Up to 3 a block is one
+warp, several of which share an SM, and up to 4 a warp's ring is the shallowest there is:
+``SHALLOW`` slots, the keys and the values of one unit. From 1 on the units of all sequences are
+divided over a persistent grid; blocks that share a sequence add up in a workspace.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ TRIED = 6  # schedules of a step, at most
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a step poses a decode problem: the workload that its kernel is compiled for, and the problem with that kernel's operands."""
+    """How a step poses a decode problem: the workload that its kernel is compiled for, and the
+    problem with that kernel's operands."""
 
     workload: Callable[[AttentionWorkload], AttentionWorkload]
     problem: Callable[[AttentionProblem], AttentionProblem]
@@ -52,8 +54,9 @@ def _apart_workload(w: AttentionWorkload) -> AttentionWorkload:
 
 
 def apart(problem: AttentionProblem) -> AttentionProblem:
-    """``problem`` with every query head of a group by itself: each sequence stands there ``group`` times, on the same pages, with one query
-    head for each of the cache's. What its call returns is put in order by ``together``."""
+    """``problem`` with every query head of a group by itself: each sequence stands there ``group``
+    times, on the same pages, with one query head for each of the cache's. What its call returns is
+    put in order by ``together``."""
     w, o = problem.workload, problem.operands
     repeated = {name: o[name].repeat_interleave(w.group, dim=0) for name in ("block_tables", "slots", "lengths")}
     heads = o["q"].unflatten(2, (w.heads_kv, w.group)).permute(0, 3, 1, 2, 4)
@@ -62,7 +65,8 @@ def apart(problem: AttentionProblem) -> AttentionProblem:
 
 
 def together(out: Tensor, w: AttentionWorkload) -> Tensor:
-    """What a call of ``w`` returns, [batch, q_len, heads_q, head_dim], of ``out`` [batch * group, q_len, heads_kv, head_dim]."""
+    """What a call of ``w`` returns, [batch, q_len, heads_q, head_dim], of ``out`` [batch * group,
+    q_len, heads_kv, head_dim]."""
     return out.unflatten(0, (-1, w.group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
@@ -82,7 +86,8 @@ TOGETHER = Form(lambda w: w, lambda problem: problem)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rung: ``uses(schedule)`` says whether a schedule, in this ``form``, has the idea of this step and none of a later one."""
+    """One rung: ``uses(schedule)`` says whether a schedule, in this ``form``, has the idea of this
+    step and none of a later one."""
 
     number: int
     idea: str
@@ -114,8 +119,9 @@ def legal_here(workload: AttentionWorkload, schedule: Schedule, target: Target) 
 def drawn(workload: AttentionWorkload, target: Target, records: Iterable[TuningRecord] | None = None) -> dict[Step, list[Schedule]]:
     """The schedules to try of every step that has any.
 
-    First, for at most half of the places, the workload's tuned ones by their time (``records``, default: the shipped), or what is left of
-    them without the later ideas; then the cost model's best of each ``block_n``, of which it knows least; then its best."""
+    First, for at most half of the places, the workload's tuned ones by their time (``records``,
+    default: the shipped), or what is left of them without the later ideas; then the cost model's
+    best of each ``block_n``, of which it knows least; then its best."""
     tuned = [r for r in (shipped_records() if records is None else records) if r.ok and r.workload == workload and r.measured_on(target)]
     known = [part for r in sorted(tuned, key=lambda r: r.us or 0.0) for part in _parts(r.schedule)]
     found = {}
@@ -131,7 +137,8 @@ def drawn(workload: AttentionWorkload, target: Target, records: Iterable[TuningR
 
 
 def _parts(s: Schedule) -> list[Schedule]:
-    """A tuned schedule, without its copies and depth, and also without its warps, of which the SM gets as many in blocks of one."""
+    """A tuned schedule, without its copies and depth, and also without its warps, of which the SM
+    gets as many in blocks of one."""
     shallow = replace(s, program=ASYNC, num_stages=SHALLOW)
     lone = replace(shallow, num_warps=1, min_blocks=min(s.num_warps * s.min_blocks, MAX_MIN_BLOCKS))
     return [s, shallow, lone, replace(lone, program=row_major.NAME)]

@@ -1,9 +1,12 @@
-"""Bank conflicts of a kernel's shared-memory accesses, simulated from their addresses (``layouts/banks.py``).
+"""Bank conflicts of a kernel's shared-memory accesses, simulated from their addresses
+(``layouts/banks.py``).
 
-The addresses of lines, scales and the output tile follow from the schedule, as ``tiles/device/*.cuh`` computes them (the source must hold
-the expressions that are simulated); those of x are taken from the generated source where TileLang chose them: its ldmatrix index
-expressions are evaluated for every lane, its wgmma descriptors name the hardware's swizzle. Each access is a count of wavefronts beyond the
-unavoidable, summed over the instructions simulated; it must be 0.
+The addresses of lines, scales and the output tile follow from the schedule, as
+``tiles/device/*.cuh`` computes them (the source must hold the expressions that are simulated);
+those of x are taken from the generated source where TileLang chose them: its ldmatrix index
+expressions are evaluated for every lane, its wgmma descriptors name the hardware's swizzle. Each
+access is a count of wavefronts beyond the unavoidable, summed over the instructions simulated; it
+must be 0.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ LOOP_TRIPS = 8  # values of a loop variable that are tried
 
 
 def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
-    """Extra wavefronts of each kind of access of the kernel whose generated CUDA is ``source``. Raises ``ValueError`` when the source has
-    none of the accesses that its program makes."""
+    """Extra wavefronts of each kind of access of the kernel whose generated CUDA is ``source``.
+    Raises ``ValueError`` when the source has none of the accesses that its program makes."""
     s = schedule
     found = {"packed line": shared_access(16 * LANE, 16).conflicts, "scale": shared_access(2 * (LANE >> 2), 2).conflicts}
     if s.program in gemm_stream.ARCHES:
@@ -72,13 +75,15 @@ def _check(source: str, expressions: tuple[str, ...]) -> None:
 
 
 def _stream_x(s: Schedule) -> np.ndarray:
-    """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and 16 bytes of padding."""
+    """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and
+    16 bytes of padding."""
     return (LANE & 7) % s.block_m * (s.block_k + 8) + (LANE >> 3) * 8
 
 
 def _stream_scales(s: Schedule, odd: np.ndarray) -> np.ndarray:
-    """Byte offsets that the lanes of gemm_stream's ldmatrix of scales supply, of 8 rows each: where ``odd`` is 1, of zero points, which
-    follow the scales of a step's one group (steps are no deeper than the groups of 128 that the reports are about)."""
+    """Byte offsets that the lanes of gemm_stream's ldmatrix of scales supply, of 8 rows each: where
+    ``odd`` is 1, of zero points, which follow the scales of a step's one group (steps are no deeper
+    than the groups of 128 that the reports are about)."""
     rows = gemm_stream.warp_rows(s)
     return odd * rows * 2 + (np.minimum(LANE >> 3, rows // 8 - 1) ^ odd) * 16
 
@@ -97,7 +102,8 @@ def _generated(source: str) -> int:
 
 
 def _evaluated(expression: str) -> Iterator[np.ndarray]:
-    """Element offsets of all lanes of the first warp, for each value of the expression's loop variables (all taking the same)."""
+    """Element offsets of all lanes of the first warp, for each value of the expression's loop
+    variables (all taking the same)."""
     text = re.sub(r"\(\(int\)threadIdx\.x\)", "LANE", expression).replace("/", "//")
     free = sorted(set(re.findall(r"[A-Za-z_]\w*", text)) - {"LANE"})
     if re.search(r"[^\w\s()+*/%<>&|^-]", text):
@@ -108,7 +114,8 @@ def _evaluated(expression: str) -> Iterator[np.ndarray]:
 
 
 def _descriptors(source: str, s: Schedule) -> int:
-    """How the tensor core reads x through a descriptor: 8 rows of 16 bytes, side by side under the hardware's swizzle."""
+    """How the tensor core reads x through a descriptor: 8 rows of 16 bytes, side by side under the
+    hardware's swizzle."""
     kinds = set(DESCRIPTOR.findall(source))
     if not kinds:
         raise ValueError("the source has no wgmma descriptor; accepted: CUDA that TileLang generated for wgmma")
@@ -122,8 +129,9 @@ def _descriptors(source: str, s: Schedule) -> int:
 
 
 def _stmatrix(s: Schedule) -> int:
-    """A warpgroup's transposed stores of four 8 x 8 matrices into its staged columns, whose pieces of 8 rows trade places, and the 128-bit
-    loads that follow them (``Store`` in ``store/finish.cuh``)."""
+    """A warpgroup's transposed stores of four 8 x 8 matrices into its staged columns, whose pieces
+    of 8 rows trade places, and the 128-bit loads that follow them (``Store`` in
+    ``store/finish.cuh``)."""
     own_rows = s.block_n // (s.num_warps // 4)
     pieces = own_rows // 8
 
@@ -136,6 +144,7 @@ def _stmatrix(s: Schedule) -> int:
 
 
 def _scattered(s: Schedule) -> int:
-    """The epilogue's two-byte stores where there is no stmatrix: lane l holds columns 2 (l % 4), + 1 of row l / 4."""
+    """The epilogue's two-byte stores where there is no stmatrix: lane l holds columns 2 (l % 4), +
+    1 of row l / 4."""
     stride = s.block_n + 8
     return sum(shared_access(2 * (((LANE & 3) * 2 + column) * stride + (LANE >> 2)), 2).conflicts for column in (0, 1))

@@ -1,4 +1,5 @@
-"""What a target allows and what memory wants: blocks that share an SM, bytes in flight, and the rates that instructions are held against.
+"""What a target allows and what memory wants: blocks that share an SM, bytes in flight, and the
+rates that instructions are held against.
 
 **Bytes in flight.** By Little's law a memory of rate R and latency L is kept busy by R * L bytes on their way. The latency is the one under
 load, taken from the one measurement there is: on the H200 reads stop getting faster from ``cost.KNEE_BYTES`` = 64 KiB in flight per SM on,
@@ -27,7 +28,8 @@ LANE_OPERATIONS = 128  # of `Target.dequant_gops` per SM and clock: 64 lanes of 
 
 
 def blocks_per_sm(registers: int, smem: int, threads: int, target: Target) -> int:
-    """Blocks of a kernel that fit on one SM, from its ``registers`` a thread, bytes of shared memory and threads a block."""
+    """Blocks of a kernel that fit on one SM, from its ``registers`` a thread, bytes of shared
+    memory and threads a block."""
     warps = -(-threads // 32)
     per_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     by_registers = target.REGISTERS_PER_SM // SCHEDULERS // max(per_warp, 1) * SCHEDULERS // warps
@@ -36,7 +38,8 @@ def blocks_per_sm(registers: int, smem: int, threads: int, target: Target) -> in
 
 
 def grid_blocks(workload: Workload, schedule: Schedule, places: int) -> int:
-    """Blocks of the launch; ``places`` is what the device holds at once, which a persistent grid is."""
+    """Blocks of the launch; ``places`` is what the device holds at once, which a persistent grid
+    is."""
     if persistent(schedule):
         return places
     tiles = -(-workload.n // schedule.block_n) * -(-max(workload.m, 1) // schedule.block_m)
@@ -44,8 +47,9 @@ def grid_blocks(workload: Workload, schedule: Schedule, places: int) -> int:
 
 
 def bytes_in_flight(workload: Workload, schedule: Schedule) -> int:
-    """Most bytes of weights, scales and zero points that one block has requested and not yet received: every stage of its pipeline, just
-    before the oldest arrives. x is left out: all blocks read the same, from the last cache.
+    """Most bytes of weights, scales and zero points that one block has requested and not yet
+    received: every stage of its pipeline, just before the oldest arrives. x is left out: all blocks
+    read the same, from the last cache.
 
     The small-m programs have a pipeline for each group of warps that share k."""
     s, f = schedule, workload.format
@@ -72,10 +76,12 @@ def clock_ghz(target: Target) -> float:
 
 
 def issue_us(instructions: float, target: Target, slots: int = ISSUE_SLOTS) -> float:
-    """Microseconds in which all SMs together issue so many warp instructions, ``slots`` a clock each."""
+    """Microseconds in which all SMs together issue so many warp instructions, ``slots`` a clock
+    each."""
     return instructions / (target.units * slots * clock_ghz(target) * 1e3)
 
 
 def floor_us(workload: Workload, target: Target) -> float:
-    """The longer of moving the workload's bytes once and computing its operations, at the target's rates."""
+    """The longer of moving the workload's bytes once and computing its operations, at the target's
+    rates."""
     return max(workload.bytes / (target.read_gbps * 1e3), workload.flops / (target.mma_tflops * 1e6))

@@ -46,8 +46,8 @@ _PTX_LINE = re.compile(r"^\s*\{?\s*(?:(?P<label>[$\w]+):|(?P<code>(?:@!?%?\w+\s+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction: its ``name`` with modifiers ("LDS.128"), where it may jump to (an index into the listing) and whether it may also
-    go on to the next one."""
+    """One instruction: its ``name`` with modifiers ("LDS.128"), where it may jump to (an index into
+    the listing) and whether it may also go on to the next one."""
 
     name: str
     target: int | None = None
@@ -56,8 +56,8 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The instructions ``first`` to ``last`` (both included) of a listing, of which passes execute ``each``; ``looped`` is False for a
-    whole listing without a loop."""
+    """The instructions ``first`` to ``last`` (both included) of a listing, of which passes execute
+    ``each``; ``looped`` is False for a whole listing without a loop."""
 
     first: int
     last: int
@@ -67,8 +67,9 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one pass of one warp through the inner loop executes: ``instructions`` in all and by class, for ``weight_bytes`` packed bytes
-    and ``flops`` operations of the tensor cores (the warp's share)."""
+    """What one pass of one warp through the inner loop executes: ``instructions`` in all and by
+    class, for ``weight_bytes`` packed bytes and ``flops`` operations of the tensor cores (the
+    warp's share)."""
 
     instructions: int
     by_class: dict[str, int]
@@ -84,7 +85,8 @@ class Spent:
 def parse(text: str, level: str) -> list[Instruction]:
     """The instructions of a listing by nvdisasm or cuobjdump (``level`` "sass") or of PTX ("ptx").
 
-    Raises ``ValueError`` when there is none, or one jumps to a label or address that the listing has not."""
+    Raises ``ValueError`` when there is none, or one jumps to a label or address that the listing
+    has not."""
     pattern = {"sass": _SASS_LINE, "ptx": _PTX_LINE}[level]
     codes: list[tuple[str, tuple[int, ...]]] = []  # with the scopes that an instruction stands in, the innermost last
     places: dict[tuple[int, str], int] = {}  # labels, of inline PTX in a scope of its own, and addresses
@@ -119,7 +121,8 @@ def _instruction(code: str, scopes: tuple[int, ...], places: dict[tuple[int, str
     target = next((places[scope, wanted] for scope in reversed(scopes) if (scope, wanted) in places), None)
     if label is None or target is None:
         raise ValueError(f"{code!r} jumps to a place that the listing has not; accepted: the listing of one whole kernel")
-    # `BRA P0, target` and `BRA.DIV UR4, target` may fall through although nothing stands before them.
+    # `BRA P0, target` and `BRA.DIV UR4, target` may fall through although nothing stands before
+    # them.
     return Instruction(name, target, bool(predicate) or operands != label.group(0))
 
 
@@ -144,7 +147,8 @@ def inner_loop(listing: list[Instruction], level: str) -> Loop:
 
 
 def spent(text: str, level: str) -> Spent:
-    """What the inner loop of the kernel in ``text`` spends. Raises ``ValueError`` when it holds no 128-bit load."""
+    """What the inner loop of the kernel in ``text`` spends. Raises ``ValueError`` when it holds no
+    128-bit load."""
     listing = parse(text, level)
     loop = inner_loop(listing, level)
     names = [listing[index].name for index in loop.each]
@@ -170,8 +174,8 @@ def _is_wide(name: str, level: str) -> bool:
 
 
 def _flops(name: str) -> float:
-    """Operations of one warp's tensor-core instruction, its quarter of a warpgroup's; an HGMMA of fewer than 32 columns takes as long as
-    one of 32. 0 for every other instruction."""
+    """Operations of one warp's tensor-core instruction, its quarter of a warpgroup's; an HGMMA of
+    fewer than 32 columns takes as long as one of 32. 0 for every other instruction."""
     group = re.search(r"HGMMA\.64x(\d+)x(\d+)|wgmma\.mma_async.*\.m64n(\d+)k(\d+)", name)
     if group:
         columns, depth = (int(v) for v in group.groups() if v)
@@ -205,7 +209,8 @@ class _Flow:
 
 
 def _dominators(sources: list[list[int]]) -> list[int]:
-    """For each block, the set of those that dominate it, as bits; ``sources`` are the blocks that lead to it, block 0 is the entry."""
+    """For each block, the set of those that dominate it, as bits; ``sources`` are the blocks that
+    lead to it, block 0 is the entry."""
     everything = (1 << len(sources)) - 1
     found = [1, *[everything] * (len(sources) - 1)]
     changed = True

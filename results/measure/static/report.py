@@ -1,9 +1,10 @@
-"""Static evidence for speed: ``python -m results.measure.static.report [--arch sm_80 ...]`` compiles the schedules that
-would be chosen, without a GPU, and writes what their code says to ``results/rows/static/<arch>.jsonl``, one row a kernel;
-the pages are generated from these rows by ``make results``.
+"""Static evidence for speed: ``python -m results.measure.static.report [--arch sm_80 ...]``
+compiles the schedules that would be chosen, without a GPU, and writes what their code says to
+``results/rows/static/<arch>.jsonl``, one row a kernel; the pages are generated from these rows by
+``make results``.
 
-A row depends on the sources, the shipped records and the compilers, which it names, and on nothing else: running it again with the same
-compilers must change nothing.
+A row depends on the sources, the shipped records and the compilers, which it names, and on nothing
+else: running it again with the same compilers must change nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Case:
 
 
 def cases(target: Target, records: Sequence[TuningRecord]) -> list[Case]:
-    """For every workload the schedule that ``select`` gives and, of each other program with candidates, the cost model's best."""
+    """For every workload the schedule that ``select`` gives and, of each other program with
+    candidates, the cost model's best."""
     found = []
     for workload in (Workload(m, n, k, FORMAT) for n, k in SHAPES for m in MS):
         choice = choose(workload, target, records)
@@ -107,9 +109,11 @@ def row(case: Case, kernel: Kernel, target: Target) -> dict[str, Any]:
 
 
 def loop_fields(loop: Spent, workload: Workload, schedule: Schedule, target: Target) -> dict[str, Any]:
-    """Instructions per KiB of packed weights, and the times that issuing them and multiplying take, beside the floor.
+    """Instructions per KiB of packed weights, and the times that issuing them and multiplying take,
+    beside the floor.
 
-    Every row of output tiles decodes the weight again, and a block multiplies its whole tile, also rows past the end of x."""
+    Every row of output tiles decodes the weight again, and a block multiplies its whole tile, also
+    rows past the end of x."""
     w, s = workload, schedule
     rows_of_tiles = -(-max(w.m, 1) // s.block_m)
     kib = w.n * w.k * w.format.bits / 8 / KIB * rows_of_tiles
@@ -125,7 +129,8 @@ def loop_fields(loop: Spent, workload: Workload, schedule: Schedule, target: Tar
 
 
 def measure(target: Target, pool: CompilePool, records: Sequence[TuningRecord]) -> tuple[list[dict[str, Any]], list[str]]:
-    """(rows of one target in order, sentences about kernels that did not compile or whose code could not be read)."""
+    """(rows of one target in order, sentences about kernels that did not compile or whose code
+    could not be read)."""
     chosen = cases(target, records)
     rows, bad = [], []
     while chosen:
@@ -159,7 +164,8 @@ def write(folder: Path, arch: str, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: written; 1: written, but a schedule does not compile, its code cannot be read, or its accesses meet in a bank."""
+    """0: written; 1: written, but a schedule does not compile, its code cannot be read, or its
+    accesses meet in a bank."""
     parser = argparse.ArgumentParser(prog="python -m results.measure.static.report", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--arch", nargs="+", choices=GPU_ARCHES, default=list(GPU_ARCHES), help="default: all")
     parser.add_argument("--out", type=Path, default=ROWS / "static", help="folder to write <arch>.jsonl in")

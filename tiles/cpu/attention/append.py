@@ -1,12 +1,14 @@
-"""``attention_append_cpu``: new keys and values join a low-bit KV cache, on x86-64 CPUs, from TensorIR.
+"""``attention_append_cpu``: new keys and values join a low-bit KV cache, on x86-64 CPUs, from
+TensorIR.
 
     scale = fp16((max - min) / (2^bits - 1)), or 1 where that is 0;   zero = fp16(min)
     code = clamp(rint((x - zero) * (1 / scale)), 0, 2^bits - 1)
 
-all in fp32, IEEE, nothing fused: bit for bit ``layouts/kv_quantize.py``. A task has one kv head of one sequence: groups of 128 tokens that
-are complete now, of rows that waited in the window and of new ones (rotated on the way, if asked), are quantized and packed, granule by
-granule, in the words that decoding will read; the rest goes to the window in 16 bits. The arithmetic does not depend on where a row came
-from, so appending token by token gives the bits that appending all at once gives.
+all in fp32, IEEE, nothing fused: bit for bit ``layouts/kv_quantize.py``. A task has one kv head of
+one sequence: groups of 128 tokens that are complete now, of rows that waited in the window and of
+new ones (rotated on the way, if asked), are quantized and packed, granule by granule, in the words
+that decoding will read; the rest goes to the window in 16 bits. The arithmetic does not depend on
+where a row came from, so appending token by token gives the bits that appending all at once gives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The loop body of the CPU's append: one kv head of one sequence. See ``attention_append.py``. Importing this imports tvm.
+"""The loop body of the CPU's append: one kv head of one sequence. See ``attention_append.py``.
+Importing this imports tvm.
 
-``arg`` holds flat views of the operands by name, and of pages in fp16 (``halves``) and windows in the model's type (``rows``).
+``arg`` holds flat views of the operands by name, and of pages in fp16 (``halves``) and windows in
+the model's type (``rows``).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WORD_HALVES = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowPlaces:
-    """Where a window, counted in 16-bit numbers, holds channel 16 i + x of token t: ``token[t's bits]`` + i * ``step`` + ``lanes[x]``."""
+    """Where a window, counted in 16-bit numbers, holds channel 16 i + x of token t: ``token[t's
+    bits]`` + i * ``step`` + ``lanes[x]``."""
 
     token: tuple[int, ...]
     step: int
@@ -75,7 +78,8 @@ def append_rows(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, ma
 
 
 class _Operand:
-    """Keys or values of one kv head of one sequence: rows come from token ``t``'s row ``t + shift`` of k or v, or from ``window``."""
+    """Keys or values of one kv head of one sequence: rows come from token ``t``'s row ``t + shift``
+    of k or v, or from ``window``."""
 
     def __init__(
         self,
@@ -119,7 +123,8 @@ class _Operand:
         return v.from_float(v.fma(x, cosine, other * sine * sign), w.dtype, LANES)
 
     def load_group(self, first: Any, begin: Any, group: Any) -> None:
-        """The 128 tokens from ``first``, those below ``begin`` from the window, into ``group``, fp32 [128, head_dim]."""
+        """The 128 tokens from ``first``, those below ``begin`` from the window, into ``group``,
+        fp32 [128, head_dim]."""
         with T.serial(RESIDUAL) as t, T.serial(self.steps) as i:
             to = T.bind((t * self.steps + i) * LANES)
             with T.If(first + t < begin):
@@ -139,7 +144,8 @@ class _Operand:
                 T.buffer_store(self.arg["rows"], tirx.Shuffle([row], [x]), [to + place])
 
     def pack_group(self, first: Any, group: Any) -> None:
-        """Quantize ``group`` and write its codes and parameters to the pages of the tokens from ``first`` on."""
+        """Quantize ``group`` and write its codes and parameters to the pages of the tokens from
+        ``first`` on."""
         scales, zeros = (v.local(max(self.w.head_dim, RESIDUAL), "float32") for _ in range(2))
         if self.scales == "channel":
             self._channel_parameters(first, group, scales, zeros)

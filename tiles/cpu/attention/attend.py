@@ -1,7 +1,9 @@
-"""Attention of a few rows of queries to 16-bit or packed tokens, block after block with an online softmax. Importing this imports tvm.
+"""Attention of a few rows of queries to 16-bit or packed tokens, block after block with an online
+softmax. Importing this imports tvm.
 
-Scores are in units of log 2 (queries arrive multiplied by scale * log2 e), maxima and sums fp32, every sum in a fixed order. What differs
-between a cache and plain rows is a *source* (``token_sources.py``): how vectors of numbers are loaded, and which other factor each meets.
+Scores are in units of log 2 (queries arrive multiplied by scale * log2 e), maxima and sums fp32,
+every sum in a fixed order. What differs between a cache and plain rows is a *source*
+(``token_sources.py``): how vectors of numbers are loaded, and which other factor each meets.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ NOTHING = -1e30  # below all scores: what weights are relative to while no token
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visible:
-    """What a query at position p sees: tokens <= p; with ``window`` w > 0 only those > p - w and the first ``sink_tokens``."""
+    """What a query at position p sees: tokens <= p; with ``window`` w > 0 only those > p - w and
+    the first ``sink_tokens``."""
 
     window: int
     sink_tokens: int
 
     def mask(self, scores: Any, tokens: Any, position: Any) -> Any:
-        """``scores`` with -inf where the query at ``position`` (in all lanes) does not see ``tokens``."""
+        """``scores`` with -inf where the query at ``position`` (in all lanes) does not see
+        ``tokens``."""
         seen = tokens <= position
         if self.window:
             near = tokens > position - splat(self.window, "int32")
@@ -38,7 +42,8 @@ class Visible:
         return tirx.Select(seen, scores, splat(-math.inf))
 
     def blocks(self, position: Any, count: Any) -> tuple[Any, Any]:
-        """(near, sinks): of ``count`` blocks of 128 tokens, queries from ``position`` on see blocks ``near`` .. and the ``sinks`` first."""
+        """(near, sinks): of ``count`` blocks of 128 tokens, queries from ``position`` on see blocks
+        ``near`` .. and the ``sinks`` first."""
         if not self.window:
             return tirx.const(0, "int32"), tirx.const(0, "int32")
         near = T.bind(T.min(T.max(position - (self.window - 1), 0) // RESIDUAL, count))
@@ -49,9 +54,10 @@ class Visible:
 class RowBlock:
     """A task's ``rows`` queries of one kv head and what they have seen so far, all in local memory.
 
-    ``q`` [rows, head_dim] fp32, scaled; ``position`` int32 [rows]; ``out`` [rows, head_dim]; ``scores`` [rows, 128] of this block. Of
-    [rows, 16] are ``top``, the largest score, ``total``, the sum of weights (lane by lane), ``decay``, what the last block multiplied
-    earlier sums by, and ``offset``, the weighted sum of zero points (lane by lane). ``soft_cap``: c log2 e, or 0.
+    ``q`` [rows, head_dim] fp32, scaled; ``position`` int32 [rows]; ``out`` [rows, head_dim];
+    ``scores`` [rows, 128] of this block. Of [rows, 16] are ``top``, the largest score, ``total``,
+    the sum of weights (lane by lane), ``decay``, what the last block multiplied earlier sums by,
+    and ``offset``, the weighted sum of zero points (lane by lane). ``soft_cap``: c log2 e, or 0.
     """
 
     rows: int
@@ -69,7 +75,8 @@ class RowBlock:
 
     @classmethod
     def new(cls, rows: int, head_dim: int, visible: Visible, soft_cap: float) -> RowBlock:
-        """Memory for ``rows`` rows that have seen nothing; ``q`` and ``position`` are the caller's to fill."""
+        """Memory for ``rows`` rows that have seen nothing; ``q`` and ``position`` are the caller's
+        to fill."""
         q, out = (v.local(rows * head_dim, "float32") for _ in range(2))
         top, total, decay, offset = (v.local(rows * LANES, "float32") for _ in range(4))
         position, scores = v.local(rows, "int32"), v.local(rows * RESIDUAL, "float32")
@@ -80,7 +87,8 @@ class RowBlock:
         return state
 
     def attend(self, source: Any, begin: Any, count: Any, first_time: bool = False) -> None:
-        """See granules ``begin`` .. ``begin + count - 1`` (at most 8) of the source's group. ``first_time``: its sums hold nothing yet."""
+        """See granules ``begin`` .. ``begin + count - 1`` (at most 8) of the source's group.
+        ``first_time``: its sums hold nothing yet."""
         highest = v.local(self.rows * LANES, "float32")
         fill(highest, self.rows * LANES, -math.inf)
         with T.serial(count) as i:
@@ -183,7 +191,8 @@ def _multiply(number: Any, members: list[tuple[int, int]], factors: list[Any], s
 
 
 def arrange(natural: Any, arranged: Any, vectors: OperandVectors, rows: int, head_dim: int) -> None:
-    """``natural`` [rows, head_dim] into ``arranged`` [load, u, row, lane], in the order of channels that ``vectors`` of keys have."""
+    """``natural`` [rows, head_dim] into ``arranged`` [load, u, row, lane], in the order of channels
+    that ``vectors`` of keys have."""
     step = stride(vectors.channels, 1)
     with T.serial(rows) as r, T.serial(vectors.loads) as load:
         for u in range(vectors.factors):

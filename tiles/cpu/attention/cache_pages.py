@@ -1,4 +1,5 @@
-"""Where in a cache the CPU programs find a token: pages through a block table, and the residual window. Importing this imports tvm."""
+"""Where in a cache the CPU programs find a token: pages through a block table, and the residual
+window. Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ WORD_BYTES, HALF_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Granules and parameters of one kv head: ``words``, a flat int32 view of pages or windows, ``halves``, the same memory in fp16.
+    """Granules and parameters of one kv head: ``words``, a flat int32 view of pages or windows,
+    ``halves``, the same memory in fp16.
 
-    ``record(token)`` is the first word, int64, of the record (a page or a window of ``layout``) that holds a token.
+    ``record(token)`` is the first word, int64, of the record (a page or a window of ``layout``)
+    that holds a token.
     """
 
     layout: KVLayout
@@ -57,8 +60,9 @@ class Pages:
         return tuple(T.bind(tirx.Shuffle([both], list(range(part, 2 * LANES, 2))).astype("float32x16")) for part in range(2))
 
     def share_channel_parameters(self, first: Any, move: Callable[[Any, Any], None]) -> None:
-        """Call ``move(half of the pages, half of the record)`` for every 16 fp16 numbers of the record of key parameters of the group of
-        128 tokens from ``first`` on: the group's pages hold a share of it each."""
+        """Call ``move(half of the pages, half of the record)`` for every 16 fp16 numbers of the
+        record of key parameters of the group of 128 tokens from ``first`` on: the group's pages
+        hold a share of it each."""
         share = 2 * self.layout.head_dim // self.layout.group_pages
         begin = (first % max(self.layout.page_size, RESIDUAL)).astype("int64") // RESIDUAL * (2 * self.layout.head_dim)
         with T.serial(self.layout.group_pages) as page:
@@ -80,8 +84,8 @@ class Pages:
 
 
 def cache_pages(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, max_pages: Any, table: bool) -> Pages:
-    """The pages of sequence ``b`` and kv head ``head``; ``arg`` has views of ``pages`` (and ``halves``, the same in fp16) and
-    ``block_tables`` [batch, max_pages]."""
+    """The pages of sequence ``b`` and kv head ``head``; ``arg`` has views of ``pages`` (and
+    ``halves``, the same in fp16) and ``block_tables`` [batch, max_pages]."""
 
     def record(token: Any) -> Any:
         page = arg["block_tables"][b.astype("int64") * max_pages + token // w.page_size]

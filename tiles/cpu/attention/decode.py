@@ -1,13 +1,17 @@
-"""``attention_decode_cpu``: attention of the newest tokens over a low-bit KV cache on x86-64 CPUs, from TensorIR.
+"""``attention_decode_cpu``: attention of the newest tokens over a low-bit KV cache on x86-64 CPUs,
+from TensorIR.
 
     o[b, i, h] = sum_t p_t v_t,   p = softmax over the tokens t that query i sees,   s_t = scale * q[b, i, h] . k_t
 
-The cache is the GPUs' (``layouts/kv.py``): a vector load of 16 of its words holds numbers of tokens and channels that are known here, so
-queries and weights are permuted to match, once, and nothing is unpacked to memory. A scale and zero point by channel is multiplied into the
-query once per 128 tokens, one by token into scores and weights: inner loops are a shift, a look-up (or mask, convert) and multiply-adds.
+The cache is the GPUs' (``layouts/kv.py``): a vector load of 16 of its words holds numbers of tokens
+and channels that are known here, so queries and weights are permuted to match, once, and nothing is
+unpacked to memory. A scale and zero point by channel is multiplied into the query once per 128
+tokens, one by token into scores and weights: inner loops are a shift, a look-up (or mask, convert)
+and multiply-adds.
 
-A first parallel loop has a task for each (sequence, kv head, few rows of queries, part of the tokens), a second one joins the parts. What a
-task holds depends on the workload and the schedule alone: the same input gives the same bits. All arithmetic is fp32.
+A first parallel loop has a task for each (sequence, kv head, few rows of queries, part of the
+tokens), a second one joins the parts. What a task holds depends on the workload and the schedule
+alone: the same input gives the same bits. All arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -33,12 +37,14 @@ def rows_together(group: int) -> int:
 
 
 def parts(workload: AttentionWorkload, schedule: Schedule) -> int:
-    """Tasks that share the tokens of a (sequence, kv head), so that one sequence of few heads keeps all threads busy."""
+    """Tasks that share the tokens of a (sequence, kv head), so that one sequence of few heads keeps
+    all threads busy."""
     return min(MOST_PARTS, max(1, -(-schedule.num_warps // workload.heads_kv)))
 
 
 def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over the workload's operands; batch, q_len and all sizes of the cache are symbolic.
+    """The PrimFunc over the workload's operands; batch, q_len and all sizes of the cache are
+    symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """

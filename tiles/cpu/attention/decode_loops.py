@@ -1,4 +1,5 @@
-"""The two loop bodies of the CPU's decode: a part of a sequence's tokens attended to, and the parts joined. See ``decode.py``.
+"""The two loop bodies of the CPU's decode: a part of a sequence's tokens attended to, and the parts
+joined. See ``decode.py``.
 
 Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 """
@@ -25,7 +26,8 @@ GRANULES = RESIDUAL // GRANULE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """``rows`` of queries a task, ``parts`` of a sequence, ``step`` tokens at a time, ``table``: permutes look codes up; symbolic sizes."""
+    """``rows`` of queries a task, ``parts`` of a sequence, ``step`` tokens at a time, ``table``:
+    permutes look codes up; symbolic sizes."""
 
     workload: AttentionWorkload
     rows: int
@@ -38,13 +40,14 @@ class Plan:
 
 
 def partial_floats(head_dim: int) -> int:
-    """fp32 numbers of a row's partial result: the weighted sum, the largest score, the sum of weights, and what aligns the next."""
+    """fp32 numbers of a row's partial result: the weighted sum, the largest score, the sum of
+    weights, and what aligns the next."""
     return head_dim + LANES
 
 
 def attend_part(plan: Plan, arg: dict[str, Any], task: Any) -> None:
-    """Part ``task % parts`` of the tokens of a (sequence, kv head, block of rows): an even share of its blocks of 128 packed tokens; the
-    last part sees the window too."""
+    """Part ``task % parts`` of the tokens of a (sequence, kv head, block of rows): an even share of
+    its blocks of 128 packed tokens; the last part sees the window too."""
     w = plan.workload
     segment, part = T.bind(task // plan.parts), T.bind(task % plan.parts)
     first_row, pair = T.bind(segment % plan.row_blocks * plan.rows), T.bind(segment // plan.row_blocks)

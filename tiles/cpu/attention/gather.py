@@ -1,9 +1,11 @@
-"""``attention_gather_cpu``: the rows of a low-bit KV cache, dequantized, on x86-64 CPUs, from TensorIR.
+"""``attention_gather_cpu``: the rows of a low-bit KV cache, dequantized, on x86-64 CPUs, from
+TensorIR.
 
     out[t] = fp16 or bf16 of (code * scale + zero),   products exact, the sum in fp32 rounded once
 
-A task has one group of up to 128 tokens of one kv head. Vectors are decoded as decode reads them (``granules.py``), each lane's token and
-channel being known here, and laid out as rows in a tile of 16 tokens on the way.
+A task has one group of up to 128 tokens of one kv head. Vectors are decoded as decode reads them
+(``granules.py``), each lane's token and channel being known here, and laid out as rows in a tile of
+16 tokens on the way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The loop body of the CPU's gather: one group of tokens of one kv head. See ``attention_gather.py``. Importing this imports tvm."""
+"""The loop body of the CPU's gather: one group of tokens of one kv head. See
+``attention_gather.py``. Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Meaning = Callable[[Any, int, int, Any, Any], Any]  # (codes, h, u, load, group)
 
 
 def gather_group(w: AttentionWorkload, arg: dict[str, Any], b: Any, group: Any, head: Any, max_pages: Any, table: bool) -> None:
-    """Rows 128 ``group`` .. of sequence ``b``, as many as it has, of kv head ``head``: from pages, or the last ones from the window."""
+    """Rows 128 ``group`` .. of sequence ``b``, as many as it has, of kv head ``head``: from pages,
+    or the last ones from the window."""
     first, length = T.bind(group * RESIDUAL), T.bind(arg["lengths"][b])
     row = T.bind(arg["cu_kv"][b] + first)
     with T.If(first + RESIDUAL <= length):
@@ -49,7 +51,8 @@ def _gather(w: AttentionWorkload, arg: dict[str, Any], pages: Pages, first: Any,
 
 
 def _fill_tile(w: AttentionWorkload, pages: Pages, what: str, vectors: OperandVectors, start: Any, meaning: Meaning, tile: Any) -> None:
-    """The numbers of a granule whose words begin at ``start`` as rows [16, head_dim] of the workload's dtype."""
+    """The numbers of a granule whose words begin at ``start`` as rows [16, head_dim] of the
+    workload's dtype."""
     bits, kind, _ = pages.format_of(what)
     places, load_step, group_step = vectors.places(what, w.head_dim)
     with T.serial(vectors.loads) as load, T.serial(vectors.groups) as group:
@@ -63,7 +66,8 @@ def _fill_tile(w: AttentionWorkload, pages: Pages, what: str, vectors: OperandVe
 
 
 def _arranged_scales(pages: Pages, keys: OperandVectors, first: Any) -> tuple[Any, Any]:
-    """Scales and zeros by channel of the group at ``first``, fp32, in the order of the vectors (load, u)."""
+    """Scales and zeros by channel of the group at ``first``, fp32, in the order of the vectors
+    (load, u)."""
     record, arranged = v.local(2 * pages.layout.head_dim, "float16"), [v.local(keys.loads * keys.factors * LANES, "float32") for _ in "sz"]
     pages.channel_parameters(first, record)
     with T.serial(keys.loads) as load:

@@ -1,8 +1,11 @@
-"""A granule of the KV cache as the CPU programs read it: vectors of 16 words, and the token and channel that each lane then holds.
+"""A granule of the KV cache as the CPU programs read it: vectors of 16 words, and the token and
+channel that each lane then holds.
 
-Storage is ``KVLayout``'s, which mma.m16n8k16's fragments induce. Read 16 consecutive words at a time, number ``slot`` of all of them is a
-vector of 16 codes whose tokens and channels are fixed numbers: keys are multiplied with a query whose channels were permuted once to match
-(as the GPU programs rearrange theirs), values with weights whose tokens were. Pure numpy: everything is read off the ``PackedLayout``.
+Storage is ``KVLayout``'s, which mma.m16n8k16's fragments induce. Read 16 consecutive words at a
+time, number ``slot`` of all of them is a vector of 16 codes whose tokens and channels are fixed
+numbers: keys are multiplied with a query whose channels were permuted once to match (as the GPU
+programs rearrange theirs), values with weights whose tokens were. Pure numpy: everything is read
+off the ``PackedLayout``.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ ROWS_TOGETHER = 4  # of a row-major operand: neighbouring vectors that share one
 class OperandVectors:
     """Vectors (load, group, slot) of 16 codes of one operand's granule of 16 tokens.
 
-    ``slots[slot]`` is (h, u). Of keys, ``channels`` [u, load, lane] do not depend on the group and ``tokens`` [h, group, lane] not on the
-    load; of values, ``tokens`` [u, lane] depend on the slot alone and ``channels`` are [h, load, group, lane]. So u counts the different
-    other factors that a vector's slots meet, and h the different sums they are added to.
+    ``slots[slot]`` is (h, u). Of keys, ``channels`` [u, load, lane] do not depend on the group and
+    ``tokens`` [h, group, lane] not on the load; of values, ``tokens`` [u, lane] depend on the slot
+    alone and ``channels`` are [h, load, group, lane]. So u counts the different other factors that
+    a vector's slots meet, and h the different sums they are added to.
     """
 
     loads: int
@@ -50,8 +54,8 @@ class OperandVectors:
         return [[(h, slot) for slot, (h, u) in enumerate(self.slots) if u == factor] for factor in range(self.factors)]
 
     def places(self, what: str, head_dim: int) -> tuple[np.ndarray, int, int]:
-        """(int64 [slot, lane], step of a load, step of a group): where the codes of a vector of ``what`` ("key" or "value") lie in rows
-        [16, head_dim]."""
+        """(int64 [slot, lane], step of a load, step of a group): where the codes of a vector of
+        ``what`` ("key" or "value") lie in rows [16, head_dim]."""
         if what == "key":
             tokens = np.stack([self.tokens[h, 0] for h, _ in self.slots])
             channels = np.stack([self.channels[u, 0] for _, u in self.slots])
@@ -80,7 +84,8 @@ def value_vectors(packed: PackedLayout) -> OperandVectors:
 
 
 def key_rows(head_dim: int) -> OperandVectors:
-    """Of 16 tokens' rows of ``head_dim`` numbers: load l of group g holds channels 16 l .. of the 4 tokens 4 g .. 4 g + 3."""
+    """Of 16 tokens' rows of ``head_dim`` numbers: load l of group g holds channels 16 l .. of the 4
+    tokens 4 g .. 4 g + 3."""
     groups = GRANULE // ROWS_TOGETHER
     tokens = np.broadcast_to(np.arange(GRANULE).reshape(groups, ROWS_TOGETHER).T[:, :, None], (ROWS_TOGETHER, groups, LANES))
     channels = np.arange(head_dim).reshape(1, -1, LANES)
@@ -88,7 +93,8 @@ def key_rows(head_dim: int) -> OperandVectors:
 
 
 def value_rows(head_dim: int) -> OperandVectors:
-    """Of 16 tokens' rows of ``head_dim`` numbers: load l holds channels 64 l .. 64 l + 63 of all of them."""
+    """Of 16 tokens' rows of ``head_dim`` numbers: load l holds channels 64 l .. 64 l + 63 of all of
+    them."""
     channels = np.arange(head_dim).reshape(-1, 1, ROWS_TOGETHER, LANES).transpose(2, 0, 1, 3)
     tokens = np.repeat(np.arange(GRANULE)[:, None], LANES, axis=1)
     slots = tuple((h, u) for u in range(GRANULE) for h in range(ROWS_TOGETHER))
@@ -97,16 +103,17 @@ def value_rows(head_dim: int) -> OperandVectors:
 
 @dataclass(frozen=True, slots=True)
 class LaneSums:
-    """How to sum 2^k vectors over the lanes that share a label: ``steps`` of lane bits, each halving the number of vectors, leave one
-    whose lane x is the sum labelled ``labels[x]``."""
+    """How to sum 2^k vectors over the lanes that share a label: ``steps`` of lane bits, each
+    halving the number of vectors, leave one whose lane x is the sum labelled ``labels[x]``."""
 
     steps: tuple[int, ...]
     labels: tuple[int, ...]
 
 
 def lane_sums(labels: np.ndarray) -> LaneSums:
-    """Of vectors with ``labels`` [2^k, 16] in which 2^k lanes share each. Step with lane bit b joins neighbours (a, c): lane x becomes
-    a[x] + a[x ^ b] where bit b of x is clear, c[x] + c[x ^ b] where it is set. Raises ``ValueError`` if lanes cannot be summed so."""
+    """Of vectors with ``labels`` [2^k, 16] in which 2^k lanes share each. Step with lane bit b
+    joins neighbours (a, c): lane x becomes a[x] + a[x ^ b] where bit b of x is clear, c[x] + c[x ^
+    b] where it is set. Raises ``ValueError`` if lanes cannot be summed so."""
     lane = np.arange(LANES)
     steps = tuple(b for b in LANE_BITS if np.array_equal(labels, labels[:, lane ^ b]))
     if len(labels) != 1 << len(steps):
@@ -117,8 +124,8 @@ def lane_sums(labels: np.ndarray) -> LaneSums:
 
 
 def stride(table: np.ndarray, axis: int) -> int:
-    """By how much the entries of ``table`` grow along ``axis``, where they grow evenly (0 where there is one). Raises ``ValueError``
-    otherwise."""
+    """By how much the entries of ``table`` grow along ``axis``, where they grow evenly (0 where
+    there is one). Raises ``ValueError`` otherwise."""
     steps = np.unique(np.diff(table, axis=axis))
     if steps.size > 1:
         raise ValueError(f"entries grow by {steps.tolist()} along axis {axis}; accepted: one step")
@@ -126,14 +133,16 @@ def stride(table: np.ndarray, axis: int) -> int:
 
 
 def _coordinates(packed: PackedLayout) -> tuple[np.ndarray, np.ndarray]:
-    """(n, k) of every code, int64 [loads, groups, slots, 16]; a load is what all 32 lanes of a warp read at once."""
+    """(n, k) of every code, int64 [loads, groups, slots, 16]; a load is what all 32 lanes of a warp
+    read at once."""
     per_load = 32 * min(4, packed.words // 32)
     order = packed.order.astype(np.int64).reshape(-1, per_load // LANES, LANES, packed.slots).transpose(0, 1, 3, 2)
     return order // packed.tile_k, order % packed.tile_k
 
 
 def _distinct(table: np.ndarray) -> tuple[Sequence[int], np.ndarray]:
-    """(number of the slot's set, the distinct sets [sets, ..., lane]) of ``table`` [..., slots, lane]."""
+    """(number of the slot's set, the distinct sets [sets, ..., lane]) of ``table`` [..., slots,
+    lane]."""
     by_slot = np.moveaxis(table, -2, 0)
     sets, which = [], []
     for entries in by_slot:

@@ -1,9 +1,11 @@
-"""``attention_prefill_cpu``: causal attention over rows of 16-bit keys and values of a ragged batch, on x86-64 CPUs, from TensorIR.
+"""``attention_prefill_cpu``: causal attention over rows of 16-bit keys and values of a ragged
+batch, on x86-64 CPUs, from TensorIR.
 
     o[i, h] = sum_t p_t v_t,   p = softmax over the tokens t that query i sees,   s_t = scale * q[i, h] . k_t
 
-The queries of a sequence are its newest tokens. A task holds a few rows, (query, head of a group) pairs of one kv head, and goes over the
-tokens they see by blocks with an online softmax (``attend.py``, as decode does). All arithmetic is fp32; same input, same bits.
+The queries of a sequence are its newest tokens. A task holds a few rows, (query, head of a group)
+pairs of one kv head, and goes over the tokens they see by blocks with an online softmax
+(``attend.py``, as decode does). All arithmetic is fp32; same input, same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From the number of a task to a sequence and what of it, where lengths are known on the device only. Importing this imports tvm."""
+"""From the number of a task to a sequence and what of it, where lengths are known on the device
+only. Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ..vectors import T
 
 
 def find_sequence(task: Any, batch: Any, tasks_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """(sequence, its task), sequence b having ``tasks_of(b)`` consecutive tasks; sequence -1 where there are fewer."""
+    """(sequence, its task), sequence b having ``tasks_of(b)`` consecutive tasks; sequence -1 where
+    there are fewer."""
     found = v.local(2, "int32")
     T.buffer_store(found, v.tirx.const(-1, "int32"), [0])
     T.buffer_store(found, task, [1])

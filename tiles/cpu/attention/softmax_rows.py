@@ -1,4 +1,5 @@
-"""What enters and leaves attention: scaled queries, and outputs from the results of parts. Importing this imports tvm."""
+"""What enters and leaves attention: scaled queries, and outputs from the results of parts.
+Importing this imports tvm."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from .granules import LANES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """A row's result over some tokens: the largest score and the sum of weights, in all lanes, and the weighted sum of values, head_dim
-    fp32 numbers from ``start`` of ``values``."""
+    """A row's result over some tokens: the largest score and the sum of weights, in all lanes, and
+    the weighted sum of values, head_dim fp32 numbers from ``start`` of ``values``."""
 
     top: Any
     total: Any
@@ -25,7 +26,8 @@ class Partial:
 
 
 def softmax_factors(workload: AttentionWorkload) -> tuple[float, float]:
-    """(what queries are multiplied by, the soft cap): so that scores, after the cap c: c log2(e) tanh, are in units of log 2."""
+    """(what queries are multiplied by, the soft cap): so that scores, after the cap c: c log2(e)
+    tanh, are in units of log 2."""
     if workload.soft_cap:
         return workload.softmax_scale / workload.soft_cap, workload.soft_cap * LOG2_E
     return workload.softmax_scale * LOG2_E, 0.0
@@ -39,7 +41,8 @@ def load_row(buffer: Any, start: Any, state: RowBlock, r: Any, factor: float) ->
 
 
 def write_row(w: AttentionWorkload, arg: dict[str, Any], partials: list[Partial], q_head: Any, target: Any) -> None:
-    """Row ``target`` of ``out``, and of ``lse``, of query head ``q_head``: the parts, in order, and the learned sink."""
+    """Row ``target`` of ``out``, and of ``lse``, of query head ``q_head``: the parts, in order, and
+    the learned sink."""
     tops = [v.held(partial.top) for partial in partials]
     sink = v.held(splat(arg["sinks"][q_head]) * splat(LOG2_E)) if w.sinks else None
     top = tops[0] if sink is None else v.held(T.max(sink, tops[0]))

@@ -1,7 +1,9 @@
-"""Where attention's keys and values come from: packed pages, a residual window, or plain rows. Importing this imports tvm.
+"""Where attention's keys and values come from: packed pages, a residual window, or plain rows.
+Importing this imports tvm.
 
-A source offers, to ``attend.RowBlock``: ``keys`` and ``values`` (which vector meets which factor), ``first`` (position of its group's first
-token), ``queries`` (arranged for ``keys``), ``sums`` (of values, [load, group, h, row, lane]), and the methods of ``PackedTokens``.
+A source offers, to ``attend.RowBlock``: ``keys`` and ``values`` (which vector meets which factor),
+``first`` (position of its group's first token), ``queries`` (arranged for ``keys``), ``sums`` (of
+values, [load, group, h, row, lane]), and the methods of ``PackedTokens``.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from .granules import LANES, OperandVectors, key_rows, key_vectors, stride, valu
 class PackedTokens:
     """A group of up to 128 tokens in ``pages``, for the rows of ``state``.
 
-    ``valid``: position from which on there are no tokens and memory holds anything (a window's rest), or None.
-    ``key_scale``: fp32 head scale of fp8 keys, or None.
+    ``valid``: position from which on there are no tokens and memory holds anything (a window's
+    rest), or None. ``key_scale``: fp32 head scale of fp8 keys, or None.
     """
 
     def __init__(self, pages: Pages, state: RowBlock, key_scale: Any = None, valid: Any = None) -> None:
@@ -53,7 +55,8 @@ class PackedTokens:
                 v.store(self.query_sums, r * LANES, sum_everywhere(fill_sum[0]), LANES)
 
     def open(self, first: Any, count: Any) -> None:
-        """Turn to the group whose first token is ``first`` and whose first ``count`` granules hold tokens."""
+        """Turn to the group whose first token is ``first`` and whose first ``count`` granules hold
+        tokens."""
         self.first = first
         with T.serial(count) as j:
             T.buffer_store(self.records, self.pages.record(first + j * GRANULE), [j])
@@ -61,7 +64,8 @@ class PackedTokens:
             self._scale_queries()
 
     def _scale_queries(self) -> None:
-        """q . (codes * scale + zero) = (q * scale) . codes + q . zero, for the group's scales and zeros by channel."""
+        """q . (codes * scale + zero) = (q * scale) . codes + q . zero, for the group's scales and
+        zeros by channel."""
         self.pages.channel_parameters(self.first, self.parameters)
         scales, zeros = (part // HALF_BYTES for part in channel_parameter_bytes(self.keys.channels))
         step = stride(scales, 1)
@@ -123,12 +127,14 @@ class PackedTokens:
             v.store(self.weights, ((i * self.rows + r) * self.values.factors + u) * LANES, permute(weight, self.values.tokens[u]), LANES)
 
     def weight(self, state: RowBlock, i: Any, r: int, u: int) -> Any:
-        """The factor of row ``r`` that the value vectors of factor ``u`` of the block's ``i``-th granule meet."""
+        """The factor of row ``r`` that the value vectors of factor ``u`` of the block's ``i``-th
+        granule meet."""
         return v.load(self.weights, ((i * self.rows + r) * self.values.factors + u) * LANES, LANES)
 
 
 class RowTokens:
-    """Tokens as rows of 16-bit ``k`` and ``v``, flat views of [total, heads_kv, head_dim], from row ``begin`` on; ``length`` of them."""
+    """Tokens as rows of 16-bit ``k`` and ``v``, flat views of [total, heads_kv, head_dim], from row
+    ``begin`` on; ``length`` of them."""
 
     has_offset = False
 

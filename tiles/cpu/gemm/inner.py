@@ -33,7 +33,8 @@ def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: 
             for one in (k, k + 1):
                 _accumulate(plan, arg, x, one, [codes(one, row) for row in rows], v.fma, sums)
         return
-    # A word holds eight codes: nibble 4 e + 2 p + h is that of row 16 h + lane, k = 4 quad + 2 p + e. ``rows`` are both h of each part.
+    # A word holds eight codes: nibble 4 e + 2 p + h is that of row 16 h + lane, k = 4 quad + 2 p +
+    # e. ``rows`` are both h of each part.
     parts = 16 // lanes
     for quad in range(depth // 4):
         loaded = {row % parts: words + quad * 16 + row % parts * lanes for row in rows}

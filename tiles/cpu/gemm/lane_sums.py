@@ -1,4 +1,5 @@
-"""Sums, maxima and permutations across the lanes of fp32 vectors, in fixed orders. Importing this imports tvm."""
+"""Sums, maxima and permutations across the lanes of fp32 vectors, in fixed orders. Importing this
+imports tvm."""
 
 from __future__ import annotations
 

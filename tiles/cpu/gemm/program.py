@@ -1,10 +1,11 @@
-"""GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output channels and rows.
+"""GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output
+channels and rows.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
 
-Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied once per group,
-y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes and 0 elsewhere. All sums are fp32.
-Three ways to multiply, by what the processor has:
+Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied
+once per group, y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes and 0
+elsewhere. All sums are fp32. Three ways to multiply, by what the processor has:
 
 - vdpbf16ps (AVX512-BF16): a permute looks four bits up as bf16, and every lane multiplies two neighbouring k. bf16 x is exact in it;
   fp16 x is split into the two bf16 numbers whose sum it is, which is exact too.
@@ -12,12 +13,15 @@ Three ways to multiply, by what the processor has:
 - AVX2: mask, convert, fused multiply-add. A nibble is masked where it stands in its word and is too large by a power of two there; x is
   divided by that, once per call.
 
-That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are extended and converted to fp32 and multiplied
-as that; with vdpbf16ps and bf16 x as bf16, whose 8 significant bits they fit.
+That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are
+extended and converted to fp32 and multiplied as that; with vdpbf16ps and bf16 x as bf16, whose 8
+significant bits they fit.
 
-A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with zeros; a second one multiplies. Each
-becomes a plain C function over a range of its iterations (``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM
-runtime is needed. Workspace of a call: x once more, as bf16 or fp32, and one fp32 per row and group, rows rounded up to ``block_m``.
+A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with
+zeros; a second one multiplies. Each becomes a plain C function over a range of its iterations
+(``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM runtime is needed.
+Workspace of a call: x once more, as bf16 or fp32, and one fp32 per row and group, rows rounded up
+to ``block_m``.
 """
 
 from __future__ import annotations
@@ -34,10 +38,11 @@ from .plan import Plan
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over x [m, k], weight int32 [n tiles, k tiles, words], scales (and zeros) [groups, n_pad], bias [n] if any, y [m, n].
+    """The PrimFunc over x [m, k], weight int32 [n tiles, k tiles, words], scales (and zeros)
+    [groups, n_pad], bias [n] if any, y [m, n].
 
-    Its parallel loops run over rows, padded to whole blocks of ``block_m``, and over tasks (block of n) x (block of m), m inner.
-    Raises ``ValueError`` on a target without AVX2.
+    Its parallel loops run over rows, padded to whole blocks of ``block_m``, and over tasks (block
+    of n) x (block of m), m inner. Raises ``ValueError`` on a target without AVX2.
     """
     from tvm.script.ir_builder import IRBuilder
 
@@ -57,7 +62,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             buffers["sums"] = T.alloc_buffer((blocks * (mb * plan.groups),), "float32")
 
         def views() -> dict[str, Any]:
-            """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as bytes."""
+            """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as
+            bytes."""
             kinds = {name: "uint16" for name, buffer in buffers.items() if buffer.dtype == "bfloat16"}
             if plan.bits == 8:
                 kinds["weight"] = "uint8"

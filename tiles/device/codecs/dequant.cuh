@@ -1,10 +1,12 @@
 // Dequantize one thread's share of packed weights into the A operand registers of an MMA.
 //
-// Storage (layouts/packing.py, induced from the fragment): a record is one 64-row slab of 512 words, thread-major: thread t of the
-// warpgroup (or of four warps) owns words 4t..4t+3. At 4 bits a word holds the eight A elements of one k16 step, slots ordered
-// 0,2,4,6,1,3,5,7, so that (w >> 4 i) & 0x000f000f is register pair i; at 8 bits two words hold them in natural order.
-// Every path computes (q - z) exactly and rounds once, in the multiplication by the scale.
-// tests/tiles/test_dequant.py compiles this file for the host and compares every code point with the numpy twin.
+// Storage (layouts/packing.py, induced from the fragment): a record is one 64-row slab of 512
+// words, thread-major: thread t of the warpgroup (or of four warps) owns words 4t..4t+3. At 4 bits
+// a word holds the eight A elements of one k16 step, slots ordered 0,2,4,6,1,3,5,7, so that (w >> 4
+// i) & 0x000f000f is register pair i; at 8 bits two words hold them in natural order. Every path
+// computes (q - z) exactly and rounds once, in the multiplication by the scale.
+// tests/tiles/test_dequant.py compiles this file for the host and compares every code point with
+// the numpy twin.
 #pragma once
 #include <stdint.h>
 #ifndef TILEBIT_HOST_EMULATION
@@ -14,7 +16,8 @@
 
 namespace tilebit {
 
-// Kinds of codes: bits of one, and the zero point where none is stored. Others have files of their own.
+// Kinds of codes: bits of one, and the zero point where none is stored. Others have files of their
+// own.
 template <int N>
 struct Uint {
   static constexpr int BITS = N;
@@ -31,7 +34,8 @@ __device__ __forceinline__ uint32_t lop3_and_or(uint32_t a, uint32_t mask, uint3
 #endif
 }
 
-// Per-channel formats scale the accumulators instead (SCALED is false): the operand is then the integer q - z itself.
+// Per-channel formats scale the accumulators instead (SCALED is false): the operand is then the
+// integer q - z itself.
 template <bool SCALED, typename Pair>
 __device__ __forceinline__ Pair scaled(Pair value, Pair scale) {
   if constexpr (SCALED) return __hmul2(value, scale);
@@ -43,11 +47,13 @@ __device__ __forceinline__ Pair as_pair(uint32_t bits) {
   return *reinterpret_cast<Pair*>(&bits);
 }
 
-// What a kind of codes needs per row and group: the scale, and the zero point in the form its bit trick subtracts.
+// What a kind of codes needs per row and group: the scale, and the zero point in the form its bit
+// trick subtracts.
 template <typename T, typename CODE>
 struct Row;
 
-// fp16, 4 bits: a nibble under the exponent of 1024 is 1024 + q; the upper one is 1024 + 16 q, folded by one FMA with 1/16.
+// fp16, 4 bits: a nibble under the exponent of 1024 is 1024 + q; the upper one is 1024 + 16 q,
+// folded by one FMA with 1/16.
 template <>
 struct Row<half, Uint<4>> {
   half2 scale, low, high;  // low = 1024 + z, high = -(64 + z)
@@ -87,7 +93,8 @@ __device__ __forceinline__ void unpack(const uint32_t* words, const Row<half, Ui
   }
 }
 
-// bf16, 4 bits: a nibble under the exponent of 128 is 128 + q (the significand has seven bits, so only the lowest nibble position is exact).
+// bf16, 4 bits: a nibble under the exponent of 128 is 128 + q (the significand has seven bits, so
+// only the lowest nibble position is exact).
 template <>
 struct Row<__nv_bfloat16, Uint<4>> {
   __nv_bfloat162 scale, low;
@@ -105,7 +112,8 @@ __device__ __forceinline__ void unpack(const uint32_t* words, const Row<__nv_bfl
   }
 }
 
-// bf16, 8 bits: 128 + q does not fit bf16's significand; go through fp32, where 2^23 + q is exact, and round q - z (exact) to bf16.
+// bf16, 8 bits: 128 + q does not fit bf16's significand; go through fp32, where 2^23 + q is exact,
+// and round q - z (exact) to bf16.
 template <>
 struct Row<__nv_bfloat16, Uint<8>> {
   __nv_bfloat162 scale;
@@ -136,10 +144,11 @@ struct PairOf<__nv_bfloat16> {
   using type = __nv_bfloat162;
 };
 
-// CODE: the kind of codes. SLABS 64-row slabs per warpgroup, part PART of a stage: RECORDS records (64 k at 4 bits, 32 k at 8) a slab, GROUP_STEPS k16 steps per scale
-// group. a: this thread's A registers, by k16 step, then slab, 8 elements each. stage: uint32 [parts][slabs of the tile][RECORDS][512 words].
-// scales, zeros: [groups of the stage][STRIDE rows of the tile]; zeros is not read for symmetric formats.
-// Warpgroup g owns the SLABS slabs from g * SLABS on.
+// CODE: the kind of codes. SLABS 64-row slabs per warpgroup, part PART of a stage: RECORDS records
+// (64 k at 4 bits, 32 k at 8) a slab, GROUP_STEPS k16 steps per scale group. a: this thread's A
+// registers, by k16 step, then slab, 8 elements each. stage: uint32 [parts][slabs of the
+// tile][RECORDS][512 words]. scales, zeros: [groups of the stage][STRIDE rows of the tile]; zeros
+// is not read for symmetric formats. Warpgroup g owns the SLABS slabs from g * SLABS on.
 template <typename T, typename CODE, bool SYMMETRIC, int SLABS, int PART, int RECORDS, int GROUP_STEPS, int STRIDE, bool SCALED>
 __device__ __forceinline__ void dequantize(void* a, const void* stage, const void* scale_rows, const void* zero_rows, int thread) {
   using Pair = typename PairOf<T>::type;

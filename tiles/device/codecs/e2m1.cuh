@@ -1,7 +1,9 @@
-// 4-bit floats: a sign, two bits of exponent, one of significand (OCP Microscaling Formats 1.0, 5.3.3).
+// 4-bit floats: a sign, two bits of exponent, one of significand (OCP Microscaling Formats 1.0,
+// 5.3.3).
 //
-// In their places in a 16-bit float, sign on sign and the other three bits at the low end of the exponent, they are the number 2^-14 (bf16: 2^-126)
-// times too small, 0.5 as a subnormal: the power of two is in the scale, so that one product is all. Exact: a number has two significant bits.
+// In their places in a 16-bit float, sign on sign and the other three bits at the low end of the
+// exponent, they are the number 2^-14 (bf16: 2^-126) times too small, 0.5 as a subnormal: the power
+// of two is in the scale, so that one product is all. Exact: a number has two significant bits.
 // Comes after codecs/dequant.cuh, and in programs with raw codes after codecs/raw.cuh.
 #pragma once
 

@@ -1,4 +1,5 @@
-// Turn packed codes into MMA operand registers with few instructions (fp16: one a register), leaving scale and zero point to the accumulators.
+// Turn packed codes into MMA operand registers with few instructions (fp16: one a register),
+// leaving scale and zero point to the accumulators.
 //
 // The operand is not q but raw(q) = FACTOR * q + OFFSET, exact in 16 bits; a row of the product is then
 //     sum (q - z) s x = s / FACTOR * (sum raw(q) x - (OFFSET / FACTOR + z) * FACTOR * sum x),

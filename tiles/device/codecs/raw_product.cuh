@@ -25,9 +25,9 @@ struct RawProduct {
   using Sums = float[TILES][NT][4];
   using XSums = float[NT][4];
 
-  // Adds FACTOR * x of two k16 steps to a column tile's sum: x as the first operand, in the registers
-  // in which both steps' second operands lie. Rows r and r + 8 are halves k 0..7 and 8..15 of column
-  // r: one product in place of two, and no column meets another's numbers.
+  // Adds FACTOR * x of two k16 steps to a column tile's sum: x as the first operand, in the
+  // registers in which both steps' second operands lie. Rows r and r + 8 are halves k 0..7 and
+  // 8..15 of column r: one product in place of two, and no column meets another's numbers.
   __device__ __forceinline__ static void add_x(float (&sum)[4], const uint32_t* b) {
     const uint32_t ones[2] = {R::ONES, R::ONES};
     mma_m16n8k16(sum, b, ones, T());
@@ -51,12 +51,13 @@ struct RawProduct {
     return R::OFFSET == 0.0f ? to_float(z) : R::OFFSET + to_float(z);
   }
 
-  // Scale and zero point of rows r and r + 8 of each tile, a pair of 16 bits each (two of the last place are spare).
+  // Scale and zero point of rows r and r + 8 of each tile, a pair of 16 bits each (two of the last
+  // place are spare).
   using Pairs = uint32_t[(2 * TILES + 3) / 4 * 4];
-  // Of a group of the step: 8 rows' scales are the even rows of a matrix, so that its transpose gives
-  // each lane its own; its odd rows are the zero points of the other 8 rows of the tile, which lie in
-  // other banks (64 rows: two loads, where one a number takes sixteen). So scales are where they
-  // belong, and zero points of rows r and r + 8 have changed places.
+  // Of a group of the step: 8 rows' scales are the even rows of a matrix, so that its transpose
+  // gives each lane its own; its odd rows are the zero points of the other 8 rows of the tile,
+  // which lie in other banks (64 rows: two loads, where one a number takes sixteen). So scales are
+  // where they belong, and zero points of rows r and r + 8 have changed places.
   __device__ __forceinline__ static void load_pairs(uint32_t parameters, int lane, int group, Pairs& pairs) {
     const uint32_t from = parameters + group * ROWS * 2;
     const int odd = SYMMETRIC ? 0 : lane & 1;
@@ -91,16 +92,17 @@ struct RawProduct {
     }
   }
 
-  // Adds the product of a step. x: [COLUMNS][PITCH bytes]; weights: the 512-byte lines of TILES tiles,
-  // record by record; parameters: scales [GROUPS][ROWS], then zero points. Where other warps read the
-  // same x (SHARED_X), the barrier x_read is told as soon as this one has.
+  // Adds the product of a step. x: [COLUMNS][PITCH bytes]; weights: the 512-byte lines of TILES
+  // tiles, record by record; parameters: scales [GROUPS][ROWS], then zero points. Where other warps
+  // read the same x (SHARED_X), the barrier x_read is told as soon as this one has.
   template <bool SHARED_X>
   __device__ __forceinline__ static void multiply(const void* x, const void* weights, const void* parameters, float* sums_, float* products_,
                                                   float* x_sums_, int lane, const void* x_read) {
     Sums &sums = *reinterpret_cast<Sums*>(sums_), &products = *reinterpret_cast<Sums*>(products_);
     XSums& x_sums = *reinterpret_cast<XSums*>(x_sums_);
     Pairs pairs;
-    // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are not there repeat others
+    // matrix lane / 8 of an ldmatrix is the lane / 8-th 16-byte chunk of 8 rows of x; rows that are
+    // not there repeat others
     const uint32_t matrix = shared_address(x) + (lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16;
     const uint32_t lines = shared_address(weights) + lane * 16;
 #pragma unroll

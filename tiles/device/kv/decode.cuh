@@ -17,8 +17,9 @@ __host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 // kernel: GROUP, query heads of a key head; UNIT, tokens of a packed unit; NT, 8-column tiles of a
 // pass; WARPS of a block and STAGES of a warp's ring; WINDOW, 0 or the tokens that a query sees,
 // itself included; SINK_TOKENS, the first ones that it sees besides; SINKS, whether heads have a
-// logit of no token; CAPPED, whether scores pass through a soft cap; LSE, whether the log-sum-exp is
-// wanted; BULK, whether copies are bulk copies; LAUNCH_BYTES, of the array that a launch is kept in.
+// logit of no token; CAPPED, whether scores pass through a soft cap; LSE, whether the log-sum-exp
+// is wanted; BULK, whether copies are bulk copies; LAUNCH_BYTES, of the array that a launch is kept
+// in.
 template <typename S>
 struct Decode : S {
   using Keys = Granule<S::KEY, S::HEAD_DIM>;

@@ -1,7 +1,7 @@
 // A page of a low-bit KV cache. Where things lie in it is stated by the program, from layouts/kv.py
-// (tiles/attention/cache.py), as constants of a type that functions are templates of: T, of a number;
-// KEY, VALUE, KEY_SCALES and HEAD_DIM; PAGE, tokens of a page; RESIDUAL, tokens of a window and of a
-// group that shares the scales of its channels; and offsets and sizes in bytes.
+// (tiles/attention/cache.py), as constants of a type that functions are templates of: T, of a
+// number; KEY, VALUE, KEY_SCALES and HEAD_DIM; PAGE, tokens of a page; RESIDUAL, tokens of a window
+// and of a group that shares the scales of its channels; and offsets and sizes in bytes.
 #pragma once
 #include <stdint.h>
 

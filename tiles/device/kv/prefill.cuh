@@ -1,9 +1,11 @@
-// Softmax of attention over tiles of 16-bit keys, in the registers of the tensor cores' accumulators: score tiles come, weights go, nothing
-// passes through shared memory. Comes after ptx/instructions.cuh, pairs.cuh and sequences.cuh.
+// Softmax of attention over tiles of 16-bit keys, in the registers of the tensor cores'
+// accumulators: score tiles come, weights go, nothing passes through shared memory. Comes after
+// ptx/instructions.cuh, pairs.cuh and sequences.cuh.
 //
-// A warp holds 16 query rows. Of a tile's accumulators a lane (g = lane / 4, c = lane % 4) has, at 4 n + 2 h + e, row g + 8 h and column
-// 8 n + 2 c + e: a row is spread over the four lanes of a quad, and the weights, rounded to 16 bits, lie in the same order as the operand of
-// the second product wants them. `thread` counts the computing threads of the block.
+// A warp holds 16 query rows. Of a tile's accumulators a lane (g = lane / 4, c = lane % 4) has, at
+// 4 n + 2 h + e, row g + 8 h and column 8 n + 2 c + e: a row is spread over the four lanes of a
+// quad, and the weights, rounded to 16 bits, lie in the same order as the operand of the second
+// product wants them. `thread` counts the computing threads of the block.
 #pragma once
 #include <stdint.h>
 
@@ -20,8 +22,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// What a block computes: ROWS query rows of one sequence against tiles of COLUMNS keys, the last visible tile first, so that the diagonal,
-// which needs a mask, comes before all that does not.
+// What a block computes: ROWS query rows of one sequence against tiles of COLUMNS keys, the last
+// visible tile first, so that the diagonal, which needs a mask, comes before all that does not.
 struct PrefillTile {
   int rows;            // of the sequence from the block's first on; may be more than ROWS
   int first_row;       // in q and out
@@ -35,8 +37,9 @@ struct PrefillTile {
   int sink_tiles;
 };
 
-// The `index`-th tile of ROWS query rows in the order of the sequences, the last rows of each first: those see most and must not start last.
-// A block that has no tile ends here. Called by all THREADS threads of a block.
+// The `index`-th tile of ROWS query rows in the order of the sequences, the last rows of each
+// first: those see most and must not start last. A block that has no tile ends here. Called by all
+// THREADS threads of a block.
 template <int THREADS, int ROWS, int COLUMNS, int WINDOW, int SINK_TOKENS>
 __device__ __forceinline__ void find_tile_or_exit(const int* cu_q, const int* cu_kv, int batch, int index, int* fields) {
   const Place place = locate<THREADS>(batch, [&](int b) { return (cu_q[b + 1] - cu_q[b] + ROWS - 1) / ROWS; }, [&](int) { return index; });
@@ -74,8 +77,8 @@ __device__ __forceinline__ int step_key(const int* fields, int step) {
   return key_tile(*reinterpret_cast<const PrefillTile*>(fields), step) * COLUMNS;
 }
 
-// The softmax of one lane's two rows so far: maxima of the scores, this lane's share of the sums, and the factor that the last step gives to
-// all that was summed before it.
+// The softmax of one lane's two rows so far: maxima of the scores, this lane's share of the sums,
+// and the factor that the last step gives to all that was summed before it.
 struct RowState {
   float maximum[2], sum[2], rescale[2];
 };
@@ -104,8 +107,8 @@ __device__ __forceinline__ void mask_scores(float* scores, const PrefillTile& ti
 
 enum Mask { NO_MASK, MASK, MASK_WHERE_NEEDED };
 
-// A tile of products q.k becomes weights 2^(scale * q.k - shift), not yet rounded. With CAPPED the scores are tanh(q.k * argument / 2 log2(e))
-// instead of q.k, so that `scale` is the cap's.
+// A tile of products q.k becomes weights 2^(scale * q.k - shift), not yet rounded. With CAPPED the
+// scores are tanh(q.k * argument / 2 log2(e)) instead of q.k, so that `scale` is the cap's.
 template <int COLUMNS, int WINDOW, int SINK_TOKENS, bool CAPPED, int MASKING>
 __device__ __forceinline__ void softmax_step(float* scores, float* row_state, const int* fields, int step, float scale, float argument, int thread) {
   const PrefillTile& tile = *reinterpret_cast<const PrefillTile*>(fields);
@@ -123,7 +126,8 @@ __device__ __forceinline__ void softmax_step(float* scores, float* row_state, co
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; ++n) even = fmaxf(even, row[4 * n]), odd = fmaxf(odd, row[4 * n + 1]);
     const float maximum = quad_max(fmaxf(even, odd)), shift = maximum * scale;
-    // The difference first: of a row that has seen nothing, the residue of a contracted product and difference would be 2^(1e21).
+    // The difference first: of a row that has seen nothing, the residue of a contracted product and
+    // difference would be 2^(1e21).
     state.rescale[h] = exp2_fast((state.maximum[h] - maximum) * scale);
     state.maximum[h] = maximum;
     float sums[2] = {state.sum[h] * state.rescale[h], 0.0f};
@@ -139,8 +143,8 @@ __device__ __forceinline__ void softmax_step(float* scores, float* row_state, co
   }
 }
 
-// ptxas would move the exponentials behind the wait for a product that runs meanwhile. It does not move this store, which never happens (sums
-// are not negative) and which takes all of them.
+// ptxas would move the exponentials behind the wait for a product that runs meanwhile. It does not
+// move this store, which never happens (sums are not negative) and which takes all of them.
 __device__ __forceinline__ void weights_before_wait(const float* row_state) {
   const RowState& state = *reinterpret_cast<const RowState*>(row_state);
   asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(state.sum[0] + state.sum[1]), "r"(0)
@@ -162,8 +166,9 @@ __device__ __forceinline__ void rescale_rows(float* out, const float* state) {
   for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= rescale[i / 2 % 2];
 }
 
-// Rows of the values' first tile beyond the sequence are zeroed: they have no weight, but what lies there may be no number. The tile is
-// HEAD_DIM / 64 panels of COLUMNS rows of 128 bytes, in the shared memory of `THREADS` threads that call this.
+// Rows of the values' first tile beyond the sequence are zeroed: they have no weight, but what lies
+// there may be no number. The tile is HEAD_DIM / 64 panels of COLUMNS rows of 128 bytes, in the
+// shared memory of `THREADS` threads that call this.
 template <int COLUMNS, int HEAD_DIM, int THREADS, int BARRIER>
 __device__ __forceinline__ void zero_tail(void* values, const int* fields, int thread) {
   const PrefillTile& tile = *reinterpret_cast<const PrefillTile*>(fields);
@@ -177,8 +182,9 @@ __device__ __forceinline__ void zero_tail(void* values, const int* fields, int t
   sync_group<BARRIER, THREADS>(thread / THREADS);
 }
 
-// out = sum of weights * values / sum of weights (0 where a row saw nothing), staged in `staging` (16 rows of HEAD_DIM of each warp's own) for
-// 16-byte stores, and the log-sum-exp. A row's `sink` is a logit of no key.
+// out = sum of weights * values / sum of weights (0 where a row saw nothing), staged in `staging`
+// (16 rows of HEAD_DIM of each warp's own) for 16-byte stores, and the log-sum-exp. A row's `sink`
+// is a logit of no key.
 template <typename T, int HEAD_DIM, bool SINKS, bool LSE, int THREADS, int BARRIER>
 __device__ __forceinline__ void finish_rows(float* out, float* row_state, const int* fields, void* staging, void* to, const float* sinks, float* lse,
                                             int head, int heads, float scale, int thread) {
@@ -215,8 +221,9 @@ __device__ __forceinline__ void finish_rows(float* out, float* row_state, const 
   }
 }
 
-// ROWS rows of HEAD_DIM elements, `pitch` elements apart from `from` on, on their way to shared memory; zeros in place of those from `rows` on.
-// As TMA lays them out with a swizzle of 128 bytes: panels of 64 columns, 16-byte chunks exchanged within a row of a panel.
+// ROWS rows of HEAD_DIM elements, `pitch` elements apart from `from` on, on their way to shared
+// memory; zeros in place of those from `rows` on. As TMA lays them out with a swizzle of 128 bytes:
+// panels of 64 columns, 16-byte chunks exchanged within a row of a panel.
 template <typename T, int ROWS, int HEAD_DIM, int THREADS>
 __device__ __forceinline__ void load_rows(void* to, const void* from, int64_t pitch, int rows, int thread) {
   constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
@@ -235,15 +242,17 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Added to an address, it keeps the compiler from computing the address once and holding it in registers throughout a loop.
+// Added to an address, it keeps the compiler from computing the address once and holding it in
+// registers throughout a loop.
 __device__ __forceinline__ int opaque_zero() {
   int zero;
   asm volatile("mov.u32 %0, 0;" : "=r"(zero));
   return zero;
 }
 
-// The warpgroups take turns in handing products to the tensor cores, so that one's softmax runs under another's products (Shah et al.,
-// FlashAttention-3, section 3.1). GROUPS of them, on GROUPS named barriers from BARRIER on.
+// The warpgroups take turns in handing products to the tensor cores, so that one's softmax runs
+// under another's products (Shah et al., FlashAttention-3, section 3.1). GROUPS of them, on GROUPS
+// named barriers from BARRIER on.
 template <int BARRIER>
 __device__ __forceinline__ void await_turn(int thread) {
   asm volatile("bar.sync %0, 256;" ::"r"(BARRIER + thread / 128) : "memory");

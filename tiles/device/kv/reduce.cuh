@@ -1,6 +1,6 @@
 // The sum of partial results under different maxima: of a block's warps, through shared memory, and
-// of the blocks that share a segment, through a workspace (store/split_k.cuh has its tickets). Comes
-// after softmax.cuh and store/split_k.cuh.
+// of the blocks that share a segment, through a workspace (store/split_k.cuh has its tickets).
+// Comes after softmax.cuh and store/split_k.cuh.
 #pragma once
 #include <stdint.h>
 

@@ -1,16 +1,19 @@
-// What a block of gemm_wgmma multiplies, iteration by iteration, and the hand-over of its pipeline's stages.
+// What a block of gemm_wgmma multiplies, iteration by iteration, and the hand-over of its
+// pipeline's stages.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
 
-// The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m: rows of x.
-// With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps. Else
-// CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are places for teams, numbered by groups of GROUP
-// row tiles, inside a group row tile by row tile, so that neighbours in time share x or W. The first `shared` places, less than two a team,
-// are shared: their steps are cut into equal shares, the first `extra` of them one longer. None is where the last wave is nearly full.
-// With TAIL > 1 none is shared: the last `cut` places, too few for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where
-// that takes fewer than TAIL rounds.
+// The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m:
+// rows of x. With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps.
+// Else CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are
+// places for teams, numbered by groups of GROUP row tiles, inside a group row tile by row tile, so
+// that neighbours in time share x or W. The first `shared` places, less than two a team, are
+// shared: their steps are cut into equal shares, the first `extra` of them one longer. None is
+// where the last wave is nearly full. With TAIL > 1 none is shared: the last `cut` places, too few
+// for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where that takes fewer
+// than TAIL rounds.
 template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1>
 struct Order {
   static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER;
@@ -22,8 +25,9 @@ struct Order {
     teams = gridDim.x / CLUSTER;
     const int rest = places % teams;
     const bool nearly = rest == 0 || (teams - rest) * STEPS <= SHARING_STEPS * teams;
-    // With a wave more: of shares shorter than a tile, some tiles have two parts that end at the same time, one of which waits for the other
-    // (28672 x 4096, H200; m = 256: 0.70 a team 162,500 cycles, 1.70 152,700; m = 512: 0.39 294,000, 1.39 286,000).
+    // With a wave more: of shares shorter than a tile, some tiles have two parts that end at the
+    // same time, one of which waits for the other (28672 x 4096, H200; m = 256: 0.70 a team 162,500
+    // cycles, 1.70 152,700; m = 512: 0.39 294,000, 1.39 286,000).
     shared = TAIL > 1 || nearly ? 0 : min(places, rest + teams);
     cut = TAIL > 1 && rest * TAIL <= (TAIL - 1) * teams ? rest : 0;
     quota = shared * STEPS / teams, extra = shared * STEPS % teams;
@@ -35,10 +39,12 @@ struct Order {
     const int longer = extra * (quota + 1);
     return step < longer ? step / (quota + 1) : extra + (step - longer) / max(quota, 1);
   }
-  // Places that the team has for itself, after its share; strips of places that are cut, after these.
+  // Places that the team has for itself, after its share; strips of places that are cut, after
+  // these.
   __device__ __forceinline__ int whole(int team) const { return (places - shared - cut - team + teams - 1) / teams; }
   __device__ __forceinline__ int strips(int team) const { return TAIL > 1 ? (cut * TAIL - team + teams - 1) / teams : 0; }
-  // The strip that iteration i multiplies, counted over all places that are cut; negative: a whole tile.
+  // The strip that iteration i multiplies, counted over all places that are cut; negative: a whole
+  // tile.
   __device__ __forceinline__ int strip(int team, int i) const {
     const int late = i - whole(team) * STEPS;
     return TAIL == 1 || late < 0 ? -1 : late / STEPS * teams + team;
@@ -86,8 +92,9 @@ struct Order {
     return m_block(block, i) * BLOCK_M + (TAIL == 1 ? 0 : max(0, strip(block / CLUSTER, i)) % TAIL * (BLOCK_M / TAIL));
   }
 
-  // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call `keep` while the first stages are on their
-  // way: they have no registers to hold it, and at the end of a tile, when no product is under way, its divisions are 150 instructions in a row.
+  // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call
+  // `keep` while the first stages are on their way: they have no registers to hold it, and at the
+  // end of a tile, when no product is under way, its divisions are 150 instructions in a row.
   template <int BARRIER, int THREADS>
   __device__ __forceinline__ static void keep(int m, int thread) {
     if (thread == 0) kept() = Order(m);
@@ -97,7 +104,8 @@ struct Order {
     __shared__ Order order;
     return order;
   }
-  // Pieces of tiles that a block multiplies one after another, and the iterations of one of them; strips come after them.
+  // Pieces of tiles that a block multiplies one after another, and the iterations of one of them;
+  // strips come after them.
   __device__ __forceinline__ static int pieces(int m, int block) {
     if constexpr (SPLITS > 1) return 1;
     const Order o = kept();
@@ -115,7 +123,8 @@ struct Order {
     if constexpr (SPLITS > 1) return iterations(m, block) - 1;
     return kept().after(block / CLUSTER, piece) - 1;
   }
-  // The iterations of a team before a piece ends: at the border of a tile, or with its share; then tile by tile.
+  // The iterations of a team before a piece ends: at the border of a tile, or with its share; then
+  // tile by tile.
   __device__ __forceinline__ int after(int team, int piece) const {
     const int first = begin(team), whole = piece + 1 - shared_pieces(team);
     return whole > 0 ? share(team) + whole * STEPS : piece < 0 ? 0 : min(share(team), (first / STEPS + piece + 1) * STEPS - first);
@@ -126,15 +135,18 @@ struct Order {
   }
 };
 
-// A computing warp needs a stage, which mostly is there. TileLang's wait, like CUTLASS's, sleeps where a first look fails and wakes late
-// (10240 x 8192, m = 256, in tiles of 192 x 128: 115,400 cycles, so 106,900, H200).
+// A computing warp needs a stage, which mostly is there. TileLang's wait, like CUTLASS's, sleeps
+// where a first look fails and wakes late (10240 x 8192, m = 256, in tiles of 192 x 128: 115,400
+// cycles, so 106,900, H200).
 __device__ __forceinline__ void await_stage(void* barrier, int parity) {
   mbarrier_wait(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)), parity);
 }
 
-// A computing warp is done with a stage: one arrival at the stage's barrier in each block of the cluster, whose first block loads for all. The
-// arrival is predicated: around a branch ptxas would wait for every product before it goes on to the next (C7513).
-// Not `.release.cluster`: reads of shared memory need no fence, and one at that scope took 17 % of the time (28672 x 4096, m = 64, H200).
+// A computing warp is done with a stage: one arrival at the stage's barrier in each block of the
+// cluster, whose first block loads for all. The arrival is predicated: around a branch ptxas would
+// wait for every product before it goes on to the next (C7513). Not `.release.cluster`: reads of
+// shared memory need no fence, and one at that scope took 17 % of the time (28672 x 4096, m = 64,
+// H200).
 template <int CLUSTER>
 __device__ __forceinline__ void release(void* barrier, int thread, bool really = true) {
   const int lane = thread & 31;

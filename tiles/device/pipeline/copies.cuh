@@ -4,9 +4,9 @@
 
 namespace tilebit {
 
-// Packed weights of ROWS rows, RECORDS records deep, from row `offset` of a record on: a record has 64
-// rows of 32 bytes. `from`: the record that holds the first row; those above it are k_tiles records
-// further. To [record][row].
+// Packed weights of ROWS rows, RECORDS records deep, from row `offset` of a record on: a record has
+// 64 rows of 32 bytes. `from`: the record that holds the first row; those above it are k_tiles
+// records further. To [record][row].
 template <int ROWS>
 constexpr int SPANNED = 64 % ROWS == 0 ? 1 : (ROWS + 48 + 63) / 64;  // records, one above another, in which the rows may lie
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void async_copy_weights(SharedAddress to, const void*
 }
 
 // 16 bytes of each of rows `row`, row + STEP, row + 2 STEP ... below ROWS, which lie `stride` bytes
-// apart, to rows of PITCH bytes; `to` and `from` are those of the first. Of all (`whole`), or only of
-// those below `there`. Zeros where they are not `inside`.
+// apart, to rows of PITCH bytes; `to` and `from` are those of the first. Of all (`whole`), or only
+// of those below `there`. Zeros where they are not `inside`.
 template <int ROWS, int STEP, int PITCH>
 __device__ __forceinline__ void async_copy_rows(SharedAddress to, const void* from_, int stride, int row, int there, bool whole, bool inside) {
   const char* from = fresh(static_cast<const char*>(from_));  // found once, not for each row anew

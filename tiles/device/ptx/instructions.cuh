@@ -1,4 +1,5 @@
-// Instructions that CUDA C++ has no name for, one function each: matrix products and loads, asynchronous copies and their barriers, clusters.
+// Instructions that CUDA C++ has no name for, one function each: matrix products and loads,
+// asynchronous copies and their barriers, clusters.
 #pragma once
 #include <stdint.h>
 #ifndef TILEBIT_HOST_EMULATION
@@ -78,7 +79,8 @@ __device__ __forceinline__ void mbarrier_init(SharedAddress barrier, int count) 
 __device__ __forceinline__ void mbarrier_expect(SharedAddress barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.address), "r"(bytes) : "memory");
 }
-// True in one lane of the warp, all of which call this; ptxas then knows that what follows is one lane's, and makes no loop over lanes of it.
+// True in one lane of the warp, all of which call this; ptxas then knows that what follows is one
+// lane's, and makes no loop over lanes of it.
 __device__ __forceinline__ bool elect() {
   uint32_t elected;
   asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
@@ -101,9 +103,11 @@ __device__ __forceinline__ void bulk_copy(SharedAddress to, const void* from, in
                "r"(bytes), "r"(barrier.address), "l"(policy)
                : "memory");
 }
-// What threads have stored to shared memory so far comes before bulk copies that are requested from now on.
+// What threads have stored to shared memory so far comes before bulk copies that are requested from
+// now on.
 __device__ __forceinline__ void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Weights are read once: they leave the L2 cache before x and the scales do (5 % of the time at m = 1, three shapes, H200).
+// Weights are read once: they leave the L2 cache before x and the scales do (5 % of the time at m =
+// 1, three shapes, H200).
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -113,7 +117,8 @@ __device__ __forceinline__ uint64_t evict_first() {
 // ---- clusters ----
 // Barriers that were initialized are seen by the cluster once it has met.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Stores to the same place in the shared memory of block `rank` of the cluster, whose barrier is told of the bytes once they are there.
+// Stores to the same place in the shared memory of block `rank` of the cluster, whose barrier is
+// told of the bytes once they are there.
 __device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* barrier, int rank) {
 #ifdef TILEBIT_HOST_EMULATION
   host_send_to_rank(address, v, barrier, rank);
@@ -127,9 +132,10 @@ __device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* ba
 #endif
 }
 
-// The same number, or place, which the compiler cannot know: what is computed from it stays where it
-// is written instead of being kept in registers throughout a loop that has none to spare (gemm_wgmma,
-// 128 x 256: 1,024 bytes of spills without), and it is itself kept instead of being found anew.
+// The same number, or place, which the compiler cannot know: what is computed from it stays where
+// it is written instead of being kept in registers throughout a loop that has none to spare
+// (gemm_wgmma, 128 x 256: 1,024 bytes of spills without), and it is itself kept instead of being
+// found anew.
 __device__ __forceinline__ int fresh(int value) {
 #ifndef TILEBIT_HOST_EMULATION
   asm volatile("" : "+r"(value));

@@ -1,4 +1,5 @@
-// The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it, scale it, store it.
+// The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
+// scale it, store it.
 //
 // Comes after store/split_k.cuh, store/epilogue.cuh, order/tiles.cuh and ptx/instructions.cuh.
 #pragma once
@@ -6,8 +7,9 @@
 
 namespace tilebit {
 
-// Where a block's part of a shared tile lies in the workspace, behind the tickets. A block whose steps are a part of one tile has one place.
-// One whose steps cross tile borders has two: of the tile it begins in the middle of, and of the one (it is then its first) it does not end.
+// Where a block's part of a shared tile lies in the workspace, behind the tickets. A block whose
+// steps are a part of one tile has one place. One whose steps cross tile borders has two: of the
+// tile it begins in the middle of, and of the one (it is then its first) it does not end.
 template <int TILE, bool ONE>
 __device__ __forceinline__ float* share_of(void* workspace, int block, bool first) {
   return static_cast<float*>(workspace) + TICKETS + (ONE ? block : 2 * block + first) * int64_t(TILE);
@@ -15,8 +17,9 @@ __device__ __forceinline__ float* share_of(void* workspace, int block, bool firs
 
 enum class Part { ALL_BUT_MINE, ALL, NOTHING };  // of a shared tile: what lies in the workspace and this block must add up
 
-// Hands in the block's part of a tile of `shares` parts; whoever comes last adds them up. Where shares cross tile borders (not ONE), the first
-// part in the order of k is the last thing its block computes, when the others have mostly been there for long: then it is not written.
+// Hands in the block's part of a tile of `shares` parts; whoever comes last adds them up. Where
+// shares cross tile borders (not ONE), the first part in the order of k is the last thing its block
+// computes, when the others have mostly been there for long: then it is not written.
 template <int REGISTERS, int THREADS, int BARRIER, bool ONE>
 __device__ __forceinline__ Part hand_in(const float* accumulators, void* workspace, int tile, int shares, int block, bool first, int thread) {
   unsigned int* ticket = static_cast<unsigned int*>(workspace) + tile;
@@ -50,7 +53,8 @@ __device__ __forceinline__ void load_share(float* values, void* workspace, int s
   }
 }
 
-// values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in the order of k, TOGETHER of them loaded at a time.
+// values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in
+// the order of k, TOGETHER of them loaded at a time.
 template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE, int TOGETHER>
 __device__ __forceinline__ void add_shares(float* values, void* workspace, int start, int first, int from, int last, int thread) {
 #pragma unroll TOGETHER
@@ -62,8 +66,8 @@ __device__ __forceinline__ void add_shares(float* values, void* workspace, int s
   }
 }
 
-// Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number of its output channel.
-// Operand: Number [output channel], as kernels pass it.
+// Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number
+// of its output channel. Operand: Number [output channel], as kernels pass it.
 template <typename T>
 struct Multiply {
   using Number = T;
@@ -78,8 +82,9 @@ struct Add {
 };
 __device__ __forceinline__ float to_float(float v) { return v; }
 
-// What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators in MMA order ([slab][column / 8]
-// [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
+// What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
+// accumulators in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
+// [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER>
 struct Store {
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
@@ -90,13 +95,14 @@ struct Store {
 
   // The thread's first accumulator of a slab's columns `chunk`.
   __device__ __forceinline__ static constexpr int start(int slab, int chunk) { return slab * SLAB_REGISTERS + chunk * COUNT; }
-  // Where a warpgroup stages rows 8 piece.. of a column. The pieces of a column trade places, so that a matrix's eight columns fall into
-  // different banks.
+  // Where a warpgroup stages rows 8 piece.. of a column. The pieces of a column trade places, so
+  // that a matrix's eight columns fall into different banks.
   __device__ __forceinline__ static constexpr int place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }
 
-  // A thread's way through a tile's end: what it needs of addresses, found once; all else are constant distances from there (a third of the
-  // instructions: a tile of 128 x 256 took 4,400 cycles to store, so 2,500; H200). Only where a warpgroup has three or four slabs do the
-  // pieces of a thread not lie one below the other.
+  // A thread's way through a tile's end: what it needs of addresses, found once; all else are
+  // constant distances from there (a third of the instructions: a tile of 128 x 256 took 4,400
+  // cycles to store, so 2,500; H200). Only where a warpgroup has three or four slabs do the pieces
+  // of a thread not lie one below the other.
   static constexpr bool BELOW = OWN % PIECES == 0 && OWN / PIECES % 8 == 0;
   T* staged;                 // where it stages its first matrix
   const T* source;           // what it stores: its first piece, or all that the warpgroup has staged; the same of y
@@ -144,7 +150,8 @@ struct Store {
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
       for (int c = 0; c < COLUMNS / 16; ++c) {
-        // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l addresses column l % 8 of matrix l / 8.
+        // Matrices: (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), then columns 8-15; lane l
+        // addresses column l % 8 of matrix l / 8.
         const float* v = values + slab * COUNT + c * 8;
         stmatrix_x4_trans(staged + slab * 64 + c * (16 * OWN_ROWS), pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()),
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
@@ -165,8 +172,9 @@ struct Store {
   }
 };
 
-// The end of a tile; other blocks may hold parts of it (SHARED). The accumulators are left as they are: what a later product overwrites
-// must not be written here, or the compiler moves all of it around in every iteration.
+// The end of a tile; other blocks may hold parts of it (SHARED). The accumulators are left as they
+// are: what a later product overwrites must not be written here, or the compiler moves all of it
+// around in every iteration.
 template <typename O, typename S, int THREADS, int BARRIER, bool SHARED, typename... Parts>
 __device__ __forceinline__ void finish_tile(const float* accumulators, void* staging, void* workspace, void* y, int m, int iteration, int block,
                                             int thread, typename Parts::Operand... operands) {
@@ -203,8 +211,9 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
   const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, shares, block, block == first, thread);
   if (part == Part::NOTHING) return;
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
-  // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000 cycles, two 7,000). A tile of two slabs
-  // has no registers for any (256 x 128 would spill 828 bytes).
+  // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000
+  // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
+  // bytes).
   constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0, PLACES = AHEAD + 1;
   float early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {
@@ -235,14 +244,16 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
 
 // ---- a tile that the two blocks of a cluster share: each stores one half of its columns and sends its part of the other to the other ----
 
-// Columns in chunks of S::COLUMNS, of which block `rank` stores every second, from `rank` on. `sums` has a place for each of its own.
+// Columns in chunks of S::COLUMNS, of which block `rank` stores every second, from `rank` on.
+// `sums` has a place for each of its own.
 template <typename S>
 struct Halves {
   static constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, OWN_CHUNKS = (S::CHUNKS + 1) / 2;
   static constexpr int COUNT = SLABS * S::COUNT;  // accumulators of a thread in a chunk
   static_assert(S::CHUNKS == 1 || S::CHUNKS % 2 == 0, "chunks come in pairs, one for each block");
 
-  // Accumulators of the `i`-th chunk that block `rank` stores; both are in registers, so that either is named outright.
+  // Accumulators of the `i`-th chunk that block `rank` stores; both are in registers, so that
+  // either is named outright.
   __device__ __forceinline__ static float of(const float* accumulators, int slab, int i, int element, int rank) {
     const float even = accumulators[S::start(slab, 2 * i) + element];
     if constexpr (S::CHUNKS == 1) return even;
@@ -258,8 +269,8 @@ __device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
   return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
 }
 
-// sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both blocks have left; barriers: one for each
-// own chunk. `sums` takes what this block keeps.
+// sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both
+// blocks have left; barriers: one for each own chunk. `sums` takes what this block keeps.
 template <typename O, typename S, int THREADS>
 __device__ __forceinline__ void send_half(const float* accumulators, float* sums, void* sent, void* barriers, int m, int block, int thread) {
   using H = Halves<S>;

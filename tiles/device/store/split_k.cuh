@@ -1,16 +1,21 @@
-// Deterministic split-k: every block stores its fp32 partial tile, the last to arrive sums all of them in split order.
+// Deterministic split-k: every block stores its fp32 partial tile, the last to arrive sums all of
+// them in split order.
 //
-// A workspace is TICKETS words, one per output tile, zero between launches (atomicInc wraps, so a launch needs no memset and a captured graph
-// can be replayed), then partial tiles [register / 4][thread] float4: any order serves, because writer and reader are the same thread of their
-// block; this one makes each store a contiguous 512-byte line per warp. Comes after ptx/instructions.cuh.
+// A workspace is TICKETS words, one per output tile, zero between launches (atomicInc wraps, so a
+// launch needs no memset and a captured graph can be replayed), then partial tiles [register /
+// 4][thread] float4: any order serves, because writer and reader are the same thread of their
+// block; this one makes each store a contiguous 512-byte line per warp. Comes after
+// ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
 
-// Publishes what the block's THREADS threads have stored and says how many blocks came before; the one that finds `others` of them may read
-// what all have stored. One thread's fences are for all: what comes before a barrier comes before its fence, and what comes after, after.
-// A fence of every thread takes as long as all their stores, one by one: 3 % of 10240 x 8192, m = 512, stream_k (156.4 us, so 152.5, H200).
+// Publishes what the block's THREADS threads have stored and says how many blocks came before; the
+// one that finds `others` of them may read what all have stored. One thread's fences are for all:
+// what comes before a barrier comes before its fence, and what comes after, after. A fence of every
+// thread takes as long as all their stores, one by one: 3 % of 10240 x 8192, m = 512, stream_k
+// (156.4 us, so 152.5, H200).
 template <int THREADS, int BARRIER>
 __device__ __forceinline__ int take_ticket(void* ticket, int others, int thread) {
   __shared__ int arrived;

@@ -5,7 +5,8 @@
 
 namespace tilebit {
 
-// sums [TILES][column tile][4] of TILES tiles of 16 rows and COLUMNS columns, to [column][PITCH] from the first row on.
+// sums [TILES][column tile][4] of TILES tiles of 16 rows and COLUMNS columns, to [column][PITCH]
+// from the first row on.
 template <int TILES, int COLUMNS, int PITCH>
 __device__ __forceinline__ void store_sums(const float* sums, float* to, int lane) {
   constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;
@@ -20,7 +21,8 @@ __device__ __forceinline__ void store_sums(const float* sums, float* to, int lan
       }
 }
 
-// Four values to the same place in block `owner` of the cluster, whose barrier is told of them; at once where that is this block.
+// Four values to the same place in block `owner` of the cluster, whose barrier is told of them; at
+// once where that is this block.
 __device__ __forceinline__ void keep_or_send(void* place, const float* values, void* barrier, int owner, int rank) {
   const float4 v = make_float4(values[0], values[1], values[2], values[3]);
   if (owner == rank)

@@ -124,6 +124,12 @@ class GemmFormat:
         """What every code's number is a whole multiple of: a power of two."""
         return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
 
+    def weight_of(self, numbers: Any, scales: Any, zeros: Any = None, row_scales: Any = None) -> Any:
+        """The weight: (number - zero) * scale (* row scale), of arrays or tensors that fit each other's
+        shapes; ``numbers`` are the codes' (``weight.values``). ``zeros`` None: none is stored."""
+        weight = (numbers - (self.symmetric_zero_point if zeros is None else zeros)) * scales
+        return weight if row_scales is None else weight * row_scales
+
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
         return 1 if self.group_size == PER_CHANNEL else -(-k // self.group_size)

@@ -98,11 +98,9 @@ class Problem:
         numbers = codes.to(dtype) if w.format.integer else codes.new_tensor(w.format.weight.values, dtype=dtype)[codes.int()]
         group = w.k if w.format.group_size == PER_CHANNEL else w.format.group_size
         scales = _per_column(self.operands["scales"][:, start:stop], group, w.k, dtype)
-        zeros = w.format.symmetric_zero_point
-        if not w.format.symmetric:
-            zeros = _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)
-        weight = (numbers - zeros) * scales
-        return (weight * self.operands["row_scales"][start:stop, None]).to(dtype) if w.format.row_scaled else weight
+        zeros = None if w.format.symmetric else _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)
+        rows = self.operands["row_scales"][start:stop, None] if w.format.row_scaled else None
+        return w.format.weight_of(numbers, scales, zeros, rows).to(dtype)
 
 
 def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> Tensor:

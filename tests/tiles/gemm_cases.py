@@ -15,7 +15,6 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.gemm.reference import gemm_reference
 
 Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
@@ -64,7 +63,10 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
     row_scales = rng.choice([0.25, 0.5, 1.0], w.n) if f.row_scaled else None
     bias = rng.integers(-64, 65, w.n) if w.bias else None
-    reference = torch.from_numpy(gemm_reference(x, codes, scales, zeros, bias, f, row_scales))
+    group = np.arange(w.k) // (w.k if f.group_size < 0 else f.group_size)
+    rows = None if row_scales is None else row_scales[:, None]
+    weight = f.weight_of(np.array(f.weight.values)[codes], scales[:, group], None if zeros is None else zeros[:, group], rows)
+    reference = torch.from_numpy(x @ weight.T + (0 if bias is None else bias))
 
     dtype = getattr(torch, w.dtype)
 

@@ -101,17 +101,13 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in
         fp32 (with fp16 or bf16 scales; row scales round each weight once)."""
-        shifted = self.codes.float() if self.format.integer else numbers(self.codes, self.format)
-        if self.zeros is None:
-            shifted -= self.format.symmetric_zero_point
-        else:
-            shifted -= _per_column(self.zeros.float(), self.format, self.k)
-        shifted *= _per_column(self.scales.float(), self.format, self.k)
-        if self.row_scales is not None:
-            shifted *= self.row_scales[:, None]
+        zeros = None if self.zeros is None else _per_column(self.zeros.float(), self.format, self.k)
+        rows = None if self.row_scales is None else self.row_scales[:, None]
+        scales = _per_column(self.scales.float(), self.format, self.k)
+        weight = self.format.weight_of(numbers(self.codes, self.format), scales, zeros, rows)
         if self.perm is not None:
-            shifted = torch.empty_like(shifted).index_copy_(1, self.perm, shifted)
-        return shifted.to(dtype)
+            weight = torch.empty_like(weight).index_copy_(1, self.perm, weight)
+        return weight.to(dtype)
 
 
 def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -210,8 +206,7 @@ def _round(
 
 def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, format: GemmFormat, row: float) -> Tensor:
     """Squared error of each group, fp32 [rows, groups]."""
-    values = codes.float() if format.integer else numbers(codes, format)
-    restored = values.sub_(zero[..., None]).mul_(scale[..., None].float() * row)
+    restored = format.weight_of(numbers(codes, format), scale[..., None].float() * row, zero[..., None])
     return restored.sub_(block).square_().sum(-1)
 
 

@@ -61,7 +61,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 def numbers(codes: Tensor, format: GemmFormat) -> Tensor:
     """The number of each code, fp32."""
-    return torch.tensor(format.weight.values, device=codes.device)[codes.int()]
+    return codes.float() if format.integer else torch.tensor(format.weight.values, device=codes.device)[codes.int()]
 
 
 def _nearest(block: Tensor, scale: Tensor, format: GemmFormat, row: float) -> Tensor:

@@ -153,7 +153,8 @@ def test_damaged_configs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FLOAT_FAMILIES)
 def test_the_writer_refuses_what_the_tools_would_not_write(family: str, tmp_path: Path) -> None:
-    for options in ({"bits": 8}, {"desc_act": True}):
+    refused: tuple[dict[str, Any], ...] = ({"bits": 8}, {"desc_act": True})
+    for options in refused:
         with pytest.raises(ValueError, match=f"{family} has no"):
             write_checkpoint(tmp_path, family, LAYERS, **options)
     with pytest.raises(ValueError, match="multiple of the group size"):

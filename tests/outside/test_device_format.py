@@ -53,6 +53,6 @@ def test_the_key_of_a_kernel_knows_its_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_compiles_for_a_gpu(tmp_path: Path):
     """From the command line, in processes that know the format by its module alone."""
-    asked = "-m tilebit compile --n 128 --k 256 --m 64 --format toy.plus_one --target sm_90a"
-    done = python(asked.split(), environment(tmp_path), tmp_path)
+    asked: str = "-m tilebit compile --n 128 --k 256 --m 64 --format toy.plus_one --target sm_90a"
+    done = python(list[str](asked.split()), environment(tmp_path), tmp_path)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]

@@ -4,7 +4,7 @@
 #   make test      ruff, pyright and the tests that take little time: what to run at each edit (at most 6 minutes on two cores)
 #   make test-all  ruff, pyright and all tests: what a change must pass
 #   make lint      ruff and pyright alone
-#   make gpu-smoke every CUDA program once on this machine's NVIDIA GPU, against the exact oracle (minutes)
+#   make gpu-smoke every CUDA program on this machine's NVIDIA GPU, against the exact oracle (minutes)
 #   make gpu-test  all tests that need an NVIDIA GPU; PART=2/6: the second of six parts that take about as long
 #   make results   results/README.md, its plots, and the generated parts of README.md
 #   make static    results/rows/static: what compiled kernels say about their speed, for every GPU architecture (needs nvcc, no GPU)

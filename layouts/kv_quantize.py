@@ -21,7 +21,6 @@ from .kv import RESIDUAL, KVLayout, channel_parameter_bytes
 from .kv_formats import KVFormat
 
 DTYPES = ("float16", "bfloat16")
-E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 Arrays = tuple[np.ndarray, np.ndarray]
 

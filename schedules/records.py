@@ -81,9 +81,11 @@ class TuningRecord:
         return (self.arch, self.gpu, self.units) == (target.arch, target.name, target.units)
 
     def measured_on_sibling(self, target: Target) -> bool:
-        """Whether this was measured on a device like ``target`` or on one of the same arch and as
-        many units, which differs from it in memory and clocks (H100 and H200)."""
-        return (self.arch, self.units) == (target.arch, target.units)
+        """Whether this was measured on a device like ``target``, or on a GPU of the same arch with
+        as many SMs, which differs from it in memory and clocks (H100 and H200). Processors with as
+        many cores have little else in common."""
+        alike = target.is_cuda and (self.arch, self.units) == (target.arch, target.units)
+        return alike or self.measured_on(target)
 
     def to_json(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}

@@ -10,7 +10,7 @@ first call of a case compiles. ``TILEBIT_PEERS``, a comma-separated list of patt
 ("tilebit_kv4_*"), selects among ``peers()``. A decode kernel has the schedule that was tuned for
 its case; where none was, ``TILEBIT_SCHEDULES`` may name a JSON file {format: fields of a Schedule}
 to take it from, and what ``select`` chooses serves the rest. The harness loads this file by its
-path, so it imports the installed ``tilebit`` and nothing that lies beside it.
+path, so it imports the installed ``tilebit`` and nothing that lies beside it: hence one long file.
 
 Decode peers attend to caches that the append kernel has made of the harness's k and v. Prefill
 peers compute all rows of a prompt, so that they do the harness's work: ``tilebit_prefill16`` in one

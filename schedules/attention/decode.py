@@ -28,7 +28,6 @@ BLOCK_M = (8, 16, 32)
 STAGES = (2, 16)
 MAX_WARPS = 16
 MAX_MIN_BLOCKS = 8
-ALIGNMENT = 16  # bytes, of a section of a slot
 BARRIER_BYTES = 8
 SUM_PADDING = 4  # floats a column, which keep the warps' partial sums free of bank conflicts
 SPARE_REGISTERS = 44  # of addresses, codes on their way and running maxima
@@ -180,7 +179,3 @@ def resource_reasons(schedule: Schedule, target: Target, smem: int, registers: i
             "use a smaller block_m or block_n, or fewer num_warps or min_blocks."
         )
     return reasons
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,12 @@ def test_measured_on_the_same_device_only():
     h200 = target_from_name("sm_90a")
     assert RECORD.measured_on(h200)
     assert not RECORD.measured_on(target_from_name("sm_80"))
+
+
+def test_siblings_are_gpus_with_the_same_cores():
+    h200 = target_from_name("sm_90a")
+    assert RECORD.measured_on_sibling(h200) and RECORD.measured_on_sibling(replace(h200, name="NVIDIA H100 80GB HBM3"))
+    assert not RECORD.measured_on_sibling(replace(h200, units=114))
+    here = target_from_name("cpu")
+    of_cpu = replace(RECORD, arch="cpu", gpu=here.name, units=here.units)
+    assert of_cpu.measured_on_sibling(here) and not of_cpu.measured_on_sibling(replace(here, name="another processor"))

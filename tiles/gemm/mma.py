@@ -1,6 +1,6 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
 
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
 its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32;

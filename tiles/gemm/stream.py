@@ -1,7 +1,7 @@
 """``gemm_stream`` and ``gemm_stream_bulk``: the packed-weight GEMM for few rows of x, built for
 bandwidth.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
 
 At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m``
 rows of x; its ``num_warps`` warps take the steps of k (``block_k`` deep) in turn, and each streams

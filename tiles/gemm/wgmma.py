@@ -1,6 +1,6 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
 
 computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared
 memory, the other: tokens are the instruction's n, from 16 up (TurboMind sections 4.1-4.3).

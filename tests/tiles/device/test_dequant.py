@@ -95,11 +95,8 @@ def stages(dtype: str, code: str, symmetric: bool, rows: int, every_place: bool)
 
 
 @pytest.mark.parametrize("slabs", THREADS)
-@pytest.mark.parametrize(("symmetric", "scaled"), PATHS, ids=["sym-scaled", "sym-plain", "asym-scaled", "asym-plain"])
-@pytest.mark.parametrize(("dtype", "code"), FORMATS)
+@pytest.mark.parametrize(("dtype", "code", "symmetric", "scaled"), [(*f, *p) for f in FORMATS for p in PATHS if served(f[1], *p)])
 def test_every_code_point(device: DeviceCode, dtype: str, code: str, symmetric: bool, scaled: bool, slabs: int):
-    if not served(code, symmetric, scaled):
-        return
     numbers, bits = CODES[code], CODES[code].bits
     threads = THREADS[slabs]
     blocks = threads // 128 * slabs

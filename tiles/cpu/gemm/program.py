@@ -1,19 +1,22 @@
 """GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output
 channels and rows.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]),   w = (q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
 
 Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied
-once per group, y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes and 0
-elsewhere. All sums are fp32. Three ways to multiply, by what the processor has:
+once per group, y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes
+integers and 0 elsewhere. All sums are fp32. Three ways to multiply, by what the processor has:
 
-- vdpbf16ps (AVX512-BF16): a permute looks four bits up as bf16, and every lane multiplies two neighbouring k. bf16 x is exact in it;
-  fp16 x is split into the two bf16 numbers whose sum it is, which is exact too.
-- AVX-512: a permute looks four bits up as fp32 (it ignores all other bits of its index: nothing is masked); fused multiply-add.
-- AVX2: mask, convert, fused multiply-add. A nibble is masked where it stands in its word and is too large by a power of two there; x is
-  divided by that, once per call.
+- vdpbf16ps (AVX512-BF16): a permute looks four bits up as bf16, and every lane multiplies two
+  neighbouring k. bf16 x is exact in it; fp16 x is split into the two bf16 numbers whose sum it is,
+  which is exact too. Numbers that bf16 does not hold take the next way.
+- AVX-512: a permute looks four bits up as fp32 (it ignores all other bits of its index: nothing is
+  masked); fused multiply-add.
+- AVX2, integers: mask, convert, fused multiply-add. A nibble is masked where it stands in its word
+  and is too large by a power of two there; x is divided by that, once per call. Other numbers: two
+  permutes look a code's low bits up, and its highest chooses between them.
 
-That is 3 (fp16: 4), 6 and 13 vector instructions per 32 weights and row of x. Eight bits are
+That is 3 (fp16: 4), 6 and 13 vector instructions per 32 integers and row of x. Eight bits are
 extended and converted to fp32 and multiplied as that; with vdpbf16ps and bf16 x as bf16, whose 8
 significant bits they fit.
 

@@ -75,12 +75,11 @@ class RecordStore:
             tail = os.pread(descriptor, step, start) + tail
         newline = tail.rfind(b"\n")
         start, tail = start + newline + 1, tail[newline + 1 :]
+        whole = True
         try:
-            whole = TuningRecord.from_json(json.loads(tail)) is not None
-        except NotInstalled:
-            whole = True  # a record of a package that is not here
-        except ValueError:
-            whole = False
+            TuningRecord.from_json(json.loads(tail))
+        except ValueError as error:
+            whole = isinstance(error, NotInstalled)  # a record of a package that is not here
         if not whole:
             with open(self.torn_path, "ab", buffering=0) as torn:
                 self._write(torn.fileno(), tail + b"\n")

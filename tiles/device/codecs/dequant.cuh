@@ -34,6 +34,17 @@ __device__ __forceinline__ uint32_t lop3_and_or(uint32_t a, uint32_t mask, uint3
 #endif
 }
 
+// Bits of a where the mask has ones, of b where it has none.
+__device__ __forceinline__ uint32_t lop3_select(uint32_t mask, uint32_t a, uint32_t b) {
+#ifdef TILEBIT_HOST_EMULATION
+  return (mask & a) | (~mask & b);
+#else
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+#endif
+}
+
 // Per-channel formats scale the accumulators instead (SCALED is false): the operand is then the
 // integer q - z itself.
 template <bool SCALED, typename Pair>

@@ -117,7 +117,7 @@ struct RawProduct {
       if constexpr (SHARED_X)
         if (r == RECORDS - 1) {
           __syncwarp();
-          if (lane == 0) mbarrier_arrive(x_read);
+          if (elect()) mbarrier_arrive(x_read);
         }
 #pragma unroll
       for (int atom = 0; atom < ATOMS; ++atom) {

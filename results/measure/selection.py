@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tilebit.autotune.measure import Timing
 from tilebit.autotune.provenance import source_commit
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.worker import DeviceWorker
@@ -30,6 +31,7 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import user_model_path
 from tilebit.schedules.records import records_path, shipped_records, user_records
+from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose, refresh
 from tilebit.schedules.target import Target, detect_target
 from tilebit.tiles.compiler.pool import CompilePool
@@ -64,7 +66,7 @@ def fresh(bench: Bench, workload: Workload) -> dict[str, Any]:
     choice, both at ``workload.m`` rows."""
     found, best = bench.tuned(workload)
     choice, used = choose(workload, bench.target), build([workload], bench.target)[0].schedule
-    times = bench.side_by_side(workload, [*dict.fromkeys((used, best.schedule))])
+    times = _times(bench, workload, (used, best.schedule))
     return {
         "kind": "fresh",
         **described(workload),
@@ -88,7 +90,7 @@ def exhaustive(bench: Bench, workload: Workload) -> dict[str, Any]:
     schedules, legal, rule = scanned(workload, bench.target)
     records = bench.scan(workload, schedules)
     working = sorted((r for r in records if r.ok), key=lambda r: r.us or 0.0)
-    times = bench.side_by_side(workload, [*dict.fromkeys([tuned.schedule, *(r.schedule for r in working[:FINALISTS])])])
+    times = _times(bench, workload, (tuned.schedule, *(r.schedule for r in working[:FINALISTS])))
     best, measured = min(times, key=lambda s: times[s].us), found.measured + found.reused
     return {
         "kind": "exhaustive",
@@ -105,6 +107,12 @@ def exhaustive(bench: Bench, workload: Workload) -> dict[str, Any]:
         "measured": measured,
         "share": round(measured / len(working), 4),
     }
+
+
+def _times(bench: Bench, workload: Workload, schedules: Sequence[Schedule]) -> dict[Schedule, Timing]:
+    """Each of ``schedules`` once, side by side."""
+    several = [*dict.fromkeys(schedules)]
+    return dict(zip(several, bench.side_by_side([(workload, schedule) for schedule in several]), strict=True))
 
 
 KINDS = {"fresh": fresh, "exhaustive": exhaustive}

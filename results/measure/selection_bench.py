@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Any
 
 from filelock import FileLock
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate
 from tilebit.autotune.provenance import now, package_versions, source_commit
 from tilebit.autotune.search import searched
@@ -96,27 +97,31 @@ class Bench:
             found.append(self._record(request, compiled))
         return found
 
-    def side_by_side(self, workload: Workload, schedules: Sequence[Schedule]) -> dict[Schedule, Timing]:
-        """Each of ``schedules`` on ``workload``, verified, then timed in alternation. Raises
+    def side_by_side(self, choices: Sequence[tuple[Workload, Schedule]]) -> list[Timing]:
+        """Each of ``choices``, verified, then timed in alternation; their times, in order. Raises
         ``RuntimeError`` for one that fails."""
-        made = self.pool.compile([CompileRequest(s.program, workload, s, self.target) for s in schedules])
-        device = self.worker.device
+        made = self.pool.compile([CompileRequest(schedule.program, workload, schedule, self.target) for workload, schedule in choices])
         with FileLock(self.worker.lock):  # one process measures on a device at a time
-            exact, random = (make(workload, 0, self.target.arch, device) for make in (exact_problem, random_problem))
-            gate = Gate(exact, random)
-            problems = [random, *(random.copied() for _ in range(copies_needed(workload.bytes, self.target.l2) - 1))]
+            problems = {workload: self._problems(workload) for workload, _ in choices}
             calls = {}
-            for number, kernel in enumerate(made):
+            for number, ((workload, _), kernel) in enumerate(zip(choices, made, strict=True)):
                 if isinstance(kernel, CompileFailure):
                     raise RuntimeError(f"{kernel}, though it was compiled before; look for a full disk and run it again to continue")
-                loaded, workspace = kernel.load(), split_workspace(workload, kernel.schedule, self.target, device)
+                gate, copies = problems[workload]
+                loaded, workspace = kernel.load(), split_workspace(workload, kernel.schedule, self.target, self.worker.device)
                 verdict = gate.verify(partial(launch, loaded, workspace))
                 if not verdict.ok:
                     raise RuntimeError(f"{kernel.schedule} is wrong on {workload.title}: {' '.join(verdict.reasons)}")
-                named = [{**workspace, **p.named(p.outputs())} for p in problems]
+                named = [{**workspace, **p.named(p.outputs())} for p in copies]
                 calls[str(number)] = [partial(loaded.run, *(tensors[name] for name in loaded.params)) for tensors in named]
-            timings = time_calls(calls, device)
-        return {schedule: timings[str(number)] for number, schedule in enumerate(schedules)}
+            timings = time_calls(calls, self.worker.device, Random(0))
+        return [timings[str(number)] for number in range(len(choices))]
+
+    def _problems(self, workload: Workload) -> tuple[Gate, list[Problem]]:
+        """What verifies kernels of ``workload``, and copies of a problem to time them on."""
+        exact, random = (make(workload, 0, self.target.arch, self.worker.device) for make in (exact_problem, random_problem))
+        copies = copies_needed(workload.bytes, self.target.l2)
+        return Gate(exact, random), [random, *(random.copied() for _ in range(copies - 1))]
 
     def _compiled(self, requests: Sequence[CompileRequest]) -> Iterator[tuple[CompileRequest, Kernel | CompileFailure]]:
         """Requests and what became of them. On a GPU the next batch compiles while one is measured;

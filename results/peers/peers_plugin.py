@@ -87,8 +87,7 @@ class TilebitPeer:
     def prepare(self, sh: Any) -> None:
         """Pack the weight, copy it as often as the harness wants, and have the kernels of every m
         compiled."""
-        codes, scales, *zeros = sh.get(self.codes)
-        weight = QuantizedTensor(codes, scales.to(TORCH_DTYPES[self.x_dtype]), zeros[0] if zeros else None, self.format)
+        weight = self.weight(sh)
         self.packed = tilebit.pack(weight, TORCH_DTYPES[self.x_dtype])
         # Scales and zeros are shared by all copies, as those of the other peers are.
         self.ws = importlib.import_module("gemm_peers").copies(self.packed.weight)
@@ -97,6 +96,11 @@ class TilebitPeer:
             tilebit.prepare(self.packed, sorted(set(sh.ms)))
         except KernelUnavailable as error:  # `run` fails for the m that it concerns, and the harness records that
             print(f"[{self.name}] {error}", file=sys.stderr, flush=True)
+
+    def weight(self, sh: Any) -> QuantizedTensor:
+        """The harness's codes and scales."""
+        codes, scales, *zeros = sh.get(self.codes)
+        return QuantizedTensor(codes, scales.to(TORCH_DTYPES[self.x_dtype]), zeros[0] if zeros else None, self.format)
 
     def run(self, sh: Any, m: int) -> tuple[list[Callable[[], None]], Callable[[], Tensor], int, str]:
         """(a call per weight copy, the last call's y [m, n], bytes of one call, provenance as
@@ -149,11 +153,16 @@ def replay_in_drawn_orders(captured: Sequence[Any], rounds: int) -> list[tuple[f
     return [(statistics.median(us), min(us), c.calls) for us, c in zip(times, captured, strict=True)]
 
 
+def draw_orders() -> None:
+    """Have the harness, where it is what runs, replay in orders that are drawn."""
+    if harness := sys.modules.get("gemm_peers"):
+        vars(harness)["replay_times"] = replay_in_drawn_orders
+
+
 def peers() -> list[TilebitPeer]:
     """The harness's entry point: every kernel, then the same with dependent launch;
     ``$TILEBIT_PEERS`` selects by name."""
-    if harness := sys.modules.get("gemm_peers"):
-        vars(harness)["replay_times"] = replay_in_drawn_orders
+    draw_orders()
     patterns = os.environ.get(SELECT, "*").split(",")
     made = [TilebitPeer(name, *fields) for name, fields in KERNELS.items()]
     made += [TilebitPeer(name + DEPENDENT, *fields, dependent=True) for name, fields in KERNELS.items() if not name.endswith("_bf16")]

@@ -20,6 +20,7 @@ from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
 from .report.chains import FIELDS as CHAIN_FIELDS
 from .report.chains import chain_section, read_chains
+from .report.formats import FORMATS_FIELDS, floats_section, formats_section
 from .report.gemm import gemm_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
@@ -96,6 +97,22 @@ STUDIES = (
         Row,
         lambda rows: any_m_section(read_rows(rows / "any_m")),
         ("python -m results.peers.import_peers FILE --run untuned --out results/rows/any_m",),
+    ),
+    Study(
+        "formats",
+        "Formats beside one another",
+        "What do 4-bit floats cost beside 4-bit integers?",
+        FORMATS_FIELDS,
+        lambda rows: formats_section(rows / "formats"),
+        ("python -m results.measure.formats",),
+    ),
+    Study(
+        "floats",
+        "4-bit floats beside other kernels",
+        "How fast are products of mxfp4 and nvfp4 beside Marlin's?",
+        Row,
+        lambda rows: floats_section(read_rows(rows / "floats")),
+        ("python -m results.peers.import_peers FILE --out results/rows/floats",),
     ),
     Study(
         "overheads",

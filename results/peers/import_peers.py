@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..report.rows import ROWS
+from ..report.rows import OURS, ROWS
 from .imported import append_by_device
 
 KEY = ("run", "peer", "n", "k", "m")  # what tells rows of one file apart
@@ -73,6 +73,12 @@ PEER_KINDS = {
     "torch_int8": PeerKind("torch", "w8a8_int8", True, group_size=None),
     "torch_fp8_row": PeerKind("torch_row", "w8a8_fp8", True, group_size=None),
     "torch_fp8_tensor": PeerKind("torch_tensor", "w8a8_fp8", True, group_size=None),
+    # of results/peers/floats_plugin.py
+    "tilebit_w4a16_mxfp4": PeerKind("tilebit", "w4a16_mxfp4", dtype="bfloat16", group_size=32),
+    "tilebit_w4a16_nvfp4": PeerKind("tilebit", "w4a16_nvfp4", dtype="bfloat16", group_size=16),
+    "tilebit_w4a16_g32": PeerKind("tilebit", "w4a16", True, "bfloat16", group_size=32),
+    "marlin_mxfp4": PeerKind("marlin", "w4a16_mxfp4", dtype="bfloat16", group_size=32),
+    "marlin_nvfp4": PeerKind("marlin", "w4a16_nvfp4", dtype="bfloat16", group_size=16),
 }
 
 
@@ -127,14 +133,14 @@ def _place(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def _note(row: dict[str, Any]) -> dict[str, Any]:
-    """What our plug-in wrote beside a timed row; empty for other peers, whose notes are prose."""
-    if not PLUGIN_NAME.fullmatch(row["peer"]) or not row.get("note"):
+    """What a plug-in of ours wrote beside a timed row; empty for other peers, whose notes are prose."""
+    if not row["peer"].startswith(OURS) or not row.get("note"):
         return {}
     return json.loads(row["note"])
 
 
 def _converted(row: dict[str, Any], kind: PeerKind, fields: dict[str, Any]) -> dict[str, Any]:
-    ours = PLUGIN_NAME.fullmatch(row["peer"])
+    ours = row["peer"].startswith(OURS)
     # A commit of tilebit and a compiler's version say nothing about the kernels of others.
     own = {"schedule": _note(row).get("schedule")} if ours else {"commit": None, "tilelang": None, "schedule": None}
     return {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from math import exp, log
 
-from .markdown import number, table
+from .markdown import details, number, short_commit, table
+from .problems import geometric_mean
 from .rows import Row
 
 PASSES = {"untuned": "Untuned: schedules from the model alone", "tuned": "Tuned at m = 100, 200, 300, 500, 700, 1500 and 3000"}
-PEERS_IN = "untuned"
 OURS, ANCHOR = "tilebit", "cublas"
 # What is asked of the fastest quantized peer's time over ours, up to 200 rows and above, and of
 # cuBLAS's from 512 rows on.
@@ -19,80 +18,53 @@ ANCHOR_BAR = ("m >= 512, cuBLAS fp16", 0.95, 512, 1 << 30)
 LEAST = 0.95  # asked of every single point
 
 Place = tuple[int, int, int]  # n, k, m
-Times = Mapping[Place, Mapping[str, float]]
+Pass = Mapping[Place, Mapping[str, Row]]
 
 
 def any_m_section(rows: Mapping[str, Iterable[Row]]) -> str:
-    """Both passes beside peers; "" without rows. The peers ran in the first pass alone, cuBLAS in
-    both: the second pass is beside its own cuBLAS as timed, and beside the peers both as timed and
-    brought to the first pass' level by cuBLAS."""
-    by_pass: dict[str, dict[Place, dict[str, float]]] = {name: {} for name in PASSES}
-    gpus, commits = set(), set()
-    for row in chain.from_iterable(rows.values()):
-        found = by_pass[row.run.partition(" ")[0]].setdefault((row.n, row.k, row.m), {})
-        found[row.impl] = row.us
-        gpus.add(row.gpu)
-        commits |= {row.commit[:12]} if row.commit else set()
-    if not gpus:
-        return ""
-    peers = by_pass[PEERS_IN]
-    parts = [f"## {', '.join(sorted(gpus))}", f"w4a16_g128, float16. Commit {', '.join(sorted(commits))}."]
-    for name, title in PASSES.items():
-        if by_pass[name]:
-            parts += [f"### {title}", _words(name, peers, by_pass[name]), _bars(name, peers, by_pass[name])]
-    parts += ["### All points, µs", _points(by_pass)]
+    """Each pass of each device beside the peers of its own process; "" without rows. The newest
+    rows of a pass count."""
+    parts = []
+    for gpu, found in rows.items():
+        passes: dict[str, dict[Place, dict[str, Row]]] = {name: {} for name in PASSES}
+        for row in found:
+            passes[row.run.partition(" ")[0]].setdefault((row.n, row.k, row.m), {})[row.impl] = row
+        parts += [f"## {gpu}", "w4a16_g128, float16. Their time over ours: above 1, tilebit is faster."]
+        for name, title in PASSES.items():
+            if passes[name]:
+                parts += [f"### {title}", _about(passes[name]), _bars(passes[name]), _points(passes[name])]
     return "\n\n".join(parts)
 
 
-def _words(name: str, peers: Times, times: Times) -> str:
-    above = "Their time over ours: above 1, tilebit is faster."
-    if name == PEERS_IN:
-        return above
-    drift = {place: found[ANCHOR] / peers[place][ANCHOR] for place, found in times.items()}
-    small, large = ([ratio for (_, _, m), ratio in drift.items() if (m > 200) == above_200] for above_200 in (False, True))
-    return (
-        f"{above} No peer ran in this pass: they are those of the pass before, where cuBLAS, which ran in both, took other times: "
-        f"here {min(small):.2f} to {max(small):.2f} of those up to 200 rows, {min(large):.2f} to {max(large):.2f} above. *Scaled*: our "
-        "times are divided by that ratio, which supposes that clocks slow all kernels alike. *As timed*: they are not. What is "
-        "between the two is not known until peers run in one pass with the tuned kernels."
-    )
+def _about(times: Pass) -> str:
+    ours = {short_commit(found[OURS].commit) for found in times.values()}
+    peers = sorted({impl for found in times.values() for impl in found} - {OURS})
+    return f"Commit {', '.join(sorted(ours))}; beside {', '.join(peers)} in the same process."
 
 
-def _bars(name: str, peers: Times, times: Times) -> str:
+def _bars(times: Pass) -> str:
     lines = []
     for what, bar, first, last in PEER_BARS:
-        points = {p: found for p, found in times.items() if first <= p[2] <= last}
-        timed = {p: _fastest(peers[p]) / found[OURS] for p, found in points.items()}
-        if name == PEERS_IN:
-            lines.append(_line(what, bar, timed.values()))
-        else:
-            scaled = [ratio * points[p][ANCHOR] / peers[p][ANCHOR] for p, ratio in timed.items()]
-            lines += [_line(f"{what}, scaled", bar, scaled), _line(f"{what}, as timed", bar, timed.values())]
+        lines.append(_line(what, bar, [_fastest(found) / found[OURS].us for (_, _, m), found in times.items() if first <= m <= last]))
     what, bar, first, last = ANCHOR_BAR
-    lines.append(_line(what, bar, [found[ANCHOR] / found[OURS] for (_, _, m), found in times.items() if first <= m <= last]))
+    lines.append(_line(what, bar, [found[ANCHOR].us / found[OURS].us for (_, _, m), found in times.items() if first <= m <= last]))
     return table(["", "points", "mean", "asked", "worst", f"under {LEAST}"], lines)
 
 
-def _line(what: str, bar: float, ratios: Iterable[float]) -> list[str]:
+def _line(what: str, bar: float, ratios: list[float]) -> list[str]:
     """Three digits, so that rounding lets nothing pass."""
-    found = list(ratios)
-    mean = exp(sum(map(log, found)) / len(found))
-    return [what, str(len(found)), f"**{mean:.3f}**", f"{bar:.2f}", f"{min(found):.3f}", str(sum(ratio < LEAST for ratio in found))]
+    under = str(sum(ratio < LEAST for ratio in ratios))
+    return [what, str(len(ratios)), f"**{geometric_mean(ratios):.3f}**", f"{bar:.2f}", f"{min(ratios):.3f}", under]
 
 
-def _fastest(times: Mapping[str, float]) -> float:
-    return min(us for impl, us in times.items() if impl not in (OURS, ANCHOR))
+def _fastest(found: Mapping[str, Row]) -> float:
+    return min(row.us for impl, row in found.items() if impl not in (OURS, ANCHOR))
 
 
-def _points(by_pass: Mapping[str, Times]) -> str:
-    """As timed: the tuned pass has its own cuBLAS."""
-    impls = sorted({impl for times in by_pass[PEERS_IN].values() for impl in times if impl != OURS})
-    lines = []
-    for (n, k, m), times in sorted(by_pass[PEERS_IN].items()):
-        tuned = by_pass["tuned"].get((n, k, m), {})
-        cells = [
-            number(found[i]) if i in found else "-"
-            for found, i in ((times, OURS), *((times, i) for i in impls), (tuned, OURS), (tuned, ANCHOR))
-        ]
-        lines.append([f"{n} x {k}", str(m), *cells])
-    return table(["n x k", "m", "tilebit untuned", *impls, "tilebit tuned", "cublas beside tuned"], lines)
+def _points(times: Pass) -> str:
+    impls = sorted(set(chain.from_iterable(times.values())), key=lambda impl: (impl != OURS, impl))
+    lines = [
+        [f"{n} x {k}", str(m), *(number(found[impl].us) if impl in found else "-" for impl in impls)]
+        for (n, k, m), found in sorted(times.items())
+    ]
+    return details(f"all {len(lines)} points, µs", table(["n x k", "m", *impls], lines))

@@ -1,4 +1,4 @@
-"""The page of any m: bars that rounding does not pass, points under them counted, and a pass without peers said to be one."""
+"""The page of any m: bars that rounding does not pass, points under them counted, each pass beside its own peers, newest rows first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from results.report.any_m import any_m_section
 from results.report.rows import Row
 
 COMMON = {"op": "gemm", "gpu": "a GPU", "commit": "0" * 40, "n": 64, "k": 64, "dtype": "float16"}
+TUNED = "### Tuned at m = 100, 200, 300, 500, 700, 1500 and 3000"
 
 
 def row(run: str, impl: str, m: int, us: float) -> Row:
@@ -16,13 +17,12 @@ def row(run: str, impl: str, m: int, us: float) -> Row:
     return Row(**{f.name: given.get(f.name) for f in fields(Row)})  # type: ignore[arg-type]
 
 
-def page(*measured: tuple[str, int, float, float, float | None]) -> list[str]:
+def page(*measured: tuple[str, int, float, float, float]) -> list[str]:
     """The page's lines, of (pass, m, ours, cuBLAS, a peer)."""
     rows = []
     for run, m, ours, cublas, peer in measured:
-        rows += [row(run, "tilebit", m, ours), row(run, "cublas", m, cublas)]
-        rows += [row(run, "humming", m, peer)] if peer is not None else []
-    return any_m_section({"made up": rows}).split("\n")
+        rows += [row(run, "tilebit", m, ours), row(run, "cublas", m, cublas), row(run, "humming", m, peer)]
+    return any_m_section({"a GPU": rows} if rows else {}).split("\n")
 
 
 MEASURED = (("untuned", 100, 10.0, 10.0, 13.0), ("untuned", 300, 10.0, 10.0, 9.0), ("untuned", 1000, 10.0, 9.468, 12.0))
@@ -34,14 +34,14 @@ def test_rounding_passes_no_bar() -> None:
     assert "| m > 200, fastest peer | 2 | **1.039** | 1.05 | 0.900 | 1 |" in lines
 
 
-def test_a_pass_without_peers_is_beside_them_both_ways() -> None:
-    lines = page(*MEASURED, ("tuned", 100, 10.0, 10.0, None), ("tuned", 300, 10.0, 11.0, None), ("tuned", 1000, 10.0, 11.0, None))
-    tuned = lines[lines.index("### Tuned at m = 100, 200, 300, 500, 700, 1500 and 3000") :]
-    assert any("No peer ran in this pass" in line and "1.10 to 1.16 above" in line for line in tuned)
-    assert "| m > 200, fastest peer, as timed | 2 | **1.039** | 1.05 | 0.900 | 1 |" in tuned
-    assert "| m > 200, fastest peer, scaled | 2 | **1.175** | 1.05 | 0.990 | 0 |" in tuned
-    assert "| m >= 512, cuBLAS fp16 | 1 | **1.100** | 0.95 | 1.100 | 0 |" in tuned, "its own, in the same pass"
-    assert "| 64 x 64 | 300 | 10.0 | 10.0 | 9.00 | 10.0 | 11.0 |" in tuned
+def test_each_pass_is_beside_its_own_peers_and_the_newest_rows_count() -> None:
+    old, new = ("tuned", 300, 10.0, 11.0, 7.0), ("tuned later", 300, 10.0, 11.0, 12.0)
+    lines = page(*MEASURED, old, ("tuned", 100, 10.0, 10.0, 14.0), ("tuned", 1000, 10.0, 11.0, 11.0), new)
+    tuned = lines[lines.index(TUNED) :]
+    assert "| m > 200, fastest peer | 2 | **1.149** | 1.05 | 1.100 | 0 |" in tuned
+    assert "| m >= 512, cuBLAS fp16 | 1 | **1.100** | 0.95 | 1.100 | 0 |" in tuned
+    assert "| 64 x 64 | 300 | 10.0 | 11.0 | 12.0 |" in tuned
+    assert "| 64 x 64 | 300 | 10.0 | 10.0 | 9.00 |" in lines[: lines.index(TUNED)]
 
 
 def test_no_rows_are_no_page() -> None:

@@ -62,6 +62,15 @@ def test_the_attention_example_runs(tmp_path: Path):
     assert done.stdout.strip() == "torch.Size([2, 1, 32, 128]) 301 1088 bytes a token, 4096 in 16 bits"
 
 
+def test_the_tile_program_is_that_of_the_sample():
+    """Its lines stand in the sample, which other tests compile, in this order."""
+    (shown,) = re.findall(r"```py\n(.*?)```", readme(), re.S)
+    lines = [line for line in map(str.strip, shown.splitlines()) if not line.startswith("...")]
+    source = iter(map(str.strip, (ROOT / "tests/tiles/sample/w4a16.py").read_text().splitlines()))
+    assert len(lines) >= 10
+    assert [line for line in lines if line not in source] == []
+
+
 @pytest.mark.parametrize("family", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
 def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     from tilebit.weights.synthetic import write_checkpoint

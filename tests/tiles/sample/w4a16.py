@@ -36,6 +36,12 @@ def build(workload: Workload, schedule: Schedule, target):
     threads = schedule.num_warps * 32
     m = T.dynamic("m")
 
+    @T.macro
+    def dequantize(W, S, Z, A):
+        T.call_extern(
+            "handle", "sample_dequantize", A.access_ptr("w"), T.address_of(W[0, 0, 0]), T.address_of(S[0, 0]), T.address_of(Z[0, 0])
+        )
+
     @T.prim_func
     def main(
         x: T.Tensor((m, k), "float16"),
@@ -58,14 +64,7 @@ def build(workload: Workload, schedule: Schedule, target):
                 T.copy(x[by * bm, ko * bk], Xs)
                 T.copy(scales[ko, bx * bn], Ss)
                 T.copy(zeros[ko, bx * bn], Zs)
-                T.call_extern(
-                    "handle",
-                    "sample_dequantize",
-                    A.access_ptr("w"),
-                    T.address_of(Ws[0, 0, 0]),
-                    T.address_of(Ss[0, 0]),
-                    T.address_of(Zs[0, 0]),
-                )
+                dequantize(Ws, Ss, Zs, A)
                 T.gemm(A, Xs, C, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             for i, j in T.Parallel(bn, bm):
                 if by * bm + j < m:

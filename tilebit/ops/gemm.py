@@ -23,7 +23,7 @@ from . import dispatch
 from .derivatives import product, wanted
 from .dispatch import DTYPE_NAMES, Plan
 from .known import PLAIN, known, plain, remembered
-from .operands import ALIGNMENT, check, describe, schema
+from .operands import ALIGNMENT, check, check_memory, describe, schema
 
 try:
     from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
@@ -189,6 +189,7 @@ def _gemm(
         again = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
         if again is not plan:  # found by a weight whose company has since been cast or moved
             return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent, direct)
+        check_memory("x", x)
         if rows.data_ptr() % ALIGNMENT == 0:
             raise
         with torch.cuda.device(plan.device) if plan.guarded else nullcontext():

@@ -409,6 +409,40 @@ def test_what_is_known_of_a_weight_lives_as_long_as_it_does(cpu_kernels):
     assert not known and all(reference() is None for reference in held)
 
 
+@pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "bias"])
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_freed_storage_is_an_error(cpu_kernels, which, later):
+    """At a first call, and by the kernel itself at every later one; a crash would take the run along."""
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {
+        "x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "row_scales": None, "bias": bias,
+    }  # fmt: skip
+    calls = (cast(Any, ops.call), torch.ops.tilebit.gemm.default)
+    options = (N, packed.format_name, False)
+    if later:
+        assert all(torch.equal(call(*operands.values(), *options), expected) for call in calls)
+    storage = operands[which].untyped_storage()
+    kept, size = torch.tensor(list(storage), dtype=torch.uint8), storage.nbytes()
+    storage.resize_(0)
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"{which} .*storage was (shrunk or )?freed"):
+            call(*operands.values(), *options)
+    storage.resize_(size)
+    storage.copy_(kept.untyped_storage())
+    assert all(torch.equal(call(*operands.values(), *options), expected) for call in calls), "filled again, it is used again"
+
+
+@pytest.mark.parametrize("which", ["weight", "scales", "zeros", "bias"])
+def test_shrunk_storage_is_an_error_at_a_first_call(cpu_kernels, which):
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {"weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "row_scales": None, "bias": bias}
+    shared = torch.zeros(1 << 20, dtype=operands[which].dtype)
+    view = shared[1 << 19 :][: operands[which].numel()].view(operands[which].shape)
+    shared.untyped_storage().resize_(1 << 10)
+    with pytest.raises(ValueError, match=rf"^{which} is .* whose storage was shrunk or freed: it has 1024 of the .* bytes"):
+        ops.call(x, **{**operands, which: view}, n=N, format=packed.format_name, dependent=False)
+
+
 def test_dependent_must_be_a_bool(cpu_kernels):
     x, packed, bias, _ = exact(workload(FORMATS[1], 5))
     with pytest.raises(RuntimeError, match="dependent"):

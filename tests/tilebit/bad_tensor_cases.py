@@ -97,9 +97,7 @@ def ops() -> Iterator[Bad]:
         yield Bad(f"{operand} has a row more", op(**{operand: lambda t: torch.cat((t, t[:1]))}), says)
         yield Bad(f"{operand} is strided", op(**{operand: apart}), (*says, "with strides", "contiguous"))
         yield Bad(f"{operand} is misaligned", op(**{operand: shifted}), (*says, "bytes past", "16-byte aligned"))
-        yield Bad(
-            f"{operand} is on another device", op(**{operand: lambda t: t.to("meta")}), (f"{operand} is on meta", "all on one device")
-        )
+        yield Bad(f"{operand} is on another device", op(**{operand: lambda t: t.to("meta")}), (*says, "on meta"))
         if operand in ("weight", "scales", "zeros"):
             yield Bad(f"{operand} is transposed", op(**{operand: lambda t: t.transpose(0, 1)}), says)
     yield Bad(

@@ -24,6 +24,7 @@ from ..schedules.operations import workspace_words
 from ..schedules.schedule import Schedule
 from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
+from .known import known
 from .launchers import Launcher, bind
 from .workspace import LIMIT_BYTES
 
@@ -166,7 +167,6 @@ def device_target(device: torch.device) -> Target:
 
 
 plans: dict[tuple[Any, ...], Plan] = {}  # by the key of ``plan_for``
-checked: dict[tuple[Any, ...], Plan] = {}  # by the id of a weight that fits, and what else a call says
 
 
 def plan_for(
@@ -191,7 +191,7 @@ def forget() -> None:
     """Drop every plan, so that the next calls look their kernels up again (after tuning, or after
     loading a pack)."""
     plans.clear()
-    checked.clear()
+    known.clear()
 
 
 def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:

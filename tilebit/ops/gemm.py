@@ -1,8 +1,8 @@
 """The functional door: ``tilebit.gemm`` and the operator behind it, ``torch.ops.tilebit.gemm``.
 
 The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it
-traces (torch.compile, export) with a dynamic number of rows, and is inference only. Everything is
-checked before a kernel is launched; a call that passes costs a few microseconds of host time, which
+traces (torch.compile, export) with a dynamic number of rows; its derivatives are in
+``derivatives.py``. Everything is checked before a kernel is launched; a call that passes costs a few microseconds of host time, which
 is also why an eager call goes past the dispatcher where nothing can tell (``call``).
 """
 
@@ -13,34 +13,34 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
 from . import dispatch
+from .derivatives import product, wanted
 from .dispatch import DTYPE_NAMES, Plan
-from .operands import ALIGNMENT, check, describe, schema
+from .known import PLAIN, known, plain, remembered
+from .operands import ALIGNMENT, check, check_memory, describe, schema
 
 try:
     from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
     from torch._C._functorch import peek_interpreter_stack
-    from torch.autograd.profiler import _is_profiler_enabled  # noqa: F401  read from its module at each call: it changes
+    from torch.autograd.forward_ad import _current_level  # noqa: F401  read from its module at each call: it changes
+    from torch.autograd.profiler import _is_profiler_enabled  # noqa: F401  likewise
 except ImportError:  # a torch that does not say who observes operators: then someone may, and ``call`` takes the operator
 
     def _len_torch_dispatch_stack() -> int:
         return 1
 
 
-MAX_CHECKED = 65536  # weights whose check is remembered
-
-_PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that observe nothing
-_checked = dispatch.checked
 _library = torch.library.Library("tilebit", "DEF")
 _taken = schema(Workload(1, 1, 1).operands("cpu"))
 _library.define(f"gemm({', '.join(_taken)}, int n, str format, bool dependent=False) -> Tensor")
 _operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
+_redispatch = _operator.redispatch
 
 
 def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
@@ -58,7 +58,8 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
     launched. It hides the start of a launch behind the end of the previous one; where the kernel or
     the device has no dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
 
-    Inference only. Raises ``TypeError`` and ``ValueError`` for anything else and
+    Differentiable with respect to x and bias, in reverse and forward mode (``derivatives.py``).
+    Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for anything else and
     ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
     if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight) or not (bias is None or isinstance(bias, Tensor)):
@@ -86,6 +87,7 @@ def call(
     n: int,
     format: str,
     dependent: bool,
+    below: Any = None,
 ) -> Tensor:
     """``torch.ops.tilebit.gemm``, or at once the kernel behind it where nothing could tell the two
     apart.
@@ -96,40 +98,38 @@ def call(
     and for a ``dependent`` that is no bool, which the schema refuses. Asking for all of them takes
     half a microsecond; dynamo takes the first answer for a constant and traces the operator.
 
-    Two rare kinds of x would cost as much again to ask for and are refused by ``_gemm`` before it
-    launches, so they come to the operator that way: one of another device (meta: its fake answers)
-    and a view with lazy signs (which the dispatcher writes out).
+    What is rare would cost as much again to ask for, and is refused by ``_gemm`` before it
+    launches: it comes to the operator that way. An x of another device (meta: its fake answers),
+    operands with lazy signs (which the dispatcher writes out) or of a subclass.
     """
-    plain = (
+    if (
         not is_dynamo_compiling()
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
-        and type(scales) in _PLAIN
-        and (zeros is None or type(zeros) in _PLAIN)
-        and (row_scales is None or type(row_scales) in _PLAIN)
-        and (bias is None or type(bias) in _PLAIN)
+        and type(x) in PLAIN
         and type(dependent) is bool
         and not _len_torch_dispatch_stack()
         and not _len_torch_function_stack()
         and peek_interpreter_stack() is None
         and not _is_tracing()
         and not profiler._is_profiler_enabled
+        and forward_ad._current_level < 0
         and not (
             is_grad_enabled()
             and (
                 x.requires_grad
                 or scales.requires_grad
+                or (zeros is not None and zeros.requires_grad)
                 or (row_scales is not None and row_scales.requires_grad)
                 or (bias is not None and bias.requires_grad)
             )
         )
-    )
-    if plain:
+    ):
         try:
-            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
+            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent, True)
         except (RuntimeError, ValueError):
-            if (x.is_cuda or x.is_cpu) and not x.is_neg():
+            if (x.is_cuda or x.is_cpu) and plain(x, weight, scales, zeros, row_scales, bias):
                 raise
+    if below is not None:
+        return _redispatch(below, x, weight, scales, zeros, row_scales, bias, n, format, dependent)
     return _operator(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
 
 
@@ -143,17 +143,29 @@ def _gemm(
     n: int,
     format: str,
     dependent: bool = False,
+    direct: bool = False,
 ) -> Tensor:
+    """The operator's kernel; ``direct``: the dispatcher was passed by, and has resolved nothing."""
     shape = x.shape
     k = shape[-1] if shape else 0
     flat = len(shape) == 2
     m = shape[0] if flat else x.numel() // (k or 1)
-    key = (id(weight), k, n, format, zeros is None, row_scales is None, bias is None, dependent)
-    plan = _checked.get(key)
-    launch = None if plan is None else plan.launchers.get(m)
-    if plan is None or launch is None:
+    key = (id(weight), k, n, format, bias is None, dependent)
+    held = known.get(key)
+    if (
+        held is None
+        or held.scales is not scales
+        or held.bias is not bias
+        or held.zeros is not zeros
+        or held.row_scales is not row_scales
+        or (launch := held.plan.launchers.get(m)) is None
+    ):
+        if direct and not plain(weight, scales, zeros, row_scales, bias):
+            raise ValueError("these operands are the dispatcher's to resolve")  # for ``call`` alone
         plan = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
         launch = plan.launcher(m) if m else None
+    else:
+        plan = held.plan
     if flat:
         rows = x
         y = out = x.new(m, n)  # new_empty costs 0.15 us more, and lengths in a tuple half a microsecond
@@ -176,7 +188,8 @@ def _gemm(
         # Says what the kernel's own check found in this operator's words.
         again = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
         if again is not plan:  # found by a weight whose company has since been cast or moved
-            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
+            return _gemm(x, weight, scales, zeros, row_scales, bias, n, format, dependent, direct)
+        check_memory("x", x)
         if rows.data_ptr() % ALIGNMENT == 0:
             raise
         with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
@@ -186,24 +199,42 @@ def _gemm(
 
 
 def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Tensor | None) -> Plan:
-    """The plan of a call, which later calls with this weight find under ``key``. Raises
+    """The plan of a call, which later calls with these operands find under ``key``. Raises
     ``ValueError`` for what does not fit.
 
     Kernels check their operands in C before they launch, at no cost that shows: so this runs once
-    per weight and number of rows, and again when a kernel refuses. For the same reason ``key``
-    holds neither x's dtype nor its device, which would cost 0.2 us.
+    per weight, its company and number of rows, and again when a kernel refuses. For the same reason
+    ``key`` holds neither x's dtype nor its device, which would cost 0.2 us.
     """
-    _, k, n, format, _, _, plain, dependent = key
+    _, k, n, format, no_bias, dependent = key
     if not k or x.dtype not in DTYPE_NAMES:
         _reject_x(x, None, weight.device)
-    plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not plain, dependent)
+    plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not no_bias, dependent)
     w = plan.workload
     call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     check(plan.operands[1:-1], (weight, *rest), plan.device, call, dense=True)  # x and y are this operator's own
-    if len(_checked) >= MAX_CHECKED:
-        _checked.clear()
-    _checked[key] = plan
+    remembered(key, plan, weight, *rest)
     return plan
+
+
+def _derived(
+    keys: Any,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    format: str,
+    dependent: bool = False,
+) -> Tensor:
+    """The operator where autograd stands. Python here costs a trip through the dispatcher, which
+    ``call`` saves further down: the sum is as before."""
+    if any(map(wanted, (x, scales, zeros, row_scales, bias))):
+        return product(x, weight, scales, zeros, row_scales, bias, n, format, dependent)
+    below = keys & torch._C._after_autograd_keyset
+    return call(x, weight, scales, zeros, row_scales, bias, n, format, dependent, below)
 
 
 def _gemm_fake(
@@ -228,6 +259,8 @@ def _gemm_fake(
 
 for _key in ("CPU", "CUDA"):
     _library.impl("gemm", _gemm, _key)
+_library.impl("gemm", _derived, "Autograd", with_keyset=True)
+_library.impl("gemm", product, "FuncTorchDynamicLayerFrontMode")  # transforms of torch.func; reached where one is active
 torch.library.register_fake("tilebit::gemm", _gemm_fake, lib=_library)
 
 

@@ -31,12 +31,27 @@ def check(operands: Sequence[Operand], given: Sequence[Tensor | None], device: t
         whole = dense or o.written
         fits = tensor.dtype is getattr(torch, o.dtype) and tensor.device == device and binds(tensor.shape, o.shape, sizes)
         if fits and (not whole or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0)):
+            check_memory(o.name, tensor)
             continue
         known = known_sizes(o.shape, sizes)
         raise ValueError(
             f"{o.name} is {describe(tensor)}; {call} needs {o.text()} on {device}"
             f"{f', contiguous and {ALIGNMENT}-byte aligned' if whole else ''}{' with ' + ', '.join(known) if known else ''}; "
             f"{o.advice or 'convert it with .to(...) or pass what fits'}"
+        )
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` where the tensor's storage was shrunk or freed
+    (``untyped_storage().resize_``) and no longer holds it: what reads it would read another's
+    memory, or none."""
+    held = tensor.untyped_storage().nbytes()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    if held < needed:
+        raise ValueError(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} whose storage was shrunk or freed: it has {held} of "
+            f"the {needed} bytes that are needed; fill the storage again, or pass another tensor"
         )
 
 

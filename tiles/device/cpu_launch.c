@@ -24,6 +24,7 @@ typedef struct {
 #include KERNEL_DECLARATIONS
 
 #define ALIGNMENT 64
+#define FIRST_ADDRESS 65536 /* below it no process has memory (vm.mmap_min_addr): a view of a freed storage is its offset from null */
 
 static void (*omp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 static int (*omp_max_threads)(void);
@@ -118,6 +119,10 @@ static int checked_data(const TVMFFIAny* arg, const Expected* expected, int64_t*
     stride *= size;
   }
   *data = (char*)t->data + t->byte_offset;
+  if ((uintptr_t)*data < FIRST_ADDRESS && stride != 0) {
+    snprintf(message, sizeof message, "%s has no memory: its storage was freed; accepted: a tensor whose storage holds it. Fill the storage again, or pass another tensor", expected->name);
+    return fail("ValueError", message);
+  }
   return 0;
 }
 

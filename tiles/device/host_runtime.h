@@ -16,6 +16,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 
 #define TB_MAX_DEVICES 64
+#define TB_FIRST_ADDRESS 65536 /* below it nothing has memory: a view of a freed storage is its offset from null */
 #define TB_MAP_SLOTS 32 /* a power of two: cached descriptors per tensor map and thread: one per layer that shares the kernel */
 #define TB_STRING_(x) #x
 #define TB_STRING(x) TB_STRING_(x)
@@ -158,6 +159,8 @@ static int tb_check(const tb_param* p, const TVMFFIAny* any, int device_id, cons
       stride *= t->shape[j];
     }
   }
+  if (elements != 0 && (uintptr_t)t->data + t->byte_offset < TB_FIRST_ADDRESS)
+    return tb_fail("ValueError", "argument '%s' has no memory: its storage was freed; accepted: a tensor whose storage holds it. Fill the storage again, or pass another tensor", p->name);
   return 0;
 }
 

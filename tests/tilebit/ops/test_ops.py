@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -23,6 +25,7 @@ from tilebit.kernels import build
 from tilebit.ops import dispatch
 from tilebit.ops import gemm as ops
 from tilebit.ops import workspace as workspaces
+from tilebit.ops.known import known
 from tilebit.schedules.target import cpu_target
 
 cases = pytest.mark.parametrize("case", FORMATS, ids=lambda case: f"{case[0]}-{case[1]}{'-bias' if case[2] else ''}")
@@ -324,10 +327,7 @@ def test_the_profiler_sees_the_operator(cpu_kernels, reached):
 def test_what_requires_grad_meets_the_operator(cpu_kernels, reached):
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
     assert bias is not None
-    trained = tilebit.PackedWeight(
-        packed.weight, packed.scales.clone().requires_grad_(), packed.zeros, N, K, packed.format, packed.dtype, "cpu"
-    )
-    for arguments in ((x.clone().requires_grad_(), packed, bias), (x, packed, torch.nn.Parameter(bias)), (x, trained, bias)):
+    for arguments in ((x.clone().requires_grad_(), packed, bias), (x, packed, torch.nn.Parameter(bias))):
         reached.clear()
         y = tilebit.gemm(*arguments)
         assert reached and y.requires_grad and torch.equal(y.detach(), expected)
@@ -357,10 +357,90 @@ def test_a_subclass_meets_the_operator(cpu_kernels, reached, which):
     assert reached and type(y) is Observing and torch.equal(y.as_subclass(torch.Tensor), expected)
 
 
-def test_lazy_signs_are_written_out_by_the_dispatcher(cpu_kernels):
+def lazily(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values, with a sign that is not in memory."""
+    if how == "negated":
+        return torch._neg_view(-tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.complex(torch.zeros_like(tensor, dtype=torch.float32), -tensor.float()).conj().imag  # of 32 bits
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "row_scales", "bias"])
+def test_lazy_signs_are_written_out(cpu_kernels, which):
+    """Those of every operand, at a first call and later, through the operator and past it."""
+    x, packed, bias, expected = exact(workload(("sample.two_levels", "bfloat16", True), 5))
+    if which == "zeros":
+        x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    good: dict[str, Any] = {
+        "x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "row_scales": packed.row_scales, "bias": bias,
+    }  # fmt: skip
+    lazy = lazily(good[which], "negated")
+    assert lazy.is_neg() and not torch.equal(torch.from_dlpack(-lazy), good[which])
+    options = (N, packed.format_name, False)
+    for _ in range(2):
+        for call in (cast(Any, ops.call), torch.ops.tilebit.gemm.default):
+            assert torch.equal(call(*{**good, which: lazy}.values(), *options), expected)
+            assert torch.equal(call(*good.values(), *options), expected)
+        dispatch.forget()
+    if which == "row_scales":  # of 32 bits, as the parts of complex numbers are
+        imaginary = lazily(good[which], "conjugated")
+        assert imaginary.is_neg()
+        assert torch.equal(cast(Any, ops.call)(*{**good, which: imaginary.contiguous()}.values(), *options), expected)
+
+
+def test_a_layer_with_lazy_signs(cpu_kernels):
     x, packed, bias, expected = exact(workload(FORMATS[1], 5))
-    lazy = torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
-    assert lazy.is_neg() and torch.equal(tilebit.gemm(lazy, packed, bias), expected)
+    layer = tilebit.QuantLinear(packed, bias)
+    for name in ("bias", "scales", "weight", "zeros"):
+        good = getattr(layer, name)
+        setattr(layer, name, lazily(good, "negated"))
+        assert torch.equal(layer(x), expected), name
+        setattr(layer, name, good)
+
+
+def test_what_is_known_of_a_weight_lives_as_long_as_it_does(cpu_kernels):
+    """Also what it came along with; and another weight at the same address is another one."""
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    dispatch.forget()
+    assert torch.equal(tilebit.gemm(x, packed, bias), expected)
+    held = [weakref.ref(t) for t in (packed.weight, packed.scales, bias)]
+    assert len(known) == 1
+    del packed, bias
+    gc.collect()
+    assert not known and all(reference() is None for reference in held)
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "bias"])
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_freed_storage_is_an_error(cpu_kernels, which, later):
+    """At a first call, and by the kernel itself at every later one; a crash would take the run along."""
+    x, packed, bias, expected = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {
+        "x": x, "weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "row_scales": None, "bias": bias,
+    }  # fmt: skip
+    calls = (cast(Any, ops.call), torch.ops.tilebit.gemm.default)
+    options = (N, packed.format_name, False)
+    if later:
+        assert all(torch.equal(call(*operands.values(), *options), expected) for call in calls)
+    storage = operands[which].untyped_storage()
+    kept, size = torch.tensor(list(storage), dtype=torch.uint8), storage.nbytes()
+    storage.resize_(0)
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"{which} .*storage was (shrunk or )?freed"):
+            call(*operands.values(), *options)
+    storage.resize_(size)
+    storage.copy_(kept.untyped_storage())
+    assert all(torch.equal(call(*operands.values(), *options), expected) for call in calls), "filled again, it is used again"
+
+
+@pytest.mark.parametrize("which", ["weight", "scales", "zeros", "bias"])
+def test_shrunk_storage_is_an_error_at_a_first_call(cpu_kernels, which):
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {"weight": packed.weight, "scales": packed.scales, "zeros": packed.zeros, "row_scales": None, "bias": bias}
+    shared = torch.zeros(1 << 20, dtype=operands[which].dtype)
+    view = shared[1 << 19 :][: operands[which].numel()].view(operands[which].shape)
+    shared.untyped_storage().resize_(1 << 10)
+    with pytest.raises(ValueError, match=rf"^{which} is .* whose storage was shrunk or freed: it has 1024 of the .* bytes"):
+        ops.call(x, **{**operands, which: view}, n=N, format=packed.format_name, dependent=False)
 
 
 def test_dependent_must_be_a_bool(cpu_kernels):

@@ -218,6 +218,8 @@ def bad_calls() -> list[tuple[str, list[Any], str, str]]:
         ("transposed x", change(0, strides=[1, 4]), "ValueError", "'x' has stride 4 in dimension 1"),
         ("unaligned x", change(0, address=(1 << 30) + 2), "ValueError", "'x' starts at an address that is 2 bytes past"),
         ("unaligned by offset", change(1, byte_offset=4), "ValueError", "'weight' starts at an address that is 4 bytes past"),
+        ("a freed weight", change(1, address=0), "ValueError", "'weight' has no memory: its storage was freed"),
+        ("a freed y's second half", change(4, address=0, byte_offset=1 << 12), "ValueError", "'y' has no memory"),
         (
             "too many rows",
             [{**a, "shape": [1 << 31, *a["shape"][1:]]} if i in (0, 4) else a for i, a in enumerate(arguments(4))],

@@ -19,6 +19,7 @@ from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ...layouts.packing import PackedLayout
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of, packed_layout
+from ...schedules.gemm.parts import TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
@@ -33,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB
 # (largest activation, scales), the most demanding first: scales far apart leave low bits that
 # 16-bit sums lose even at small k.
 _EXACT_CHOICES = tuple((a, s) for s in ((1 / 16, 1 / 2, 4.0), (1 / 4, 1.0, 4.0), (1.0, 2.0, 4.0), (1.0, 2.0), (1.0,)) for a in (4, 2, 1))
-_EXACT_ROW_SCALES = (1 / 4, 1 / 2, 1.0)  # none above 1: sums grow no larger
+_EXACT_ROW_SCALES = (1 / 4, 1 / 2, 1.0)  # none above 1: sums grow no larger; of tokens too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +43,8 @@ class Problem:
 
     ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed),
     ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad] (asymmetric formats), ``row_scales`` fp32
-    [n_pad] (formats of two levels of scales) and ``bias`` [n] (if the workload has one), as the
-    kernels take them. Padding codes and scales are 0.
+    [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m] and ``bias`` [n] (if the
+    workload has them), as the kernels take them. Padding codes and scales are 0.
     """
 
     workload: Workload
@@ -54,14 +55,15 @@ class Problem:
     def named(self, y: Tensor) -> dict[str, Tensor]:
         """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the
         names of a kernel's parameters."""
-        return {**self.operands, "x": self.x[: y.shape[0]], "y": y}
+        rows = {TOKEN_SCALES: self.operands[TOKEN_SCALES][: y.shape[0]]} if self.workload.token_scales else {}
+        return {**self.operands, **rows, "x": self.x[: y.shape[0]], "y": y}
 
     def outputs(self) -> Tensor:
         """A new y [m, n] to write to."""
         return torch.empty(self.workload.m, self.workload.n, dtype=self.x.dtype, device=self.x.device)
 
     def reference(self) -> Tensor:
-        """y = x @ w^T + bias in fp64, [m, n]."""
+        """y = (x @ w^T) * token_scales + bias in fp64, [m, n]."""
         return self._product(torch.float64)
 
     def torch_result(self) -> Tensor:
@@ -86,6 +88,8 @@ class Problem:
         for start in range(0, w.n, rows):
             stop = min(start + rows, w.n)
             y[:, start:stop] = x @ self._weight_rows(start, stop, dtype).t()
+        if w.token_scales:
+            y *= self.operands[TOKEN_SCALES][:, None].to(dtype)
         if "bias" in self.operands:
             y += self.operands["bias"].to(dtype)
         return y
@@ -134,7 +138,7 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
-    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)
+    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)  # and token scales
     return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias)
 
 
@@ -146,7 +150,8 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
     bias = torch.randn(workload.n, generator=generator, device=device)
     unit = 2.0 / (workload.k**0.5 * (1 << workload.format.bits))
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
-    row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if workload.format.row_scaled else scales
+    scaled = workload.format.row_scaled or workload.token_scales
+    row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if scaled else scales
     return _problem(workload, arch, generator, x, scales, row_scales, bias)
 
 
@@ -167,7 +172,8 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     possible, finite in fp16."""
     f = workload.format
     widest, unit, limit = f.largest, f.unit, codec_of(f).largest_scale
-    offset = MAX_BIAS / min(_EXACT_ROW_SCALES if f.row_scaled else (1,))  # of the sum that a row scale makes smallest
+    smallest = min(_EXACT_ROW_SCALES) ** (f.row_scaled + workload.token_scales)
+    offset = MAX_BIAS / smallest  # of the sum that row and token scales make smallest
     tried = [(a, kept) for a, s in _EXACT_CHOICES if (kept := tuple(value for value in s if value <= limit))]
     exact = [(a, s) for a, s in tried if (workload.k * a * widest * max(s) + offset) / (min(s) * unit) < EXACT_INTEGERS]
     if not exact:
@@ -188,7 +194,7 @@ def _problem(
     workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, row_scales: Tensor, bias: Tensor
 ) -> Problem:
     """Random packed codes and zero points beside the given x and bias, with scales and row scales
-    drawn from the values given."""
+    (and token scales) drawn from the values given."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
@@ -207,6 +213,9 @@ def _problem(
         operands["zeros"] = drawn("zeros", torch.arange(f.max_code + 1, device=device))
     if f.row_scaled:
         operands["row_scales"] = drawn("row_scales", row_scales)
+    if workload.token_scales:
+        picked = torch.randint(0, row_scales.numel(), (workload.m,), generator=generator, device=device)
+        operands[TOKEN_SCALES] = row_scales[picked]
     if workload.bias:
         operands["bias"] = bias.to(dtype)
     return Problem(workload, layout, x.to(dtype), operands)

@@ -2,7 +2,9 @@
 which they are.
 
 A part changes the fp32 sums before they are rounded and stored: each is multiplied by, or increased
-by, the number of an operand that belongs to its output channel. A new part is a line of ``_known``.
+by, the number of an operand that belongs to its output channel or to its row of x. So is what
+precedes a product and is the same for a whole row: a norm, whose weights are folded into those of
+the product, is ``token_scales``, 1 / rms of each row. A new part is a line of ``_known``.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ from ..operands import Operand
 if TYPE_CHECKING:
     from .workload import Workload
 
+TOKEN_SCALES = "token_scales"
 SCALES = "scales"  # per-channel ones are a part; those of groups are the weight's own, and the same operand
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``operand`` [n], of ``dtype``: what each sum is to be done with ("multiply", "add").
+    """``operand``, of ``dtype``: what each sum is to be done with ("multiply", "add").
 
-    ``axis`` says which index of y [m, n] is that of the operand: "n", the output channel (rows of x
-    will be "m"). ``packed``: it belongs to the packed weight and is padded as that is.
+    ``axis`` says which index of y [m, n] is that of the operand: "n", the output channel, or "m",
+    the row of x. ``packed``: it belongs to the packed weight and is padded as that is.
     """
 
     operand: str
@@ -40,6 +43,7 @@ def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
     return (
         (Part(SCALES, "multiply", w.dtype), w.format.group_size == PER_CHANNEL),
         (Part("row_scales", "multiply", "float32"), w.format.row_scaled),
+        (Part(TOKEN_SCALES, "multiply", "float32", axis="m", packed=False), w.token_scales),
         (Part("bias", "add", w.dtype, packed=False), w.bias),
     )
 
@@ -51,12 +55,20 @@ def parts(workload: Workload, applied: Collection[str] = ()) -> tuple[Part, ...]
 
 
 def part_operands(workload: Workload, n_pad: int, packing: str) -> tuple[Operand, ...]:
-    """The operands that only parts read, in call order, absent ones too. ``n_pad``: n of the packed
-    weight; ``packing`` is advice on what belongs to it."""
+    """The operands that only parts read, in call order, absent ones too, but for token scales: those
+    are operands of the workloads that have them. ``n_pad``: n of the packed weight; ``packing`` is
+    advice on what belongs to it."""
     return tuple(
-        Operand(
-            part.operand, part.dtype, (n_pad if part.packed else workload.n,), optional=True, absent=not there,
-            advice=packing if part.packed else f"pass {workload.n} values in x's dtype",
-        )
-        for part, there in _known(workload) if part.operand != SCALES
-    )  # fmt: skip
+        Operand(part.operand, part.dtype, _shape(part, workload.n, n_pad), optional=True, absent=not there, advice=_advice(part, packing))
+        for part, there in _known(workload)
+        if part.operand != SCALES and (there or part.axis == "n")
+    )
+
+
+def _shape(part: Part, n: int, n_pad: int) -> tuple[int | str, ...]:
+    return ("m",) if part.axis == "m" else (n_pad if part.packed else n,)
+
+
+def _advice(part: Part, packing: str) -> str:
+    whose = "a value for each row of x" if part.axis == "m" else "a value for each output channel"
+    return packing if part.packed else f"pass {whose} in {part.dtype}"

@@ -19,9 +19,10 @@ PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 102
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One weight-only GEMM, ``y[m, n] = x[m, k] @ w[n, k]^T (+ bias[n])``.
+    """One weight-only GEMM, ``y[m, n] = x[m, k] @ w[n, k]^T (* token_scales[m]) (+ bias[n])``.
 
-    ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation is fp32.
+    ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation and
+    ``token_scales`` are fp32.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
@@ -36,6 +37,7 @@ class Workload:
     format: GemmFormat = QuantFormat()
     dtype: str = "float16"
     bias: bool = False
+    token_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.m < 0 or self.n < 1 or self.k < 1:
@@ -61,7 +63,8 @@ class Workload:
     @property
     def bytes(self) -> int:
         """Bytes that one call must move at least: weights once, x once, y once."""
-        return self.weight_bytes + 2 * self.m * (self.k + self.n) + (2 * self.n if self.bias else 0)
+        after = (2 * self.n if self.bias else 0) + (4 * self.m if self.token_scales else 0)
+        return self.weight_bytes + 2 * self.m * (self.k + self.n) + after
 
     @property
     def kind(self) -> str:
@@ -110,7 +113,7 @@ class Workload:
     @property
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
-        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}"
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * self.token_scales}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,6 +124,7 @@ class Workload:
             "format": self.format.to_json(),
             "dtype": self.dtype,
             "bias": self.bias,
+            **({"token_scales": True} if self.token_scales else {}),  # absent, as in what was stored before there were any
         }
 
     @classmethod
@@ -128,5 +132,6 @@ class Workload:
         if data.get("op", "gemm") != "gemm":
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
         return cls(
-            m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"]
-        )
+            m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
+            token_scales=data.get("token_scales", False),
+        )  # fmt: skip

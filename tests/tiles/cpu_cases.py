@@ -32,16 +32,24 @@ def runs_here(isa: str) -> bool:
 
 @dataclass(frozen=True)
 class Operands:
-    """``tensors`` are what a kernel takes between x and y; ``weight`` is the fp64 [n, k] they mean, ``bias`` [n] or None."""
+    """``tensors`` are what a kernel takes between x and y; ``weight`` is the fp64 [n, k] they mean, ``tokens`` [m] and ``bias`` [n] or
+    None."""
 
     workload: Workload
     tensors: tuple[torch.Tensor, ...]
     weight: torch.Tensor
     bias: torch.Tensor | None
+    tokens: torch.Tensor | None = None
+
+    def of_rows(self, m: int) -> tuple[torch.Tensor, ...]:
+        """``tensors`` for the first m rows of x."""
+        return tuple(tensor[:m] if tensor is self.tokens else tensor for tensor in self.tensors)
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """fp64 [m, n]."""
         y = x.double() @ self.weight.T
+        if self.tokens is not None:
+            y *= self.tokens[: x.shape[0], None].double()
         return y if self.bias is None else y + self.bias.double()
 
 
@@ -63,6 +71,9 @@ def operands(workload: Workload, seed: int, exact: bool) -> Operands:
     row_scales = torch.rand(n, generator=generator) + 0.5 if weight_format.row_scaled else torch.ones(n)
     if exact and weight_format.row_scaled:
         row_scales = 0.5 ** torch.randint(0, 3, (n,), generator=generator)
+    tokens = torch.rand(workload.m, generator=generator) + 0.5
+    if exact:
+        tokens = 2.0 ** torch.randint(-1, 2, (workload.m,), generator=generator)
     group = torch.arange(k) // (k if weight_format.group_size < 0 else weight_format.group_size)
     numbers = torch.tensor(weight_format.weight.values, dtype=torch.float64)[codes.int()]
     weight = (numbers - zeros[:, group].double()) * scales[:, group].double() * row_scales[:, None].double()
@@ -76,8 +87,9 @@ def operands(workload: Workload, seed: int, exact: bool) -> Operands:
     tensors = [packed, by_group(scales)]
     tensors += [] if weight_format.symmetric else [by_group(zeros)]
     tensors += [torch.nn.functional.pad(row_scales, (0, layout.padded(n, k)[0] - n))] if weight_format.row_scaled else []
+    tensors += [tokens] if workload.token_scales else []
     tensors += [bias] if workload.bias else []
-    return Operands(workload, tuple(tensors), weight, bias if workload.bias else None)
+    return Operands(workload, tuple(tensors), weight, bias if workload.bias else None, tokens if workload.token_scales else None)
 
 
 def activations(workload: Workload, m: int, seed: int, exact: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ def in_turn(
     """Every format in both dtypes; schedules, shapes and bias take turns, the next legal schedule each time; then unused schedules."""
     turn, next_shape, used = 0, cycle(shapes), set()
     for i, (dtype, format) in enumerate(product(("float16", "bfloat16"), formats)):
-        workload = Workload(*next(next_shape), format, dtype, bias=i % 3 == 0)
+        workload = Workload(*next(next_shape), format, dtype, bias=i % 3 == 0, token_scales=i % 4 == 1)
         for _ in schedules:
             schedule = schedules[turn % len(schedules)]
             turn += 1
@@ -37,7 +37,7 @@ def in_turn(
         else:
             raise AssertionError(f"no schedule is legal for {workload}")
     for schedule, (shape, format) in product(schedules, product(shapes, formats)):
-        workload = Workload(*shape, format, bias=True)
+        workload = Workload(*shape, format, bias=True, token_scales=True)
         if schedule not in used and not legal(workload, schedule, targets[schedule.program]):
             used.add(schedule)
             yield workload, schedule
@@ -46,7 +46,7 @@ def in_turn(
 def label(case: Case) -> str:
     w, s = case
     division = f"{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{'-stream' * s.stream_k}-cluster{s.cluster}-tail{s.tail}"
-    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}-{s.program}-{division}"
+    return f"{w.format.name}-{w.dtype}-{w.m}x{w.n}x{w.k}{'-bias' * w.bias}{'-tokens' * w.token_scales}-{s.program}-{division}"
 
 
 def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
@@ -62,11 +62,12 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     scales[:, ::2] *= 0.5
     zeros = None if f.symmetric else rng.integers(0, f.max_code + 1, scales.shape)
     row_scales = rng.choice([0.25, 0.5, 1.0], w.n) if f.row_scaled else None
+    tokens = rng.choice([0.5, 1.0, 2.0], w.m) if w.token_scales else None
     bias = rng.integers(-64, 65, w.n) if w.bias else None
     group = np.arange(w.k) // (w.k if f.group_size < 0 else f.group_size)
     rows = None if row_scales is None else row_scales[:, None]
     weight = f.weight_of(np.array(f.weight.values)[codes], scales[:, group], None if zeros is None else zeros[:, group], rows)
-    reference = torch.from_numpy(x @ weight.T + (0 if bias is None else bias))
+    reference = torch.from_numpy(x @ weight.T * (1 if tokens is None else tokens[:, None]) + (0 if bias is None else bias))
 
     dtype = getattr(torch, w.dtype)
 
@@ -78,6 +79,8 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
         operands["zeros"] = padded(zeros)
     if row_scales is not None:
         operands["row_scales"] = torch.from_numpy(np.pad(row_scales.astype(np.float32), (0, -w.n % 64)))
+    if tokens is not None:
+        operands["token_scales"] = torch.from_numpy(tokens.astype(np.float32))
     if bias is not None:
         operands["bias"] = torch.from_numpy(bias).to(dtype)
     return Problem(w, layout, torch.from_numpy(x).to(dtype), operands), reference

@@ -41,11 +41,11 @@ CASES: tuple[Case, ...] = (
     (Workload(5, 505, 1001, W4), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),  # sums by ticket
     (Workload(16, 512, 1152, W4, bias=True), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),  # warps apart by a step
     (Workload(130, 505, 1001, MXFP4, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
-    (Workload(33, 320, 1056, MXFP4), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
+    (Workload(33, 320, 1056, MXFP4, token_scales=True), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
     (Workload(16, 505, 1001, MXFP4), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
-    (Workload(5, 505, 1001, MXFP4, "bfloat16"), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
-    (Workload(130, 505, 1001, NVFP4, bias=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
-    (Workload(16, 505, 1001, NVFP4, "bfloat16"), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
+    (Workload(5, 505, 1001, MXFP4, "bfloat16", token_scales=True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
+    (Workload(130, 505, 1001, NVFP4, bias=True, token_scales=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
+    (Workload(16, 505, 1001, NVFP4, "bfloat16", token_scales=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),

@@ -51,7 +51,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     dequantize, stage = p.dequantize_call(), p.stage_call()
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
+    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
     Workspace = T.Tensor((words,), "int32") if split else None
 
     @T.prim_func
@@ -61,13 +61,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
         row_scales: RowScales,
+        token_scales: TokenScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
     ):
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, bias=bias)
+            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
             Xs = T.alloc_shared((bm, bk), dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
@@ -113,7 +114,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if staged:
                     if len(after) > 0:
                         for r, c in T.Parallel(bn, bm):
-                            Y[r, c] = finish(Y[r, c], after, n=T.min(bx * bn + r, p.n - 1))
+                            Y[r, c] = finish(Y[r, c], after, m=T.min(by * bm + c, m - 1), n=T.min(bx * bn + r, p.n - 1))
                     T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
@@ -121,7 +122,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 else:
                     for r, c in T.Parallel(bn, bm):
                         if by * bm + c < m and bx * bn + r < p.n:
-                            y[by * bm + c, bx * bn + r] = finish(Y[r, c], after, n=bx * bn + r)
+                            y[by * bm + c, bx * bn + r] = finish(Y[r, c], after, m=by * bm + c, n=bx * bn + r)
 
     return main
 

@@ -95,11 +95,12 @@ class Operands:
             return 0
         return step * self.schedule.block_k // self.workload.format.group_size
 
-    def tensors(self, T: Any, arch: str, *names: str) -> tuple[Any, ...]:
-        """The declarations of optional operands ``names``. None for one that this workload does not
-        have: an argument annotated None is left out of the kernel."""
+    def tensors(self, T: Any, arch: str, *names: str, m: Any) -> tuple[Any, ...]:
+        """The declarations of optional operands ``names``, of ``m`` rows of x. None for one that
+        this workload does not have: an argument annotated None is left out of the kernel."""
         stated = {o.name: o for o in present(self.workload.operands(arch))}
-        return tuple(T.Tensor(stated[name].shape, stated[name].dtype) if name in stated else None for name in names)
+        shapes = {name: [m if size == "m" else size for size in o.shape] for name, o in stated.items()}
+        return tuple(T.Tensor(shapes[name], stated[name].dtype) if name in stated else None for name in names)
 
     def after(self, applied: Collection[str] = (), /, **tensors: Any) -> tuple[tuple[Part, Any], ...]:
         """The parts that follow the product, each with its operand among ``tensors``; not those
@@ -151,12 +152,13 @@ class Operands:
     def part_types(self) -> str:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further
         template arguments."""
-        return "".join(f", tilebit::{part.does.title()}<{TYPES[part.dtype]}>" for part in parts(self.workload))
+        types = [(f"tilebit::{part.does.title()}<{TYPES[part.dtype]}>", part.axis) for part in parts(self.workload)]
+        return "".join(f", tilebit::OfRow<{does}>" if axis == "m" else f", {does}" for does, axis in types)
 
 
 def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
     """What is stored for the sum ``value``: after all parts, in fp32. ``at``: its indices by axis,
-    n=channel."""
+    m=row, n=channel."""
     for part, tensor in after:
         number = tensor[(0,) * (len(tensor.shape) - 1) + (at[part.axis],)].astype("float32")
         value = value * number if part.does == "multiply" else value + number

@@ -86,7 +86,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
+    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
 
     @T.macro
@@ -139,6 +139,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
         row_scales: RowScales,
+        token_scales: TokenScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
@@ -150,7 +151,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
             x_sums = T.alloc_local((column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
-            after = p.after(("scales",), row_scales=row_scales, bias=bias)  # per-channel ones need the sum of x: ``RawProduct::finish``
+            # Per-channel scales need the sum of x: ``RawProduct::finish``.
+            after = p.after(("scales",), row_scales=row_scales, token_scales=token_scales, bias=bias)
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2

@@ -33,7 +33,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     def store(y, after, bx, by, element, value):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
             y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
-                finish(value, after, n=bx * bn + element % bn), workload.dtype
+                finish(value, after, m=by * s.block_m + element // bn, n=bx * bn + element % bn), workload.dtype
             )
 
     @T.macro

@@ -81,7 +81,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     kinds = tuple(range(len(plan.heights)))
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "bias")
+    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
@@ -174,13 +174,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         scales: T.Tensor((p.groups, p.n_pad), dtype),
         zeros: Zeros,
         row_scales: RowScales,
+        token_scales: TokenScales,
         bias: Bias,
         workspace: Workspace,
         y: T.Tensor((m, p.n), dtype),
     ):
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=schedule.split_k if clustered else cluster) as block:
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, bias=bias)
+            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")

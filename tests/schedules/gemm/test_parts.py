@@ -15,6 +15,7 @@ from tilebit.schedules.operands import kernel_params, present
 GROUPS, CHANNEL, NVFP4 = QuantFormat(4, 128, True), QuantFormat(8, PER_CHANNEL, False), GemmFormat.parse("w4a16_nvfp4")
 SCALES = Part("scales", "multiply", "float16")
 ROW_SCALES = Part("row_scales", "multiply", "float32")
+TOKEN_SCALES = Part("token_scales", "multiply", "float32", axis="m", packed=False)
 BIAS = Part("bias", "add", "float16", packed=False)
 
 
@@ -32,6 +33,19 @@ BIAS = Part("bias", "add", "float16", packed=False)
 )
 def test_a_product_has_its_parts_in_order(format: GemmFormat, bias: bool, expected: tuple[Part, ...]):
     assert parts(Workload(1, 100, 256, format, "float16", bias)) == expected
+
+
+@pytest.mark.parametrize("format", [GROUPS, CHANNEL, NVFP4])
+def test_token_scales_come_after_those_of_the_weight_and_before_the_bias(format: GemmFormat):
+    """They are operands of products that have them alone; what was stored of others says nothing of them."""
+    plain, scaled = (Workload(3, 100, 256, format, bias=True, token_scales=there) for there in (False, True))
+    assert parts(scaled) == (*parts(plain)[:-1], TOKEN_SCALES, BIAS)
+    names = [o.name for o in plain.operands("sm_90a")]
+    assert [o.name for o in scaled.operands("sm_90a")] == [*names[: names.index("bias")], "token_scales", *names[names.index("bias") :]]
+    assert next(o for o in scaled.operands("cpu") if o.name == "token_scales").shape == ("m",)
+    assert "token_scales" not in plain.to_json() and Workload.from_json(plain.to_json()) == plain
+    assert Workload.from_json(scaled.to_json()) == scaled != plain
+    assert scaled.bytes == plain.bytes + 3 * 4 and scaled.served != plain.served
 
 
 @pytest.mark.parametrize("applied", [(), ("scales",), ("bias", "scales")])

@@ -56,7 +56,8 @@ class EmulatedGemm(EmulatedProgram):
 
     def __call__(self, problem: Problem, y: Tensor) -> None:
         m = y.shape[0]
-        arrays = {"x": _x(problem, m), **{name: _bits(t).numpy() for name, t in problem.operands.items()}}
+        given = {name: t for name, t in problem.named(y).items() if name != "y"}
+        arrays = {**{name: _bits(t).numpy() for name, t in given.items()}, "x": _x(problem, m)}
         self.launch(arrays, _storage(y), int(y.storage_offset()), m)
 
     def launch(self, arrays: dict[str, np.ndarray], y: np.ndarray, start: int, m: int) -> None:

@@ -18,5 +18,5 @@ class GeneratedGemm(GeneratedKernel):
     def __call__(self, problem: Problem, y: Tensor) -> None:
         m = y.shape[0]
         x = pad(problem.x[:m], (0, -problem.workload.k % 8))  # rows of whole 16 bytes
-        operands = {name: tensor.contiguous() for name, tensor in problem.operands.items()}
-        self.launch({"x": x, **operands, "y": y}, self.workload.with_m(m))
+        operands = {name: tensor.contiguous() for name, tensor in problem.named(y).items() if name != "y"}
+        self.launch({**operands, "x": x, "y": y}, self.workload.with_m(m))

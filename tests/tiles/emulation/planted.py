@@ -40,6 +40,7 @@ SMALL = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
 TWO_SLABS = Schedule("gemm_wgmma", 128, 16, 64, 2, 8)
 DEEP = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # two records a part at 8 bits
 TALL = Schedule("gemm_wgmma", 128, 16, 64, 2, 4)
+LONG = Schedule("gemm_wgmma", 64, 64, 64, 2, 4)
 MMA = Schedule("gemm_mma", 64, 32, 64, 2, 4)
 DIRECT = Schedule("gemm_mma", 64, 8, 64, 2, 4)
 SPLIT = Schedule("gemm_mma", 64, 16, 64, 3, 4, split_k=3)
@@ -47,6 +48,10 @@ SPLIT = Schedule("gemm_mma", 64, 16, 64, 3, 4, split_k=3)
 
 def work(format: GemmFormat, dtype: str = "float16", bias: bool = False, m: int = 13, n: int = 128, k: int = 448) -> Workload:
     return Workload(m, n, k, format, dtype, bias)
+
+
+def tokens(format: GemmFormat, m: int = 13) -> Workload:
+    return replace(work(format, bias=True, m=m), token_scales=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,16 @@ BUGS = (
         "per-channel scale applied twice, mma.sync", work(CHANNEL), DIRECT,
         {"operands.py": swap(("value = value * number if", "value = value * number * number if"))},
     ),
+    Bug(
+        "token scale forgotten, mma.sync", tokens(W4), DIRECT,
+        {"operands.py": swap((PARTS, PARTS + " if part.operand != 'token_scales'"))},
+    ),
+    Bug(
+        "token scale of the next row, mma.sync", tokens(W4), MMA,
+        {"mma.py": swap(("m=T.min(by * bm + c, m - 1)", "m=T.min(by * bm + c + 1, m - 1)"))},
+    ),
+    device("token scale of the next row", tokens(W4), SMALL, ("(lane & 3) * 2 + e, m - 1)", "(lane & 3) * 2 + 1 - e, m - 1)")),
+    device("token scale of the first columns", tokens(W4, m=40), LONG, ("n0, m0 + chunk * (COUNT * 2), m,", "n0, m0, m,")),
     # stores
     device("bias lost", work(W4, bias=True), SMALL, ("return sum + number;", "return sum;")),
     device("per-channel scale lost", work(CHANNEL), SMALL, ("return sum * number;", "return sum;")),
@@ -153,7 +168,7 @@ BUGS = (
     device("row scale forgotten", work(TWO_LEVELS), SMALL, ("return sum * number;", "return sum;")),
     Bug(
         "bias before the row scale", work(TWO_LEVELS, bias=True), SMALL,
-        {"operands.py": swap(("parts(self.workload))", "parts(self.workload)[::-1])"), ("in after]", "in after[::-1]]"))},
+        {"operands.py": swap(("parts(self.workload)]", "parts(self.workload)[::-1]]"), ("in after]", "in after[::-1]]"))},
     ),
     device(
         "n tail not masked", work(W4, n=100), SMALL,

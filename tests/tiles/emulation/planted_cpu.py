@@ -28,7 +28,7 @@ MODULES = ("inner", "loops")  # edited copies of these, in the order in which th
 
 COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"
 SUM = "v.fma(joined, scale, total[slot])"
-AFTER = "for part, numbers in after:"
+AFTER = "for part in after:"
 
 # name -> (module, edit, a word of the verdict)
 BUGS: dict[str, tuple[str, Edit, str]] = {

@@ -8,7 +8,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 
-from .planted import MXFP4, TWO_LEVELS, W4, W4Z, Bug, device, swap, work
+from .planted import MXFP4, TWO_LEVELS, W4, W4Z, Bug, device, swap, tokens, work
 
 FEW, FEW_Z = work(W4, m=5), work(W4Z, m=5)
 STREAM = Schedule("gemm_stream", 64, 8, 64, 3, 2)
@@ -23,7 +23,7 @@ OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packe
 MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
-AFTER = "finish(value, after, n="
+AFTER = "finish(value, after, m="
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
 READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"
@@ -59,6 +59,8 @@ BUGS = (
     device("codes of row r + 8 left in row r", FEW, STREAM, ("R::BOTH_ROWS && i < 2", "false")),
     device("power of two of raw floats wrong", work(MXFP4, m=5), STREAM, ("INVERSE_LOW = 16384.0f", "INVERSE_LOW = 8192.0f")),
     device("zero point taken of floats", work(MXFP4, m=5), STREAM, ("MIDDLE = 0.0f", "MIDDLE = 1.0f"), sign=""),
+    # the end of a tile
+    sums("token scale of the first row", tokens(W4, m=5), STREAM, ("m=by * s.block_m + element // bn, n=", "m=by * s.block_m, n=")),
     # copies
     device("tile in the wrong record", work(W4, m=5, n=320), OFF, ("(above * (k_tiles - 1) + r)", "r")),
     device(

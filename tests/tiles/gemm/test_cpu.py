@@ -39,7 +39,8 @@ class Case:
 
     def __str__(self) -> str:
         w, s = self.workload, self.schedule
-        return f"{self.isa}-{w.format.name}-{w.dtype}-{w.n}x{w.k}-bm{s.block_m}-bk{s.block_k}-split{s.split_k}{'-bias' if w.bias else ''}"
+        after = "-bias" * w.bias + "-tokens" * w.token_scales
+        return f"{self.isa}-{w.format.name}-{w.dtype}-{w.n}x{w.k}-bm{s.block_m}-bk{s.block_k}-split{s.split_k}{after}"
 
     @property
     def request(self) -> CompileRequest:
@@ -52,7 +53,8 @@ def _cases() -> list[Case]:
     for isa in FEATURES:
         for i, (bits, group, symmetric) in enumerate(product(BITS, GROUP_SIZES, (True, False))):
             n, k = SHAPES[i % len(SHAPES)]
-            workload = Workload(1, n, k, QuantFormat(bits, group, symmetric), DTYPES[(i // 2 + i // 8) % 2], bias=i % 3 == 0)
+            dtype, format = DTYPES[(i // 2 + i // 8) % 2], QuantFormat(bits, group, symmetric)
+            workload = Workload(1, n, k, format, dtype, bias=i % 3 == 0, token_scales=i % 4 == 2)
             block_m, block_k = BLOCK_M[isa][i % 4], BLOCK_K[i % 5]
             block_k = min(block_k, group) if group > 0 else block_k
             split = (4, 2)[i % 2] if block_m == 1 else 1
@@ -102,17 +104,18 @@ def kernel_of(compiled: dict[CompileRequest, Kernel], case: Case) -> Kernel:
 def test_exact_and_accurate(compiled, case):
     kernel, w = kernel_of(compiled, case), case.workload
     for exact in (True, False):
-        data = operands(w, seed=w.n + w.k, exact=exact)
+        data = operands(w.with_m(max(ROWS)), seed=w.n + w.k, exact=exact)
         for m in ROWS:
             x = activations(w, m, seed=m, exact=exact)
             y, memory = poisoned(m, w.n, x.dtype)
-            kernel(x, *data.tensors, y)
+            kernel(x, *data.of_rows(m), y)
             expected = data.expected(x)
             assert guards_intact(memory), f"m={m}: wrote outside of y"
             if exact:
                 assert torch.equal(y, expected.to(y.dtype)), f"m={m}: {int((y != expected.to(y.dtype)).sum())} of {y.numel()} wrong"
                 continue
             plain = x @ data.weight.to(x.dtype).T
+            plain = plain if data.tokens is None else plain * data.tokens[:m, None].to(x.dtype)
             plain = plain if data.bias is None else plain + data.bias
             error, torch_error = ((result.double() - expected).norm() / expected.norm() for result in (y, plain))
             assert error <= 2 * torch_error + 1e-7, f"m={m}: {error:.2e}, torch {torch_error:.2e}"
@@ -125,7 +128,7 @@ def test_rows_do_not_depend_on_each_other(compiled, isa):
     kernel, w = kernel_of(compiled, case), case.workload
     data, x = operands(w, 3, exact=False), activations(w, 33, 4, exact=False)
     whole = torch.empty(33, w.n, dtype=x.dtype)
-    kernel(x, *data.tensors, whole)
+    kernel(x, *data.of_rows(len(x)), whole)
     for row in (0, 7, 32):
         one = torch.empty(1, w.n, dtype=x.dtype)
         kernel(x[row : row + 1], *data.tensors, one)
@@ -134,7 +137,7 @@ def test_rows_do_not_depend_on_each_other(compiled, isa):
     torch.set_num_threads(1)
     try:
         serial = torch.empty_like(whole)
-        kernel(x, *data.tensors, serial)
+        kernel(x, *data.of_rows(len(x)), serial)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(serial, whole)
@@ -146,10 +149,10 @@ def test_infinity_and_nan_come_through(compiled, isa):
     kernel, w = kernel_of(compiled, case), case.workload
     data, x = operands(w, 5, exact=True), activations(w, 3, 6, exact=True)
     clean = torch.empty(3, w.n, dtype=x.dtype)
-    kernel(x, *data.tensors, clean)
+    kernel(x, *data.of_rows(len(x)), clean)
     x[0, 1], x[2, 0] = float("inf"), float("nan")
     y = torch.empty_like(clean)
-    kernel(x, *data.tensors, y)
+    kernel(x, *data.of_rows(len(x)), y)
     assert not y[0].isfinite().any() and y[2].isnan().all()
     assert torch.equal(y[1], clean[1])
 

@@ -41,22 +41,22 @@ CASES = (
     ("sm_90a", Workload(512, 8192, 4096, G128, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, raster=4, stream_k=True, cluster=2)),
     ("sm_90a", Workload(16, 4096, 4096, G64Z, HALF), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=3, min_blocks=2)),
     ("sm_90a", Workload(16, 10240, 8192, B64, BFLOAT, bias=True), Schedule("gemm_wgmma", 256, 16, 64, 5, 16, cluster=2)),
-    ("sm_90a", Workload(64, 505, 1001, G32, HALF, bias=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4)),
+    ("sm_90a", Workload(64, 505, 1001, G32, HALF, bias=True, token_scales=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4)),
     ("sm_90a", Workload(32, 505, 1001, B_CHANNEL_Z, HALF), Schedule("gemm_wgmma", 64, 32, 32, 8, 4, split_k=2)),
     ("sm_90a", Workload(256, 57344, 8192, B128Z, BFLOAT), Schedule("gemm_wgmma", 128, 128, 64, 4, 8, stream_k=True)),
     ("sm_90a", Workload(512, 6144, 4096, G128Z, HALF), Schedule("gemm_wgmma", 192, 128, 128, 4, 12, stream_k=True, cluster=2)),
     ("sm_80", Workload(1, 4096, 4096, G128, HALF), Schedule("gemm_mma", 64, 8, 128, 4, 4, split_k=2, min_blocks=2)),
     ("sm_86", Workload(256, 57344, 8192, B_CHANNEL, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 64, 3, 8, raster=4)),
-    ("sm_89", Workload(64, 505, 1001, B32Z, HALF), Schedule("gemm_mma", 256, 32, 32, 3, 16)),
+    ("sm_89", Workload(64, 505, 1001, B32Z, HALF, token_scales=True), Schedule("gemm_mma", 256, 32, 32, 3, 16)),
     ("sm_90a", Workload(512, 4096, 4096, G64Z, BFLOAT), Schedule("gemm_mma", 128, 128, 64, 2, 8)),
     ("sm_80", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream", 16, 1, 128, 4, 8, split_k=2)),
-    ("sm_86", Workload(16, 505, 1001, G32, BFLOAT, bias=True), Schedule("gemm_stream", 64, 16, 64, 3, 4)),
+    ("sm_86", Workload(16, 505, 1001, G32, BFLOAT, bias=True, token_scales=True), Schedule("gemm_stream", 64, 16, 64, 3, 4)),
     ("sm_89", Workload(4, 4096, 4096, B_CHANNEL_Z, HALF), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(8, 4096, 4096, B64, BFLOAT), Schedule("gemm_stream", 32, 8, 32, 6, 4)),
     ("sm_90a", Workload(1, 4096, 4096, G128Z, HALF), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
     ("sm_90a", Workload(16, 4096, 4096, G64Z, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 64, 4, 8, split_k=4)),
     ("sm_90a", Workload(2, 57344, 8192, CHANNEL, HALF), Schedule("gemm_stream_bulk", 224, 2, 128, 2, 4, min_blocks=2)),
-    ("sm_90a", Workload(8, 505, 1001, B32Z, HALF), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
+    ("sm_90a", Workload(8, 505, 1001, B32Z, HALF, token_scales=True), Schedule("gemm_stream_bulk", 64, 8, 32, 8, 4)),
     ("sm_90a", Workload(4, 640, 4096, B_CHANNEL, BFLOAT), Schedule("gemm_stream_bulk", 80, 4, 64, 3, 10)),
     ("sm_90a", Workload(512, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_wgmma", 128, 256, 64, 4, 8, raster=8)),
     ("sm_90a", Workload(256, 505, 1001, NVFP4, HALF, bias=True), Schedule("gemm_wgmma", 128, 128, 64, 4, 8)),
@@ -127,7 +127,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     bias = ["bias"] if workload.bias else []
     workspace = ["workspace"] if workspace_words(workload, schedule, target) else []
     rows = ["row_scales"] if workload.format.row_scaled else []
-    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *bias, *workspace, "y")
+    tokens = ["token_scales"] if workload.token_scales else []
+    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *workspace, "y")
     if schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text())
     if schedule.program == "gemm_stream_bulk":

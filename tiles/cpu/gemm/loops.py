@@ -164,13 +164,17 @@ def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: 
     ragged = n % TILE != 0
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
-        after = [(part, _of_channels(plan, arg[part.operand], part, column)) for part in parts(plan.workload, applied=("scales",))]
+        after = parts(plan.workload, applied=("scales",))
+        of_channels = {part: _of_channels(plan, arg[part.operand], part, column) for part in after if part.axis == "n"}
         for i in range(plan.block_m):
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
                 value = total[i * plan.vectors + vector]
-                for part, numbers in after:
-                    number = v.to_float(v.load(numbers, 0, lanes), lanes)
+                for part in after:
+                    if part.axis == "m":
+                        number = v.splat(arg[part.operand][row], "float32", lanes)
+                    else:
+                        number = v.to_float(v.load(of_channels[part], 0, lanes), lanes)
                     value = value * number if part.does == "multiply" else value + number
                 value = T.bind(v.from_float(value, dtype, lanes))
                 start = T.bind(row.astype("int64") * n + column)

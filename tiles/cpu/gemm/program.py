@@ -1,7 +1,7 @@
 """GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output
 channels and rows.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (* token_scales[m]) (+ bias[n]),   w = (number of q - z) * s
 
 Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied
 once per group, y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes
@@ -42,7 +42,7 @@ from .plan import Plan
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The PrimFunc over x [m, k], weight int32 [n tiles, k tiles, words], scales (and zeros)
-    [groups, n_pad], bias [n] if any, y [m, n].
+    [groups, n_pad], what only parts read, y [m, n].
 
     Its parallel loops run over rows, padded to whole blocks of ``block_m``, and over tasks (block
     of n) x (block of m), m inner. Raises ``ValueError`` on a target without AVX2.

@@ -67,20 +67,31 @@ __device__ __forceinline__ void add_shares(float* values, void* workspace, int s
 }
 
 // Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number
-// of its output channel. Operand: Number [output channel], as kernels pass it.
+// of its output channel, or (OfRow) of its row of x. Operand: Number [output channel] or [m], as
+// kernels pass it.
 template <typename T>
 struct Multiply {
+  static constexpr bool OF_ROW = false;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
 };
 template <typename T>
 struct Add {
+  static constexpr bool OF_ROW = false;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
 };
+template <typename P>
+struct OfRow : P {
+  static constexpr bool OF_ROW = true;
+};
 __device__ __forceinline__ float to_float(float v) { return v; }
+template <typename P>
+__device__ __forceinline__ float number_of(typename P::Operand operand, int at) {
+  return to_float(static_cast<const typename P::Number*>(operand)[at]);
+}
 
 // What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
 // accumulators in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
@@ -120,9 +131,10 @@ struct Store {
     columns = m - m0 - column, rows = N - row;
   }
 
-  // Applies the parts to values [slab][COUNT], one after another, in fp32.
+  // Applies the parts to values [slab][COUNT], whose first column is row `first` of x, one after
+  // another, in fp32.
   template <typename... Parts>
-  __device__ __forceinline__ static void apply(float* values, int n0, int thread, typename Parts::Operand... operands) {
+  __device__ __forceinline__ static void apply(float* values, int n0, int first, int m, int thread, typename Parts::Operand... operands) {
     if constexpr (sizeof...(Parts) > 0) {
       const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
 #pragma unroll
@@ -130,14 +142,15 @@ struct Store {
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
           const int row = min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
-          const float numbers[] = {to_float(static_cast<const typename Parts::Number*>(operands)[row])...};
+          const float numbers[] = {(Parts::OF_ROW ? 0.0f : number_of<Parts>(operands, row))...};
 #pragma unroll
           for (int c = 0; c < COUNT / 4; ++c)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               float& v = values[slab * COUNT + c * 4 + low * 2 + e];
+              const int column = min(first + c * 8 + (lane & 3) * 2 + e, m - 1);
               int part = 0;
-              ((v = Parts::apply(v, numbers[part++])), ...);
+              ((v = Parts::apply(v, Parts::OF_ROW ? number_of<Parts>(operands, column) : numbers[part]), ++part), ...);
             }
         }
     }
@@ -202,7 +215,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
       for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = accumulators[S::start(slab, chunk) + i];
-      S::template apply<Parts...>(values, n0, thread, operands...);
+      S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
       store.store(values, chunk);
     }
     return;
@@ -237,7 +250,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
       add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(mine, workspace, S::start(slab, chunk), first,
                                                                            AHEAD ? other + O::TEAM : other, last, thread);
     }
-    S::template apply<Parts...>(values, n0, thread, operands...);
+    S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
     S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk);  // without registers to spare, found anew
   }
 }
@@ -311,8 +324,9 @@ __device__ __forceinline__ void store_chunk(float* sums, const void* sent, void*
     const float4 v = place[e / 4 * THREADS];
     chunk[e] += v.x, chunk[e + 1] += v.y, chunk[e + 2] += v.z, chunk[e + 3] += v.w;
   }
-  S::template apply<Parts...>(chunk, n0, thread, operands...);
-  S(staging, y, m, n0, m0, thread).store(chunk, 2 * I + block % O::SPLIT);
+  const int own = 2 * I + block % O::SPLIT;
+  S::template apply<Parts...>(chunk, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
+  S(staging, y, m, n0, m0, thread).store(chunk, own);
 }
 
 }  // namespace tilebit

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..schedules.gemm.codecs import packed_layout
+from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
 
@@ -32,7 +33,9 @@ class QuantLinear(nn.Module):
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
-    ``.to(dtype)`` rounds them. Inference only.
+    ``.to(dtype)`` rounds them. ``load_state_dict`` refuses entries that are not a layer's of this kind,
+    codes and permutations of another dtype among them, and then changes nothing. Derivatives are
+    those of ``tilebit.gemm``: with respect to x.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
     describes: it may start while the previous kernel of the stream still runs. The layer keeps that
@@ -193,7 +196,6 @@ class QuantLinear(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        names = [name for name, buffer in self._buffers.items() if buffer is not None]
         described = state_dict.get(prefix + _EXTRA)
         if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
             try:
@@ -201,12 +203,12 @@ class QuantLinear(nn.Module):
             except ValueError as error:
                 errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
                 return
-        shapes = {name: tuple(state_dict[prefix + name].shape) for name in names if prefix + name in state_dict}
-        for name in WEIGHTS:  # the sizes of a layout are its own: no other module can guess them from a mismatch
-            buffer = self._buffers.get(name)
-            if buffer is not None and name in shapes and shapes[name] != tuple(buffer.shape):
-                errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
-                return
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        found = [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
+        if found:
+            errors += found
+            return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._settle()
 

@@ -193,6 +193,49 @@ def modules() -> Iterator[Bad]:
     )
 
 
+def kinds() -> Iterator[Bad]:
+    """None, lists and names where tensors, formats and modules belong."""
+    w, f = torch.randn(8, 64), QuantFormat(4, 32, False)
+    q = quantize(w, f)
+    p = pack(q, half)
+    linear = nn.Linear(K, N)
+    layer = tilebit.QuantLinear.from_float(linear)
+    for value in (None, [[1.0]], 3):
+        kind = type(value).__name__
+        calls: dict[str, Callable[[Any], Any]] = {
+            "w of quantize": lambda v: quantize(v, f),
+            "format of quantize": lambda v: quantize(w, v),
+            "q of pack": lambda v: pack(v, half),
+            "codes of QuantizedTensor": lambda v: QuantizedTensor(v, q.scales, q.zeros, f),
+            "scales of QuantizedTensor": lambda v: QuantizedTensor(q.codes, v, q.zeros, f),
+            "format of QuantizedTensor": lambda v: QuantizedTensor(q.codes, q.scales, q.zeros, v),
+            "weight of PackedWeight": lambda v: PackedWeight(v, p.scales, p.zeros, 8, 64, f, half, "cpu"),
+            "scales of PackedWeight": lambda v: PackedWeight(p.weight, v, p.zeros, 8, 64, f, half, "cpu"),
+            "format of PackedWeight": lambda v: PackedWeight(p.weight, p.scales, p.zeros, 8, 64, v, half, "cpu"),
+            "format of from_float": lambda v: tilebit.QuantLinear.from_float(linear, v),
+            "model of quantize_model": lambda v: tilebit.quantize_model(v),
+            "format of quantize_model": lambda v: tilebit.quantize_model(nn.Sequential(linear), v),
+            "x of a layer": layer,
+        }
+        for name, made in calls.items():
+            first = name.split()[0]
+            yield Bad(f"{kind} as {name}", lambda _, m=made, v=value: m(v), (f"{first} is {kind}", "accepted"), TypeError)
+    for value in ([0.0], "none"):
+        kind = type(value).__name__
+        yield Bad(
+            f"{kind} as zeros",
+            lambda _, v=value: QuantizedTensor(q.codes, q.scales, cast(Any, v), f),
+            (f"zeros is {kind}", "None"),
+            TypeError,
+        )
+        yield Bad(
+            f"{kind} as bias", lambda _, v=value: tilebit.QuantLinear(layer.packed, cast(Any, v)), (f"bias is {kind}", "None"), TypeError
+        )
+    yield Bad(
+        "a name as format of quantize", lambda _: quantize(w, cast(Any, "w4a16_g32")), ("format is str", "QuantFormat.parse"), TypeError
+    )
+
+
 def quantizers() -> Iterator[Bad]:
     w, f = torch.randn(8, 64), QuantFormat(4, 32, False)
 
@@ -291,4 +334,4 @@ def _none(value: object) -> None:
         raise LookupError("None")
 
 
-CASES = [*ops(), *functional(), *modules(), *quantizers(), *nouns()]
+CASES = [*ops(), *functional(), *modules(), *kinds(), *quantizers(), *nouns()]

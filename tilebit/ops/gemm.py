@@ -162,8 +162,10 @@ def _gemm(
     ):
         if direct and not plain(weight, scales, zeros, row_scales, bias):
             raise ValueError("these operands are the dispatcher's to resolve")  # for ``call`` alone
-        plan = _checked_plan(key, x, weight, scales, zeros, row_scales, bias)
-        launch = plan.launcher(m) if m else None
+        launch = held.plan.launchers.get(m) if held is not None and held.joined(scales, zeros, row_scales, bias) else None
+        plan = _checked_plan(key, x, weight, scales, zeros, row_scales, bias) if held is None or launch is None else held.plan
+        if launch is None and m:
+            launch = plan.launcher(m)
     else:
         plan = held.plan
     if flat:

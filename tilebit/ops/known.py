@@ -32,6 +32,14 @@ class Known:
     def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
         self.weight = weakref.ref(weight, lambda _: known.pop(key, None))
 
+    def joined(self, scales: Tensor, zeros: Tensor | None, row_scales: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether these, found to be plain, may come along in their place: the kernel itself checks
+        tensors, but not what it does not take."""
+        if (zeros is None) != (self.zeros is None) or (row_scales is None) != (self.row_scales is None):
+            return False
+        self.scales, self.zeros, self.row_scales, self.bias = scales, zeros, row_scales, bias
+        return True
+
 
 known: dict[tuple[Any, ...], Known] = {}  # by the id of a weight that lives, and what else a call says
 

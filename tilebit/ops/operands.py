@@ -50,8 +50,8 @@ def check_memory(name: str, tensor: Tensor) -> None:
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
     if held < needed:
         raise ValueError(
-            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} whose storage was shrunk or freed: it has {held} of "
-            f"the {needed} bytes that are needed; fill the storage again, or pass another tensor"
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} whose storage was shrunk or freed: it has {held} "
+            f"of the {needed} bytes that are needed; fill the storage again, or pass another tensor"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..schedules.gemm.codecs import packed_layout
+from .accepted import expect, expect_tensors, format_of
+from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
 
@@ -32,7 +34,9 @@ class QuantLinear(nn.Module):
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
-    ``.to(dtype)`` rounds them. Inference only.
+    ``.to(dtype)`` rounds them. ``load_state_dict`` refuses entries that are not a layer's of this kind,
+    codes and permutations of another dtype among them, and then changes nothing. Derivatives are
+    those of ``tilebit.gemm``: with respect to x.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
     describes: it may start while the previous kernel of the stream still runs. The layer keeps that
@@ -55,6 +59,7 @@ class QuantLinear(nn.Module):
                 f"got QuantLinear({type(packed).__name__}); accepted: a PackedWeight; use QuantLinear.from_float(linear) "
                 f"or QuantLinear.from_checkpoint(...)"
             )
+        expect_tensors(optional=("bias",), bias=bias)
         if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features = packed.k, packed.n
@@ -76,7 +81,7 @@ class QuantLinear(nn.Module):
         ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"got from_float({type(linear).__name__}); accepted: torch.nn.Linear")
-        format = QuantFormat.parse(format) if isinstance(format, str) else format
+        format = format_of(format)
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
         return cls(pack(quantize(weight, format, clip_search, chosen), chosen), linear.bias, dependent)
@@ -124,10 +129,15 @@ class QuantLinear(nn.Module):
         # found among those.
         held: dict[str, Any] = {**self._buffers, **self._parameters} if self._parameters else self._buffers
         perm = held["perm"]
+        try:  # costs nothing where it is one
+            width = x.shape[-1]
+        except (AttributeError, IndexError):
+            expect_tensors(x=x)
+            width = 0
+        if width != self.in_features:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
         if perm is not None:
             x = x.index_select(-1, perm)
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
         return call(
             x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
             self.out_features, self._format_name, self._dependent,
@@ -193,7 +203,6 @@ class QuantLinear(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        names = [name for name, buffer in self._buffers.items() if buffer is not None]
         described = state_dict.get(prefix + _EXTRA)
         if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
             try:
@@ -201,12 +210,12 @@ class QuantLinear(nn.Module):
             except ValueError as error:
                 errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
                 return
-        shapes = {name: tuple(state_dict[prefix + name].shape) for name in names if prefix + name in state_dict}
-        for name in WEIGHTS:  # the sizes of a layout are its own: no other module can guess them from a mismatch
-            buffer = self._buffers.get(name)
-            if buffer is not None and name in shapes and shapes[name] != tuple(buffer.shape):
-                errors.append(f"{prefix}{name} is {list(shapes[name])}; this module needs {list(buffer.shape)} ({self.extra_repr()})")
-                return
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        found = [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
+        if found:
+            errors += found
+            return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._settle()
 
@@ -256,12 +265,18 @@ def quantize_model(
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
     returns the names replaced.
 
+    The layers compute in ``dtype``, fp16 or bf16: by default their own. Naming one casts the rest
+    of the model to it too, where a layer has another; without it, layers of other types (fp32) are
+    an error, because their first call would be one.
+
     ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a
     predicate of (name, layer). A layer shared under several names is quantized once. Layers are
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
-    new layer's. Raises ``ValueError`` when nothing is left to replace.
+    new layer's. Raises ``ValueError`` when nothing is left to replace. Afterwards
+    ``model.save_pretrained`` is an error: no loader reads what it would write yet.
     """
-    format = QuantFormat.parse(format) if isinstance(format, str) else format
+    expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
+    format = format_of(format)
     keeps = _keeps(skip)
     found = {
         name: layer
@@ -273,11 +288,33 @@ def quantize_model(
             f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
             f"a single layer: QuantLinear.from_float)"
         )
+    if dtype is None:
+        for name, layer in found.items():
+            if layer.weight.dtype not in DTYPES:
+                raise ValueError(
+                    f"{name} is {str(layer.weight.dtype).removeprefix('torch.')}; accepted: float16 and bfloat16, which products are "
+                    f"computed in: cast the model first with model.to(torch.bfloat16), or pass dtype=torch.float16 or torch.bfloat16, "
+                    f"which casts all of it"
+                )
+    elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in found.values())
     converted = {layer: QuantLinear.from_float(layer, format, clip_search, dtype, dependent) for layer in dict.fromkeys(found.values())}
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
+    if elsewhere:
+        model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     return list(found)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "save_pretrained of a model with QuantLinear layers would write what from_pretrained cannot read; accepted: its state_dict: write "
+        "it with torch.save or safetensors.torch.save_file(model.state_dict(), PATH), and read it by load_state_dict of a model that "
+        "quantize_model has converted in the same way"
+    )
 
 
 def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:

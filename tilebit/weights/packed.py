@@ -20,6 +20,7 @@ from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
+from .accepted import expect, expect_tensors
 from .quantize import QuantizedTensor
 from .quantize_float import numbers
 
@@ -55,6 +56,9 @@ class PackedWeight:
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
 
     def __post_init__(self) -> None:
+        optional = ("zeros", "perm", "row_scales")
+        expect_tensors(optional, weight=self.weight, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
+        expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
         object.__setattr__(self, "format_name", self.format.name)
         workload = Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch."))
         stated = [o for o in workload.operands(self.arch) if o.name in WEIGHTS]
@@ -107,6 +111,7 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     it is above the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1
     instead).
     """
+    expect("q", q, QuantizedTensor, "a QuantizedTensor: quantize(w, format), or a checkpoint's quantized(name)")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPES))}")
     if device is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.formats import PER_CHANNEL, GemmFormat
+from .accepted import expect, expect_tensors
 from .quantize_float import numbers, round_floats, row_scale
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,6 +48,9 @@ class QuantizedTensor:
     row_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
+        optional = ("zeros", "perm", "row_scales")
+        expect_tensors(optional, codes=self.codes, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
+        expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
         if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
             raise ValueError(f"codes are {_describe(self.codes)}; accepted: uint8 [n, k] with n >= 1 and k >= 1")
         shape = (self.n, self.format.groups(self.k))
@@ -128,6 +132,8 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     the better of two powers of two (``round_floats``); with row scales, a factor of the whole
     weight makes its largest magnitude the largest code times the largest scale.
     """
+    expect_tensors(w=w)
+    expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
     if scale_dtype is None:

@@ -30,7 +30,7 @@ def test_it_is_off_unless_asked_for(tmp_path):
     assert [QuantLinear.from_checkpoint(checkpoint, "layer", **o).dependent for o in ({}, {"dependent": True})] == [False, True]  # type: ignore[arg-type]
     for option in (False, True):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
-        quantize_model(model, dependent=option)
+        quantize_model(model, dtype=torch.float16, dependent=option)
         assert [part.dependent for part in model if isinstance(part, QuantLinear)] == [option, option]
 
 

@@ -175,23 +175,57 @@ class Small(nn.Module):
 
 
 def test_quantize_model_replaces_and_skips():
-    model = Small()
+    model = Small().half()
     assert quantize_model(model, "w4a16_g32") == ["a", "b.0", "shared"]
     assert isinstance(model.a, QuantLinear) and isinstance(model.b[0], QuantLinear) and type(model.lm_head) is nn.Linear
     assert model.shared is model.a, "a shared layer stays shared"
-    model = Small()
+    model = Small().half()
     assert quantize_model(model, skip=lambda name, layer: layer.out_features == 64) == ["b.0", "lm_head"]
-    model = Small()
+    model = Small().half()
     assert quantize_model(model, skip=["b.0", "lm_head"]) == ["a", "shared"]
 
 
 def test_quantize_model_leaves_the_model_alone_when_a_layer_cannot_be_quantized():
-    model = Small()
+    model = Small().half()
     with torch.no_grad():
         model.get_parameter("b.0.weight")[3, 4] = float("nan")
     with pytest.raises(ValueError, match="NaN"):
         quantize_model(model)
     assert type(model.a) is nn.Linear and type(model.b[0]) is nn.Linear
+
+
+def test_quantize_model_says_that_fp32_is_no_dtype_of_products():
+    model = Small()
+    with pytest.raises(ValueError, match=r"^a is float32; accepted: float16 and bfloat16.*model.to.torch.bfloat16.*pass dtype="):
+        quantize_model(model)
+    assert type(model.a) is nn.Linear and model.a.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16])
+def test_quantize_model_casts_to_the_dtype_that_is_named(cpu_kernels, before):
+    model = Small().to(before)
+    quantize_model(model, "w4a16_g32", dtype=torch.float16)
+    assert {p.dtype for p in model.parameters()} == {torch.float16} and model.a.scales.dtype is torch.float16
+    y = nn.Sequential(nn.Linear(K, K), nn.Linear(K, N))
+    quantize_model(y, "w4a16_g128", skip=["0"], dtype=torch.float16)
+    assert y(torch.randn(1, K).half()).dtype is torch.float16, "its first call is one"
+
+
+class Pretrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(K, N)
+
+    def save_pretrained(self, folder: str) -> None:
+        raise AssertionError(f"wrote {folder}")
+
+
+def test_a_quantized_model_is_not_saved_as_what_cannot_be_read():
+    outer = nn.ModuleDict({"model": Pretrained()})
+    quantize_model(outer, dtype=torch.float16)
+    for model in (outer["model"], copy.deepcopy(outer)["model"]):
+        with pytest.raises(ValueError, match=r"save_pretrained .* cannot read; accepted: its state_dict"):
+            model.save_pretrained("there")  # type: ignore[operator]
 
 
 @pytest.mark.gpu

@@ -140,7 +140,7 @@ def folder_with(folder: Path) -> Path:
 
 def artifact(folder: Path, **changes: Any) -> Path:
     """A kernel directory with everything but a kernel; None drops a field of the manifest."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
     (folder / "kernel.so").write_bytes(b"\x7fELF not really")
     digest = hashlib.sha256((folder / "kernel.so").read_bytes()).hexdigest()
     manifest: dict[str, Any] = {name: kind() for name, kind in REQUIRED_FIELDS.items()} | {

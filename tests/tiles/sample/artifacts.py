@@ -42,7 +42,7 @@ def make_library(folder: Path, value: float = 1.0) -> Path:
     return folder / "kernel.so"
 
 
-def write_manifest(folder: Path, key: str, workload: AnyWorkload | None = None, arch: str = "cpu", **changes: Any) -> dict[str, Any]:
+def write_manifest(folder: Path, key: Any, workload: AnyWorkload | None = None, arch: str = "cpu", **changes: Any) -> dict[str, Any]:
     """A manifest that matches the files of ``folder``; ``changes`` replace fields."""
     target = {**cpu_target().to_json(), "arch": arch, "features": ["avx2"] if arch == "cpu" else []}
     contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}

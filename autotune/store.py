@@ -10,8 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from ..json_reader import parse_json
 from ..layouts.outside import NotInstalled
-from ..schedules.records import TuningRecord, load_records, records_path
+from ..schedules.records import MAX_LINE, TuningRecord, load_records, records_path
 
 _CHUNK = 1 << 16
 
@@ -43,6 +44,8 @@ class RecordStore:
         """Add one record durably. Raises ``StoreError`` (a full disk, a directory that cannot be
         written) and then has changed nothing."""
         line = json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
+        if len(line) > MAX_LINE:
+            raise StoreError(f"{self.path}: a record of {len(line)} bytes was not written; accepted: at most {MAX_LINE}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self._lock_path), open(self.path, "a+b", buffering=0) as file:
@@ -67,17 +70,17 @@ class RecordStore:
         size = os.fstat(descriptor).st_size
         if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
             return
-        start = size  # of the last line
-        tail = b""
-        while start and b"\n" not in tail:
+        start, chunks = size, list[bytes]()  # of the last line, from its end
+        while start and not (chunks and b"\n" in chunks[-1]):
             step = min(_CHUNK, start)
             start -= step
-            tail = os.pread(descriptor, step, start) + tail
-        newline = tail.rfind(b"\n")
-        start, tail = start + newline + 1, tail[newline + 1 :]
+            chunks.append(os.pread(descriptor, step, start))
+        newline = chunks[-1].rfind(b"\n")
+        start, chunks[-1] = start + newline + 1, chunks[-1][newline + 1 :]
+        tail = b"".join(reversed(chunks))
         whole = True
         try:
-            TuningRecord.from_json(json.loads(tail))
+            TuningRecord.from_json(parse_json(tail, MAX_LINE))
         except ValueError as error:
             whole = isinstance(error, NotInstalled)  # a record of a package that is not here
         if not whole:

@@ -9,6 +9,8 @@ so that compile and measuring workers know it too.
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from ..layouts.outside import stated
@@ -56,10 +58,36 @@ def find_rule(program: str) -> Rule:
     raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(known))}, or a module path with a PROGRAM")
 
 
-def workload_from_json(data: dict[str, Any]) -> AnyWorkload:
-    """The inverse of ``to_json``. Raises ``ValueError`` for an unknown op and ``KeyError`` for a
-    missing field."""
-    return operation(data.get("op", GEMM.name)).workload.from_json(data)
+def workload_from_json(data: Any) -> AnyWorkload:
+    """The inverse of ``to_json``. Raises ``ValueError`` for what is no workload: an unknown op, a
+    missing field, a value of another type."""
+    do = "accepted: an object as a workload's to_json() gives"
+    op = data.get("op", GEMM.name) if isinstance(data, dict) else None
+    if not isinstance(op, str):
+        raise ValueError(f"{data!r:.80} is no workload; {do}")
+    try:
+        workload = operation(op).workload.from_json(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a workload is incomplete or has a value of another type ({error!r}); {do}") from None
+    values = {name: (getattr(workload, name), accepted) for name, accepted in _field_types(type(workload)).items()}
+    wrong = [f"{name} is {value!r:.80}" for name, (value, accepted) in values.items() if type(value) not in accepted]
+    if wrong:
+        raise ValueError(f"a workload's {', '.join(wrong)}; accepted: whole numbers for sizes, true or false, numbers and names; {do}")
+    return workload
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "bool": (bool,), "str": (str,), "float": (int, float), "float | None": (int, float, type(None))
+}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _field_types(workload: type[Any]) -> dict[str, tuple[type, ...]]:
+    """Types that the fields of a class of workloads may have, of those that are numbers, names and
+    switches."""
+    annotated = {f.name: f.type if isinstance(f.type, str) else getattr(f.type, "__name__", "") for f in fields(workload)}
+    known = {name: _JSON_TYPES[kind] for name, kind in annotated.items() if kind in _JSON_TYPES}
+    return known | dict.fromkeys(workload.SIZES, (int,))
 
 
 def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str]:

@@ -22,6 +22,7 @@ from importlib import resources
 from math import exp, isclose, nan
 from typing import Any
 
+from ..json_reader import parse_json
 from .operations import AnyWorkload, Estimate, estimate, operation, workload_from_json
 from .records import records_path
 from .schedule import Schedule
@@ -159,7 +160,7 @@ def load_ranker(text: bytes, source: str) -> Ranker:
     import xgboost
 
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if data["version"] != VERSION:
             raise ValueError(f"version is {data['version']!r}; accepted: {VERSION}")
         if trees_digest(data["trees"]) != data["trees_digest"]:
@@ -180,7 +181,7 @@ def load_ranker(text: bytes, source: str) -> Ranker:
         if not probes:
             raise ValueError("it has no probes")
         changed = [name for probe in probes for name in _changed(ranker, probe)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # XGBoostError is a ValueError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # XGBoostError is a ValueError
         why = f"{error!r}" if isinstance(error, KeyError) else f"{error}".split("\n")[0]
         raise ValueError(f"{source} is not a ranker model that can be used: {why}; write it again with `{COMMAND}`") from None
     if changed:

@@ -7,15 +7,15 @@ user's file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..json_reader import parse_json
 from ..layouts.outside import NotInstalled
 from .operations import AnyWorkload, workload_from_json
 from .schedule import Schedule
@@ -24,6 +24,9 @@ from .target import ARCHES, Target
 OK, WRONG = "ok", "wrong"  # wrong: what it computed
 # What can become of a candidate; all but "ok" carry a reason and no time.
 STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", WRONG, "crash", "hang", "error")
+MAX_LINE = 1 << 20  # bytes; the longest that the tuner wrote have 2,000
+SHOWN = 3  # of a file's lines that are no records
+SHOWN_WORDS = 200  # characters of what is said of one
 
 
 class RecordWarning(UserWarning):
@@ -88,7 +91,7 @@ class TuningRecord:
         return alike or self.measured_on(target)
 
     def to_json(self) -> dict[str, Any]:
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        data = {name: getattr(self, name) for name in _TYPES}
         return {**self.extra, **data, "workload": self.workload.to_json(), "schedule": self.schedule.to_json()}
 
     @classmethod
@@ -96,58 +99,82 @@ class TuningRecord:
         """Unknown fields go to ``extra``; a missing or mislabelled one raises ``ValueError``."""
         if not isinstance(data, dict):
             raise ValueError(f"not a record: {type(data).__name__}; accepted: a JSON object")
-        known = {f.name for f in fields(cls)} - {"extra"}
-        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
-        missing = [name for name in ("workload", "schedule", "gpu", "arch", "units") if name not in values]
+        missing = [name for name in ("workload", "schedule", "gpu", "arch", "units") if name not in data]
         if missing:
             raise ValueError(f"fields {', '.join(missing)} are missing")
-        if not isinstance(values["units"], int) or not isinstance(values["gpu"], str):
-            raise ValueError(f"gpu is {values['gpu']!r} and units {values['units']!r}; accepted: a name and a whole number")
-        try:
-            values["workload"] = workload = workload_from_json(values["workload"])
-            values["schedule"] = schedule = Schedule.from_json(values["schedule"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"workload or schedule is incomplete ({error!r})") from None
-        sizes = {**{n: getattr(workload, n) for n in workload.SIZES}, **schedule.to_json(), "program": 0, "stream_k": 0}
-        wrong = [f"{name} is {value!r}" for name, value in sizes.items() if type(value) is not int]
-        if wrong or not isinstance(schedule.program, str) or not isinstance(schedule.stream_k, bool):
-            got = ", ".join(wrong) or f"program is {schedule.program!r} and stream_k {schedule.stream_k!r}"
-            raise ValueError(f"{got}; accepted: whole numbers, a program's name, and true or false for stream_k")
-        return cls(**values, extra={name: value for name, value in data.items() if name not in known})
+        values: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for name, value in data.items():
+            if name not in _TYPES:
+                extra[name] = value
+            elif type(value) in _TYPES[name]:
+                values[name] = value
+            else:
+                accepted = " or ".join(_WORDS[kind] for kind in _TYPES[name])
+                raise ValueError(f"{name} is {value!r:.80}; accepted: {accepted}")
+        values["workload"] = workload_from_json(values["workload"])
+        values["schedule"] = Schedule.from_json(values["schedule"])
+        return cls(**values, extra=extra)
+
+
+_NUMBER = (float, int, type(None))
+# Types of a record's fields as JSON has them.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "workload": (dict,), "schedule": (dict,), "gpu": (str,), "arch": (str,), "units": (int,), "status": (str,), "us": _NUMBER,
+    "us_p20": _NUMBER, "us_p80": _NUMBER, "rel_err": _NUMBER, "reason": (str,), "key": (str,), "driver": (str, type(None)),
+    "versions": (dict,), "date": (str,), "commit": (str,),
+}  # fmt: skip
+_WORDS = {dict: "an object", str: "a name", int: "a whole number", float: "a number above 0", type(None): "null"}
 
 
 def parse_records(text: bytes, source: str) -> list[TuningRecord]:
     """The records in JSON lines. A last line without its newline that is no record (a torn write)
     is left out with a ``RecordWarning``; other lines that are no records are left out with one that
-    lists their numbers and the first reason; those of operations and formats of packages that are
-    not installed here are left out without a word."""
-    records, bad = [], []
+    says how many there are and shows the first few; those of operations and formats of packages
+    that are not installed here are left out without a word."""
+    records: list[TuningRecord] = []
+    shown: list[str] = []
+    bad = 0
     lines = text.split(b"\n")
     torn = len(lines) if lines[-1].strip() else 0  # number of a last line that lacks its newline
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        if bad >= SHOWN and number != torn and not _may_be_record(line):
+            bad += 1
+            continue
         try:
-            records.append(TuningRecord.from_json(json.loads(line)))
+            records.append(TuningRecord.from_json(parse_json(line, MAX_LINE)))
         except NotInstalled:
             continue  # a record of another package's operation or format, which nothing here asks for
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except ValueError as error:
             if number == torn:
                 warnings.warn(
                     f"{source}: line {number} is torn (an interrupted write) and was left out; the tuner heals it on its next write",
                     RecordWarning,
                     3,
                 )
-            else:
-                bad.append((number, error))
+                continue
+            bad += 1
+            if bad <= SHOWN:
+                shown.append(f"line {number}: {str(error)[:SHOWN_WORDS]}")
     if bad:
-        numbers = ", ".join(str(number) for number, _ in bad)
+        more = f"; and {bad - SHOWN} more" if bad > SHOWN else ""
         message = (
-            f"{source}: skipped {len(bad)} lines that are not tuning records: {numbers}. Line {bad[0][0]}: {bad[0][1]}. "
+            f"{source}: skipped {bad} lines that are not tuning records ({'; '.join(shown)}{more}). "
             "Accepted: JSON lines written by the tuner; remove these lines."
         )
         warnings.warn(message, RecordWarning, 3)
     return records
+
+
+def _may_be_record(line: bytes) -> bool:
+    """Whether a line is worth parsing: where many are no records, which need not be shown, a look at
+    each must do."""
+    return len(line) <= MAX_LINE and all(name in line for name in _NAMED)
+
+
+_NAMED = (b'"workload"', b'"schedule"', b'"gpu"', b'"arch"', b'"units"')
 
 
 def load_records(path: str | os.PathLike[str]) -> list[TuningRecord]:

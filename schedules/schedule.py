@@ -4,7 +4,7 @@ program reads."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -39,17 +39,25 @@ class Schedule:
     tail: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in _TYPES}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Schedule:
-        """Unknown fields are ignored (a newer writer may have added some); a missing required one
+    def from_json(cls, data: Any) -> Schedule:
+        """Unknown fields are ignored (a newer writer may have added some); what is no schedule
         raises ``ValueError``."""
-        known = {f.name for f in fields(cls)}
+        if not isinstance(data, dict):
+            raise ValueError(f"a schedule is a {type(data).__name__}; accepted: an object with the fields {', '.join(_TYPES)}")
+        known = {name: data[name] for name in _TYPES if name in data}
+        wrong = [f"{name} is {value!r:.80}" for name, value in known.items() if type(value) is not _TYPES[name]]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}; accepted: whole numbers, a program's name, and true or false for stream_k")
         try:
-            return cls(**{key: value for key, value in data.items() if key in known})
+            return cls(**known)
         except TypeError as error:
-            raise ValueError(f"not a schedule: {data!r} ({error}); accepted: the fields {sorted(known)}") from None
+            raise ValueError(f"not a schedule: {data!r:.200} ({error}); accepted: the fields {', '.join(_TYPES)}") from None
+
+
+_TYPES = {f.name: {"str": str, "int": int, "bool": bool}[str(f.type)] for f in fields(Schedule)}
 
 
 def in_turn(lists: Iterable[list[Schedule]]) -> list[Schedule]:

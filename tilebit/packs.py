@@ -3,6 +3,10 @@
 A pack is ``pack.json`` (schema, versions, one row per kernel with its full key, workload, bucket of
 sizes and target, sha256 of every file) and ``kernels/<key>/`` for each kernel, exactly as the
 compiler published it. It is written beside its place and moved there by one rename.
+
+A row says of its own only for which sizes the kernel is; all else in it is what the kernel's
+manifest says, and is compared with it. A pack that was read opens a kernel only while its manifest
+is the one that was read.
 """
 
 from __future__ import annotations
@@ -19,12 +23,24 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from .layouts.outside import NotInstalled
-from .runtime import MANIFEST_NAME, CorruptArtifact, LoadedKernel, check_files, file_digest, load_kernel, read_json, read_manifest
+from .runtime import (
+    MANIFEST_NAME,
+    CorruptArtifact,
+    LoadedKernel,
+    check_fields,
+    check_files,
+    file_digest,
+    load_kernel,
+    read_manifest,
+    read_object,
+)
 from .schedules.operations import AnyWorkload, operation, workload_from_json
 from .schedules.target import Target
 
 PACK_SCHEMA = 1
 PACK_NAME = "pack.json"
+FIELDS: dict[str, type] = {"schema": int, "versions": dict, "kernels": list, "files": dict}
+REPAIR = "copy the pack again or export it anew"
 
 
 class KernelDirectory(Protocol):
@@ -38,13 +54,22 @@ class KernelDirectory(Protocol):
 @dataclass(frozen=True, slots=True)
 class PackEntry:
     """One kernel of a pack: ``workload`` (its sizes are the bucket it serves best), ``arch``, key
-    and directory."""
+    and directory, and the sha256 of its manifest."""
 
     key: str
     workload: AnyWorkload
     arch: str
     features: tuple[str, ...]
     path: Path
+    digest: str
+
+    def load(self) -> LoadedKernel:
+        """The loaded kernel. Raises ``CorruptArtifact`` when its files are not those that were read
+        with the pack."""
+        try:
+            return load_kernel(self.path, self.digest)
+        except CorruptArtifact as error:
+            raise CorruptArtifact(error.path, error.what, f"{REPAIR}, then restart the process") from None
 
 
 class Pack:
@@ -112,7 +137,7 @@ class Pack:
                 f"the pack {self.path} has no kernel for {workload.served} on {arch}; it holds {held}. "
                 f"To build it, where the compilers are: `{command_line('pack PATH', workload, arch)}`"
             )
-        return load_kernel(entry.path)
+        return entry.load()
 
 
 def command_line(command: str, workload: AnyWorkload, arch: str) -> str:
@@ -135,7 +160,7 @@ def find(workload: AnyWorkload, target: Target) -> LoadedKernel | None:
     for pack in loaded():
         entry = pack.entry_for(workload, target.arch, target.features)
         if entry is not None:
-            return load_kernel(entry.path)
+            return entry.load()
     return None
 
 
@@ -175,11 +200,11 @@ def export(
     target = Path(path)
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target} exists; accepted: a new directory. Choose another or pass overwrite=True")
-    pairs: list[tuple[AnyWorkload | None, Path]]
+    pairs: list[tuple[AnyWorkload | None, KernelDirectory]]
     if isinstance(kernels, Mapping):
-        pairs = [(workload, kernel.path) for workload, kernel in cast("Mapping[AnyWorkload, KernelDirectory]", kernels).items()]
+        pairs = list(cast("Mapping[AnyWorkload, KernelDirectory]", kernels).items())
     else:
-        pairs = [(kernel.workload if isinstance(kernel, PackEntry) else None, kernel.path) for kernel in kernels]
+        pairs = [(kernel.workload if isinstance(kernel, PackEntry) else None, kernel) for kernel in kernels]
     if not pairs:
         raise ValueError("kernels is empty; accepted: at least one compiled kernel")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -200,32 +225,23 @@ def export(
     return read(target)
 
 
-def _write(building: Path, pairs: list[tuple[AnyWorkload | None, Path]]) -> dict[str, Any]:
+def _write(building: Path, pairs: list[tuple[AnyWorkload | None, KernelDirectory]]) -> dict[str, Any]:
     """Copy the kernel directories and return the manifest; a workload that is None is the kernel's
     own."""
     rows: dict[tuple[str, AnyWorkload], dict[str, Any]] = {}
-    for served, path in pairs:
-        manifest = read_manifest(path)
+    for served, kernel in pairs:
+        manifest = read_manifest(kernel.path, kernel.digest if isinstance(kernel, PackEntry) else None)
         own = workload_from_json(manifest["workload"])
         workload = own if served is None else served
         if own.static() != workload.static():
             only = " and ".join(own.DYNAMIC)
-            raise ValueError(f"the kernel {path} was compiled for {own}; accepted for {workload}: one that differs in {only} only")
+            raise ValueError(f"the kernel {kernel.path} was compiled for {own}; accepted for {workload}: one that differs in {only} only")
         place = building / "kernels" / manifest["key"]
         if not place.exists():
             place.mkdir(parents=True)
             for name in (MANIFEST_NAME, *manifest["files"]):
-                shutil.copyfile(path / name, place / name)
-        rows[manifest["key"], workload] = {
-            "key": manifest["key"],
-            "workload": workload.to_json(),
-            "arch": manifest["target"]["arch"],
-            "target": manifest["target"],
-            "program": manifest["program"],
-            "schedule": manifest["schedule"],
-            "versions": manifest["versions"],
-            "path": f"kernels/{manifest['key']}",
-        }
+                shutil.copyfile(kernel.path / name, place / name)
+        rows[manifest["key"], workload] = _row(manifest, workload)
     files = sorted(p for p in building.rglob("*") if p.is_file())
     listed = {p.relative_to(building).as_posix(): {"sha256": file_digest(p), "bytes": p.stat().st_size} for p in files}
     return {
@@ -235,6 +251,13 @@ def _write(building: Path, pairs: list[tuple[AnyWorkload | None, Path]]) -> dict
         "kernels": list(rows.values()),
         "files": listed,
     }
+
+
+def _row(manifest: dict[str, Any], workload: AnyWorkload) -> dict[str, Any]:
+    """What ``pack.json`` says of the kernel with this manifest, which serves ``workload``."""
+    same = {name: manifest[name] for name in ("target", "program", "schedule", "versions")}
+    arch, path = manifest["target"]["arch"], f"kernels/{manifest['key']}"
+    return {"key": manifest["key"], "workload": workload.to_json(), "arch": arch, **same, "path": path}
 
 
 def load(path: str | os.PathLike[str]) -> Pack:
@@ -260,25 +283,37 @@ def read(path: str | os.PathLike[str]) -> Pack:
     root = Path(path).resolve()
     if not root.is_dir():
         raise FileNotFoundError(f"there is no pack directory {path}; accepted: a directory that tilebit.packs.export wrote")
-    repair = "copy the pack again or export it anew"
     try:
-        manifest = read_json(root / PACK_NAME)
+        manifest = read_object(root / PACK_NAME)
         if manifest.get("schema") != PACK_SCHEMA:
-            raise CorruptArtifact(root, f"{PACK_NAME} has schema {manifest.get('schema')!r}, this version reads {PACK_SCHEMA}", repair)
-        check_files(root, manifest.get("files"))
-        entries = []
-        for row in manifest["kernels"]:
-            if f"{row['path']}/{MANIFEST_NAME}" not in manifest["files"]:
-                raise CorruptArtifact(root, f"{PACK_NAME} lists no files for kernel {row['key']}", repair)
-            entries.append(
-                PackEntry(
-                    row["key"], workload_from_json(row["workload"]), row["arch"], tuple(row["target"]["features"]), root / row["path"]
-                )
-            )
+            raise CorruptArtifact(root, f"{PACK_NAME} has schema {manifest.get('schema')!r}, this version reads {PACK_SCHEMA}", REPAIR)
+        check_fields(root, PACK_NAME, manifest, FIELDS)
+        check_files(root, manifest["files"])
+        entries = tuple(_entry(root, row, manifest["files"]) for row in manifest["kernels"])
     except CorruptArtifact as error:
-        raise CorruptArtifact(root, error.what, repair) from None
+        raise CorruptArtifact(root, error.what, REPAIR) from None
+    return Pack(root, entries, manifest["versions"])
+
+
+def _entry(root: Path, row: Any, files: dict[str, Any]) -> PackEntry:
+    """The entry of a row of ``pack.json``, compared with the manifest of its kernel. Raises
+    ``CorruptArtifact``, and ``NotInstalled`` of a pack with which nothing is wrong."""
+    key: Any = row.get("key") if isinstance(row, dict) else None
+    listed = files.get(f"kernels/{key}/{MANIFEST_NAME}")
+    if not isinstance(key, str) or listed is None:
+        raise CorruptArtifact(root, f"{PACK_NAME} lists no files for the kernel {key!r}")
+    place = root / "kernels" / key
+    manifest = read_manifest(place, listed["sha256"])
+    try:
+        workload, own = workload_from_json(row.get("workload")), workload_from_json(manifest["workload"])
     except NotInstalled:
-        raise  # nothing is wrong with the pack
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptArtifact(root, f"{PACK_NAME} is not a pack's ({type(error).__name__}: {error})", repair) from None
-    return Pack(root, tuple(entries), manifest.get("versions", {}))
+        raise
+    except ValueError as error:
+        raise CorruptArtifact(root, f"{PACK_NAME} does not say what the kernel {key} serves ({error})") from None
+    expected = _row(manifest, workload)
+    differing = [name for name, value in expected.items() if row.get(name) != value]
+    differing += ["workload"] * (workload.static() != own.static())
+    if key != manifest["key"] or differing:
+        raise CorruptArtifact(root, f"the row of kernel {key} in {PACK_NAME} is not what its manifest says: {', '.join(differing)} differ")
+    features = manifest["target"].get("features")
+    return PackEntry(key, workload, manifest["target"]["arch"], tuple(features), place, listed["sha256"])

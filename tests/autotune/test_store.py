@@ -83,7 +83,7 @@ def test_lines_of_others_are_never_rewritten(store):
     before = store.path.read_bytes()
     store.append(OTHERS[0])
     assert store.path.read_bytes().startswith(before)
-    with pytest.warns(RecordWarning, match="tuning records: 1"):
+    with pytest.warns(RecordWarning, match="tuning records .line 1:"):
         assert store.records() == [RECORD, OTHERS[0]]
 
 

@@ -140,10 +140,10 @@ def folder_with(folder: Path) -> Path:
 
 def artifact(folder: Path, **changes: Any) -> Path:
     """A kernel directory with everything but a kernel; None drops a field of the manifest."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
     (folder / "kernel.so").write_bytes(b"\x7fELF not really")
     digest = hashlib.sha256((folder / "kernel.so").read_bytes()).hexdigest()
-    manifest: dict[str, Any] = {name: {} for name in REQUIRED_FIELDS} | {
+    manifest: dict[str, Any] = {name: kind() for name, kind in REQUIRED_FIELDS.items()} | {
         "schema": 1,
         "key": "0" * 64,
         "workload": Workload(1, 8, 8).to_json(),
@@ -189,15 +189,9 @@ def packed() -> Iterator[Bad]:
     def pack(folder: Path, **changes: Any) -> Path:
         root = folder / "p"
         kernel = artifact(root / "kernels" / ("0" * 64))
-        rows = [
-            {
-                "key": "0" * 64,
-                "workload": Workload(1, 8, 8).to_json(),
-                "arch": "cpu",
-                "target": {"features": []},
-                "path": f"kernels/{'0' * 64}",
-            }
-        ]
+        said = json.loads((kernel / "manifest.json").read_text())
+        same = {name: said[name] for name in ("key", "workload", "target", "program", "schedule", "versions")}
+        rows = [{**same, "arch": "cpu", "path": f"kernels/{'0' * 64}"}]
         files = {
             f"kernels/{'0' * 64}/{f.name}": {"sha256": hashlib.sha256(f.read_bytes()).hexdigest(), "bytes": f.stat().st_size}
             for f in sorted(kernel.iterdir())
@@ -223,7 +217,7 @@ def packed() -> Iterator[Bad]:
     yield bad("a torn manifest", damaged(cut("pack.json", 0.5)), "pack.json")
     yield bad("another schema", lambda folder: packs.load(pack(folder, schema=7)), "7", "1")
     yield bad("no kernels", lambda folder: packs.load(pack(folder, kernels=None)), "kernels")
-    yield bad("a kernel without key", lambda folder: packs.load(pack(folder, kernels=[{}])), "not a pack's")
+    yield bad("a kernel without key", lambda folder: packs.load(pack(folder, kernels=[{}])), "no files for the kernel None")
     yield bad("no files", lambda folder: packs.load(pack(folder, files=None)), "files")
     yield bad("a missing library", damaged(lambda p: (p / inside / "kernel.so").unlink()), "kernel.so")
     yield bad("a truncated library", damaged(cut(f"{inside}/kernel.so", 0.5)), "kernel.so has 7 bytes")

@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,11 @@ from sample.artifacts import key_of, make_kernel
 
 from tilebit import packs
 from tilebit.layouts.formats import QuantFormat
+from tilebit.layouts.kv_formats import KVFormat
 from tilebit.runtime import CorruptArtifact, read_manifest
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import candidates
+from tilebit.schedules.operations import AnyWorkload, candidates, workload_from_json
 from tilebit.schedules.target import cpu_target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
@@ -33,7 +37,7 @@ SHAPE = Workload(1, 64, 64)
 AVX2 = replace(cpu_target(), features=("avx2",))
 
 
-def kernel(folder: Path, workload: Workload, value: float, arch: str = "cpu") -> Kernel:
+def kernel(folder: Path, workload: AnyWorkload, value: float, arch: str = "cpu") -> Kernel:
     path = make_kernel(folder / key_of(f"{workload} {arch}")[:8], key_of(f"{workload} {arch}"), workload, value, arch)
     return Kernel(path, read_manifest(path))
 
@@ -128,8 +132,9 @@ DAMAGE = [
     (lambda root: (root / "pack.json").write_text("{"), "pack.json is not readable JSON"),
     (lambda root: _edit(root, schema=9), "pack.json has schema 9, this version reads 1"),
     (lambda root: _edit(root, files={}), "its manifest lists no files"),
-    (lambda root: _edit(root, kernels=[{"key": 1}]), "pack.json is not a pack's (KeyError"),
-    (lambda root: _edit(root, kernels=3), "pack.json is not a pack's (TypeError"),
+    (lambda root: _edit(root, kernels=[{"key": 1}]), "pack.json lists no files for the kernel 1"),
+    (lambda root: _edit(root, kernels=3), "kernels in pack.json is a int where a list belongs"),
+    (lambda root: _edit(root, kernels=[[]]), "pack.json lists no files for the kernel None"),
     (lambda root: shutil.rmtree(next((root / "kernels").iterdir())), "cannot be read"),
     (lambda root: next((root / "kernels").glob("*/kernel.so")).write_bytes(b"short"), "kernel.so has 5 bytes where"),
     (lambda root: _swap(next((root / "kernels").glob("*/kernel.so"))), "kernel.so is not the manifest's"),
@@ -155,6 +160,126 @@ def test_a_damaged_pack_is_refused(pack: packs.Pack, damage, words: str) -> None
         packs.load(pack.path)
     assert words in str(caught.value) and "copy the pack again or export it anew" in str(caught.value)
     assert not packs.loaded()
+
+
+ATTENDED = AttentionWorkload("decode", 8, 1, 1024, 8, 2, 64, KVFormat("int4", "int4"), soft_cap=30.0, sink_tokens=4, window=512)
+
+
+@pytest.fixture
+def two_kinds(tmp_path: Path) -> packs.Pack:
+    made = [kernel(tmp_path / "made", SHAPE, 1.0), kernel(tmp_path / "made", ATTENDED, 2.0), kernel(tmp_path / "made", SHAPE, 3.0, "sm_80")]
+    return packs.export(tmp_path / "pack", made)
+
+
+def _others(value: object) -> list[object]:
+    """Values that could stand where ``value`` does."""
+    if isinstance(value, bool) or value is None:
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value * 2, -value, str(value)]
+    if isinstance(value, str):
+        return [f"{value}x", {"cpu": "sm_80", "float16": "bfloat16", "decode": "prefill"}.get(value, "")]
+    return [[*value, "avx512"], []] if isinstance(value, list) else []
+
+
+def _leaves(row: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in row.items() if isinstance(row, dict) else ():
+        yield (*path, key)
+        yield from _leaves(value, (*path, key))
+
+
+def test_a_row_says_what_its_kernel_s_manifest_says(two_kinds: packs.Pack) -> None:
+    """Every value of every row, changed in turn: but for the sizes that a kernel takes any of, the pack is refused."""
+    place = two_kinds.path / "pack.json"
+    manifest, tried = json.loads(place.read_text()), 0
+    for i, row in enumerate(manifest["kernels"]):
+        sizes = workload_from_json(row["workload"]).DYNAMIC
+        for path in _leaves(row):
+            if path[0] == "workload" and path[-1] in sizes:
+                continue
+            value = row
+            for key in path:
+                value = value[key]
+            for other in (*_others(value), [], {}):
+                changed = json.loads(json.dumps(manifest))
+                at = changed["kernels"][i]
+                for key in path[:-1]:
+                    at = at[key]
+                at[path[-1]] = other
+                if other == value or changed == manifest:
+                    continue
+                tried += 1
+                place.write_text(json.dumps(changed))
+                with pytest.raises(CorruptArtifact, match="copy the pack again or export it anew"):
+                    packs.read(two_kinds.path)
+    assert tried > 150
+    place.write_text(json.dumps(manifest))
+    packs.read(two_kinds.path)
+
+
+@pytest.mark.parametrize("field", ["key", "path", "arch", "workload"])
+def test_rows_that_changed_places_are_refused(two_kinds: packs.Pack, field: str) -> None:
+    rows = json.loads((two_kinds.path / "pack.json").read_text())["kernels"]
+    rows[0][field], rows[1][field], rows[2][field] = rows[1][field], rows[2][field], rows[0][field]
+    _edit(two_kinds.path, kernels=rows)
+    with pytest.raises(CorruptArtifact, match=r"is not what its manifest says|lists no files"):
+        packs.load(two_kinds.path)
+    assert not packs.loaded()
+
+
+def test_a_kernel_outside_the_pack_is_refused(two_kinds: packs.Pack, tmp_path: Path) -> None:
+    """Also a good one, in a row that is right for it."""
+    outside = kernel(tmp_path / "outside", SHAPE.with_m(2), 5.0)
+    shutil.copytree(outside.path, tmp_path / outside.key)
+    manifest = json.loads((two_kinds.path / "pack.json").read_text())
+    for place in (f"../{outside.key}", f"kernels/../../{outside.key}", str(tmp_path / outside.key)):
+        rows = [{**manifest["kernels"][0], "key": outside.key, "path": place}]
+        _edit(two_kinds.path, kernels=rows)
+        with pytest.raises(CorruptArtifact, match="lists no files for the kernel"):
+            packs.read(two_kinds.path)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_kernel_exchanged_after_reading_is_refused(pack: packs.Pack, tmp_path: Path, opened: bool) -> None:
+    """For another of the pack, and for one of elsewhere with a good manifest; opened before or not."""
+    first, second = (pack.entry_for(SHAPE.with_m(m), "cpu") for m in (1, 16))
+    assert first is not None and second is not None
+    if opened:
+        assert value_of(pack.kernel_for(SHAPE, 1, "cpu")) == 1.0
+    _exchange(first.path, second.path)
+    for m in (1, 16):
+        with pytest.raises(CorruptArtifact, match=r"took its place.*copy the pack again or export it anew, then restart"):
+            pack.kernel_for(SHAPE, m, "cpu")
+    assert value_of(pack.kernel_for(SHAPE, 256, "cpu")) == 256.0
+    _exchange(first.path, second.path)
+    assert value_of(pack.kernel_for(SHAPE, 1, "cpu")) == 1.0, "put back, it serves again"
+
+    foreign = make_kernel(tmp_path / "foreign", second.key, SHAPE.with_m(16), 66.0)  # whose manifest has the key that belongs there
+    _exchange(second.path, foreign)
+    with pytest.raises(CorruptArtifact, match="took its place"):
+        pack.kernel_for(SHAPE, 16, "cpu")
+    with pytest.raises(CorruptArtifact, match="took its place"):
+        packs.export(tmp_path / "again", pack.kernels)
+    assert not (tmp_path / "again").exists()
+
+
+def test_calls_meet_an_exchanged_kernel_as_an_error(pack: packs.Pack) -> None:
+    loaded = packs.load(pack.path)
+    try:
+        first, second = (loaded.entry_for(SHAPE.with_m(m), "cpu") for m in (1, 16))
+        assert first is not None and second is not None
+        _exchange(first.path, second.path)
+        with pytest.raises(CorruptArtifact, match="took its place"):
+            packs.find(SHAPE.with_m(1), AVX2)
+    finally:
+        packs.unload(loaded)
 
 
 def test_a_kernel_damaged_after_reading_is_refused(pack: packs.Pack) -> None:

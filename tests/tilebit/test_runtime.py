@@ -66,6 +66,36 @@ def test_a_kernel_is_loaded_once(kernel_dir: Path) -> None:
         load_kernel(kernel_dir)
 
 
+def test_a_kernel_is_tied_to_a_digest_of_its_manifest(kernel_dir: Path, tmp_path: Path) -> None:
+    """Also where it is loaded already, and without a look at the library: what lists a kernel opens that one or none."""
+    digest = runtime.file_digest(kernel_dir / "manifest.json")
+    for wanted in (digest, None):
+        assert load_kernel(kernel_dir, wanted).manifest["key"] == KEY
+    with pytest.raises(CorruptArtifact, match="another kernel, or a changed manifest, took its place"):
+        load_kernel(kernel_dir, "0" * 64)
+    exchanged = tmp_path / "exchanged"
+    shutil.copytree(make_kernel(tmp_path / "other", key_of("other"), value=9.0), exchanged)
+    with pytest.raises(CorruptArtifact, match="took its place"):
+        load_kernel(exchanged, digest)
+    y = torch.zeros(1)
+    load_kernel(exchanged)(y)
+    assert y.item() == 9.0, "it is a good kernel otherwise"
+
+
+def test_a_file_whose_times_were_set_back_is_read_again(kernel_dir: Path) -> None:
+    """Of a length that is the same, in the same inode: only the time of its change tells."""
+    library = kernel_dir / "kernel.so"
+    before, stat = runtime.file_digest(library), library.stat()
+    with library.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xa5")
+    os.utime(library, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (library.stat().st_ino, library.stat().st_size, library.stat().st_mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    assert runtime.file_digest(library) != before
+    with pytest.raises(CorruptArtifact, match=r"the sha256 of kernel\.so"):
+        load_kernel(kernel_dir)
+
+
 def test_digests_are_computed_once_per_file(kernel_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
     original = runtime.hashlib.file_digest
@@ -117,7 +147,7 @@ DAMAGE = [
     (lambda folder: (folder / "manifest.json").unlink(), "there is no manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text('{"schema": 1'), "manifest.json is not readable JSON"),
     (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is not readable JSON"),
-    (lambda folder: (folder / "manifest.json").write_text("3"), "manifest.json holds a int, not an object"),
+    (lambda folder: (folder / "manifest.json").write_text("3"), "not readable JSON: it holds a int; accepted: a JSON object"),
     (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json lacks schema, key, program"),
     (lambda folder: write_manifest(folder, KEY, schema=2), "manifest.json has schema 2, this version reads 1"),
     (lambda folder: write_manifest(folder, KEY, files={"kernel.ll": {"sha256": "0", "bytes": 1}}), "its manifest does not list kernel.so"),

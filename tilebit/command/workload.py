@@ -5,7 +5,6 @@ A workload is named by its JSON, as records and manifests hold it.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,18 +69,13 @@ def pack(path: PackPath, workloads: Workloads, target: TargetName = "auto", jobs
 
 def _parsed(texts: list[str]) -> list[AnyWorkload]:
     """The workloads of one operation; what cannot be one is bad usage."""
+    from ..json_reader import parse_json
     from ..schedules.operations import workload_from_json
 
     found = []
     with usage():
         for text in texts:
-            data = json.loads(text)
-            try:
-                found.append(workload_from_json(data))
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f"{text} is no workload ({error!r}); accepted: the JSON object that a workload's to_json() gives"
-                ) from None
+            found.append(workload_from_json(parse_json(text)))
         ops = sorted({w.op for w in found})
         if len(ops) > 1:
             raise ValueError(f"the workloads are of {', '.join(ops)}; accepted: one operation at a time")

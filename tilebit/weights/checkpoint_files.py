@@ -3,13 +3,13 @@ config.json and its older siblings."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..json_reader import JsonError, read_json
 from .checkpoint_config import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ def find_config(directory: Path) -> dict[str, Any] | None:
     for file in _CONFIGS:
         if not (directory / file).is_file():
             continue
-        config = read_json(directory / file)
+        config = read_object(directory / file)
         if file == "config.json":
             config = config.get("quantization_config", config.get("compression_config"))
         if config is None:
@@ -80,18 +80,16 @@ def tensor_dtype(file: Path, name: str) -> str:
         return opened.get_slice(name).get_dtype()
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``. Raises ``CheckpointError``."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json(file)
+    except (OSError, JsonError) as error:
         raise CheckpointError(f"cannot read {file}: {error}; copy it again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} holds a {type(data).__name__}; accepted: a JSON object: copy it again")
-    return data
 
 
 def _indexed(path: Path) -> dict[str, Path]:
-    listed = read_json(path / INDEX).get("weight_map")
+    listed = read_object(path / INDEX).get("weight_map")
     if not isinstance(listed, Mapping) or not listed:
         raise CheckpointError(f"{path / INDEX} has no weight_map; accepted: tensor names -> shard files: copy it again")
     stored: dict[str, set[str]] = {}

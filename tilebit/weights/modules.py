@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..json_reader import parse_json
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..schedules.gemm.codecs import packed_layout
@@ -245,7 +246,7 @@ def _same_layout(a: str, b: str, format: GemmFormat) -> bool:
 
 def _parse(state: Any) -> dict[str, Any]:
     try:
-        described = json.loads(bytes(state.tolist()))
+        described = parse_json(bytes(state.tolist()))
         packed_layout(described["arch"], GemmFormat.from_json(described["format"]))
         return described
     except (AttributeError, TypeError, ValueError, KeyError) as error:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -16,6 +17,8 @@ from ...runtime import MANIFEST_NAME, CorruptArtifact, read_manifest
 from .kernel import Kernel
 
 STALE_SECONDS = 24 * 3600  # a build directory older than this belongs to a process that died
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -33,9 +36,11 @@ class ArtifactCache:
     """Kernels by key under ``root``: ``kernels/<key>`` (complete entries), ``building/`` (private
     work), ``quarantine/`` (corrupted ones).
 
-    The directories are created with mode 0700: artifacts are code. An entry appears by renaming a
-    complete directory under a lock, so readers see all of it or nothing. Raises ``CacheError`` when
-    the directory cannot be made or the disk is full.
+    The directories are created with mode 0700: artifacts are code. None of them may be another
+    user's or writable by others. An entry appears by renaming a complete directory under a lock, so
+    readers see all of it or nothing; what lies in an entry's place and is none (a file, a link, a
+    directory that others may write) goes to quarantine like a corrupted one. Raises ``CacheError``
+    when a directory cannot be made or trusted, or the disk is full.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -43,23 +48,32 @@ class ArtifactCache:
         self.kernels = self.root / "kernels"
         self.building = self.root / "building"
         self.quarantined = self.root / "quarantine"
+        for directory in (self.root, self.kernels, self.building, self.quarantined):
+            self._ensure(directory)
+
+    def _ensure(self, directory: Path) -> None:
+        """Make one of the cache's directories, or see that it is one to be trusted."""
         try:
-            for directory in (self.root, self.kernels, self.building, self.quarantined):
-                if not directory.is_dir():
-                    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    directory.chmod(0o700)
+            if not directory.is_dir():
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                directory.chmod(0o700)
+            found = directory.stat()
+        except FileExistsError:
+            raise CacheError(
+                f"{directory} is no directory but a file or a link to nothing; accepted: a directory of your own. Run rm {directory}, "
+                "or set TILEBIT_CACHE to another one"
+            ) from None
         except OSError as error:
             raise CacheError(self.explain("create", error)) from None
-        owner = self.root.stat()
-        if hasattr(os, "getuid") and owner.st_uid != os.getuid():
+        if found.st_uid != os.getuid():
             raise CacheError(
-                f"the cache {self.root} belongs to user {owner.st_uid} and this process runs as {os.getuid()}; accepted: a directory of "
+                f"the cache {directory} belongs to user {found.st_uid} and this process runs as {os.getuid()}; accepted: a directory of "
                 "your own, because its libraries are executed. Set TILEBIT_CACHE to one"
             )
-        if owner.st_mode & 0o022:
+        if found.st_mode & OTHERS_WRITE:
             raise CacheError(
-                f"the cache {self.root} is writable by others (mode {owner.st_mode & 0o777:o}) and its libraries are executed; "
-                f"accepted: mode 0700. Run chmod 700 {self.root}"
+                f"the cache {directory} is writable by others (mode {found.st_mode & 0o777:o}) and its libraries are executed; "
+                f"accepted: mode 0700. Run chmod 700 {directory}, and rm -r {self.kernels} if others may have written there"
             )
 
     def explain(self, verb: str, error: OSError) -> str:
@@ -85,22 +99,33 @@ class ArtifactCache:
         """The kernel of ``key``, its digests checked, or None. A corrupted entry is moved to
         quarantine and reported as absent."""
         entry = self.entry(key)
-        if not entry.is_dir():
+        if not os.path.lexists(entry):
             return None
         try:
             return self._read(key, entry)
         except CorruptArtifact:
-            with self._lock(key):
-                try:
-                    return self._read(key, entry)  # another process may have replaced it meanwhile
-                except CorruptArtifact as error:
-                    self.quarantine(key, error.what)
+            try:
+                with self._lock(key):
+                    try:
+                        return self._read(key, entry)  # another process may have replaced it meanwhile
+                    except CorruptArtifact as error:
+                        self.quarantine(key, error.what)
+            except OSError as error:
+                raise CacheError(self.explain("set a corrupted kernel aside", error)) from None
         return None
 
     def _read(self, key: str, entry: Path) -> Kernel:
+        found = entry.lstat() if os.path.lexists(entry) else None
+        if found is None or not stat.S_ISDIR(found.st_mode):
+            raise CorruptArtifact(entry, "it is no directory" if found else "there is no such directory")
         manifest = read_manifest(entry)
         if manifest["key"] != key:
             raise CorruptArtifact(entry, f"its manifest says key {manifest['key']!r}")
+        files = (entry / name for name in (MANIFEST_NAME, *manifest["files"])) if found.st_mode & OTHERS_ENTER else ()
+        for path in (entry, *files):
+            trusted = path.stat()
+            if trusted.st_mode & OTHERS_WRITE or trusted.st_uid != os.getuid():
+                raise CorruptArtifact(entry, f"{path.name} can be written by others (mode {trusted.st_mode & 0o777:o})")
         return Kernel(entry, manifest)
 
     def quarantine(self, key: str, reason: str) -> Path | None:
@@ -109,8 +134,13 @@ class ArtifactCache:
         entry = self.entry(key)
         place = self.quarantined / f"{key[:16]}-{uuid.uuid4().hex[:8]}"
         try:
-            os.rename(entry, place)
+            if entry.is_dir() and not entry.is_symlink():
+                os.rename(entry, place)
+            else:
+                place.mkdir(mode=0o700)  # for the file or link and the note that says why
+                os.rename(entry, place / "entry")
         except FileNotFoundError:
+            self.discard(place)
             return None
         with contextlib.suppress(OSError):  # a full disk must not keep a corrupted entry in place
             (place / "REASON").write_text(reason + "\n")
@@ -127,7 +157,12 @@ class ArtifactCache:
         return directory
 
     def discard(self, build_dir: Path) -> None:
-        shutil.rmtree(build_dir, ignore_errors=True)
+        """Remove a directory, or what lies in its place, as far as that can be done."""
+        if build_dir.is_dir() and not build_dir.is_symlink():
+            shutil.rmtree(build_dir, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                build_dir.unlink()
 
     def publish(self, key: str, build_dir: Path) -> Kernel:
         """Make ``build_dir`` (complete, with its manifest) the entry of ``key``; returns the entry.
@@ -142,7 +177,7 @@ class ArtifactCache:
             self._read(key, build_dir)
             _sync(build_dir)
             with self._lock(key):
-                if entry.is_dir():
+                if os.path.lexists(entry):
                     try:
                         kernel = self._read(key, entry)
                         self.discard(build_dir)
@@ -169,10 +204,13 @@ class ArtifactCache:
     def remove_stale(self, older_than: float = STALE_SECONDS) -> int:
         """Drop build directories that nobody finished within ``older_than`` seconds; returns how
         many."""
-        stale = [p for p in self.building.iterdir() if time.time() - p.stat().st_mtime > older_than]
-        for path in stale:
-            self.discard(path)
-        return len(stale)
+        stale = 0
+        for path in self.building.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process finished it meanwhile
+                if time.time() - path.lstat().st_mtime > older_than:
+                    self.discard(path)
+                    stale += 1
+        return stale
 
     def clear(self) -> int:
         """Remove every entry, everything in quarantine and stale build directories; returns the

@@ -96,10 +96,10 @@ def test_a_plan_keeps_its_table(plan: dispatch.Plan, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("ms", [[300], [3, 40, 300]])
 def test_a_pack_serves_the_m_it_was_made_for(plan: dispatch.Plan, monkeypatch: pytest.MonkeyPatch, ms: list[int]) -> None:
     made_for = (1, 24, 300, 1000)  # none of them a border of the table
-    entries = tuple(PackEntry(str(m), plan.workload.with_m(m), "sm_90a", (), Path(str(m))) for m in made_for)
+    entries = tuple(PackEntry(str(m), plan.workload.with_m(m), "sm_90a", (), Path(str(m)), "") for m in made_for)
     pack = packs.Pack(Path("pack"), entries, {})
     monkeypatch.setattr(packs, "_loaded", [pack])
-    monkeypatch.setattr(packs, "load_kernel", lambda path: SimpleNamespace(schedule=path.name, prepare=lambda index: None))
+    monkeypatch.setattr(packs, "load_kernel", lambda path, digest: SimpleNamespace(schedule=path.name, prepare=lambda index: None))
     monkeypatch.setattr(dispatch, "portfolio", lambda *_: pytest.fail("a pack needs no table"))
     for m, serving in ((1, 1), (2, 24), (24, 24), (25, 300), (300, 300), (301, 1000), (1000, 1000), (5000, 1000)):
         assert plan.launcher(m) == (str(serving), serving if serving < 1000 else None)

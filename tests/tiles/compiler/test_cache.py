@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -59,16 +62,61 @@ def test_directories_are_private(cache: ArtifactCache) -> None:
         assert path.stat().st_mode & 0o777 == 0o700, path
 
 
-def test_a_cache_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(CacheError, match=r"writable by others \(mode 777\).*accepted: mode 0700"):
-        ArtifactCache(tmp_path)
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, 0o720, 0o702, 0o775, 0o757])
+@pytest.mark.parametrize("part", ["", "kernels", "building", "quarantine"])
+def test_a_cache_that_others_may_write_is_refused(cache: ArtifactCache, mode: int, part: str) -> None:
+    """Also a part of it under a private root; the command that is named mends it."""
+    place = cache.root / part
+    place.chmod(mode)
+    with pytest.raises(CacheError, match=rf"{place} is writable by others \(mode {mode:o}\).*accepted: mode 0700") as caught:
+        ArtifactCache(cache.root)
+    command = re.search(r"Run (chmod \d+ \S+),", str(caught.value))
+    assert command is not None
+    subprocess.run(command[1].split(), check=True)
+    assert ArtifactCache(cache.root).lookup(KEY) is None
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711, 0o500])
+def test_a_cache_that_others_may_read_is_used(cache: ArtifactCache, mode: int) -> None:
+    for place in (cache.root, cache.kernels):
+        place.chmod(mode)
+    ArtifactCache(cache.root)
+    cache.root.chmod(0o700)
+
+
+@pytest.mark.parametrize("part", ["", "kernels"])
+def test_a_cache_of_another_user_is_refused(cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    place, real = cache.root / part, Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        found = real(path, **options)
+        return os.stat_result((*found[:4], found.st_uid + 1, *found[5:10])) if path == place else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(CacheError, match=rf"{place} belongs to user .* accepted: a directory of your own.*Set TILEBIT_CACHE"):
+        ArtifactCache(cache.root)
+
+
+@pytest.mark.parametrize("part", ["kernels", "building", "quarantine"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_file_or_a_dangling_link_for_a_folder_is_refused(cache: ArtifactCache, part: str, linked: bool) -> None:
+    place = cache.root / part
+    place.rmdir()
+    place.symlink_to(cache.root / "nowhere") if linked else place.write_text("")
+    with pytest.raises(CacheError, match="is no directory but a file or a link to nothing") as caught:
+        ArtifactCache(cache.root)
+    command = re.search(r"Run (rm \S+),", str(caught.value))
+    assert command is not None
+    subprocess.run(command[1].split(), check=True)
+    assert ArtifactCache(cache.root).lookup(KEY) is None and place.is_dir()
 
 
 def test_a_cache_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match=r"accepted: a writable directory\. Set TILEBIT_CACHE"):
+    with pytest.raises(CacheError, match=r"accepted: a directory of your own\. Run rm .*, or set TILEBIT_CACHE"):
         ArtifactCache(tmp_path / "file")
+    with pytest.raises(CacheError, match=r"accepted: a writable directory\. Set TILEBIT_CACHE"):
+        ArtifactCache(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("key", ["", "abc", "../" + "a" * 61, "A" * 64, KEY + "0"])
@@ -92,13 +140,60 @@ DAMAGE = {
     ),
     "manifest that is a list": lambda entry: (entry / "manifest.json").write_text("[]"),
     "manifest without a field": lambda entry: _drop(entry, "params"),
+    "deeply nested manifest": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
+    "a list for the key": lambda entry: write_manifest(entry, [KEY]),
+    "a list for a name": lambda entry: write_manifest(entry, KEY, params=[{"name": ["y"]}]),
+    "a file in its place": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+    "a dangling link in its place": lambda entry: (shutil.rmtree(entry), entry.symlink_to(entry.with_name("nowhere"))),
+    "a link to itself": lambda entry: (shutil.rmtree(entry), entry.symlink_to(entry)),
+    "a link to a good one elsewhere": lambda entry: _link_elsewhere(entry),
+    "a pipe in its place": lambda entry: (shutil.rmtree(entry), os.mkfifo(entry)),
+    "writable by all": lambda entry: entry.chmod(0o777),
+    "writable by the group": lambda entry: entry.chmod(0o770),
+    "a library that all may write": lambda entry: (entry.chmod(0o755), (entry / "kernel.so").chmod(0o666)),
+    "a manifest that all may write": lambda entry: (entry.chmod(0o711), (entry / "manifest.json").chmod(0o666)),
 }
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if "place" in name or "link" in name])
+def test_what_is_no_entry_does_not_keep_one_from_being_published(cache: ArtifactCache, damage: str) -> None:
+    """Without a look at it before, as where two processes compile at once."""
+    cache.publish(KEY, built(cache))
+    DAMAGE[damage](cache.entry(KEY))
+    cache.publish(KEY, built(cache))
+    assert cache.lookup(KEY) is not None and len(list(cache.quarantined.iterdir())) == 1
+    DAMAGE[damage](cache.entry(KEY))
+    assert cache.clear() == 1 and cache.keys() == [] and not list(cache.kernels.iterdir())
+    assert not list(cache.building.iterdir()) and not list(cache.quarantined.iterdir())
+
+
+def test_what_lies_among_builds_stops_nobody(cache: ArtifactCache) -> None:
+    (cache.building / "dangling").symlink_to(cache.root / "nowhere")
+    (cache.building / "file").write_text("")
+    assert cache.remove_stale() == 0 and ArtifactCache(cache.root).publish(KEY, built(cache)).key == KEY
+    assert cache.remove_stale(older_than=-1) == 2 and not list(cache.building.iterdir())
+
+
+def test_a_lock_that_cannot_be_taken_is_explained(cache: ArtifactCache) -> None:
+    cache.publish(KEY, built(cache))
+    _flip(cache.entry(KEY) / "kernel.so")
+    lock = cache.root / f"lock-{KEY[:2]}"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(CacheError, match=r"cannot set a corrupted kernel aside in the cache .*accepted: a writable directory"):
+        cache.lookup(KEY)
 
 
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
+
+
+def _link_elsewhere(entry: Path) -> None:
+    elsewhere = entry.parents[1] / f"moved-{uuid.uuid4().hex}"
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
 
 
 def _drop(entry: Path, field: str) -> None:

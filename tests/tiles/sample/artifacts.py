@@ -12,6 +12,7 @@ import tvm_ffi.libinfo
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import AnyWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target
 from tilebit.tiles.compiler.host_stub import c_compiler
@@ -41,7 +42,7 @@ def make_library(folder: Path, value: float = 1.0) -> Path:
     return folder / "kernel.so"
 
 
-def write_manifest(folder: Path, key: str, workload: Workload | None = None, arch: str = "cpu", **changes: Any) -> dict[str, Any]:
+def write_manifest(folder: Path, key: Any, workload: AnyWorkload | None = None, arch: str = "cpu", **changes: Any) -> dict[str, Any]:
     """A manifest that matches the files of ``folder``; ``changes`` replace fields."""
     target = {**cpu_target().to_json(), "arch": arch, "features": ["avx2"] if arch == "cpu" else []}
     contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
@@ -64,7 +65,7 @@ def write_manifest(folder: Path, key: str, workload: Workload | None = None, arc
     return manifest
 
 
-def make_kernel(folder: Path, key: str, workload: Workload | None = None, value: float = 1.0, arch: str = "cpu") -> Path:
+def make_kernel(folder: Path, key: str, workload: AnyWorkload | None = None, value: float = 1.0, arch: str = "cpu") -> Path:
     """A complete kernel directory at ``folder`` (created)."""
     folder.mkdir(parents=True, exist_ok=True)
     make_library(folder, value)

@@ -16,7 +16,9 @@ Lengths, tables and slots are read on the device: nothing waits for it, and a ca
 replays with changed ones. The ops trace under torch.compile; inference only. They raise
 ``ValueError`` for operands that do not fit and ``KernelUnavailable`` when there is no kernel,
 before a launch; operands that are read only may have any strides (one copy each). What lies in
-lengths, tables and slots is not checked: that would wait for the device.
+lengths, tables and slots is not checked, because that would wait for the device: with
+``TILEBIT_CHECK=1`` in the environment of the process it is, at every call that no graph captures,
+and what would be read or written outside of the operands is a ``ValueError``.
 
 ``dependent`` of an op (programmatic dependent launch): the kernel may start while the preceding
 kernel of the stream still runs, and waits for its end before it writes anything and before it reads

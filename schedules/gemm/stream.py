@@ -190,9 +190,10 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     if reasons:
         return reasons
     smem = shared_words(workload, s, target) * 4 + STATIC_SMEM
-    if s.min_blocks * (smem + target.BLOCK_SMEM) > target.smem_per_sm or smem > target.smem:
+    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
+    if resident > target.smem_per_sm or smem > target.smem:
         reasons.append(
-            f"{s.min_blocks} blocks need {s.min_blocks * smem} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
             "use fewer num_stages, num_warps or min_blocks."
         )
     if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:

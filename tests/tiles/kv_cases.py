@@ -22,6 +22,7 @@ NAMES = (
 FORMATS = tuple(map(KVFormat.from_name, NAMES))
 POISON = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA}  # NaNs that no computation makes
 POISONED_WORD = 0x7E5A7E5A
+BEHIND = 9  # rows of nobody after each sequence of a prefill
 
 
 def poisoned_problem(
@@ -43,6 +44,18 @@ def poisoned_problem(
     left = {slot: tokens % RESIDUAL for slot, tokens in zip(slots, held, strict=True)}
     for slot in range(len(o["windows"])):
         _poison_rows(o["windows"][slot], left.get(slot, 0), workload.head_dim, POISON[dtype])
+    return problem
+
+
+def prefill_problem(workload: AttentionWorkload, sequences: Sequence[tuple[int, int]], seed: int) -> AttentionProblem:
+    """``attention_problem`` of (keys, queries) of each sequence, with NaN in the keys and values of sequences without queries, and such
+    a one after each, so that what a tile takes from behind its sequence shows."""
+    between = [pair for sequence in sequences for pair in (sequence, (BEHIND, 0))]
+    problem = attention_problem(workload, [keys for keys, _ in between], [rows for _, rows in between], seed, "cpu")
+    first = problem.operands["cu_kv"].tolist()
+    for (_, rows), begin, end in zip(between, first[:-1], first[1:], strict=True):
+        if not rows:
+            problem.operands["k"][begin:end], problem.operands["v"][begin:end] = torch.nan, torch.nan
     return problem
 
 

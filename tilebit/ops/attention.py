@@ -17,6 +17,7 @@ from ..layouts.kv import HEAD_DIMS
 from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
 from .attention_dispatch import launch
+from .check import CHECKED, check_append, check_decode, check_gather, check_prefill
 from .dispatch import DTYPE_NAMES
 from .operands import describe, schema
 from .plans import bucket
@@ -78,6 +79,8 @@ def _decode_out(
     # The kernel asks for the tables before its wait. A copy of them would be the preceding kernel;
     # one of q may be.
     early = dependent and tables is block_tables
+    if CHECKED:
+        check_decode(pages, windows, block_tables, slots, lengths, page_size)
     launch(key, (_dense(q), pages, windows, tables, slots, lengths, head_scales, sinks, out, lse), early)
 
 
@@ -135,6 +138,8 @@ def _append(
         "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_kv, heads_kv, head_dim,
         format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, k.device,
     )  # fmt: skip
+    if CHECKED:
+        check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size)
     operands = (_dense(k), _dense(v), cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin)
     launch(key, operands, dependent)
 
@@ -164,6 +169,8 @@ def _gather_out(
         "gather", bucket(batch), 1, bucket(-(-total // batch)), heads_kv, heads_kv, head_dim, format,
         out_k.dtype, page_size, 0, 0, False, 0.0, None, False, "", out_k.device,
     )  # fmt: skip
+    if CHECKED:
+        check_gather(pages, windows, block_tables, slots, lengths, cu_kv, page_size, total)
     launch(key, (pages, windows, _dense(block_tables), slots, lengths, cu_kv, head_scales, out_k, out_v), dependent)
 
 
@@ -221,6 +228,8 @@ def _prefill_out(
         "prefill", bucket(batch), bucket(-(-tokens // batch)), bucket(-(-k.shape[0] // batch)), heads_q, k.shape[1], head_dim, _FLOAT,
         q.dtype, 128, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
     )  # fmt: skip
+    if CHECKED:
+        check_prefill(tokens, k.shape[0], cu_q, cu_kv)
     launch(key, (_dense(q), _dense(k), _dense(v), cu_q, cu_kv, sinks, out, lse), dependent)
 
 

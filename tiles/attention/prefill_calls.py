@@ -45,9 +45,11 @@ class PrefillCalls:
         return f"tilebit::rescale_rows<{self.workload.head_dim}>"
 
     def finish(self, threads: int) -> str:
-        """``threads`` share what lies in the place where the output is staged."""
+        """``threads`` share the products that read their rows of the queries, whose place the
+        output is staged in."""
         w = self.workload
-        return f"tilebit::finish_rows<{TYPES[w.dtype]}, {w.head_dim}, {_cpp(w.sinks)}, {_cpp(w.lse)}, {threads}, {GROUPS}>"
+        tile = f"{TYPES[w.dtype]}, {self.schedule.block_m}, {w.head_dim}"
+        return f"tilebit::finish_rows<{tile}, {_cpp(w.sinks)}, {_cpp(w.lse)}, {threads}, {GROUPS}>"
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from results.peers import attention_plugin
 from results.peers.import_attention import PEER_KINDS, import_rows, main
 from results.report.attention_rows import AttentionRow, beside, read_attention, shown_rows, stated
 
@@ -43,6 +44,20 @@ def test_a_prefill_has_its_rows_as_queries_and_no_floor():
     (row,), _ = import_rows([measured("sdpa_cudnn", op="prefill", case=(1, 8192))], {"run": "r", "gpu": "NVIDIA H200", "date": "d"})
     assert (row["op"], row["q_len"], row["tflops"]) == ("prefill", 8192, 10.0)
     assert row["floor_us"] is row["gbps"] is None and row["read_gbps"] == 4706.0
+
+
+@pytest.mark.parametrize("name", PEER_KINDS)
+def test_every_peer_is_imported(name: str):
+    kind = PEER_KINDS[name]
+    rows, left_out = import_rows([measured(name), measured("tilebit_kv16")], {})
+    assert not left_out and [row["peer"] for row in rows] == [name, "tilebit_kv16"]
+    assert (rows[0]["impl"], rows[0]["format"], rows[0]["variant"]) == (kind.impl, kind.format, kind.variant)
+
+
+@pytest.mark.parametrize("name", [*attention_plugin.DECODE, *attention_plugin.PREFILL])
+def test_every_peer_of_the_plug_in_is_imported(name: str):
+    rows, left_out = import_rows([measured(name)], {})
+    assert not left_out and [row["peer"] for row in rows] == [name]
 
 
 def test_rows_that_say_nothing_are_left_out_and_counted():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from results.peers import peers_plugin
-from results.peers.import_peers import PEER_KINDS, PeerKind, import_rows, main, peer_kind
+from results.peers.import_peers import CLASSES, PEER_KINDS, PeerKind, import_rows, main, peer_kind
 from results.report.rows import Row, read_rows
 
 NOTE = {"run": "r1", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "tilelang": "0.1.15", "commit": "c" * 40}
@@ -59,6 +59,20 @@ def test_every_name_of_the_plug_in_and_the_baselines_has_a_kind():
     assert peer_kind("somebody_else") is None and peer_kind("tilebit_w2a16_sym") is None
     names = {(kind.impl, kind.format, kind.symmetric, kind.dtype) for kind in PEER_KINDS.values()}
     assert len(names) == len(PEER_KINDS)  # no two peers share a column
+
+
+@pytest.mark.parametrize("name", [*PEER_KINDS, *(peer.name for peer in peers_plugin.peers())])
+def test_every_peer_is_imported(name: str):
+    kind = peer_kind(name)
+    assert kind is not None
+    rows, left_out = import_rows([measured(name), measured("tilebit_w4a16_sym", m=2)], {}, (*CLASSES, kind.kernel_class))
+    assert not left_out and [row["peer"] for row in rows] == [name, "tilebit_w4a16_sym"]
+    assert (rows[0]["impl"], rows[0]["format"], rows[0]["symmetric"], rows[0]["dtype"]) == (
+        kind.impl,
+        kind.format,
+        kind.symmetric,
+        kind.dtype,
+    )
 
 
 def test_rows_that_say_nothing_are_left_out_and_counted():

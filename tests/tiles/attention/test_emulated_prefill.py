@@ -32,13 +32,6 @@ from tilebit.tiles.attention.prefill_calls import (
 )  # fmt: skip
 from tilebit.tiles.compiler.headers import device_source
 
-# What these headers use and the emulation does without: the store that never happens, a block's end, and turns.
-STAND_INS = """
-inline void ptx_exit() {}
-inline void ptx_mov_u32(int& to, int from) { to = from; }
-inline void ptx_setp_lt_f32(float) {}
-inline void ptx_bar_arrive(int, int) {}
-"""
 GAP = 200  # rows of NaN after the last sequence's keys: a box of TMA reaches into them
 NOBODY = -7  # what `tile` holds where a block had nothing to do
 
@@ -100,7 +93,7 @@ def accumulators(threads: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 def run(block_m: int, block_n: int, w: AttentionWorkload, q, k, v, cu_q, cu_kv, sinks, wgmma: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a batch, block by block; ``wgmma`` chooses the masked and unmasked loops of that program."""
     calls = PrefillCalls(w, Schedule("attention_prefill", block_n, block_m, w.head_dim, 2, block_m // 16))
-    code = DeviceCode(STAND_INS + device_source(HEADERS), 800)
+    code = DeviceCode(device_source(HEADERS), 800)
     threads, hd, columns = block_m * 2, w.head_dim, block_n
     tokens, total = q.shape[0], k.shape[0]
     out, lse = torch.full_like(q, float("nan")), torch.full((tokens, w.heads_q), float("nan"))

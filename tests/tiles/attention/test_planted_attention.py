@@ -11,8 +11,10 @@ import torch
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_program import Edits
 from emulation.generated_attention import GeneratedAttention
-from emulation.planted_attention import BUGS, Bug
-from kv_cases import poisoned_problem
+from emulation.planted_attention import BUGS as CACHE_BUGS
+from emulation.planted_attention import Bug
+from emulation.planted_prefill import BUGS as PREFILL_BUGS
+from kv_cases import poisoned_problem, prefill_problem
 from lanes import one_of_each
 
 from tilebit.autotune.problems import Verdict
@@ -25,11 +27,14 @@ from tilebit.schedules.target import target_from_name
 
 TARGET = replace(target_from_name("sm_90a"), units=3)
 # (tokens, new or asked ones) of each sequence, and the queries of a decode
+BUGS = (*CACHE_BUGS, *PREFILL_BUGS)
 PROBLEMS = ((((300, 3), (0, 0), (129, 129), (17, 1)), 1), (((391, 150), (140, 12), (512, 260)), 3))
 
 
 @cache
 def gate(workload: AttentionWorkload) -> AttentionGate:
+    if workload.op == "prefill":
+        return AttentionGate(*(prefill_problem(workload, steps, seed) for seed, (steps, _) in enumerate(PROBLEMS)))
     problems = [
         poisoned_problem(replace(workload, q_len=q_len), [n for n, _ in steps], [rows for _, rows in steps], seed)
         for seed, (steps, q_len) in enumerate(PROBLEMS)

@@ -27,6 +27,7 @@ SAMPLE = HERE / "sample"
 sys.path.append(str(HERE))  # "sample.w4a16" names a program by its module; workers search what this process searches
 
 N, K, BM = 256, 512, 64
+SLOTS = 32  # TB_MAP_SLOTS of host_runtime.h
 MS = (1, 63, 64, 65, 1000)
 HALF, WORD, BFLOAT = [2, 16], [1, 32], [4, 16]
 SAMPLE_REQUEST = CompileRequest(
@@ -176,6 +177,21 @@ def test_tensor_maps_are_cached_by_pointer_and_dimensions(kernel: Kernel, driver
     assert len(recording.calls("encode")) == 4  # weight and x, at two places
     ids = [tuple(launch["params"][1:3]) for launch in recording.calls("launch")]
     assert ids[0] == ids[1] == ids[3] and ids[2] == ids[4] and not set(ids[0]) & set(ids[2])
+
+
+@needs_nvcc
+def test_what_shares_a_slot_is_encoded_anew(kernel: Kernel, driver: Path, tmp_path: Path) -> None:
+    """More row counts of one pointer, and more pointers of one row count, than there are slots, there and back: whatever the hash, some
+    that follow one another share a slot."""
+    calls = [arguments(m) for m in range(1, 2 * SLOTS)] + [arguments(5, base=(1 << 30) + 16 * i) for i in range(2 * SLOTS)]
+    calls += calls[::-1]
+    recording = play(kernel.path / "kernel.so", [{"args": call} for call in calls], driver, tmp_path, "pmmppi")
+    assert recording.outcomes == [None] * len(calls)
+    encoded = {entry["id"]: entry for entry in recording.calls("encode")}
+    for (x, weight, *_), launch in zip(calls, recording.calls("launch"), strict=True):
+        maps = {encoded[id]["address"]: encoded[id] for id in launch["params"][1:3]}
+        assert maps.keys() == {x["address"], weight["address"]}
+        assert maps[x["address"]]["dims"][1] == x["shape"][0]
 
 
 @needs_nvcc

@@ -43,19 +43,59 @@ struct Mbarrier {
 };
 inline Mbarrier& mbarrier(uint32_t address) { return *reinterpret_cast<Mbarrier*>(at(address)); }
 
+// ---- the asynchronous proxy ----
+// Shared memory as bulk copies and wgmma see it: threads' own stores are there after a proxy fence. Only of whole kernels.
+static std::vector<char> async_view[MAX_BLOCKS];
+// Barriers that were initialized, and by whom, since whose fence they may be used by copies and by other blocks.
+static std::vector<std::pair<Mbarrier*, const Fiber*>> fresh_barriers;
+
+static void begin_kernel() {
+  fresh_barriers.clear();
+  for (int block = 0; block < place.blocks; ++block)
+    async_view[block].assign(place.shared[block], place.shared[block] + SHARED_BYTES), unpublished[block] = unread[block] = false;
+}
+inline void check_fenced(const void* barrier) {
+  for (const auto& [fresh, _] : fresh_barriers)
+    if (fresh == barrier) fault = "a barrier is used that was initialized without a fence";
+}
+// Where a copy's write to `to` shows, too. Also cp.async's, which formally is none of that proxy: what has landed is there for everyone.
+inline char* viewed(char* to, int bytes) {
+  for (int block = 0; place.shared_bytes && block < place.blocks; ++block)
+    if (const intptr_t at = to - place.shared[block]; 0 <= at && at + bytes <= SHARED_BYTES) return async_view[block].data() + at;
+  return nullptr;
+}
+
 // Starts a copy; outside of the tensors is nothing to read.
 inline Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier) {
   const char* from = static_cast<const char*>(source);
   bool known = !valid;
   for (const auto& [begin, end] : place.tensors) known |= begin <= from && from + bytes <= end;
   if (!known) fault = "a copy reads past the ends of the tensors";
+  if (char* seen = viewed(at(to), bytes)) {
+    if (barrier && memcmp(seen, at(to), bytes)) fault = "a bulk copy overwrites what threads stored without a proxy fence";
+    memset(seen, SPOILT, bytes);
+  }
+  if (barrier) check_fenced(barrier);
   memset(at(to), SPOILT, bytes);
   return {at(to), from, bytes, valid, barrier};
 }
 inline void land(const Copy& copy) {
-  if (copy.valid) memcpy(copy.to, copy.from, copy.bytes);
+  if (!fault && copy.valid) memcpy(copy.to, copy.from, copy.bytes);
   else memset(copy.to, 0, copy.bytes);
+  if (char* seen = viewed(copy.to, copy.bytes)) memcpy(seen, copy.to, copy.bytes);
   if (copy.barrier) static_cast<Mbarrier*>(copy.barrier)->change(0, -copy.bytes);
+}
+// The bulk copies that report to a barrier land: when it is waited for, or when nobody can go on before.
+inline void land_all_of(const void* barrier) {
+  const auto others = [&](const Copy& copy) { return copy.barrier != barrier; };
+  const auto first = std::stable_partition(bulk_copies.begin(), bulk_copies.end(), others);
+  std::for_each(first, bulk_copies.end(), land);
+  bulk_copies.erase(first, bulk_copies.end());
+}
+static bool land_oldest() {
+  if (bulk_copies.empty()) return false;
+  land_all_of(bulk_copies[0].barrier);
+  return true;
 }
 // The thread's oldest copies land, until `left` are in flight.
 inline void land_until(size_t left) {
@@ -210,6 +250,10 @@ inline void ptx_ld_shared_u32(uint32_t& r, uint32_t address) { memcpy(&r, tilebi
 inline void ptx_st_shared_u32(uint32_t address, uint32_t v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 inline void ptx_st_shared_f32(uint32_t address, float v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 
+// ---- threads ----
+inline void ptx_exit() { tilebit_host::leave(); }
+inline void ptx_mov_u32(int& to, int from) { to = from; }
+
 // ---- arithmetic ----
 // .ftz: subnormals are zeros, of the operand and of the result. Approximations are as good as fp32 can be.
 inline float host_flushed(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0.0f, v) : v; }
@@ -225,11 +269,28 @@ inline void ptx_cvt_rn_bf16x2_f32(uint32_t& to, float high, float low) {
 
 // ---- barriers ----
 inline void ptx_bar_sync(int barrier, int threads) { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][barrier], threads); }
-inline void ptx_mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals) { tilebit_host::mbarrier(barrier).init(arrivals); }
-inline void ptx_fence_mbarrier_init_release_cluster() {}
-inline void ptx_fence_proxy_async_shared__cta() {}
+inline void ptx_bar_arrive(int barrier, uint32_t threads) {
+  tilebit_host::Meeting& meeting = tilebit_host::meetings[tilebit_host::rank()][barrier];
+  if (++meeting.arrived == threads) meeting.arrived = 0, ++meeting.generation;
+}
+inline void ptx_mbarrier_init_shared__cta_b64(uint32_t barrier, int arrivals) {
+  using namespace tilebit_host;
+  mbarrier(barrier).init(arrivals);
+  if (place.shared_bytes) fresh_barriers.push_back({&mbarrier(barrier), &me()});
+}
+inline void ptx_fence_mbarrier_init_release_cluster() {
+  auto& fresh = tilebit_host::fresh_barriers;
+  fresh.erase(std::remove_if(fresh.begin(), fresh.end(), [](const auto& b) { return b.second == &tilebit_host::me(); }), fresh.end());
+}
+inline void ptx_fence_proxy_async_shared__cta() {
+  using namespace tilebit_host;
+  if (place.shared_bytes) memcpy(async_view[rank()].data(), place.shared[rank()], SHARED_BYTES);
+}
 inline void ptx_mbarrier_arrive_shared__cta_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
-inline void ptx_mbarrier_arrive_shared__cluster_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
+inline void ptx_mbarrier_arrive_shared__cluster_b64(uint32_t barrier) {
+  tilebit_host::check_fenced(&tilebit_host::mbarrier(barrier));
+  tilebit_host::mbarrier(barrier).change(1, 0);
+}
 inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, int bytes) {
   tilebit_host::mbarrier(barrier).change(0, bytes);
   tilebit_host::mbarrier(barrier).change(1, 0);
@@ -238,13 +299,7 @@ inline void ptx_mbarrier_try_wait_parity_shared__cta_b64(uint32_t barrier, int p
   using namespace tilebit_host;
   Mbarrier& waited_for = mbarrier(barrier);
   if (waited_for.parity() != uint32_t(parity)) return;
-  for (size_t i = 0; i < bulk_copies.size();)
-    if (bulk_copies[i].barrier == &waited_for) {
-      land(bulk_copies[i]);
-      bulk_copies.erase(bulk_copies.begin() + i);
-    } else {
-      ++i;
-    }
+  land_all_of(&waited_for);
   if (waited_for.parity() == uint32_t(parity)) wait_for_change(&waited_for.state, waited_for.state);
 }
 

@@ -10,4 +10,6 @@
 #include "cuda_numbers.h"
 #include "cuda_threads.h"
 #include "cuda_ptx.h"
+#include "cuda_wgmma.h"
+#include "cuda_tilelang.h"
 // clang-format on

@@ -32,6 +32,7 @@ struct Place {
   int32_t index[MAX_BLOCKS][3];
   char* shared[MAX_BLOCKS];
   const char* tensors[MAX_TENSORS][2];  // begin and end of each
+  int32_t shared_bytes;  // of a block whose whole kernel runs; 0: single functions of it
 };
 struct Copy {
   char* to;
@@ -40,16 +41,29 @@ struct Copy {
   bool valid;     // false: zeros are written
   void* barrier;  // a bulk copy's
 };
+// wgmma of a warp: rows(what each lane brings) computes its 16 rows.
+struct WarpProduct {
+  void (*rows)(void**);
+  int warp;  // of its four
+  const uint32_t* registers;  // of a, or null: it lies in shared memory, as its descriptor says
+  uint64_t a, b;
+  float* d;
+  bool keep;  // what d holds
+};
 struct Fiber {
   ucontext_t start;
   jmp_buf at;
   bool started, ended;
+  bool left;     // in the middle of its body, by exit
+  bool patient;  // runs again when nobody else can
   void* stack;  // kept for the next call
   const uint32_t* word;  // runs again when this is no longer `seen`
   uint32_t seen;
   int block, thread;
   std::vector<Copy> copies;    // cp.async that have not landed
   std::vector<size_t> groups;  // how many of them each committed group left outstanding in all
+  std::vector<WarpProduct> issued;  // that are not computed yet
+  std::vector<size_t> product_groups;  // likewise
 };
 // Lanes of a warp that meet; lanes that meet apart from others do so under the first of their mask.
 struct Gathering {
@@ -71,7 +85,12 @@ static std::deque<float4> sent_values;  // to another block, whether they have l
 static jmp_buf scheduler;
 static int current, block_threads, first_block, running_blocks;
 static bool in_fiber;
+static bool late_products;  // else at once
 static const char* fault = nullptr;  // what a thread did that no thread may do
+// Since the block's last __threadfence: it has stored for other blocks; it has taken a ticket.
+static bool unpublished[MAX_BLOCKS], unread[MAX_BLOCKS];
+static void begin_kernel();
+static bool land_oldest();
 
 inline Fiber& me() { return fibers[current]; }
 inline int rank() { return in_fiber ? me().block : first_block; }
@@ -92,6 +111,16 @@ static void enter() {
 __attribute__((noinline)) static void wait_for_change(const uint32_t* word, uint32_t seen) {
   me().word = word, me().seen = seen;
   if (!_setjmp(me().at)) _longjmp(scheduler, 1);
+}
+// Comes back when no other thread can go on.
+inline void let_others_go_first() {
+  me().patient = true;
+  wait_for_change(nullptr, 0);
+}
+// The thread's last instruction.
+inline void leave() {
+  me().ended = me().left = true;
+  _longjmp(scheduler, 1);
 }
 __attribute__((noinline)) static void resume(int fiber) {
   current = fiber;
@@ -174,13 +203,23 @@ inline int run_some(int first, int count, bool& moved) {
   for (int i = 0; i < count && !fault; ++i) {
     const int t = first + int((int64_t(i) * 97 + 31) % count);  // 97 divides no count of threads: a permutation
     Fiber& f = fibers[t];
-    if (f.ended || (f.word && *f.word == f.seen)) continue;
+    if (f.ended || f.patient || (f.word && *f.word == f.seen)) continue;
     f.word = nullptr, moved = in_fiber = true;
     resume(t);
     in_fiber = false;
     ended += fibers[t].ended;
   }
   return ended;
+}
+
+// Wakes those that let others go first; `last`: of the last warp that has some, so that the others stay behind. Whether there are any.
+inline bool wake(int count, bool last) {
+  bool any = false;
+  for (int t = count - 1; t >= 0 && !(last && any && t % WARP == WARP - 1); --t) {
+    any |= fibers[t].patient && !fibers[t].ended;
+    fibers[t].patient = false;
+  }
+  return any;
 }
 
 // Runs all threads. In every second call warp after warp, the last one first, goes as far as it gets by itself; else they all keep step: a
@@ -190,22 +229,24 @@ inline const char* run_fibers(Body& work, int blocks) {
   memset(warps, 0, sizeof warps), memset(meetings, 0, sizeof meetings), memset(&cluster_meeting, 0, sizeof cluster_meeting);
   bulk_copies.clear(), sent_values.clear();
   running_blocks = blocks, fault = nullptr;
+  if (place.shared_bytes) begin_kernel();
   const int count = blocks * block_threads;
   if (count > MAX_THREADS) return "more threads than the emulation has room for";
   for (int t = 0; t < count; ++t) {
     Fiber& f = fibers[t];
-    if (!f.ended) {  // new, or left in the middle of a body that failed
+    if (!f.ended || f.left) {  // new, or left in the middle of a body
       getcontext(&f.start);
       if (!f.stack) f.stack = aligned_alloc(64, STACK);
       f.start.uc_stack.ss_sp = f.stack, f.start.uc_stack.ss_size = STACK, f.start.uc_link = nullptr;
       makecontext(&f.start, enter, 0);
       f.started = false;
     }
-    f.ended = false, f.word = nullptr, f.block = first_block + t / block_threads, f.thread = t % block_threads;
-    f.copies.clear(), f.groups.clear();
+    f.ended = f.left = f.patient = false, f.word = nullptr, f.block = first_block + t / block_threads, f.thread = t % block_threads;
+    f.copies.clear(), f.groups.clear(), f.issued.clear(), f.product_groups.clear();
   }
   static bool apart = true;
   apart = !apart;
+  if (apart) late_products = !late_products;  // all four combinations, one after another
   int64_t turns = 0;
   for (int left = count; left > 0;) {
     bool moved = false;
@@ -222,9 +263,9 @@ inline const char* run_fibers(Body& work, int blocks) {
       left -= run_some(0, count, moved);
     }
     if (fault) return fault;
-    if (!moved) return "some threads ended, or wait elsewhere, where others wait at a barrier";
+    if (!moved && !land_oldest() && !wake(count, apart)) return "some threads ended, or wait elsewhere, where others wait at a barrier";
   }
-  return nullptr;
+  return bulk_copies.empty() ? nullptr : "a block ends while copies to it are in flight";
 }
 
 template <typename T>
@@ -281,7 +322,8 @@ inline Index index_of(const int32_t* v) { return {v[0], v[1], v[2]}; }
 // Every thread of the block waits for all others.
 inline void __syncthreads() { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][0], tilebit_host::block_threads); }
 inline void __syncwarp(uint32_t mask = ~0u) { tilebit_host::collective("syncwarp", nullptr, [](void**) {}, mask); }
-inline void __threadfence() {}
+// A ticket says that what was stored before is there, and that what others stored may be read: a fence before it, and one after it.
+inline void __threadfence() { tilebit_host::unpublished[tilebit_host::rank()] = tilebit_host::unread[tilebit_host::rank()] = false; }
 
 // ---- warps ----
 // `width` lanes, a power of two, are a group of their own; a source outside of it is the lane itself.
@@ -312,14 +354,20 @@ inline int __all_sync(uint32_t mask, int vote) { return tilebit_host::ballot("al
 // ---- global memory ----
 template <typename T>
 void __stcg(T* p, T v) {
+  tilebit_host::unpublished[tilebit_host::rank()] = true;
   if (tilebit_host::in_a_tensor(p)) *p = v;
 }
 template <typename T>
-T __ldcg(const T* p) { return tilebit_host::in_a_tensor(p) ? *p : T(); }
+T __ldcg(const T* p) {
+  if (tilebit_host::unread[tilebit_host::rank()]) tilebit_host::fault = "what other blocks stored is read without a fence after their ticket";
+  return tilebit_host::in_a_tensor(p) ? *p : T();
+}
 template <typename T>
 T __ldg(const T* p) { return tilebit_host::in_a_tensor(p) ? *p : T(); }
 inline unsigned atomicInc(unsigned* p, unsigned limit) {
   if (!tilebit_host::in_a_tensor(p)) return 0;
+  if (tilebit_host::unpublished[tilebit_host::rank()]) tilebit_host::fault = "a ticket is taken without a fence after the stores that it stands for";
+  tilebit_host::unread[tilebit_host::rank()] = true;
   const unsigned old = *p;
   *p = old >= limit ? 0 : old + 1;
   return old;

@@ -20,6 +20,7 @@ FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_F
 # __CUDA_ARCH__ of the paths that each program's kernels take
 CUDA_ARCH = {
     "gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900,
+    "attention_prefill": 900, "attention_prefill_mma": 800,
     "attention_decode": 800, "attention_decode_bulk": 900, "attention_append": 800, "attention_gather": 800,
 }  # fmt: skip
 MAX_BLOCKS = 8  # of a cluster; cuda_threads.h has the same numbers
@@ -44,14 +45,21 @@ class Place(ctypes.Structure):
         ("index", ctypes.c_int32 * 3 * MAX_BLOCKS),
         ("shared", ctypes.c_ssize_t * MAX_BLOCKS),
         ("tensors", ctypes.c_ssize_t * 2 * MAX_TENSORS),
+        ("shared_bytes", ctypes.c_int32),
     )
 
     @classmethod
     def of(
-        cls, grid: Sequence[int], blocks: Sequence[Sequence[int]], shared: Sequence[int], tensors: Sequence[tuple[int, int]] = ()
+        cls,
+        grid: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        shared: Sequence[int],
+        tensors: Sequence[tuple[int, int]] = (),
+        shared_bytes: int = 0,
     ) -> Place:
-        """``blocks``: their indices, by rank; ``shared``: where their memory starts; ``tensors``: where each begins and ends."""
-        place = cls(blocks=len(blocks))
+        """``blocks``: their indices, by rank; ``shared``: where their memory starts; ``tensors``: where each begins and ends;
+        ``shared_bytes`` of a block whose whole kernel runs."""
+        place = cls(blocks=len(blocks), shared_bytes=shared_bytes)
         place.grid[:] = (*grid, 1, 1)[:3]
         for rank, (block, address) in enumerate(zip(blocks, shared, strict=True)):
             place.index[rank][:] = (*block, 0, 0)[:3]

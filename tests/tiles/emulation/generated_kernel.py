@@ -6,13 +6,14 @@ TileLang lowers in a process of its own: it must not share one with TVM, and tes
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import multiprocessing
 import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,25 +31,18 @@ from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.operations import find_rule, operands, params, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
+from tilebit.tiles.compiler.host_plan import TensorMap
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
 from .emulated_program import Edits
 
 SHARED_BYTES = 228 * 1024
 UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two of them are a NaN
-# What generated code calls of TileLang's own headers, and its names of types.
-TILELANG = """
-namespace tl {
-inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-inline void __sync_thread_partial(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-}
-using half_t = half; using bfloat16_t = __nv_bfloat16; using uint = unsigned;
-"""
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) main_kernel\((.*?)\) \{')
 SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
+STATIC = re.compile(r"  __shared__ __align__\(16\) uint64_t (\w+)\[(\d+)\];")  # barriers
+LOCAL = re.compile(r"^  (?:float|int|uint|half_t|bfloat16_t|int64_t) (\w+)\[\d+\];", re.MULTILINE)  # a thread's own arrays
+MAP = re.compile(r"__grid_constant__ const CUtensorMap (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +56,24 @@ class Lowered:
     grid: tuple[str, ...]
     cluster: tuple[int, ...]
     threads: int
-    shared_bytes: int
+    shared_bytes: int  # the dynamic part
+    maps: tuple[tuple[str, TensorMap], ...]  # by the names of the kernel's parameters
 
     def grid_of(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
         """Its extents, x first."""
-        named = {f"dim_{name}": value for name, value in symbols.items()}
-        return tuple(int(eval(extent, {"__builtins__": {}, "tb_floordiv": floordiv}, named)) for extent in self.grid)
+        return tuple(_value(extent, symbols) for extent in self.grid)
+
+    def maps_of(self, symbols: Mapping[str, int], tensors: Sequence[Tensor]) -> dict[str, EncodedMap]:
+        """What the host encodes of the tensors of a launch."""
+        found = {}
+        for name, map in self.maps:
+            encoded = EncodedMap(tensors[map.param].data_ptr(), rank=len(map.dims), element_bytes=tensors[map.param].element_size())
+            encoded.dims[: len(map.dims)] = [_value(e, symbols) for e in map.dims]
+            encoded.strides[: len(map.dims)] = [encoded.element_bytes, *(_value(e, symbols) for e in map.strides)]
+            encoded.box[: len(map.dims)] = [_value(e, symbols) for e in map.box]
+            encoded.swizzle = _value(map.options[1], symbols)
+            found[name] = encoded
+        return found
 
     def clusters(self, grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
         """The blocks of the grid, (x, y, z) each, cluster by cluster in the order of their ranks."""
@@ -79,6 +85,26 @@ class Lowered:
             ]
             for corner in np.ndindex(*counts[::-1])
         ]
+
+
+class EncodedMap(ctypes.Structure):
+    """``CUtensorMap`` of ``cuda_wgmma.h``."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("dims", ctypes.c_int64 * 5),
+        ("strides", ctypes.c_int64 * 5),
+        ("box", ctypes.c_int64 * 5),
+        ("rank", ctypes.c_int32),
+        ("element_bytes", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
+    )
+
+
+def _value(expression: str, symbols: Mapping[str, int]) -> int:
+    """Of a C expression over the dimensions."""
+    named = {f"dim_{name}": value for name, value in symbols.items()}
+    return int(eval(expression, {"__builtins__": {}, "tb_floordiv": floordiv}, named))
 
 
 class GeneratedKernel:
@@ -111,9 +137,11 @@ class GeneratedKernel:
         assert all(tensor.is_contiguous() for tensor in passed)
         lowered = lower(self.workload, self.schedule, self.target, self._edited())
         cuda = self.edits["device"](lowered.cuda) if "device" in self.edits else lowered.cuda
-        code, arguments = compiled(cuda, CUDA_ARCH[self.schedule.program])
+        code, arguments, shared_bytes = compiled(cuda, CUDA_ARCH[self.schedule.program], lowered.shared_bytes)
         values = {name: passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
         grid = lowered.grid_of(values)
+        maps = lowered.maps_of(values, passed)
+        values |= {name: ctypes.addressof(map) for name, map in maps.items()}
         values |= {name: tensor.data_ptr() for name, tensor in zip(lowered.tensors, passed, strict=True)}
         readable = [_extent(tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
         clusters = lowered.clusters(grid)
@@ -123,11 +151,12 @@ class GeneratedKernel:
         bases = [-block.ctypes.data % 1024 for block in memory]
         for blocks in reversed(clusters) if self.order == "descending" else clusters:
             memory[:] = UNTOUCHED
-            place = Place.of(grid, blocks, [block.ctypes.data + base for block, base in zip(memory, bases, strict=True)], readable)
+            bases_of = [block.ctypes.data + base for block, base in zip(memory, bases, strict=True)]
+            place = Place.of(grid, blocks, bases_of, readable, shared_bytes)
             code.call_blocks("main_kernel", [[(values[name], 0) for name in arguments]] * len(blocks), lowered.threads, place)
             for block, base in zip(memory, bases, strict=True):
-                if (block[:base] != UNTOUCHED).any() or (block[base + lowered.shared_bytes :] != UNTOUCHED).any():
-                    raise KernelFault(f"a block stores outside of its {lowered.shared_bytes} bytes of shared memory")
+                if (block[:base] != UNTOUCHED).any() or (block[base + shared_bytes :] != UNTOUCHED).any():
+                    raise KernelFault(f"a block stores outside of its {shared_bytes} bytes of shared memory")
 
     @property
     def tickets_left(self) -> bool:
@@ -161,15 +190,22 @@ def _extent(tensor: Tensor, guarded: bool) -> tuple[int, int]:
 
 
 @cache
-def compiled(cuda: str, arch: int) -> tuple[DeviceCode, tuple[str, ...]]:
-    """The kernel ``main_kernel`` for the host, and its parameters in order."""
+def compiled(cuda: str, arch: int, shared_bytes: int) -> tuple[DeviceCode, tuple[str, ...], int]:
+    """The kernel ``main_kernel`` for the host, its parameters in order, and the bytes of shared memory of its blocks: ``shared_bytes`` and
+    then its barriers."""
     found = KERNEL.search(cuda)
     assert found is not None, "the generated source has no main_kernel"
-    body = "inline void main_kernel(" + found[1].replace("__restrict__", "") + ") {" + cuda[found.end() :]
+    parameters = MAP.sub(r"const CUtensorMap* \1", found[1].replace("__restrict__", ""))
+    body = f"inline void main_kernel({parameters}) {{" + cuda[found.end() :]
+    for barriers in STATIC.finditer(body):
+        name, count = barriers.groups()
+        place = f"reinterpret_cast<uint64_t*>(tilebit_host::place.shared[tilebit_host::rank()] + {shared_bytes})"
+        body, shared_bytes = body.replace(barriers[0], f"  uint64_t* {name} = {place};"), shared_bytes + -(-int(count) // 2) * 16
     body = SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(tilebit_host::place.shared[tilebit_host::rank()]);", body)
+    body = LOCAL.sub(r"\g<0> memset(\1, 0xff, sizeof \1);", body)  # NaN until it is written
     functions = cuda[: cuda.index("#if defined(_MSC_VER)")]
     params = tuple(param.replace("*", " ").split()[-1] for param in found[1].split(","))
-    return DeviceCode(functions + TILELANG + body, arch, ["main_kernel"]), params
+    return DeviceCode(functions + body, arch, ["main_kernel"]), params, max(shared_bytes, 1)
 
 
 @cache
@@ -208,7 +244,12 @@ def _lower_here(workload: Any, schedule: Schedule, target: Target, edited: tuple
     (launch,) = plan.launches
     symbols = tuple((str(name), int(tensor), int(dim)) for name, tensor, dim in plan.symbols)
     grid, cluster = tuple(map(str, launch.grid)), tuple(map(int, launch.cluster or (1, 1, 1)))
-    return Lowered(str(artifact.kernel_source), names, symbols, grid, cluster, int(launch.block[0]), int(launch.smem))
+    cuda = str(artifact.kernel_source)
+    signature = KERNEL.search(cuda)
+    assert signature is not None, "the generated source has no main_kernel"
+    mapped = [arg.value for arg in launch.args if arg.kind == "map"]
+    maps = tuple((name, plan.maps[int(value)]) for name, value in zip(MAP.findall(signature[1]), mapped, strict=True))
+    return Lowered(cuda, names, symbols, grid, cluster, int(launch.block[0]), int(launch.smem), maps)
 
 
 @contextmanager

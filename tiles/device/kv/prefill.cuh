@@ -183,16 +183,18 @@ __device__ __forceinline__ void zero_tail(void* values, const int* fields, int t
 }
 
 // out = sum of weights * values / sum of weights (0 where a row saw nothing), staged in `staging`
-// (16 rows of HEAD_DIM of each warp's own) for 16-byte stores, and the log-sum-exp. A row's `sink`
-// is a logit of no key.
-template <typename T, int HEAD_DIM, bool SINKS, bool LSE, int THREADS, int BARRIER>
+// for 16-byte stores, and the log-sum-exp. A row's `sink` is a logit of no key. `staging` is the
+// place of the ROWS queries, panels of 64 columns: each warp stages in its own rows of every panel,
+// because the THREADS that share a product may be done while others still multiply theirs.
+template <typename T, int ROWS, int HEAD_DIM, bool SINKS, bool LSE, int THREADS, int BARRIER>
 __device__ __forceinline__ void finish_rows(float* out, float* row_state, const int* fields, void* staging, void* to, const float* sinks, float* lse,
                                             int head, int heads, float scale, int thread) {
   const PrefillTile& tile = *reinterpret_cast<const PrefillTile*>(fields);
   const RowState& state = *reinterpret_cast<const RowState*>(row_state);
   const int warp = thread / 32, lane = thread % 32, rows = min(tile.rows - warp * 16, 16);
   const int64_t first = tile.first_row + warp * 16;
-  uint32_t* staged = static_cast<uint32_t*>(staging) + warp * 16 * (HEAD_DIM / 2);
+  constexpr int PANEL = ROWS * 32;  // words
+  uint32_t* staged = static_cast<uint32_t*>(staging) + warp * 16 * 32;
   sync_group<BARRIER, THREADS>(thread / THREADS);  // all warps of a product have read what lay here
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -208,7 +210,7 @@ __device__ __forceinline__ void finish_rows(float* out, float* row_state, const 
     }
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n)  // the exclusive or spreads the rows over the banks
-      staged[row * (HEAD_DIM / 2) + (n ^ (row & 7)) * 4 + lane % 4] = pack_pair(out[4 * n + 2 * h] * factor, out[4 * n + 2 * h + 1] * factor, T());
+      staged[n / 8 * PANEL + row * 32 + (n % 8 ^ (row & 7)) * 4 + lane % 4] = pack_pair(out[4 * n + 2 * h] * factor, out[4 * n + 2 * h + 1] * factor, T());
   }
   __syncwarp();
   constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes in a row
@@ -217,7 +219,7 @@ __device__ __forceinline__ void finish_rows(float* out, float* row_state, const 
 #pragma unroll
   for (int i = 0; i < CHUNKS / 2; ++i) {
     const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
-    if (row < rows) target[((first + row) * heads + head) * CHUNKS + chunk] = chunks[row * CHUNKS + (chunk ^ (row & 7))];
+    if (row < rows) target[((first + row) * heads + head) * CHUNKS + chunk] = chunks[chunk / 8 * (PANEL / 4) + row * 8 + (chunk % 8 ^ (row & 7))];
   }
 }
 

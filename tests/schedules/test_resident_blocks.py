@@ -1,0 +1,63 @@
+"""Blocks that are to lie on an SM together: each takes what it asked for, and 1 KB of the SM's shared memory beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.attention import decode as decode_rules
+from tilebit.schedules.attention import rules as attention_rules
+from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm import rules as gemm_rules
+from tilebit.schedules.gemm import stream as stream_rules
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal, programs
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target, target_from_name
+
+W4 = Workload(8, 4096, 4096)
+DECODE = AttentionWorkload("decode", 32, 1, 4096, 32, 8, 128, KVFormat.from_name("kv4_channel"))
+PREFILL = AttentionWorkload("prefill", 1, 8192, 8192, 32, 8, 128, KVFormat())
+H200 = target_from_name("sm_90a")
+# bytes that a block asks for, where an SM has no more of them than it must
+ASKED: dict[str, Callable[[Workload | AttentionWorkload, Schedule, Target], int]] = {
+    "gemm_wgmma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
+    "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
+    "gemm_stream": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
+    "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
+    "attention_decode": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
+    "attention_decode_bulk": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
+    "attention_prefill": lambda w, s, _: attention_rules.prefill_shared_bytes(w, s),
+    "attention_prefill_mma": lambda w, s, _: attention_rules.prefill_shared_bytes(w, s),
+}
+CASES = (
+    (W4, Schedule("gemm_wgmma", 128, 64, 64, 2, 4, min_blocks=2)),
+    (W4, Schedule("gemm_mma", 128, 64, 64, 3, 8, min_blocks=2)),
+    (W4, Schedule("gemm_stream", 64, 8, 64, 3, 4, min_blocks=2)),
+    (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=2)),
+    (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=3)),
+    (DECODE, Schedule("attention_decode", 64, 8, 128, 3, 4, min_blocks=2)),
+    (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 3, 4, min_blocks=3)),
+    (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),
+    (PREFILL, Schedule("attention_prefill_mma", 64, 64, 128, 1, 4, min_blocks=2)),
+)
+
+
+@pytest.mark.parametrize(("workload", "schedule"), CASES, ids=lambda value: getattr(value, "program", None) or value.title)
+def test_each_block_costs_a_kilobyte_more(workload: Workload | AttentionWorkload, schedule: Schedule):
+    assert legal(workload, schedule, H200) == []
+    asked = ASKED[schedule.program](workload, schedule, replace(H200, smem_per_sm=0))
+    least = schedule.min_blocks * (asked + 1024)
+    assert legal(workload, schedule, replace(H200, smem_per_sm=least)) == []
+    for few in (least - 1, schedule.min_blocks * asked):
+        (reason,) = legal(workload, schedule, replace(H200, smem_per_sm=few))
+        assert f"{schedule.min_blocks} blocks need {least} bytes of an SM's shared memory, {few} are there" in reason
+
+
+def test_every_program_that_shares_an_sm_has_a_case():
+    # append and gather take what memory they take: their schedules have no min_blocks
+    rest = {name for name in programs(arch="sm_90a") if "append" not in name and "gather" not in name}
+    assert {s.program for _, s in CASES} == rest

@@ -197,14 +197,21 @@ def scaled_dot_product_decode(
             raise ValueError(f"{name} is {describe(tensor)}; accepted: [batch, heads, q_len, head_dim]")
     if (key is None) != (value is None):
         raise ValueError("one of key and value is missing; accepted: both (they are appended first) or neither (they have been)")
+    q = query.transpose(1, 2)
     if key is not None and value is not None:
         if key.shape[2] != query.shape[2]:
             raise ValueError(f"key has {key.shape[2]} new tokens and query {query.shape[2]}; accepted: as many")
+        cache.check_attend(sequences, q, sinks, scale, window, sink_tokens, soft_cap, layer)  # before the tokens join, for good
         cache.append(sequences, key.transpose(1, 2), value.transpose(1, 2), layer=layer, dependent=dependent)
-    out, _ = cache.attend(
-        sequences, query.transpose(1, 2), sinks=sinks, scale=scale, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, layer=layer,
-        dependent=dependent,
-    )  # fmt: skip
+    try:
+        out, _ = cache.attend(
+            sequences, q, sinks=sinks, scale=scale, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, layer=layer,
+            dependent=dependent,
+        )  # fmt: skip
+    except Exception as error:
+        if key is not None:
+            error.add_note("the new tokens have joined the cache; to try again, pass query alone")
+        raise
     return out.transpose(1, 2)
 
 

@@ -73,8 +73,8 @@ class AttentionWorkload:
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}")
         for name in ("batch", "q_len", "kv_len", "window", "sink_tokens", "soft_cap"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: numbers from 0")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: finite numbers from 0")
         if self.heads_kv < 1 or self.heads_q < 1 or self.heads_q % self.heads_kv:
             raise ValueError(
                 f"heads_q is {self.heads_q} and heads_kv {self.heads_kv}; accepted: heads_q a multiple of heads_kv, both above 0"

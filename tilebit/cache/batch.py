@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .sequences import CachedSequence, SequenceTable
 
+DERIVED = ("_host", "_numbers", "_of", "slots", "lengths", "past", "cu_seqlens", "cu_kv", "_host_tables", "block_tables")
 SECTION = 16  # int32 numbers: each tensor begins at a multiple of 64 bytes, which CPU kernels ask for
 
 
@@ -21,11 +23,24 @@ class Batch:
     last ``KVCache.advance``, ``past`` [size] without them, ``cu_seqlens`` [size + 1]: their rows,
     ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in place, so that a
     captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the
-    numbers on the host, ``most_new`` the largest of ``counts``.
+    numbers on the host, ``most_new`` the largest of ``counts``; ``written`` are the layers whose
+    new rows have been written.
+
+    The tensors say what was so when the batch was made, or when ``KVCache.advance``, ``assign``,
+    ``refresh`` or a method of the cache was last given it. One thread at a time uses a batch. A
+    copy (``copy``, ``pickle``, ``torch.save``) has tensors of its own, and belongs to the cache
+    that was copied with it (``copy.copy``: to the same cache).
     """
 
     def __init__(self, table: SequenceTable, handles: Sequence[int], size: int, device: torch.device) -> None:
         self.table, self.size = table, size
+        self._lay_out(device)
+        self._rows = [(-1, -1)] * size  # what each row of block_tables holds: a handle, and when its pages last changed
+        self.past_lengths: list[int] = []
+        self.name(handles)
+
+    def _lay_out(self, device: torch.device) -> None:
+        size, max_pages = self.size, self.table.max_pages
         sizes = {"slots": size, "lengths": size, "past": size, "cu_seqlens": size + 1, "cu_kv": size + 1}
         starts = np.cumsum([0, *(-(-n // SECTION) * SECTION for n in sizes.values())]).tolist()
         self._host = np.zeros(starts[-1], dtype=np.int32)
@@ -33,31 +48,67 @@ class Batch:
         place = {name: slice(start, start + n) for (name, n), start in zip(sizes.items(), starts, strict=False)}
         self._of = {name: self._host[where] for name, where in place.items()}
         self.slots, self.lengths, self.past, self.cu_seqlens, self.cu_kv = (self._numbers[where] for where in place.values())
-        self._host_tables = np.zeros((size, table.max_pages), dtype=np.int32)
-        self.block_tables = torch.zeros((size, table.max_pages), dtype=torch.int32, device=device)
-        self._rows = [(-1, -1)] * size  # what each row of block_tables holds: a handle, and when its pages last changed
-        self.handles: tuple[int, ...] = ()
-        self.counts: list[int] = []
-        self.past_lengths: list[int] = []
-        self.most_new = 0
-        self._version = -1
-        self.assign(handles)
+        self._host_tables = np.zeros((size, max_pages), dtype=np.int32)
+        self.block_tables = torch.zeros((size, max_pages), dtype=torch.int32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The numbers, and an empty tensor that says where the device's are: ``torch.load`` may move
+        it. Views of one memory would come apart in a copy, so they are made anew."""
+        held = {name: value for name, value in self.__dict__.items() if name not in DERIVED}
+        where = torch.empty(0, device=self._numbers.device)
+        return {**held, "numbers": self._host.copy(), "tables": self._host_tables.copy(), "where": where}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        numbers, tables, where = (state[name] for name in ("numbers", "tables", "where"))
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("numbers", "tables", "where")})
+        self.written, self._rows = set(self.written), list(self._rows)
+        self._lay_out(where.device)
+        self._host[:], self._host_tables[:] = numbers, tables
+        self._numbers.copy_(torch.from_numpy(self._host))
+        self.block_tables.copy_(torch.from_numpy(self._host_tables))
 
     def assign(self, handles: Sequence[int]) -> None:
         """Describe other sequences from now on, in the same tensors: up to ``size`` of them, each
         once."""
+        self.name(handles)
+        self.refresh()
+        self._version = -1  # a dependent launch that comes next is still a plain one
+
+    def name(self, handles: Sequence[int]) -> None:
+        """``assign``, with tensors that are brought up to date where the batch is used."""
         if len(handles) > self.size or len(set(handles)) != len(handles):
             raise ValueError(f"got the sequences {list(handles)[:10]}; accepted: up to {self.size}, each once")
         for handle in handles:
             self.table.sequence(handle)
-        self.handles, self.counts, self.most_new = tuple(handles), [0] * len(handles), 0
+        self.handles: tuple[int, ...] = tuple(handles)
+        self.counts, self.most_new = [0] * len(handles), 0
+        self.written: set[int] = set()
+        self._resized: list[int] = []  # when each sequence's length last changed
+        self._advanced: list[int] | None = None  # and when it did by the advance of these counts; None: by no such
         self._version = -1
 
     def update(self, counts: Sequence[int]) -> None:
         """The sequences' last ``counts`` tokens are the new ones."""
         self.counts, self.most_new = list(counts), max(counts, default=0)
-        self._version = -1
+        self.written.clear()
+        self._version, self._advanced = -1, None
         self.refresh()
+        self._advanced = self._resized
+
+    def reject_rows(self, layer: int) -> None:
+        """Raise ``ValueError`` when new rows of ``layer`` have no place: nobody has made room for
+        them since, or it has been filled."""
+        if self._advanced is None:
+            raise ValueError(
+                "the batch was not advanced since it was made, or its sequences have changed their lengths since; accepted: "
+                "advance(batch, counts), then the rows of each layer once"
+            )
+        # A graph that is being captured writes nothing yet, and its calls were made once before.
+        if layer in self.written and not (self._numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise ValueError(
+                f"the rows of layer {layer} were written since the batch was advanced, and would be overwritten; accepted: "
+                f"advance(batch, counts) before the next rows"
+            )
 
     def refresh(self) -> bool:
         """Bring the device's numbers up to date, where a sequence has changed since; whether one
@@ -67,9 +118,22 @@ class Batch:
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("sequences have changed since the batch was last used, and a CUDA graph is being captured; accepted: call "
                                "advance(batch) or batch.refresh() before the capture, and again before each replay")  # fmt: skip
-        sequences = [self.table.sequence(handle) for handle in self.handles]
+        table = self.table
+        with table.lock:
+            try:
+                sequences = [table.sequences[handle] for handle in self.handles]
+            except KeyError:
+                sequences = [table.sequence(handle) for handle in self.handles]  # says which
+            self._fill(sequences)
+            self._version = table.version
+        return True
+
+    def _fill(self, sequences: list[CachedSequence]) -> None:
         live, of = len(sequences), self._of
         lengths = [s.length for s in sequences]
+        self._resized = [s.resized for s in sequences]
+        if self._advanced != self._resized:
+            self._advanced = None
         # Tokens may have been dropped since they were added.
         self.past_lengths = [max(0, n - count) for n, count in zip(lengths, self.counts, strict=True)]
         self._host[:] = 0
@@ -84,8 +148,6 @@ class Batch:
         # may write here.
         self._numbers.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._refresh_tables(sequences)
-        self._version = self.table.version
-        return True
 
     def _refresh_tables(self, sequences: list[CachedSequence]) -> None:
         held = [(handle, s.repaged) for handle, s in zip(self.handles, sequences, strict=True)]

@@ -21,9 +21,10 @@ since:
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,11 +32,21 @@ from torch import Tensor
 from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
-from ..ops.operands import describe
 from .batch import Batch
+from .calls import check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows
+from .counts import whole
 from .memory import CacheMemory
 from .rotary import rotated
 from .sequences import SequenceTable
+from .state import table_state
+
+UNCOPIED = ("memory", "pages", "windows", "head_scales", "_latest")  # by name: their contents are, or they are a thread's
+
+
+class _Latest(threading.local):
+    """The batch of the handles that a thread named last: a step names them more than once."""
+
+    batch: Batch | None = None
 
 
 class KVCache(CacheMemory):
@@ -54,6 +65,17 @@ class KVCache(CacheMemory):
     twice. Methods take handles or a ``Batch`` of them. Inference only. Raises ``ValueError`` for
     calls that do not fit and ``CacheFull`` when pages or slots run out, both before anything has
     changed.
+
+    **Threads**: any number may call any methods at once, each for sequences of its own. One
+    sequence (a fork is another one) and one ``Batch`` are one thread's at a time, and on a GPU the
+    stream's of that thread: free a sequence, or hand it to another thread, when kernels that were
+    launched for it have ended. ``state``, ``load_state`` and copies are for when no other thread
+    calls.
+
+    **Copies**: ``copy.deepcopy``, ``pickle`` and ``torch.save`` (``torch.load`` with
+    weights_only=False) give an independent cache with the same sequences and handles, and memory of
+    the same size; batches copied along with it belong to it. ``state`` goes into another cache.
+    ``copy.copy`` raises ``TypeError``.
     """
 
     def __init__(
@@ -71,10 +93,10 @@ class KVCache(CacheMemory):
         head_scales: Tensor | None = None,
     ) -> None:
         super().__init__(num_pages, slots, heads_kv, head_dim, format, dtype, page_size, device, num_layers, head_scales)
-        self.max_tokens = num_pages * page_size + RESIDUAL - 1 if max_tokens is None else max_tokens
+        self.max_tokens = num_pages * page_size + RESIDUAL - 1 if max_tokens is None else whole("max_tokens", max_tokens, 1)
         max_pages = max(1, -(-(self.max_tokens // RESIDUAL * RESIDUAL) // page_size))
         self.table = SequenceTable(num_pages, slots, page_size, max_pages)
-        self._batch = Batch(self.table, (), 0, self.device)
+        self._latest = _Latest()
 
     @classmethod
     def contiguous(cls, batch: int, max_tokens: int, heads_kv: int, head_dim: int, **options: Any) -> tuple[KVCache, list[int]]:
@@ -83,7 +105,8 @@ class KVCache(CacheMemory):
 
         ``options`` are the constructor's others.
         """
-        page_size = options.get("page_size", RESIDUAL)
+        page_size = whole("page_size", options.get("page_size", RESIDUAL), 1)
+        batch, max_tokens = whole("batch", batch, 1), whole("max_tokens", max_tokens, 1)
         per_sequence = max(1, -(-(max_tokens // RESIDUAL * RESIDUAL) // page_size))
         cache = cls(batch * per_sequence, batch, heads_kv, head_dim, max_tokens=max_tokens, **options)
         return cache, cache.allocate(batch, max_tokens)
@@ -93,25 +116,29 @@ class KVCache(CacheMemory):
     def allocate(self, count: int = 1, tokens: int = 0) -> list[int]:
         """Handles of ``count`` new, empty sequences; pages for ``tokens`` of each are reserved
         (consecutive ones, in a new cache)."""
-        return self.table.allocate(count, tokens)
+        with self.table.lock:
+            return self.table.allocate(count, tokens)
 
     def free(self, handle: int) -> None:
         """Forget a sequence: its slot is free again, and its pages are unless a fork shares them."""
-        self.table.free(handle)
+        with self.table.lock:
+            self.table.free(handle)
 
     def fork(self, handle: int) -> int:
         """A new sequence with the same tokens. Packed pages are shared; the window is copied, and a
         half-filled page of 256 tokens."""
-        new, copies = self.table.fork(handle)
-        self.copy_pages(copies)
-        self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
+        with self.table.lock:
+            new, copies = self.table.fork(handle)
+            self.copy_pages(copies)
+            self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
         return new
 
     def truncate(self, handle: int, length: int) -> None:
         """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be
         taken apart: ``length`` must be at least the packed length, or a multiple of 128.
         ``revocable_tokens`` says how many can be appended and dropped again."""
-        self.copy_pages(self.table.truncate(handle, length))
+        with self.table.lock:  # until the page is copied: who shares it may free it
+            self.copy_pages(self.table.truncate(handle, length))
 
     def length(self, handle: int) -> int:
         """Tokens of a sequence."""
@@ -142,17 +169,22 @@ class KVCache(CacheMemory):
     def batch(self, sequences: Sequence[int], size: int | None = None) -> Batch:
         """Tensors on the device that describe ``sequences`` to the ops; ``size`` rows (default: as
         many), the last ones empty."""
-        return Batch(self.table, sequences, len(sequences) if size is None else size, self.device)
+        made = Batch(self.table, (), len(sequences) if size is None else whole("size", size, 0), self.device)
+        made.assign(sequences)
+        return made
 
     def advance(self, sequences: Sequence[int] | Batch, counts: int | Sequence[int] = 1) -> Batch:
         """Make room for ``counts`` new tokens of each sequence and set lengths, tables and rows of
         the batch: once a step, before ``append`` writes them in every layer. Host work and at most
         two small copies to the device; not to be captured."""
         batch = self._as_batch(sequences)
-        wanted = [counts] * len(batch.handles) if isinstance(counts, int) else list(counts)
-        self.table.extend(batch.handles, wanted)
-        batch.update(wanted)
-        return batch
+        if type(counts) is int:
+            return self._advance(batch, [counts] * len(batch.handles))
+        try:
+            given = list(counts)  # type: ignore[arg-type]
+        except TypeError:  # one for all
+            given = [counts] * len(batch.handles)
+        return self._advance(batch, [whole("a number of new tokens", count, 0) for count in given])
 
     def append(
         self,
@@ -171,13 +203,14 @@ class KVCache(CacheMemory):
         or as ``cu_seqlens`` says ([batch + 1] numbers on the host); or [batch, rows, heads_kv,
         head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half" or
         "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been
-        advanced by the rows to write. With ``dependent`` the preceding kernel may write anything.
+        advanced by the rows to write, once for each layer, and rows beyond these are padding. With
+        ``dependent`` the preceding kernel may write anything.
         """
-        k, v = self._rows("k", k), self._rows("v", v)
+        shape, k, v = k.shape, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        self._check_rows(batch, k, v, counts, cos_sin, layer)
+        check_rows(self, batch, k, v, shape, counts, cos_sin, rotary, layer)
         if counts is not None:
-            self.advance(batch, counts)
+            self._advance(batch, counts)
         try:
             self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent)
         except Exception:
@@ -198,7 +231,7 @@ class KVCache(CacheMemory):
         dependent: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's
-        newest tokens attends to it.
+        newest tokens, in the cache's dtype, attends to it.
 
         Arguments and results as ``tilebit.attention.decode``. Empty rows of a ``Batch`` give 0.
         With ``dependent`` the preceding kernel may be ``append``, since ``advance`` settles lengths
@@ -208,15 +241,31 @@ class KVCache(CacheMemory):
         tokens of each sequence.
         """
         batch = self._as_batch(sequences)
-        self._check_layer(layer)
-        if q.ndim == 4 and q.shape[0] != batch.size:
-            raise ValueError(f"q is {describe(q)}; accepted: {batch.size} rows [batch, q_len, heads_q, head_dim], one for each sequence")
+        check_layer(self, layer)
+        q_len = check_query(self, batch, q)
         changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
-        early = dependent and not changed and q.ndim == 4 and batch.most_new <= q.shape[1]
+        early = dependent and not changed and batch.most_new <= q_len
         return ops.DECODE(
             q, self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, batch.lengths, self.scales(layer), sinks,
             self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse, early,
         )  # fmt: skip
+
+    def check_attend(
+        self,
+        sequences: Sequence[int] | Batch,
+        q: Tensor,
+        sinks: Tensor | None,
+        scale: float | None,
+        window: int,
+        sink_tokens: int,
+        soft_cap: float,
+        layer: int,
+    ) -> None:
+        """Raise ``ValueError`` for arguments that ``attend`` refuses, for who changes something
+        before."""
+        check_layer(self, layer)
+        check_query(self, self._as_batch(sequences), q)
+        check_scores(self, q.shape[2], sinks, scale, window, sink_tokens, soft_cap)
 
     def prefill(
         self,
@@ -244,13 +293,13 @@ class KVCache(CacheMemory):
         Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
         lengths decide its shapes.
         """
-        k, v = self._rows("k", k), self._rows("v", v)
+        shape, k, v = k.shape, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        self._check_rows(batch, k, v, counts, cos_sin, layer)
-        if q.ndim != 3 or q.shape[0] != k.shape[0] or q.shape[2] != self.head_dim:
-            raise ValueError(f"q is {describe(q)}; accepted: [{k.shape[0]}, heads_q, {self.head_dim}], rows like k's {k.shape[0]}")
+        check_rows(self, batch, k, v, shape, counts, cos_sin, rotary, layer)
+        check_query_rows(self, q, k.shape[0])
+        check_scores(self, q.shape[1], sinks, scale, window, sink_tokens, soft_cap)
         if counts is not None:
-            self.advance(batch, counts)
+            self._advance(batch, counts)
         try:
             batch.refresh()
             if cos_sin is not None:
@@ -268,7 +317,7 @@ class KVCache(CacheMemory):
         """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds,
         dequantized."""
         batch = self._as_batch(sequences)
-        self._check_layer(layer)
+        check_layer(self, layer)
         batch.refresh()
         lengths = [self.length(handle) for handle in batch.handles]
         bounds = torch.tensor([0, *lengths, *[0] * (batch.size - len(lengths))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -283,18 +332,53 @@ class KVCache(CacheMemory):
     def state(self) -> dict[str, Any]:
         """Everything that ``load_state`` of such a cache needs, with copies of the pages and
         windows in use: fit for ``torch.save``."""
-        used = sorted({page for s in self.table.sequences.values() for page in s.pages})
-        slots = [s.slot for s in self.table.sequences.values()]
-        return {"config": self.config(), "table": self.table.state(), **self.kept(used, slots)}
+        with self.table.lock:
+            return {"config": self.config(), "table": self.table.state(), **self._kept()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Hold what the cache held when ``state`` was taken; handles are the ones of then. This
         cache must have the same format, page size, dtype, heads and layers, and at least the pages
-        and slots in use; its own sequences are gone. Raises ``ValueError``."""
-        if state["config"] != self.config():
-            raise ValueError(f"the state is of a cache {state['config']}; accepted here: {self.config()}")
-        self.table.load_state(state["table"])
-        self.restore(state)
+        and slots in use; its own sequences are gone. Raises ``ValueError`` for anything else, and
+        for a state that does not fit together, before anything has changed."""
+        config = state.get("config") if isinstance(state, dict) else None
+        if config != self.config():
+            raise ValueError(f"the state is of a cache {config}; accepted here: {self.config()}")
+        table = table_state(state.get("table"), self.table)
+        kept = self.checked(state, table.holders, [slot for _, slot, _, _ in table.rows])
+        with self.table.lock:
+            self.restore(kept)
+            self.table.become(table)
+
+    def _kept(self) -> dict[str, Any]:
+        live = self.table.sequences.values()
+        return self.kept(sorted({page for s in live for page in s.pages}), [s.slot for s in live])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the pages and windows in use. Views of one memory would come
+        apart in a copy, so they are made anew."""
+        held = {name: value for name, value in self.__dict__.items() if name not in UNCOPIED}
+        return {**held, "kept": self._kept()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = state["kept"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "kept"})
+        device = kept["windows"][1].device  # ``torch.load`` may have moved it
+        self._allocate(self.table.num_pages, self.table.slots, device)
+        self.head_scales = kept["head_scales"]
+        self.restore(kept)
+        self._latest = _Latest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        with self.table.lock:
+            state = self.__getstate__()
+            kept = state.pop("kept")  # copies already
+            made.__setstate__({**copy.deepcopy(state, memo), "kept": kept})
+        return made
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("copy.copy of a KVCache would share its sequences or its memory; accepted: copy.deepcopy, which shares nothing, or "
+                        "state() and load_state()")  # fmt: skip
 
     def __repr__(self) -> str:
         used = self.table.num_pages - self.free_pages
@@ -309,15 +393,16 @@ class KVCache(CacheMemory):
         return self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, lengths
 
     def _as_batch(self, sequences: Sequence[int] | Batch) -> Batch:
-        """A list of handles as a batch; the latest one is kept, since a step uses it more than
-        once."""
+        """A list of handles as a batch; each thread's latest one is kept, since a step uses it more
+        than once."""
         if isinstance(sequences, Batch):
             if sequences.table is not self.table:
                 raise ValueError("the batch belongs to another cache; accepted: one that this cache's batch() returned")
             return sequences
-        if self._batch.handles != tuple(sequences):
-            self._batch = self.batch(sequences)
-        return self._batch
+        latest = self._latest.batch
+        if latest is None or latest.handles != tuple(sequences):
+            latest = self._latest.batch = Batch(self.table, sequences, len(sequences), self.device)
+        return latest
 
     def _begin(
         self, sequences: Sequence[int] | Batch, rows: int, cu_seqlens: Sequence[int] | Tensor | None
@@ -332,47 +417,20 @@ class KVCache(CacheMemory):
             raise ValueError(
                 f"this cache has {self.num_layers} layers; accepted: batch = advance(handles, counts) once, then each layer with it"
             )
-        if cu_seqlens is None:
-            if len(batch.handles) == 0 or rows % len(batch.handles):
-                raise ValueError(f"k has {rows} rows for {len(batch.handles)} sequences; accepted: as many for each, or with cu_seqlens")
-            return batch, [rows // len(batch.handles)] * len(batch.handles)
-        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-        counts = [end - start for start, end in pairwise(bounds)]
-        if len(counts) != len(batch.handles) or bounds[0] != 0 or bounds[-1] != rows or min(counts, default=0) < 0:
-            raise ValueError(
-                f"cu_seqlens is {bounds[:10]}; accepted: {len(batch.handles) + 1} numbers from 0 to k's {rows} rows, none below the last"
-            )
-        return batch, counts
+        return batch, counts_of(batch, rows, cu_seqlens)
+
+    def _advance(self, batch: Batch, counts: list[int]) -> Batch:
+        with self.table.lock:
+            self.table.extend(batch.handles, counts)
+            batch.update(counts)
+        return batch
 
     def _take_back(self, batch: Batch, counts: list[int] | None) -> None:
         """Undo what this call advanced a batch by, so that a failed call changes no length."""
         if counts is not None:
-            self.table.retract(batch.handles, counts)
-            batch.update([0] * len(counts))
-
-    def _rows(self, name: str, rows: Tensor) -> Tensor:
-        flat = rows.flatten(0, 1) if rows.ndim == 4 else rows
-        if flat.ndim != 3 or flat.shape[1:] != (self.heads_kv, self.head_dim) or rows.dtype != self.dtype or rows.device != self.device:
-            raise ValueError(
-                f"{name} is {describe(rows)}; accepted: {self.dtype} [tokens, {self.heads_kv}, {self.head_dim}] or [batch, rows, "
-                f"{self.heads_kv}, {self.head_dim}] on {self.device}"
-            )
-        return flat
-
-    def _check_rows(self, batch: Batch, k: Tensor, v: Tensor, counts: list[int] | None, cos_sin: Tensor | None, layer: int) -> None:
-        self._check_layer(layer)
-        if k.shape != v.shape:
-            raise ValueError(f"k is {describe(k)} and v {describe(v)}; accepted: the same shape")
-        if counts is None and k.shape[0] < sum(batch.counts):
-            raise ValueError(f"k has {k.shape[0]} rows and the batch was advanced by {sum(batch.counts)}; accepted: at least as many")
-        added = counts if counts is not None else [0] * len(batch.handles)
-        longest = max((self.length(h) + n for h, n in zip(batch.handles, added, strict=True)), default=0)
-        if cos_sin is not None and (cos_sin.ndim != 2 or cos_sin.shape[0] < longest or cos_sin.shape[1] != self.head_dim):
-            raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: float32 [{longest} positions or more, {self.head_dim}]")
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer is {layer}; accepted: 0 to {self.num_layers - 1}")
+            with self.table.lock:
+                self.table.retract(batch.handles, counts)
+                batch.update([0] * len(counts))
 
     def _write(self, batch: Batch, k: Tensor, v: Tensor, cos_sin: Tensor | None, rotary: str, layer: int, dependent: bool = False) -> None:
         batch.refresh()
@@ -380,6 +438,8 @@ class KVCache(CacheMemory):
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
             self.scales(layer), cos_sin, self.format.name, self.page_size, rotary, dependent,
         )  # fmt: skip
+        if batch.most_new:
+            batch.written.add(layer)
 
     def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the

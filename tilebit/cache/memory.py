@@ -3,7 +3,7 @@ allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from ..layouts.kv import ORDER, KVLayout, window_words
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
 from ..ops.operands import describe
+from .counts import whole
+from .state import ORIGIN, rows_of
 
 ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
 
@@ -40,20 +42,22 @@ class CacheMemory:
         head_scales: Tensor | None,
     ) -> None:
         for name, value in (("num_pages", num_pages), ("slots", slots), ("heads_kv", heads_kv), ("num_layers", num_layers)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; accepted: whole numbers from 1")
+            whole(name, value, 1)
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype is {dtype}; accepted: torch.float16 and torch.bfloat16")
         self.format = KVFormat.from_name(format) if isinstance(format, str) else format
         self.layout = KVLayout(self.format, head_dim, page_size)
         self.heads_kv, self.head_dim, self.page_size, self.dtype, self.num_layers = heads_kv, head_dim, page_size, dtype, num_layers
-        sizes = (num_pages * heads_kv * self.layout.page_words, slots * heads_kv * window_words(head_dim))
-        padded = [-(-size // ALIGNED_WORDS) * ALIGNED_WORDS for size in sizes]
-        self.memory = torch.zeros(num_layers, sum(padded), dtype=torch.int32, device=device)
-        self.device = self.memory.device
-        self.pages = tuple(layer[: sizes[0]].view(num_pages, heads_kv, -1) for layer in self.memory)
-        self.windows = tuple(layer[padded[0] :][: sizes[1]].view(slots, heads_kv, -1) for layer in self.memory)
+        self._allocate(num_pages, slots, device)
         self.head_scales = self._checked_scales(head_scales)
+
+    def _allocate(self, num_pages: int, slots: int, device: torch.device | str) -> None:
+        sizes = (num_pages * self.heads_kv * self.layout.page_words, slots * self.heads_kv * window_words(self.head_dim))
+        padded = [-(-size // ALIGNED_WORDS) * ALIGNED_WORDS for size in sizes]
+        self.memory = torch.zeros(self.num_layers, sum(padded), dtype=torch.int32, device=device)
+        self.device = self.memory.device
+        self.pages = tuple(layer[: sizes[0]].view(num_pages, self.heads_kv, -1) for layer in self.memory)
+        self.windows = tuple(layer[padded[0] :][: sizes[1]].view(slots, self.heads_kv, -1) for layer in self.memory)
 
     @property
     def memory_per_token(self) -> int:
@@ -88,10 +92,20 @@ class CacheMemory:
             "head_scales": None if self.head_scales is None else self.head_scales.clone(),
         }
 
+    def checked(self, kept: dict[str, Any], pages: Iterable[int], slots: Iterable[int]) -> dict[str, Any]:
+        """``kept`` as ``restore`` takes it, all of ``pages`` and ``slots`` among it, on this
+        device. Raises ``ValueError``; changes nothing."""
+        scales = kept.get("head_scales")
+        if (scales is None) != (self.head_scales is None):
+            raise ValueError(f"the state {'lacks' if scales is None else 'has'} head_scales; {ORIGIN}")
+        held = {"pages": rows_of(kept, "pages", pages, self.pages), "windows": rows_of(kept, "windows", slots, self.windows)}
+        return {**held, "head_scales": self._checked_scales(scales)}
+
     def restore(self, kept: dict[str, Any]) -> None:
+        """Hold what ``kept`` returned, checked."""
         for own, (index, values) in ((self.pages, kept["pages"]), (self.windows, kept["windows"])):
             for layer, layer_values in zip(own, values, strict=True):
-                layer[index] = layer_values.to(self.device)
+                layer[index] = layer_values
         if self.head_scales is not None:
             self.head_scales.copy_(kept["head_scales"])
 
@@ -107,9 +121,12 @@ class CacheMemory:
             return None
         if given is None:
             return torch.ones(shape, dtype=torch.float32, device=self.device)
-        if given.dtype != torch.float32 or given.shape not in (shape, shape[1:]):
-            raise ValueError(f"head_scales are {describe(given)}; accepted: float32 {list(shape[1:])} or {list(shape)}")
-        return given.to(self.device).expand(shape).contiguous()
+        if not isinstance(given, Tensor) or given.dtype != torch.float32 or given.shape not in (shape, shape[1:]):
+            got = describe(given) if isinstance(given, Tensor) else repr(given)
+            raise ValueError(f"head_scales are {got}; accepted: float32 {list(shape[1:])} or {list(shape)}")
+        if not bool(((given > 0) & torch.isfinite(given) & torch.isfinite(1 / given)).all()):
+            raise ValueError(f"head_scales are {given.tolist()}; accepted: finite numbers above 0, whose reciprocals are finite, too")
+        return given.detach().to(self.device).expand(shape).clone(memory_format=torch.contiguous_format)  # the caller may change its own
 
     def scales(self, layer: int) -> Tensor | None:
         return None if self.head_scales is None else self.head_scales[layer]

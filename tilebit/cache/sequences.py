@@ -7,11 +7,14 @@ one exception, a page of 256 tokens that is half filled, is copied instead.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..layouts.kv import RESIDUAL
+from .counts import whole
+from .state import TableState
 
 
 class CacheFull(RuntimeError):
@@ -22,13 +25,14 @@ class CacheFull(RuntimeError):
 @dataclass(slots=True)
 class CachedSequence:
     """One sequence: its slot (row of the windows), its tokens, the pages of its packed tokens in
-    order (some may be reserved and not filled yet), and the table's version when these last
-    changed."""
+    order (some may be reserved and not filled yet), and the table's version when these and when its
+    length last changed."""
 
     slot: int
     length: int = 0
     pages: list[int] = field(default_factory=list)
     repaged: int = 0
+    resized: int = 0
 
 
 class SequenceTable:
@@ -36,20 +40,27 @@ class SequenceTable:
     tokens and ``slots`` windows; no sequence takes more than ``max_pages`` pages.
 
     Handles are integers that are never used twice. Every method does all that it says or raises and
-    changes nothing. ``version`` grows with every change.
+    changes nothing. ``version`` grows with every change. Threads that share a table hold ``lock``
+    around its methods, and around what must go with them (copies of pages).
     """
 
     def __init__(self, num_pages: int, slots: int, page_size: int, max_pages: int) -> None:
         self.num_pages, self.slots, self.page_size, self.max_pages = num_pages, slots, page_size, max_pages
-        self._clear()
-
-    def _clear(self) -> None:
         self.sequences: dict[int, CachedSequence] = {}
-        self.references = [0] * self.num_pages
-        self._free_pages = list(range(self.num_pages))[::-1]  # taken from the end: a fresh cache hands out 0, 1, 2, ...
-        self._free_slots = list(range(self.slots))[::-1]
+        self.references = [0] * num_pages
+        self._free_pages = list(range(num_pages))[::-1]  # taken from the end: a fresh cache hands out 0, 1, 2, ...
+        self._free_slots = list(range(slots))[::-1]
         self._next = 0
         self.version = 0
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold all but the lock."""
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.RLock()
 
     @property
     def free_pages(self) -> int:
@@ -61,7 +72,10 @@ class SequenceTable:
 
     def sequence(self, handle: int) -> CachedSequence:
         """The live sequence ``handle``. Raises ``ValueError``."""
-        found = self.sequences.get(handle)
+        try:
+            found = self.sequences.get(handle)
+        except TypeError:  # a list
+            found = None
         if found is None:
             what = "was freed" if isinstance(handle, int) and 0 <= handle < self._next else "is no handle of this cache"
             raise ValueError(f"sequence {handle!r} {what}; accepted: handles that allocate or fork returned and free has not taken back")
@@ -73,8 +87,7 @@ class SequenceTable:
 
     def allocate(self, count: int, tokens: int = 0) -> list[int]:
         """``count`` empty sequences, each with pages reserved for ``tokens`` tokens."""
-        if count < 0 or tokens < 0:
-            raise ValueError(f"got {count} sequences of {tokens} tokens; accepted: numbers from 0")
+        count, tokens = whole("the number of sequences", count, 0), whole("the number of their tokens", tokens, 0)
         if count > self.free_slots:
             raise CacheFull(f"{count} sequences need as many slots and {self.free_slots} of {self.slots} are free; free sequences first")
         pages = self.pages_for(tokens)
@@ -90,9 +103,10 @@ class SequenceTable:
     def extend(self, handles: Sequence[int], counts: Sequence[int]) -> None:
         """Make each sequence longer by as many tokens as ``counts`` says, with pages for what will
         be packed."""
-        if len(handles) != len(counts) or any(count < 0 for count in counts):
+        if len(handles) != len(counts) or not all([type(count) is int and count >= 0 for count in counts]):
             raise ValueError(
-                f"got {len(counts)} numbers of new tokens ({list(counts)[:8]}) for {len(handles)} sequences; accepted: one from 0"
+                f"got {len(counts)} numbers of new tokens ({list(counts)[:8]}) for {len(handles)} sequences; accepted: for each a whole "
+                f"number from 0"
             )
         if len(set(handles)) != len(handles):
             raise ValueError(f"a sequence is named twice in {list(handles)}; accepted: every sequence once")
@@ -104,7 +118,9 @@ class SequenceTable:
             wanted.append((sequence, count, max(0, pages - len(sequence.pages))))
         self._check_free(sum(pages for _, _, pages in wanted), f"{sum(counts)} tokens")
         for sequence, count, pages in wanted:
-            sequence.length += count
+            if count:
+                sequence.length += count
+                sequence.resized = self.version + 1
             if pages:
                 sequence.pages += self._take(pages)
                 sequence.repaged = self.version + 1
@@ -113,9 +129,11 @@ class SequenceTable:
     def retract(self, handles: Sequence[int], counts: Sequence[int]) -> None:
         """Take back an ``extend`` of whose tokens none was written; pages stay with their
         sequences."""
-        for handle, count in zip(handles, counts, strict=True):
-            self.sequence(handle).length -= count
         self.version += 1
+        for handle, count in zip(handles, counts, strict=True):
+            sequence = self.sequence(handle)
+            sequence.length -= count
+            sequence.resized = self.version
 
     def fork(self, handle: int) -> tuple[int, list[tuple[int, int]]]:
         """(handle of a sequence with the same tokens, pages to copy as (from, to)). It shares the
@@ -138,7 +156,7 @@ class SequenceTable:
         """Drop every token from ``length`` on; returns pages to copy as (from, to). Packed tokens
         cannot be taken apart: accepted are the lengths from the packed length on, and multiples of
         128."""
-        sequence = self.sequence(handle)
+        sequence, length = self.sequence(handle), whole("length", length)
         packed = sequence.length // RESIDUAL * RESIDUAL
         if not 0 <= length <= sequence.length or (length < packed and length % RESIDUAL):
             raise ValueError(
@@ -146,18 +164,19 @@ class SequenceTable:
                 f"{packed} to {sequence.length}, or a smaller multiple of {RESIDUAL}. Tokens that may be dropped again must not fill the "
                 f"residual window: append at most revocable_tokens(handle) of them"
             )
+        if length == sequence.length:
+            return []
         if length >= packed:
-            sequence.length = length
             self.version += 1
+            sequence.length, sequence.resized = length, self.version
             return []
         keep = self.pages_for(length)
         shared = length % self.page_size and self.references[sequence.pages[keep - 1]] > 1  # its second half will be written again
         self._check_free(int(bool(shared)), "a copy of the page that forks share")
         self._give_back(sequence.pages[keep:])
         del sequence.pages[keep:]
-        sequence.length = length
         self.version += 1
-        sequence.repaged = self.version
+        sequence.length, sequence.repaged, sequence.resized = length, self.version, self.version
         if not shared:
             return []
         old = sequence.pages[-1]
@@ -178,25 +197,17 @@ class SequenceTable:
         rows = [[handle, s.slot, s.length, list(s.pages)] for handle, s in self.sequences.items()]
         return {"sequences": rows, "next": self._next}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Become the table that ``state`` was taken of. Raises ``ValueError`` when its pages or
-        slots do not exist here."""
-        pages = [page for _, _, _, pages in state["sequences"] for page in pages]
-        slots = [slot for _, slot, _, _ in state["sequences"]]
-        longest = max((len(row[3]) for row in state["sequences"]), default=0)
-        if max(pages, default=-1) >= self.num_pages or max(slots, default=-1) >= self.slots or longest > self.max_pages:
-            raise ValueError(
-                f"the state uses page {max(pages, default=-1)}, slot {max(slots, default=-1)} and {longest} pages for a sequence; this "
-                f"cache has {self.num_pages} pages, {self.slots} slots and {self.max_pages} pages for a sequence: make it as large"
-            )
-        version = self.version
-        self._clear()
-        self.sequences = {handle: CachedSequence(slot, length, list(own), version + 1) for handle, slot, length, own in state["sequences"]}
-        for page in pages:
-            self.references[page] += 1
-        self._free_pages = [page for page in self._free_pages if not self.references[page]]
-        self._free_slots = [slot for slot in self._free_slots if slot not in set(slots)]
-        self._next, self.version = state["next"], version + 1
+    def become(self, state: TableState) -> None:
+        """Be the table that ``state.table_state`` has read and found right. Handles that were given out here are not given
+        out again."""
+        self.version += 1
+        now = self.version
+        self.sequences = {handle: CachedSequence(slot, length, pages, now, now) for handle, slot, length, pages in state.rows}
+        self.references = [state.holders.get(page, 0) for page in range(self.num_pages)]
+        taken = {slot for _, slot, _, _ in state.rows}
+        self._free_pages = [page for page in reversed(range(self.num_pages)) if not self.references[page]]
+        self._free_slots = [slot for slot in reversed(range(self.slots)) if slot not in taken]
+        self._next = max(self._next, state.next)
 
     def _check_table(self, pages: int, tokens: int) -> None:
         if pages > self.max_pages:

@@ -40,7 +40,7 @@ def test_json_of_a_gemm_and_of_neither():
         ("page_size", 48, "page_size is 48; accepted: 16, 32"),
         ("dtype", "float32", "accepted: 'float16', 'bfloat16'"),
         ("rotary", "quarter", "accepted: '', 'half', 'interleaved'"),
-        ("batch", -1, "batch is -1; accepted: numbers from 0"),
+        ("batch", -1, "batch is -1; accepted: finite numbers from 0"),
         ("soft_cap", float("nan"), "soft_cap is nan"),
         ("heads_kv", 5, "heads_q is 32 and heads_kv 5; accepted: heads_q a multiple"),
         ("scale", 0.0, "scale is 0.0; accepted: a number above 0"),

@@ -1,0 +1,137 @@
+"""What calls of a cache are given, compared with what the cache was made for, before anything
+changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..layouts.kv_formats import KVFormat
+from ..ops.dispatch import DTYPE_NAMES
+from ..ops.operands import describe
+from ..schedules.attention.workload import AttentionWorkload
+from .batch import Batch
+from .counts import whole
+from .rotary import KINDS
+
+if TYPE_CHECKING:
+    from .kvcache import KVCache
+
+
+def check_layer(cache: KVCache, layer: int) -> None:
+    if type(layer) is not int or not 0 <= layer < cache.num_layers:
+        whole("layer", layer, 0, cache.num_layers - 1)
+
+
+def flat_rows(cache: KVCache, name: str, rows: Tensor) -> Tensor:
+    """[tokens, heads_kv, head_dim] of new keys or values, which may come as [batch, rows, ...]."""
+    flat = rows.flatten(0, 1) if rows.ndim == 4 else rows
+    if flat.ndim != 3 or flat.shape[1:] != (cache.heads_kv, cache.head_dim) or rows.dtype != cache.dtype or rows.device != cache.device:
+        raise ValueError(
+            f"{name} is {describe(rows)}; accepted: {cache.dtype} [tokens, {cache.heads_kv}, {cache.head_dim}] or [batch, rows, "
+            f"{cache.heads_kv}, {cache.head_dim}] on {cache.device}"
+        )
+    return flat
+
+
+def counts_of(batch: Batch, rows: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:
+    """How many of ``rows`` new rows each sequence of ``batch`` gets."""
+    live = len(batch.handles)
+    if cu_seqlens is None:
+        if live == 0 or rows % live:
+            raise ValueError(f"k has {rows} rows for {live} sequences; accepted: as many for each, or with cu_seqlens")
+        return [rows // live] * live
+    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    bounds = [whole("a number of cu_seqlens", bound) for bound in given]
+    counts = [end - start for start, end in pairwise(bounds)]
+    if len(counts) != live or bounds[0] != 0 or bounds[-1] != rows or min(counts, default=0) < 0:
+        raise ValueError(f"cu_seqlens is {bounds[:10]}; accepted: {live + 1} numbers from 0 to k's {rows} rows, none below the last")
+    return counts
+
+
+def check_rows(
+    cache: KVCache,
+    batch: Batch,
+    k: Tensor,
+    v: Tensor,
+    shape: Sequence[int],
+    counts: list[int] | None,
+    cos_sin: Tensor | None,
+    rotary: str,
+    layer: int,
+) -> None:
+    """New rows ``k`` and ``v``, ``shape`` as they were given, of which each sequence gets as many
+    as ``counts`` says (None: what the batch was advanced by)."""
+    check_layer(cache, layer)
+    if k.shape != v.shape:
+        raise ValueError(f"k is {describe(k)} and v {describe(v)}; accepted: the same shape")
+    if counts is None:
+        batch.refresh()
+        batch.reject_rows(layer)
+        if k.shape[0] < sum(batch.counts):
+            raise ValueError(f"k has {k.shape[0]} rows and the batch was advanced by {sum(batch.counts)}; accepted: at least as many")
+    added = batch.counts if counts is None else counts
+    if len(shape) == 4 and any(added) and (shape[0] < len(added) or any(count != shape[1] for count in added)):
+        raise ValueError(
+            f"k is {list(shape)} and the sequences get {added[:10]} rows; accepted: [batch, rows, heads_kv, head_dim] with as many rows "
+            f"for each of {len(added)} sequences, or [tokens, heads_kv, head_dim]"
+        )
+    if cos_sin is None:
+        if rotary not in ("", KINDS[0]):  # the default
+            raise ValueError(f"rotary is {rotary!r} and cos_sin is None; accepted: cos_sin with it, which says by how much k is turned")
+        return
+    if rotary not in KINDS:
+        raise ValueError(f"rotary is {rotary!r}; accepted: 'half' and 'interleaved'")
+    longest = max((cache.length(h) + (0 if counts is None else n) for h, n in zip(batch.handles, added, strict=True)), default=0)
+    fits = cos_sin.ndim == 2 and cos_sin.shape[0] >= longest and cos_sin.shape[1] == cache.head_dim
+    if not fits or cos_sin.dtype != torch.float32 or cos_sin.device != cache.device:
+        accepted = f"float32 [{longest} positions or more, {cache.head_dim}] on {cache.device}"
+        raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: {accepted}")
+
+
+def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:
+    """q_len of ``q`` for each sequence's newest tokens."""
+    try:
+        size, q_len, _, head_dim = q.shape  # at once: asking again costs host time
+    except ValueError:
+        size = q_len = head_dim = -1
+    if size != batch.size or head_dim != cache.head_dim or q.dtype is not cache.dtype or q.device != cache.device:
+        _reject_query(cache, q, f"[{batch.size}, q_len, heads_q, {cache.head_dim}]")
+    return q_len
+
+
+def check_query_rows(cache: KVCache, q: Tensor, rows: int) -> None:
+    """``q`` of ``rows`` new rows."""
+    if q.dtype is not cache.dtype or q.ndim != 3 or q.shape[0] != rows or q.shape[2] != cache.head_dim or q.device != cache.device:
+        _reject_query(cache, q, f"[{rows}, heads_q, {cache.head_dim}]")
+
+
+def _reject_query(cache: KVCache, q: Tensor, shape: str) -> NoReturn:
+    raise ValueError(
+        f"q is {describe(q)}; accepted: {cache.dtype} {shape} on {cache.device}, as this cache was made, with heads_q a multiple of "
+        f"{cache.heads_kv}"
+    )
+
+
+def check_scores(
+    cache: KVCache, heads_q: int, sinks: Tensor | None, scale: float | None, window: int, sink_tokens: int, soft_cap: float
+) -> None:
+    """What attention says of its scores, for calls that change something before they attend."""
+    _check_options(heads_q, cache.heads_kv, cache.head_dim, DTYPE_NAMES[cache.dtype], window, sink_tokens, soft_cap, scale)
+    if sinks is not None and (sinks.dtype != torch.float32 or tuple(sinks.shape) != (heads_q,) or sinks.device != cache.device):
+        raise ValueError(f"sinks is {describe(sinks)}; accepted: float32 [{heads_q}] on {cache.device}")
+
+
+@lru_cache(maxsize=64, typed=True)
+def _check_options(
+    heads_q: int, heads_kv: int, head_dim: int, dtype: str, window: int, sink_tokens: int, soft_cap: float, scale: float | None
+) -> None:
+    """The workload says what is accepted."""
+    window, sink_tokens = whole("window", window, 0), whole("sink_tokens", sink_tokens, 0)
+    sizes = (1, 1, 1, heads_q, heads_kv, head_dim)
+    AttentionWorkload("prefill", *sizes, KVFormat(), dtype, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, scale=scale)

@@ -4,7 +4,7 @@
     git archive COMMIT tilebit layouts schedules tiles autotune | tar -x -C TREE
     TILEBIT_COMMIT_BEFORE=COMMIT python -m results.measure.versions --before TREE [--budget 560]
 
-For each point (a product, or a decode step over a low-bit cache) both trees compile the kernel that
+For each point (a product, a decode step over a low-bit cache, or a prefill) both trees compile the kernel that
 they choose themselves ("chosen"), and where they choose different schedules this one also compiles
 the other's ("forced"). One process then verifies them, compares their bits and times them in
 alternation, in orders that are drawn, beside a copy of the kernel before ("again"), which says how
@@ -36,7 +36,7 @@ from tilebit.tiles.compiler.cache import default_root
 
 from ..report.rows import ROWS, json_rows
 from ..report.versions import VERSIONS_FIELDS, versions_section
-from .versions_points import Point, compile_all, decode, gemm, rows_of, with_a_copy
+from .versions_points import Point, compile_all, decode, gemm, prefill, rows_of, with_a_copy
 from .versions_process import AFTER, BEFORE, measured
 from .versions_trees import BudgetOver, Tree, host_times
 
@@ -46,7 +46,8 @@ SHAPES = ((4096, 4096), (6144, 4096), (4096, 14336), (10240, 8192), (28672, 4096
 MS = (1, 4, 16, 64, 256, 1024)
 DECODE = ((1, 32768), (1, 131072), (8, 8192), (32, 4096), (64, 2048), (128, 1024))  # batch, kv_len
 CACHES = ("kv8", "kv4", "kv2")
-CPU_SHAPES, CPU_MS, CPU_DECODE = ((4096, 4096), (14336, 4096)), (1, 32), ((8, 1024),)
+PREFILL = ((1, 4096), (8, 1024))  # batch, length
+CPU_SHAPES, CPU_MS, CPU_DECODE, CPU_PREFILL = ((4096, 4096), (14336, 4096)), (1, 32), ((8, 1024),), ()
 HOST_WEIGHTS = ((256, 256), (512, 4096))
 HOST_ROUNDS = 40
 HOST = "host"
@@ -156,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ms", help="rows of x, 1,64 (default: six)")
     parser.add_argument("--decode", help="batch x kv_len, 1x32768,8x8192, or none (default: six)")
     parser.add_argument("--caches", default=",".join(CACHES), help="of decode (default: %(default)s)")
+    parser.add_argument("--prefill", help="batch x length, 1x4096, or none (default: two)")
     parser.add_argument("--again", action="store_true", help="measure what has rows of these two commits, too")
     parser.add_argument("--no-host", action="store_true", help="do not take the host's time")
     parser.add_argument("--budget", type=float, default=float(1 << 20), help="seconds; run it again to continue")
@@ -179,6 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ms = [int(m) for m in options.ms.split(",")] if options.ms else (MS if target.is_cuda else CPU_MS)
         points = [Point(gemm(n, k, m), {}) for n, k in shapes for m in ms]
         points += [Point(decode(*case, cache), {}) for case in cases for cache in options.caches.split(",")]
+        prompts = _pairs("--prefill", options.prefill, PREFILL if target.is_cuda else CPU_PREFILL)
+        points += [Point(prefill(*prompt), {}) for prompt in prompts]
         for p in points:
             workload_from_json(p.workload)
     except ValueError as error:

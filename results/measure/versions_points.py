@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.operations import workload_from_json
 from tilebit.schedules.schedule import Schedule
 
@@ -27,10 +28,18 @@ def decode(batch: int, kv_len: int, cache: str) -> dict[str, Any]:
     """One new token for each of ``batch`` sequences, heads 32/8 of 128, over a cache "kv8", "kv4"
     or "kv2" with parameters per channel; in the form in which workloads were stored, as above."""
     code = f"int{cache.removeprefix('kv')}"
-    sizes = {"batch": batch, "q_len": 1, "kv_len": kv_len, "heads_q": 32, "heads_kv": 8, "head_dim": 128}
+    return _attention("decode", batch, 1, kv_len, {"key": code, "value": code, "key_scales": "channel"})
+
+
+def prefill(batch: int, length: int) -> dict[str, Any]:
+    """Causal attention among ``length`` rows of each of ``batch`` sequences, heads 32/8 of 128."""
+    return _attention("prefill", batch, length, length, KVFormat().to_json())
+
+
+def _attention(op: str, batch: int, q_len: int, kv_len: int, format: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "heads_q": 32, "heads_kv": 8, "head_dim": 128}
     scores = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False, "rotary": ""}
-    format = {"key": code, "value": code, "key_scales": "channel"}
-    return {"op": "decode", **sizes, "format": format, "dtype": "float16", "page_size": 128, **scores}
+    return {"op": op, **sizes, "format": format, "dtype": "float16", "page_size": 128, **scores}
 
 
 @dataclass(slots=True)

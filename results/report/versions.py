@@ -76,12 +76,13 @@ def _classes(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     and program; then equal schedules."""
     chosen = [row for row in rows if row["kind"] == "chosen"]
     gemms = [row for row in chosen if row["workload"]["op"] == "gemm"]
-    others = [row for row in chosen if row["workload"]["op"] != "gemm"]
+    others = [row for row in chosen if row["workload"]["op"] == "decode"]
     classes = {"product": gemms}
     classes |= {f"product, {band}": [r for r in gemms if first <= r["workload"]["m"] <= last] for band, first, last in BANDS}
     classes["decode"] = others
     for row in others:
         classes.setdefault(f"decode, {row['workload']['format']['key']} cache", []).append(row)
+    classes["prefill"] = [row for row in chosen if row["workload"]["op"] == "prefill"]
     for row in sorted(chosen, key=lambda row: row["schedule_after"]["program"]):
         classes.setdefault(f"`{row['schedule_after']['program']}`", []).append(row)
     classes["the schedule before in both"] = [row for row in rows if row["kind"] != "host" and row["same_schedule"]]

@@ -31,6 +31,7 @@ from ..tiles.compiler.cache import ArtifactCache
 from ..tiles.compiler.compile import CompileFailure, CompileRequest
 from ..tiles.compiler.kernel import Kernel
 from ..tiles.compiler.pool import CompilePool
+from .failures import expect_no_fault
 from .provenance import now, package_versions, source_commit
 from .store import RecordStore
 from .worker import DeviceWorker, Outcome
@@ -113,6 +114,7 @@ def measure(
             if len(paths) > 1 and all(o.status in ("crash", "hang") for o in outcomes):  # whose fault it was is not known
                 outcomes = [worker.measure(path, workload, s, target) for path, s in zip(paths, schedules, strict=True)]
             for s, o in zip(schedules, outcomes, strict=True):
+                expect_no_fault(workload, s, o)
                 store.append(_record(workload, s, target, driver, o))
                 if o.us is None:
                     print(f"  {workload.title} {s}: {o.status}: {o.reason}", flush=True)

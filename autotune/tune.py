@@ -2,7 +2,9 @@
 
 Every candidate that was tried leaves a record, also a failed one, and a run looks up its candidates
 among the records before it does anything: so an interrupted run continues where it stopped and
-measures nothing twice. A record counts while artifact, workload, device and driver are the same."""
+measures nothing twice. A record counts while artifact, workload, device and driver are the same.
+A fault of the machine (no compiler, a full disk, no memory) is no candidate's: it ends the run
+without a record."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from ..tiles.compiler.cache import ArtifactCache
 from ..tiles.compiler.compile import CompileFailure, CompileRequest
 from ..tiles.compiler.kernel import Kernel
 from ..tiles.compiler.pool import CompilePool
+from .failures import MOST_WORDS, expect_no_fault, of_compiling
 from .progress import TuningBar
 from .provenance import now, package_versions, source_commit
 from .search import Patience, searched
@@ -40,11 +43,6 @@ PATIENCE = 12  # measurements in a row without progress that end a workload's se
 # recorded is therefore brought back to the level of the search: else one that was not among them
 # wins with the time that it had alone (15 of those 49 workloads).
 FINALISTS, FINALIST_WITHIN = 4, 1.08
-
-
-class TuneError(RuntimeError):
-    """The tuner cannot go on, for a reason that is no candidate's fault. What was recorded stays;
-    run it again to continue."""
 
 
 class Compiler(Protocol):
@@ -168,7 +166,7 @@ class _Run:
         self.ranker = known_ranker(target)
         self.kernels: dict[Schedule, Kernel] = {}  # of the workload that is searched, measured now
         self.driver = driver_version() if target.is_cuda else None
-        self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target)}
+        self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target) and not r.of_machine}
 
     def tune(self, workload: AnyWorkload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
         """Search one workload until its candidates, its patience or its time are used up."""
@@ -218,11 +216,16 @@ class _Run:
         near = [r for r in working[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (working[0].us or 0.0)]
         missing = [r for r in near if r.schedule not in self.kernels]  # of an earlier run
         made = self.compiler.compile([CompileRequest(r.schedule.program, workload, r.schedule, self.target) for r in missing])
+        for r, kernel in zip(missing, made, strict=True):
+            if isinstance(kernel, CompileFailure):
+                expect_no_fault(workload, r.schedule, of_compiling(kernel))
         kernels = {**self.kernels, **{r.schedule: kernel for r, kernel in zip(missing, made, strict=True) if isinstance(kernel, Kernel)}}
         pairs = [(r, kernels[r.schedule]) for r in near if r.schedule in kernels]
         if len(pairs) < 2:
             return records
         outcomes = self.measurer.compare([k.path for _, k in pairs], workload, [r.schedule for r, _ in pairs], self.target)
+        for (r, _), outcome in zip(pairs, outcomes, strict=True):
+            expect_no_fault(workload, r.schedule, outcome)
         slower = median([o.us / r.us for (r, _), o in zip(pairs, outcomes, strict=True) if o.us and r.us] or [1.0])
         again = {}
         for (r, _), o in zip(pairs, outcomes, strict=True):
@@ -261,15 +264,12 @@ class _Run:
     def _record(self, request: CompileRequest, compiled: Kernel | CompileFailure | None) -> TuningRecord:
         """Measure what was compiled and append the record, also of a failure."""
         if isinstance(compiled, CompileFailure):
-            if compiled.kind == "cache":
-                raise TuneError(f"cannot compile: {'; '.join(compiled.sentences)}")
-            outcome = Outcome(
-                "compile_timeout" if compiled.kind == "timeout" else "compile_error", f"{compiled.kind}: {'; '.join(compiled.sentences)}"
-            )
+            outcome = of_compiling(compiled)
         else:
             assert compiled is not None
             outcome = self.measurer.measure(compiled.path, request.workload, request.schedule, self.target)
             self.kernels[request.schedule] = compiled
+        expect_no_fault(request.workload, request.schedule, outcome)
         record = TuningRecord(
             workload=request.workload,
             schedule=request.schedule,
@@ -281,7 +281,7 @@ class _Run:
             us_p20=outcome.us_p20,
             us_p80=outcome.us_p80,
             rel_err=outcome.rel_err,
-            reason=outcome.reason,
+            reason=outcome.reason[:MOST_WORDS],
             key=request.key,
             driver=self.driver,
             versions=package_versions(),

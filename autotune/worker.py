@@ -152,9 +152,13 @@ class DeviceWorker:
         path = [entry or os.getcwd() for entry in sys.path]  # the caller's own search order
         arguments = f"{self.device!r}, {str(self.lock)!r}, {os.getpid()}"
         code = f"import sys; sys.path[:] = {path!r}; from tilebit.autotune.worker_process import main; main({arguments})"
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the child
         self._received = b""
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr)
+        try:
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the child
+            command = [sys.executable, "-c", code]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr)
+        except OSError as error:
+            raise WorkerError(f"the measuring process for {self.device} did not start ({error}); nothing was recorded") from None
         try:
             self._answer(START_SECONDS)
         except (_Died, TimeoutError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..json_reader import parse_json
 from ..layouts.outside import NotInstalled
+from .faults import machines_fault
 from .operations import AnyWorkload, workload_from_json
 from .schedule import Schedule
 from .target import ARCHES, Target
@@ -77,6 +78,11 @@ class TuningRecord:
     @property
     def ok(self) -> bool:
         return self.status == OK
+
+    @property
+    def of_machine(self) -> bool:
+        """Whether it tells of a fault of the machine, which says nothing about the schedule."""
+        return not self.ok and machines_fault(self.status, self.reason)
 
     def measured_on(self, target: Target) -> bool:
         """Whether this was measured on a device like ``target``: same arch, name and number of
@@ -207,5 +213,5 @@ def user_records() -> list[TuningRecord]:
 
 def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[AnyWorkload, Schedule, str, str, int], TuningRecord]:
     """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an
-    old one, also when it failed."""
-    return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records}
+    old one, also when it failed. A fault of the machine is no measurement."""
+    return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records if not r.of_machine}

@@ -136,10 +136,10 @@ class Known:
         good = []
         for found in of.values():
             timed = [(r, r.us) for r in found if r.ok and r.us is not None]
-            best: dict[tuple[str, int], float] = {}
+            best: dict[tuple[str, str, int], float] = {}
             for r, us in timed:
-                best[r.gpu, r.units] = min(us, best.get((r.gpu, r.units), inf))
-            good += [r for r, us in timed if us <= GOOD_THERE * best[r.gpu, r.units]]
+                best[r.arch, r.gpu, r.units] = min(us, best.get((r.arch, r.gpu, r.units), inf))
+            good += [r for r, us in timed if us <= GOOD_THERE * best[r.arch, r.gpu, r.units]]
         return cls(of, good)
 
 

@@ -18,9 +18,10 @@ import pytest
 
 from tilebit.autotune import search
 from tilebit.autotune import tune as tuning
+from tilebit.autotune.failures import TuneError
 from tilebit.autotune.search import searched
 from tilebit.autotune.store import RecordStore, StoreError
-from tilebit.autotune.tune import TuneError, tune
+from tilebit.autotune.tune import tune
 from tilebit.autotune.worker import DeviceWorker, Outcome
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload

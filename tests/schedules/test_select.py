@@ -115,9 +115,9 @@ def test_failed_schedules_are_never_chosen():
 def test_when_every_candidate_failed_the_next_best_thing_is_chosen():
     options = candidates(W, H200) or []
     by_estimate = sorted(options, key=lambda s: estimate(W, s, H200).us)
-    statuses = [s for s in STATUSES if s != "ok"]
+    statuses = [s for s in STATUSES if s not in ("ok", "corrupt")]  # what is corrupt is the machine's fault
     failures = [record(schedule=s, us=None, status=statuses[i % len(statuses)]) for i, s in enumerate(by_estimate)]
-    assert failures[3].status == "wrong"
+    assert failures[2].status == "wrong"
     choice = choose(W, H200, failures)
     assert (choice.schedule, choice.source, choice.record) == (by_estimate[0], "failed", failures[0])
     first, *others = explain(W, H200, failures)

@@ -83,7 +83,8 @@ class ArtifactCache:
                 f"cannot {verb} in the cache {self.root}: its disk is full ({error.strerror}); nothing was published. "
                 f"Free space there, or set TILEBIT_CACHE to a directory on another disk"
             )
-        return f"cannot {verb} in the cache {self.root} ({error.strerror}); accepted: a writable directory. Set TILEBIT_CACHE to one"
+        of = f": {error.filename}" if error.filename is not None else ""
+        return f"cannot {verb} in the cache {self.root} ({error.strerror}{of}); accepted: a writable directory. Set TILEBIT_CACHE to one"
 
     def _lock(self, key: str) -> FileLock:
         return FileLock(self.root / f"lock-{key[:2]}", mode=0o600)

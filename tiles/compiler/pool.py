@@ -179,7 +179,12 @@ class CompilePool:
                         break
                     self.workers.remove(idle[0])
                     idle[0].end()
-                worker = _Worker(compiler, self.cache)
+                try:
+                    worker = _Worker(compiler, self.cache)
+                except OSError as error:
+                    waiting.remove(job)
+                    finish(job, CompileFailure(requests[job], "crash", (f"the compiler's process did not start: {error}",)))
+                    continue
                 self.workers.append(worker)
             waiting.remove(job)
             try:
@@ -221,5 +226,6 @@ class CompilePool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(timeout=DEATH_SECONDS)
         words, status = worker.last_words(), worker.end()
-        sentences = (f"the compiler's process ended with status {status}", *([f"its last words: {words}"] if words else []))
+        ended = "ended" if worker.ready else "did not start: it ended"
+        sentences = (f"the compiler's process {ended} with status {status}", *([f"its last words: {words}"] if words else []))
         finish(job, CompileFailure(requests[job], "crash", sentences))

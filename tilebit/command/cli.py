@@ -12,7 +12,7 @@ import typer
 
 from .. import __version__
 from .attention import attention
-from .output import failures, new_table, print_json, print_parts, usage
+from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .tasks import (
     Budget,
     Jobs,
@@ -57,7 +57,8 @@ DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
 
 def main() -> None:
     """The ``tilebit`` command."""
-    app(prog_name="tilebit")
+    with printed():
+        app(prog_name="tilebit")
 
 
 def _print_version(wanted: bool) -> None:
@@ -123,6 +124,8 @@ def bench(
     int4 kernel."""
     chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
     rows: list[dict[str, Any]] = []
+    if out is not None:
+        new_file(out, folders=True)
     with failures():
         from ..autotune.measure import busy
         from .bench import measure_workloads, write_rows
@@ -200,6 +203,7 @@ def show(
         raise typer.BadParameter(str(error)) from None
     if path.suffix not in (".svg", ".png"):
         raise typer.BadParameter(f"{str(path)!r} ends in {path.suffix!r}; accepted: .svg, .png", param_hint="--out")
+    new_file(path)
     with failures():
         write(drawn, path)
     if as_json:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -20,9 +22,54 @@ def failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError | OSError) or type(error).__module__.startswith("tilebit."):
+        if isinstance(error, OSError):
+            fail(said(error))
+        if isinstance(error, ValueError) or type(error).__module__.startswith("tilebit."):
             fail(str(error))
         raise
+
+
+def said(error: OSError) -> str:
+    """What the system refused, and of which file."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}; accepted: a path that exists and may be used so: create its folder, or name another"
+
+
+def new_file(path: Path, *, folders: bool = False) -> None:
+    """Fail, before a long task, where ``path`` could not be written after it; ``folders``: the task
+    makes those that are missing."""
+    folder = path.absolute().parent
+    while folders and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        fail(f"{path} cannot be written: {folder} is no folder; accepted: a path in a folder that exists: create it, or name another")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        fail(f"{path} cannot be written: permission denied; accepted: a path that you may write: name another")
+
+
+@contextmanager
+def printed() -> Iterator[None]:
+    """What is printed inside reaches standard output, or the command fails with one line: a disk may
+    be full and a descriptor closed. (A pipe whose reader has left ends it without a word.)"""
+    if sys.stdout is None:
+        print("error: standard output is closed; accepted: an open one: redirect it to a file or to /dev/null", file=sys.stderr)
+        raise SystemExit(1)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in buffers would fail again at exit
+        if not isinstance(error, BrokenPipeError):
+            what = (
+                said(error)
+                if error.filename is not None
+                else f"standard output cannot be written ({error.strerror}): make room, or redirect it"
+            )
+            print(f"error: {what}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 @contextmanager

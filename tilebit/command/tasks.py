@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import fail, failures, new_table, print_json, print_parts, schedule_text, usage
+from .output import fail, failures, new_file, new_table, print_json, print_parts, schedule_text, usage
 
 if TYPE_CHECKING:
     from ..schedules.operations import AnyWorkload
@@ -139,6 +139,9 @@ def explain_schedules(workload: AnyWorkload, target: Target, limit: int, as_json
 
 def pack_kernels(path: Path, workloads: Sequence[AnyWorkload], target: Target, jobs: int | None, as_json: bool) -> None:
     """Compile a kernel for each bucket of the workloads and export them to the new directory ``path``."""
+    if path.exists():
+        fail(f"{path} exists; accepted: a directory that does not exist yet: name another, or remove it")
+    new_file(path, folders=True)
     with failures():
         from ..packs import export
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..layouts.formats import GemmFormat, QuantFormat
 
 
-def expect(name: str, value: Any, kind: type | tuple[type, ...], accepted: str) -> None:
+def expect(name: str, value: Any, kind: type | UnionType, accepted: str) -> None:
     """Raise ``TypeError`` unless ``value`` is of that kind."""
     if not isinstance(value, kind):
         _refuse(name, value, accepted)

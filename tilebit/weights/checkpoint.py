@@ -18,10 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .accepted import expect
 from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
 from .checkpoint_files import find_config, tensor_dtype, tensor_files, tensor_shape
 from .checkpoint_floats import decode_floats, float_format, refuse_stack
 from .checkpoint_layers import PARTS, REQUIRED, StoredLayer, stored_name
+from .checkpoint_report import report
 from .quantize import QuantizedTensor
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
@@ -35,8 +37,10 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
     replaces what a GPTQ config says of its zero points (v1 stores them minus one). Without any
     config, layers are recognized by their tensors' names and shapes; GPTQ then needs
     ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing,
-    truncated, mislabelled or not supported.
+    truncated, mislabelled or not supported; where only some layers are not supported it warns, once
+    for all of them, and reading one of these raises.
     """
+    expect("path", path, str | Path, "the path of a directory or of a .safetensors file")
     path = Path(path)
     files = tensor_files(path)
     if config is None:
@@ -75,6 +79,7 @@ class Checkpoint:
                     f"{path} has {layer}{suffix} but not {', '.join(missing)}; a {family} layer needs all of them: copy the checkpoint "
                     "again"
                 )
+        report(path, family, self._layers, files, schemes)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, family={self.family!r}, layers={len(self._layers)})"

@@ -23,6 +23,9 @@ GPTQ_FORMATS = ("gptq", "gptq_v2")
 # libraries run on hardware without 4-bit ones.
 _FLOATS = {"mxfp4-pack-quantized": "w4a16_mxfp4", "nvfp4-pack-quantized": "w4a16_nvfp4"}
 _PACKED = ("pack-quantized", *_FLOATS)
+_ACTIVATIONS = (
+    "quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16: quantize the model again with one of those"
+)
 
 
 class CheckpointError(ValueError):
@@ -135,6 +138,8 @@ def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
 def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
     groups, storage_format = _config_groups(config), config.get("format")
     if storage_format not in (*_PACKED, "mixed-precision"):
+        if any(group.get("input_activations") for group in groups):
+            raise CheckpointError(f"compressed-tensors format is {storage_format!r}, which {_ACTIVATIONS}")
         _refuse(
             "compressed-tensors format",
             storage_format,
@@ -160,10 +165,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
         if packing in _FLOATS:
             return _float_scheme(name, GemmFormat.parse(_FLOATS[packing]), group.get("weights") or {})
         if group.get("input_activations"):
-            raise CheckpointError(
-                f"{name} quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16: quantize again with one of "
-                "those"
-            )
+            raise CheckpointError(f"{name} {_ACTIVATIONS}")
         weights = group.get("weights") or {}
         if weights.get("type", "int") != "int":
             _refuse(f"{name}: type", weights["type"], ("int",), "use an integer scheme such as W4A16")

@@ -136,7 +136,7 @@ def test_broken_tensors(family: str, changes: dict[str, torch.Tensor | None], me
 def test_damaged_configs(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "gpt-oss", LAYERS)
     _configure(tmp_path, modules_to_not_convert=["model.layers.*.mlp"])
-    with pytest.raises(CheckpointError, match=r"up_proj holds blocks of mxfp4 but the config keeps 'model\.layers\.\*\.mlp'"):
+    with pytest.raises(CheckpointError, match=r"up_proj.*: the layer holds blocks of mxfp4 but the config keeps 'model\.layers\.\*\.mlp'"):
         load_checkpoint(tmp_path).quantized(LAYER)
     _configure(tmp_path, modules_to_not_convert="lm_head")
     with pytest.raises(CheckpointError, match="modules_to_not_convert is 'lm_head'; accepted: 'a list of names'"):

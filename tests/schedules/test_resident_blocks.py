@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ DECODE = AttentionWorkload("decode", 32, 1, 4096, 32, 8, 128, KVFormat.from_name
 PREFILL = AttentionWorkload("prefill", 1, 8192, 8192, 32, 8, 128, KVFormat())
 H200 = target_from_name("sm_90a")
 # bytes that a block asks for, where an SM has no more of them than it must
-ASKED: dict[str, Callable[[Workload | AttentionWorkload, Schedule, Target], int]] = {
+ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
     "gemm_wgmma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
     "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
     "gemm_stream": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,

@@ -47,11 +47,8 @@ def operands() -> dict[str, Any]:
     }  # fmt: skip
 
 
-CACHE = ("pages", "windows", "block_tables", "slots", "lengths")
-
-
 def call(op: str, o: dict[str, Any]) -> Any:
-    cached = [o[name] for name in CACHE]
+    cached = (o["pages"], o["windows"], o["block_tables"], o["slots"], o["lengths"])
     if op == "decode":
         return attention.decode(o["q"][:3, None], *cached, None, None, "kv4_channel", PAGE)
     if op == "append":

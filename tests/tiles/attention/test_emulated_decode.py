@@ -16,11 +16,13 @@ import pytest
 import torch
 from emulation.device_code import needs_host_compiler
 from emulation.generated_attention import GeneratedAttention
+from emulation.planted_attention import once
 from kv_cases import FORMATS, poisoned_problem
 from lanes import one_of_each
 
 from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.attention_verify import AttentionGate
+from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.decode import ASYNC, BULK
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import legal
@@ -135,3 +137,27 @@ def test_decode(case: Case):
 
     verdict = AttentionGate(*problems(case, CASES.index(case))).verify(run)
     assert verdict.ok, verdict.reasons
+
+
+ADDED = "for (int share = 0; share < shares; share += AT_ONCE)"
+MANY_SHARES = {  # what reduce.cuh does with the parts of one segment, eight at a time
+    "as it is": {},
+    "parts after the eighth lost": {"device": once((ADDED, ADDED.replace("share < shares", "share < min(shares, AT_ONCE)")))},
+    "parts of before under another maximum": {
+        "device": once(("const float factor = exp2_fast(top - higher);", "const float factor = 1.0f;"))
+    },
+}
+
+
+@pytest.mark.parametrize("bug", ["as it is", *(pytest.param(b, marks=pytest.mark.slow) for b in list(MANY_SHARES)[1:])])
+def test_more_blocks_share_a_sequence_than_are_added_at_once(bug: str):
+    workload = AttentionWorkload("decode", 1, 1, 1900, 4, 1, 64, KVFormat.from_name("kv4_token"), page_size=64, scale=0.4, lse=True)
+    target = replace(target_from_name("sm_90a"), units=20)
+    kernel = GeneratedAttention(workload, Schedule(BULK, 32, 8, 64, 2, 2), target, MANY_SHARES[bug], seed=1)
+
+    def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
+        kernel(problem.named(outputs))
+        assert not kernel.tickets_left
+
+    verdict = AttentionGate(*(poisoned_problem(workload, [length], [0], seed) for seed, length in enumerate((1900, 1234)))).verify(run)
+    assert verdict.ok == (bug == "as it is"), verdict.reasons

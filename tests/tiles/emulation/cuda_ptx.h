@@ -10,8 +10,8 @@ constexpr int RANK_SHIFT = 24, SPOILT = 0x7e, SHARED_BYTES = 228 << 10;
 
 inline char* at(uint32_t address) {
   const int owner = address >> RANK_SHIFT ? (address >> RANK_SHIFT) - 1 : rank();
-  if (owner >= place.blocks) {
-    fault = "an address lies in a block that the cluster does not have";
+  if (owner >= place.blocks || has_left(owner)) {
+    fault = owner >= place.blocks ? "an address lies in a block that the cluster does not have" : "an address lies in a block that has left the cluster";
     return place.shared[rank()];
   }
   const uint32_t offset = address & ((1u << RANK_SHIFT) - 1);
@@ -36,7 +36,7 @@ struct Mbarrier {
   uint32_t parity() const { return state & 1; }
   void init(int arrivals) { state = uint32_t(arrivals) << 1, pending = arrivals, bytes = 0; }
   void change(int arrivals, int more_bytes) {
-    if (arrivals > pending) fault = "a barrier was told of more arrivals than its phase waits for";
+    if (arrivals > pending && !fault) fault = "a barrier was told of more arrivals than its phase waits for";
     pending -= arrivals, bytes += more_bytes;
     if (pending == 0 && bytes == 0) state ^= 1, pending = int32_t(state >> 1);
   }
@@ -65,11 +65,15 @@ inline char* viewed(char* to, int bytes) {
   return nullptr;
 }
 
+// How much was copied of each tensor, ever.
+static int64_t copied_bytes[MAX_TENSORS];
+
 // Starts a copy; outside of the tensors is nothing to read.
 inline Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier) {
   const char* from = static_cast<const char*>(source);
   bool known = !valid;
-  for (const auto& [begin, end] : place.tensors) known |= begin <= from && from + bytes <= end;
+  for (int i = 0; i < MAX_TENSORS; ++i)
+    if (const auto& [begin, end] = place.tensors[i]; valid && begin <= from && from + bytes <= end) known = true, copied_bytes[i] += bytes;
   if (!known) fault = "a copy reads past the ends of the tensors";
   if (char* seen = viewed(at(to), bytes)) {
     if (barrier && memcmp(seen, at(to), bytes)) fault = "a bulk copy overwrites what threads stored without a proxy fence";
@@ -154,6 +158,7 @@ void mma(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4], con
 
 }  // namespace tilebit_host
 
+extern "C" int64_t host_copied_bytes(int tensor) { return tilebit_host::copied_bytes[tensor]; }
 // What Python does to a barrier.
 extern "C" void host_mbarrier_init(void* barrier, int arrivals) { static_cast<tilebit_host::Mbarrier*>(barrier)->init(arrivals); }
 extern "C" int host_mbarrier_change(void* barrier, int arrivals, int bytes) {
@@ -337,7 +342,11 @@ inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__byte
 }
 
 // ---- clusters ----
-inline void ptx_barrier_cluster_arrive_relaxed_aligned() {}
+// Relaxed: of what a thread did before, others see only the barriers that it fenced.
+inline void ptx_barrier_cluster_arrive_relaxed_aligned() {
+  for (const auto& [barrier, owner] : tilebit_host::fresh_barriers)
+    if (owner == &tilebit_host::me()) tilebit_host::check_fenced(barrier);
+}
 inline void ptx_barrier_cluster_wait_acquire_aligned() {
   tilebit_host::meet(tilebit_host::cluster_meeting, tilebit_host::running_blocks* tilebit_host::block_threads);
 }
@@ -350,6 +359,7 @@ inline void host_send_to_rank(float4* address, float4 value, void* barrier, int 
   const uint32_t there = uint32_t(rank + 1) << RANK_SHIFT;
   char* to = at(there | __cvta_generic_to_shared(address));
   Mbarrier& told = mbarrier(there | __cvta_generic_to_shared(barrier));
+  check_fenced(&told);
   sent_values.push_back(value);
   const Copy copy = {to, reinterpret_cast<const char*>(&sent_values.back()), sizeof value, true, &told};
   if (running_blocks == 1) return land(copy);

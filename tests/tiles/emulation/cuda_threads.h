@@ -186,6 +186,13 @@ inline uint32_t ballot(const char* operation, uint32_t mask, bool vote) {
   return mine;
 }
 
+// Whether all threads of another block of the cluster have ended; where they run apart from this call, its memory is gone then.
+inline bool has_left(int block) {
+  if (block == rank() || place.shared_bytes == 0) return block != rank() && place.shared[block] == nullptr;
+  const Fiber* first = fibers + (block - first_block) * block_threads;
+  return std::all_of(first, first + block_threads, [](const Fiber& f) { return f.ended; });
+}
+
 // Memory that a tensor has, where tensors are known (a launch): an address that is in none of them is a fault, and reads as nothing.
 template <typename T>
 bool in_a_tensor(const T* p) {
@@ -364,6 +371,11 @@ T __ldcg(const T* p) {
 }
 template <typename T>
 T __ldg(const T* p) { return tilebit_host::in_a_tensor(p) ? *p : T(); }
+// Without taking it.
+inline unsigned read_ticket(const unsigned* p) {
+  tilebit_host::unread[tilebit_host::rank()] = true;
+  return *p;
+}
 inline unsigned atomicInc(unsigned* p, unsigned limit) {
   if (!tilebit_host::in_a_tensor(p)) return 0;
   if (tilebit_host::unpublished[tilebit_host::rank()]) tilebit_host::fault = "a ticket is taken without a fence after the stores that it stands for";

@@ -124,6 +124,12 @@ class DeviceCode:
         if wrong := call(ctypes.byref(place), first, len(arguments), base, stride, threads):
             raise KernelFault(f"{name}: {wrong.decode()}")
 
+    def copied_bytes(self, name: str, tensor: int) -> int:
+        """How much the calls of ``name``, and of what was compiled with it, have copied of a launch's tensor, ever."""
+        count = self._find(name)[0].host_copied_bytes
+        count.restype = ctypes.c_int64
+        return count(tensor)
+
     def value(self, name: str, arguments: Sequence[int], place: Place) -> int:
         """What the pure function ``name`` returns, an int."""
         library, index = self._find(name)

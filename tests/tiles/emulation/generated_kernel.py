@@ -123,6 +123,7 @@ class GeneratedKernel:
         self.workload, self.schedule, self.target, self.edits = workload, schedule, target, dict(edits or {})
         self.order, self.random = order, random.Random(seed)
         self.workspaces: dict[Any, Tensor] = {}
+        self.copied: dict[str, int] = {}  # bytes that asynchronous copies of the last launch have read, by tensor
 
     def launch(self, tensors: Mapping[str, Tensor], workload: Any = None) -> None:
         """Runs the kernel once on tensors by the names of its parameters, in place. ``workload``: as this launch has it, where its size
@@ -144,6 +145,7 @@ class GeneratedKernel:
         values |= {name: ctypes.addressof(map) for name, map in maps.items()}
         values |= {name: tensor.data_ptr() for name, tensor in zip(lowered.tensors, passed, strict=True)}
         readable = [_extent(tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
+        before = [code.copied_bytes("main_kernel", i) for i in range(len(names))]
         clusters = lowered.clusters(grid)
         if self.order == "shuffled":
             self.random.shuffle(clusters)
@@ -157,6 +159,8 @@ class GeneratedKernel:
             for block, base in zip(memory, bases, strict=True):
                 if (block[:base] != UNTOUCHED).any() or (block[base + shared_bytes :] != UNTOUCHED).any():
                     raise KernelFault(f"a block stores outside of its {shared_bytes} bytes of shared memory")
+
+        self.copied = {name: code.copied_bytes("main_kernel", i) - before[i] for i, name in enumerate(names)}
 
     @property
     def tickets_left(self) -> bool:

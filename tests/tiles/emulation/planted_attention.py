@@ -119,6 +119,11 @@ BUGS = (
             ),
         },
     ),
+    # fences
+    bug("ring's barriers not fenced", KV4, BULK, ("ARRIVALS);\n    fence_barriers();", "ARRIVALS);"), sign="without a fence"),
+    bug("zeros of the window not fenced", KV4, BULK, ("if constexpr (BULK) fence_before_bulk_copies();", "{}"), sign="proxy fence"),
+    bug("ticket without a fence before it", KV4, BULK, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
+    bug("ticket without a fence after it", KV4, BULK, ("others);\n    __threadfence();", "others);"), sign="fence"),
     # masks and softmax
     bug("a query sees the next token", KV4, BULK, ("bool seen = token <= own", "bool seen = token <= own + 1")),
     bug("window one token too long", WINDOWED, BULK, ("seen &= token > own - WINDOW", "seen &= token >= own - WINDOW")),

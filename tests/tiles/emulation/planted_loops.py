@@ -120,7 +120,14 @@ BUGS = (
         "strip's sums stored for the tile before", CUT, STRIPS,
         ('(ask("pieces", block) + piece) if kind', "piece if kind"), sign="",
     ),
+    loop(
+        "a block leaves while others still tell it of stages", work(W4, k=1472), PAIR,
+        ("if cluster > 1:  # a block that left", "if False:  # a block that left"), sign="left the cluster",
+    ),
     # wgmma: shares of tiles
+    device("ticket without a fence before it", work(W4), SHARED, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
+    device("ticket without a fence after it", work(W4), SHARED, ("others);\n    __threadfence();", "others);"), sign="fence"),
+    device("parts read without a fence", BUSY, STREAM_K, ("      __threadfence();\n    }\n", "    }\n"), sign="fence"),
     loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (SENT, "pass"), sign=""),
     loop(
         "parts sent over stages in use", work(W4, m=40), CLUSTERED,

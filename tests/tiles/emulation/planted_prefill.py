@@ -72,6 +72,11 @@ BUGS = (
     loop("O not rescaled", RING, (RESCALE, "pass\n")),
     loop("P of the step before", RING, (RESCALE + INDENT + ROUND, RESCALE)),
     loop("values after the sequence not zeroed", RING, (ZERO_TAIL, "pass\n")),
+    # wgmma: fences; zero_tail has one of its own, and TileLang adds another
+    bug("barriers not fenced", PLAIN, RING, ("tl::fence_barrier_init();", ""), sign="without a fence"),
+    bug("zeroed values not fenced", PLAIN, RING,
+        ("  fence_before_bulk_copies();\n  sync_group", "  sync_group"), ("tl::fence_proxy_async();", ""),
+    ),
     # wgmma: masks
     loop("diagonal not masked", RING, (DIAGONAL, DIAGONAL.replace("MASK,", "NO_MASK,"))),
     loop("tiles at the window's border lost", RING, ("if w.window:", "if False:"), workload=WINDOWED),

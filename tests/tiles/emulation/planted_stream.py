@@ -27,6 +27,7 @@ AFTER = "finish(value, after, m="
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
 READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"
+FENCE = 'T.call_extern("handle", "tilebit::fence_barriers")'
 TOLD = 'T.call_extern("handle", "tilebit::mbarrier_wait", T.address_of(shared[told]), 0)'
 
 
@@ -107,6 +108,10 @@ BUGS = (
     sums("part of the first block lost", FEW, SPLIT, ("for block in T.serial(splits):", "for block in T.serial(1, splits):")),
     sums("part of another tile", FEW, SPLIT, ("(tile * splits + bz) * elements", "bz * elements")),
     sums("share of a cluster's block lost", FEW, BULK_SPLIT, ("for block in T.serial(1, splits):", "for block in T.serial(2, splits):")),
+    sums("cluster's barrier not fenced", FEW, BULK_SPLIT, (FENCE, "pass"), sign="without a fence"),
+    loop("ring's barriers not fenced", FEW, BULK, (FENCE, "pass"), sign="without a fence"),
+    device("ticket without a fence before it", FEW, SPLIT, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
+    device("ticket without a fence after it", FEW, SPLIT, ("others);\n    __threadfence();", "others);"), sign="fence"),
     sums("sums read before they are sent", FEW, BULK_SPLIT, (TOLD, "pass"), sign=""),
     sums("sums sent to the wrong place", FEW, BULK_SPLIT, ("piece % each) * 4", "piece) * 4"), sign=""),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 OPERAND = re.compile(r"%\d+|(?<![\w.])(?:0f[\da-f]{8}|\d+(?:\.\d+)?)(?![\w.])")  # 0f: the bits of a float
+TICKET = re.compile(r"\*static_cast<volatile unsigned int\*>\((\w+)\)")
 COMPARISONS = {"setp.ne.b32": "!=", "setp.lt.f32": "<"}
 VECTOR = re.compile(r"\{([^{};]*)\}")  # registers that belong together; braces around statements are a scope
 PREDICATED = re.compile(r"(?:@!?(\w+)\s+)?(.*)$", re.DOTALL)
@@ -20,7 +21,8 @@ INSTRUCTION = re.compile(r"([a-z][\w.:]*)(?:\s+(.*))?$", re.DOTALL)
 
 
 def host_source(source: str) -> str:
-    """``source`` with every asm statement replaced."""
+    """``source`` with every asm statement, and every look at a ticket, replaced."""
+    source = TICKET.sub(r"read_ticket(\1)", source)
     out, end = [], 0
     for match in ASM.finditer(source):
         sections, after = _sections(source, match.end())

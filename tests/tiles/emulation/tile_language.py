@@ -57,10 +57,15 @@ class TileLanguage:
         self.cluster = Cluster(blocks, place, len(blocks) * len(self.plan.groups))
         self.crew = Crew(self.order)
 
+        left = [len(self.plan.groups)] * len(blocks)
+
         def body(group: Group) -> Callable[[], None]:
             def run() -> None:
                 self.local.group = group
                 main()
+                left[group.block.rank] -= 1
+                if not left[group.block.rank]:
+                    place.shared[group.block.rank] = 0  # others of its cluster can no longer reach it
 
             return run
 

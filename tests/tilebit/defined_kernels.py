@@ -89,6 +89,8 @@ def _gather(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
 def _append(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
     bounds = o["cu_seqlens"].tolist()
     for b, length in enumerate(o["lengths"].tolist()):
+        if bounds[b + 1] == bounds[b]:  # a row without a sequence names slot 0, which is another's
+            continue
         past = length - (bounds[b + 1] - bounds[b])
         k, v = (o[name][bounds[b] : bounds[b + 1]] for name in ("k", "v"))
         if w.rotary:

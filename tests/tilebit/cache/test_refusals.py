@@ -64,7 +64,7 @@ def test_what_is_no_whole_number_is_refused_and_changes_nothing(kernels, call, n
 
 def test_numbers_of_numpy_and_torch_are_numbers(kernels):
     cache = cache_of()
-    (a,) = cache.allocate(np.int64(1), torch.tensor(128))
+    (a,) = cache.allocate(np.int64(1), torch.tensor(128))  # type: ignore[arg-type]
     for counts in (np.int32(3), torch.tensor(3), np.array([3]), torch.tensor([3]), (np.uint8(3),)):
         cache.append(cache.advance([a], counts), *rows(3))  # type: ignore[arg-type]
     cache.append([a], *rows(2), cu_seqlens=torch.tensor([0, 2]))
@@ -116,7 +116,7 @@ def test_queries_are_of_the_cache_s_dtype_and_shape(kernels, dtype):
     cache.append(sequences, *rows(8, dtype=dtype))
     other = torch.bfloat16 if dtype == torch.float16 else torch.float16
     good = torch.randn(2, 1, 4, DIM).to(dtype)
-    new = [x.view(2, 2, HEADS, DIM).transpose(1, 2) for x in rows(4, dtype=dtype)]
+    key, value = (x.view(2, 2, HEADS, DIM).transpose(1, 2) for x in rows(4, dtype=dtype))
     cache.attend(sequences, good)
     before, launched = snapshot(cache), list(kernels.calls)
     for q in (good.to(other), good.float(), good[:1], good[..., :32], good[0], good.to("meta")):
@@ -126,7 +126,7 @@ def test_queries_are_of_the_cache_s_dtype_and_shape(kernels, dtype):
         if q.ndim == 4:
             doubled = torch.cat((q, q), dim=1).transpose(1, 2)
             with pytest.raises(ValueError, match="q is "):
-                attention.scaled_dot_product_decode(doubled, cache, sequences, *new)
+                attention.scaled_dot_product_decode(doubled, cache, sequences, key, value)
         rows_ = q.flatten(0, -3) if q.ndim == 4 and q.shape[0] == 2 else q.view(-1, 4, DIM)[:1] if q.shape[-1] == DIM else q
         with pytest.raises(ValueError, match=r"q is .*accepted: torch"):
             cache.prefill(sequences, rows_, *rows(2, dtype=dtype))
@@ -284,7 +284,7 @@ def test_a_batch_says_at_once_what_is_so(kernels):
 # ---- states ----
 
 
-def with_(state: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def with_(state: Any, path: str, value: Any) -> Any:
     """``state`` with another value at ``path`` ("table.next"); ``DROP`` leaves it out."""
     first, _, rest = path.partition(".")
     made: Any = list(state) if isinstance(state, (list, tuple)) else dict(state)

@@ -42,7 +42,6 @@ PARAMETERS = {
     "nthread": 1,
     "seed": 0,
 }
-PROBES = 8  # records whose features and predictions tell a reader that nothing has changed since
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def train(found: Sequence[Sample]) -> dict[str, Any]:
         "records_digest": records_digest(s.record for s in found),
         "xgboost": xgboost.__version__,
         "features": names,
-        "probes": _probes(found, names, booster.inplace_predict(rows)),
+        "probes": _probes(found, names, rows, booster.inplace_predict(rows)),
         "trees_digest": trees_digest(trees),
         "trees": trees,
     }
@@ -141,10 +140,25 @@ def too_few(found: Sequence[Sample]) -> str | None:
     )
 
 
-def _probes(found: Sequence[Sample], names: Sequence[str], corrections: Any) -> list[dict[str, Any]]:
-    picked = sorted({index * (len(found) - 1) // max(PROBES - 1, 1) for index in range(PROBES)})
+def _telling(rows: Any) -> list[int]:
+    """Few samples that together hold of every feature the least and the largest value, and where it
+    is missing: what a changed feature would show at."""
+    import numpy as np
+
+    picked: set[int] = set()
+    for column in rows.T:
+        missing = np.isnan(column)
+        wanted = [np.flatnonzero(column == value) for value in ({np.nanmin(column), np.nanmax(column)} if not missing.all() else ())]
+        for places in (*wanted, np.flatnonzero(missing)):
+            if len(places) and picked.isdisjoint(places.tolist()):
+                picked.add(int(places[0]))
+    return sorted(picked)
+
+
+def _probes(found: Sequence[Sample], names: Sequence[str], rows: Any, corrections: Any) -> list[dict[str, Any]]:
+    """Records whose features and predictions tell a reader that nothing has changed since."""
     probes = []
-    for index in picked:
+    for index in _telling(rows):
         s = found[index]
         values = [None if isnan(value) else value for value in vector(s.values, names)]
         probes.append(

@@ -31,7 +31,8 @@ from .target import Target
 VERSION = 1  # of the document
 SUFFIX = ".ranker.json"
 COMMAND = "python -m tilebit.autotune.ranker"  # trains a model
-SAME = 1e-3  # relative; a probe's values differ by more only when the analytic model or the features were changed
+# Relative; a probe's prediction and its features differ by more only when the analytic model or the features were changed.
+SAME, SAME_FEATURE = 1e-3, 1e-6
 _SWITCHES = tuple(f.name for f in fields(Schedule) if isinstance(f.default, bool))
 
 
@@ -202,7 +203,7 @@ def _changed(ranker: Ranker, probe: Mapping[str, Any]) -> list[str]:
     differing = [
         name
         for name, a, b in zip(ranker.names, now, then, strict=True)
-        if not (isclose(a, b, rel_tol=SAME, abs_tol=SAME) or (a != a and b != b))  # NaN: missing both times
+        if not (isclose(a, b, rel_tol=SAME_FEATURE, abs_tol=SAME_FEATURE) or (a != a and b != b))  # NaN: missing both times
     ]
     same = differing or isclose(ranker.predict(workload, [schedule], target)[0], float(probe["us"]), rel_tol=SAME)
     return differing if same else ["us"]

@@ -205,3 +205,29 @@ def test_shipped_models_are_those_of_the_shipped_records():
         model = load_ranker(file.read_bytes(), file.name)
         again = f"`{COMMAND} --arch {model.arch} --out schedules/tuned/{file.name}`"
         assert model.digest == records_digest(s.record for s in samples(shipped_records(), model.arch)), f"train {file.name} again: {again}"
+
+
+@pytest.mark.parametrize("where", ["least", "largest", "missing"])
+def test_the_probes_of_shipped_models_notice_a_changed_feature(where, monkeypatch):
+    """Each feature in turn, and only where it is at its least, at its largest, or missing in the records that the model was trained on."""
+    for entry in resources.files("tilebit.schedules").joinpath("tuned").iterdir():
+        if not entry.name.endswith(SUFFIX):
+            continue
+        document = json.loads(entry.read_bytes())
+        model, probes, unnoticed = load_ranker(entry.read_bytes(), entry.name), document["probes"], []
+        found = samples(shipped_records(), document["arch"])
+        columns = {name: [s.values.get(name) for s in found] for name in model.names if not name.startswith("program=")}
+        for name, column in columns.items():
+            there = {value for value in column if value is not None}
+            target = {"least": min(there), "largest": max(there), "missing": None}[where]
+            if target is None and None not in column:
+                continue
+
+            def otherwise(workload, schedule, target_, expected, name=name, target=target):
+                values = features(workload, schedule, target_, expected)
+                return {**values, name: (target or 0.0) + 0.01} if values.get(name) == target else values
+
+            monkeypatch.setattr(reading, "seen", otherwise)
+            if not any(name in reading._changed(model, probe) for probe in probes):
+                unnoticed.append(name)
+        assert unnoticed == []

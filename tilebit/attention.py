@@ -13,7 +13,8 @@ block manager of its own passes its own):
 
 ``format`` is the name of a ``KVFormat`` ("kv4_channel"). q, k, v and outputs are fp16 or bf16.
 Lengths, tables and slots are read on the device: nothing waits for it, and a captured CUDA graph
-replays with changed ones. The ops trace under torch.compile; inference only. They raise
+replays with changed ones. The ops trace under torch.compile; inference only: what asks for a
+derivative is an error. They raise
 ``ValueError`` for operands that do not fit and ``KernelUnavailable`` when there is no kernel,
 before a launch; operands that are read only may have any strides (one copy each). What lies in
 lengths, tables and slots is not checked, because that would wait for the device: with

@@ -18,6 +18,7 @@ from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
 from .attention_dispatch import launch
 from .check import CHECKED, check_append, check_decode, check_gather, check_prefill
+from .direct import inference_only
 from .dispatch import DTYPE_NAMES
 from .operands import describe, schema
 from .plans import bucket
@@ -332,16 +333,20 @@ _IMPLEMENTATIONS = {
     "attention_prefill.out": (_prefill_out, _in_place(_prefill_out)),
 }
 _library = torch.library.Library("tilebit", "FRAGMENT")
+_calls = {}
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema)
     _real, _fake = _IMPLEMENTATIONS[_name]
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _real, _key)
     torch.library.register_fake(f"tilebit::{_name}", _fake, lib=_library)
+    _packet, _, _overload = _name.partition(".")
+    _calls[_name], _derived = inference_only(getattr(getattr(torch.ops.tilebit, _packet), _overload or "default"), _real)
+    _library.impl(_name, _derived, "Autograd", with_keyset=True)
 
-# The overloads that tilebit.attention and the cache call: looking them up costs host time.
-DECODE = torch.ops.tilebit.attention_decode.default
-APPEND = torch.ops.tilebit.attention_append.default
-GATHER = torch.ops.tilebit.attention_gather.default
-GATHER_OUT = torch.ops.tilebit.attention_gather.out
-PREFILL = torch.ops.tilebit.attention_prefill.default
+# What tilebit.attention and the cache call: the operators, or at once the kernels behind them.
+DECODE = _calls["attention_decode"]
+APPEND = _calls["attention_append"]
+GATHER = _calls["attention_gather"]
+GATHER_OUT = _calls["attention_gather.out"]
+PREFILL = _calls["attention_prefill"]

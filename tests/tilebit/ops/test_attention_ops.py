@@ -14,7 +14,6 @@ from torch import Tensor
 from tilebit import attention
 from tilebit.cache.kvcache import KVCache
 from tilebit.kernels import KernelUnavailable
-from tilebit.ops import attention as attention_ops
 from tilebit.ops import launchers, plans
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
@@ -108,21 +107,21 @@ def succeeds(op: Any, arguments: list[Any], **options: Any) -> None:
 def test_opcheck_of_decode(kernels, format, return_lse):
     p = problem(format)
     p["sinks"] = torch.randn(HEADS_Q) if return_lse else None
-    succeeds(attention_ops.DECODE, [*decode_arguments(p), 0.3, 100, 4, 5.0, return_lse])
+    succeeds(torch.ops.tilebit.attention_decode.default, [*decode_arguments(p), 0.3, 100, 4, 5.0, return_lse])
     out, lse = torch.empty_like(p["q"]), torch.empty(3, 2, HEADS_Q)
     succeeds(torch.ops.tilebit.attention_decode.out, decode_arguments(p), out=out, lse=lse if return_lse else None)
 
 
 @pytest.mark.parametrize("rotary", ["", "half"])
 def test_opcheck_of_append(kernels, rotary):
-    succeeds(attention_ops.APPEND, append_arguments(problem(), torch.randn(400, DIM) if rotary else None, rotary))
+    succeeds(torch.ops.tilebit.attention_append.default, append_arguments(problem(), torch.randn(400, DIM) if rotary else None, rotary))
 
 
 def test_opcheck_of_gather(kernels):
     p = problem()
-    succeeds(attention_ops.GATHER, [*gather_arguments(p), 430, DIM, torch.float16])
+    succeeds(torch.ops.tilebit.attention_gather.default, [*gather_arguments(p), 430, DIM, torch.float16])
     outs = {name: torch.zeros(430, HEADS, DIM).half() for name in ("out_k", "out_v")}
-    succeeds(attention_ops.GATHER_OUT, gather_arguments(p), **outs)
+    succeeds(torch.ops.tilebit.attention_gather.out, gather_arguments(p), **outs)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -130,7 +129,7 @@ def test_opcheck_of_prefill(kernels, return_lse):
     p = problem()
     q, cu_q = torch.randn(6, HEADS_Q, DIM).half(), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     arguments = [q, p["k"], p["v"], cu_q, p["cu"], None]
-    succeeds(attention_ops.PREFILL, [*arguments, None, 0, 0, 0.0, return_lse])
+    succeeds(torch.ops.tilebit.attention_prefill.default, [*arguments, None, 0, 0, 0.0, return_lse])
     lse = torch.empty(6, HEADS_Q) if return_lse else None
     succeeds(torch.ops.tilebit.attention_prefill.out, arguments, out=torch.empty_like(q), lse=lse)
 
@@ -396,12 +395,12 @@ def test_opcheck_with_dependent_launch(kernels, monkeypatch):
     q, cu_q = torch.randn(6, HEADS_Q, DIM).half(), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     rows = {name: torch.zeros(430, HEADS, DIM).half() for name in ("out_k", "out_v")}
     prefill = [q, p["k"], p["v"], cu_q, p["cu"], None]
-    succeeds(attention_ops.DECODE, decode_arguments(p), dependent=True)
+    succeeds(torch.ops.tilebit.attention_decode.default, decode_arguments(p), dependent=True)
     succeeds(torch.ops.tilebit.attention_decode.out, decode_arguments(p), dependent=True, out=torch.empty_like(p["q"]))
-    succeeds(attention_ops.APPEND, append_arguments(p), dependent=True)
-    succeeds(attention_ops.GATHER, [*gather_arguments(p), 430, DIM, torch.float16], dependent=True)
-    succeeds(attention_ops.GATHER_OUT, gather_arguments(p), dependent=True, **rows)
-    succeeds(attention_ops.PREFILL, prefill, dependent=True)
+    succeeds(torch.ops.tilebit.attention_append.default, append_arguments(p), dependent=True)
+    succeeds(torch.ops.tilebit.attention_gather.default, [*gather_arguments(p), 430, DIM, torch.float16], dependent=True)
+    succeeds(torch.ops.tilebit.attention_gather.out, gather_arguments(p), dependent=True, **rows)
+    succeeds(torch.ops.tilebit.attention_prefill.default, prefill, dependent=True)
     succeeds(torch.ops.tilebit.attention_prefill.out, prefill, dependent=True, out=torch.empty_like(q))
     assert set(launched) == {(op, "run_dependent") for op in OPS}
 

@@ -34,18 +34,15 @@ does nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .accepted import expect, expect_tensors
+from .cache.kvcache import Batch, KVCache
 from .ops import attention as attention_ops  # registers torch.ops.tilebit.attention_*
 from .ops.operands import describe
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .cache.kvcache import Batch, KVCache
 
 
 def decode(
@@ -193,6 +190,8 @@ def scaled_dot_product_decode(
     grouped as with ``enable_gqa``. ``dependent`` as in ``KVCache.append`` and ``KVCache.attend``,
     other arguments as in ``decode``.
     """
+    expect_tensors(("key", "value"), query=query, key=key, value=value)
+    expect("cache", cache, KVCache, "a KVCache")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is not None and tensor.ndim != 4:
             raise ValueError(f"{name} is {describe(tensor)}; accepted: [batch, heads, q_len, head_dim]")
@@ -224,6 +223,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Gimelshein, 2018). A side that saw nothing (lse -inf) counts for nothing. Computed in fp32.
     Learned sinks must be in one of the sides only.
     """
+    expect_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.shape != out_b.shape or out_a.dtype != out_b.dtype or lse_a.shape != out_a.shape[:-1] or lse_b.shape != lse_a.shape:
         raise ValueError(
             f"got out {describe(out_a)} and {describe(out_b)}, lse {describe(lse_a)} and {describe(lse_b)}; accepted: two outs "

@@ -220,6 +220,7 @@ def kinds() -> Iterator[Bad]:
         for name, made in calls.items():
             first = name.split()[0]
             yield Bad(f"{kind} as {name}", lambda _, m=made, v=value: m(v), (f"{first} is {kind}", "accepted"), TypeError)
+        yield from _kinds_of_attention(value)
     for value in ([0.0], "none"):
         kind = type(value).__name__
         yield Bad(
@@ -234,6 +235,34 @@ def kinds() -> Iterator[Bad]:
     yield Bad(
         "a name as format of quantize", lambda _: quantize(w, cast(Any, "w4a16_g32")), ("format is str", "QuantFormat.parse"), TypeError
     )
+
+
+def _kinds_of_attention(value: Any) -> Iterator[Bad]:
+    """The same of a cache and what it is called with."""
+    cache = tilebit.KVCache(4, 2, 1, 64)
+    handles, rows, out, lse = cache.allocate(1), torch.zeros(1, 1, 64).half(), torch.zeros(2, 4), torch.zeros(2)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "format of KVCache": lambda v: tilebit.KVCache(4, 2, 1, 64, v),
+        "dtype of KVCache": lambda v: tilebit.KVCache(4, 2, 1, 64, dtype=v),
+        "device of KVCache": lambda v: tilebit.KVCache(4, 2, 1, 64, device=v),
+        "k of append": lambda v: cache.append(handles, v, rows),
+        "v of append": lambda v: cache.append(handles, rows, v),
+        "q of attend": lambda v: cache.attend(handles, v),
+        "q of prefill": lambda v: cache.prefill(handles, v, rows, rows),
+        "k of prefill": lambda v: cache.prefill(handles, rows, v, rows),
+        "query of scaled_dot_product_decode": lambda v: tilebit.attention.scaled_dot_product_decode(v, cache, handles),
+        "cache of scaled_dot_product_decode": lambda v: tilebit.attention.scaled_dot_product_decode(rows[None], v, handles),
+        "out_a of merge_states": lambda v: tilebit.attention.merge_states(v, lse, out, lse),
+        "lse_b of merge_states": lambda v: tilebit.attention.merge_states(out, lse, out, v),
+    }
+    if not isinstance(value, list):
+        calls["sequences of batch"] = lambda v: cache.batch(v)
+        calls["sequences of attend"] = lambda v: cache.attend(v, rows[None])
+        calls["sequences of advance"] = lambda v: cache.advance(v)
+    kind = type(value).__name__
+    for name, made in calls.items():
+        first = name.split()[0]
+        yield Bad(f"{kind} as {name}", lambda _, m=made, v=value: m(v), (f"{first} is {kind}", "accepted"), TypeError)
 
 
 def quantizers() -> Iterator[Bad]:

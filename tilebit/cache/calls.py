@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from ..accepted import expect_tensors
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
 from ..ops.operands import describe
@@ -30,6 +31,8 @@ def check_layer(cache: KVCache, layer: int) -> None:
 
 def flat_rows(cache: KVCache, name: str, rows: Tensor) -> Tensor:
     """[tokens, heads_kv, head_dim] of new keys or values, which may come as [batch, rows, ...]."""
+    if not isinstance(rows, Tensor):
+        expect_tensors(**{name: rows})
     flat = rows.flatten(0, 1) if rows.ndim == 4 else rows
     if flat.ndim != 3 or flat.shape[1:] != (cache.heads_kv, cache.head_dim) or rows.dtype != cache.dtype or rows.device != cache.device:
         raise ValueError(
@@ -98,6 +101,9 @@ def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:
     """q_len of ``q`` for each sequence's newest tokens."""
     try:
         size, q_len, _, head_dim = q.shape  # at once: asking again costs host time
+    except AttributeError:
+        expect_tensors(q=q)
+        raise
     except ValueError:
         size = q_len = head_dim = -1
     if size != batch.size or head_dim != cache.head_dim or q.dtype is not cache.dtype or q.device != cache.device:
@@ -107,6 +113,8 @@ def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:
 
 def check_query_rows(cache: KVCache, q: Tensor, rows: int) -> None:
     """``q`` of ``rows`` new rows."""
+    if not isinstance(q, Tensor):
+        expect_tensors(q=q)
     if q.dtype is not cache.dtype or q.ndim != 3 or q.shape[0] != rows or q.shape[2] != cache.head_dim or q.device != cache.device:
         _reject_query(cache, q, f"[{rows}, heads_q, {cache.head_dim}]")
 

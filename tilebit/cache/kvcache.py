@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..accepted import expect
 from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
@@ -169,6 +170,7 @@ class KVCache(CacheMemory):
     def batch(self, sequences: Sequence[int], size: int | None = None) -> Batch:
         """Tensors on the device that describe ``sequences`` to the ops; ``size`` rows (default: as
         many), the last ones empty."""
+        expect("sequences", sequences, Sequence, "a list of handles")
         made = Batch(self.table, (), len(sequences) if size is None else whole("size", size, 0), self.device)
         made.assign(sequences)
         return made
@@ -206,9 +208,9 @@ class KVCache(CacheMemory):
         advanced by the rows to write, once for each layer, and rows beyond these are padding. With
         ``dependent`` the preceding kernel may write anything.
         """
-        shape, k, v = k.shape, flat_rows(self, "k", k), flat_rows(self, "v", v)
+        given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        check_rows(self, batch, k, v, shape, counts, cos_sin, rotary, layer)
+        check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
         if counts is not None:
             self._advance(batch, counts)
         try:
@@ -293,9 +295,9 @@ class KVCache(CacheMemory):
         Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
         lengths decide its shapes.
         """
-        shape, k, v = k.shape, flat_rows(self, "k", k), flat_rows(self, "v", v)
+        given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        check_rows(self, batch, k, v, shape, counts, cos_sin, rotary, layer)
+        check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
         check_query_rows(self, q, k.shape[0])
         check_scores(self, q.shape[1], sinks, scale, window, sink_tokens, soft_cap)
         if counts is not None:
@@ -400,6 +402,8 @@ class KVCache(CacheMemory):
                 raise ValueError("the batch belongs to another cache; accepted: one that this cache's batch() returned")
             return sequences
         latest = self._latest.batch
+        if type(sequences) is not list:
+            expect("sequences", sequences, Sequence, "a list of handles, or a Batch")
         if latest is None or latest.handles != tuple(sequences):
             latest = self._latest.batch = Batch(self.table, sequences, len(sequences), self.device)
         return latest

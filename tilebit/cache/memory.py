@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accepted import expect
 from ..layouts.kv import ORDER, KVLayout, window_words
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
@@ -43,6 +44,9 @@ class CacheMemory:
     ) -> None:
         for name, value in (("num_pages", num_pages), ("slots", slots), ("heads_kv", heads_kv), ("num_layers", num_layers)):
             whole(name, value, 1)
+        expect("dtype", dtype, torch.dtype, "torch.float16 and torch.bfloat16")
+        expect("format", format, KVFormat | str, "a KVFormat, or a name such as 'kv4_channel'")
+        expect("device", device, torch.device | str, "a torch.device, or a name such as 'cuda'")
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype is {dtype}; accepted: torch.float16 and torch.bfloat16")
         self.format = KVFormat.from_name(format) if isinstance(format, str) else format

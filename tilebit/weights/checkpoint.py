@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .accepted import expect
+from ..accepted import expect
 from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
 from .checkpoint_files import find_config, tensor_dtype, tensor_files, tensor_shape
 from .checkpoint_floats import decode_floats, float_format, refuse_stack

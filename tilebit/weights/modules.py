@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..accepted import expect, expect_tensors, format_of
 from ..json_reader import parse_json
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..schedules.gemm.codecs import packed_layout
-from .accepted import expect, expect_tensors, format_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize

@@ -14,13 +14,13 @@ from math import inf
 import torch
 from torch import Tensor
 
+from ..accepted import expect, expect_tensors
 from ..layouts.formats import GemmFormat
 from ..layouts.packing import PackedLayout
 from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
-from .accepted import expect, expect_tensors
 from .quantize import QuantizedTensor
 from .quantize_float import numbers
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..accepted import expect, expect_tensors
 from ..layouts.formats import PER_CHANNEL, GemmFormat
-from .accepted import expect, expect_tensors
 from .quantize_float import numbers, round_floats, row_scale
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..layouts.formats import GemmFormat, QuantFormat
+from .layouts.formats import GemmFormat, QuantFormat
 
 
 def expect(name: str, value: Any, kind: type | UnionType, accepted: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -183,8 +184,10 @@ def test_without_a_compiler_the_error_says_how_to_build(monkeypatch, tmp_path):
     x, packed, bias, _ = exact(workload(FORMATS[1], 5))
     with pytest.raises(tilebit.KernelUnavailable) as caught:
         tilebit.gemm(x, packed, bias)
-    arguments = f"--n {N} --k {K} --m 6 --format w4a16_g32_asym --dtype bfloat16 --bias --target cpu"
-    assert f"tilebit compile {arguments}" in str(caught.value) and f"tilebit pack PATH {arguments}" in str(caught.value)
+    # For the most rows that the kernel serves, which this processor's portfolio says.
+    arguments = rf"--n {N} --k {K} --m [5-9] --format w4a16_g32_asym --dtype bfloat16 --bias --target cpu"
+    for command in ("tilebit compile", "tilebit pack PATH"):
+        assert re.search(f"{command} {arguments}", str(caught.value)), caught.value
     dispatch.forget()
 
 

@@ -302,8 +302,8 @@ def plain_plan(cluster: tuple[str, str, str] | None = None, dependent: tuple[boo
 
 def plain_args(workspace: Any = None, **fields: Any) -> list[Any]:
     """Arguments of ``plain_plan`` for nine rows; the workspace is a tensor unless given."""
-    x, y = ({"address": address, "shape": [9, 8], "dtype": HALF, **fields} for address in (1 << 12, 1 << 14))
-    return [x, {"address": 1 << 13, "shape": [100], "dtype": [0, 32], **fields} if workspace is None else workspace, y]
+    x, y = ({"address": address, "shape": [9, 8], "dtype": HALF, **fields} for address in (1 << 20, 1 << 22))
+    return [x, {"address": 1 << 21, "shape": [100], "dtype": [0, 32], **fields} if workspace is None else workspace, y]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_only_run_dependent_launches_early(
     recording = play(library, calls, driver, tmp_path, "pppi")
     assert [recording.outcomes[0], recording.outcomes[2]] == [None, None]
     launches = recording.calls("launch")
-    assert all(launch["grid"] == [3, 2, 1] and launch["params"] == [1 << 12, 1 << 13, 1 << 14, 9] for launch in launches)
+    assert all(launch["grid"] == [3, 2, 1] and launch["params"] == [1 << 20, 1 << 21, 1 << 22, 9] for launch in launches)
     attributes = [launch.get("attributes") for launch in launches]
     if early is None:
         assert recording.outcomes[1][0] == "AttributeError" and "run_dependent" in recording.outcomes[1][1]
@@ -348,7 +348,7 @@ def test_a_workspace_may_be_an_address(driver: Path, tmp_path: Path) -> None:
         ([x, tensor, 4096], "TypeError", "'y' is no tensor (type index 1); accepted: a CUDA tensor"),
         ([4096, tensor, y], "TypeError", "'x' is no tensor"),
         ([x, {**tensor, "dtype": [2, 32]}, y], "TypeError", "'workspace' has dtype float32; accepted: int32"),
-        ([x, {**tensor, "address": 4104}, y], "ValueError", "'workspace' starts at an address that is 8 bytes past"),
+        ([x, {**tensor, "address": (1 << 21) + 8}, y], "ValueError", "'workspace' starts at an address that is 8 bytes past"),
         ([x, {**tensor, "device": 1}, y], "ValueError", "'workspace' is on cuda:1"),
     ]
     bad = play(library, [{"args": args} for args, _, _ in refused], driver, tmp_path, "pppi")
@@ -359,7 +359,7 @@ def test_a_workspace_may_be_an_address(driver: Path, tmp_path: Path) -> None:
     calls = [{"args": plain_args(1 << 20)}, {"args": plain_args(highest)}, {"args": plain_args(48, device=1)}, {"args": plain_args()}]
     good = play(library, calls, driver, tmp_path, "pppi")
     assert good.outcomes == [None] * 4
-    assert [launch["params"][1] for launch in good.calls("launch")] == [1 << 20, highest, 48, 1 << 13]
+    assert [launch["params"][1] for launch in good.calls("launch")] == [1 << 20, highest, 48, 1 << 21]
     assert [launch["context"] for launch in good.calls("launch")] == [0x1000, 0x1000, 0x1001, 0x1000]
 
 

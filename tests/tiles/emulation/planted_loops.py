@@ -141,7 +141,7 @@ BUGS = (
     device("halves of a cluster's tile exchanged", work(W4, m=40), CLUSTERED, ("i, e + j, 1 - rank)", "i, e + j, rank)")),
     device(
         "columns of a cluster's tile lost", work(W4, m=40), CLUSTERED,
-        ("store(chunk, 2 * I + block % O::SPLIT)", "store(chunk, 2 * I)"), sign="NaN",
+        (".store(chunk, own)", ".store(chunk, 2 * I)"), sign="NaN",
     ),
     device(
         "share summed twice", work(W4), SHARED,

@@ -110,8 +110,8 @@ BUGS = (
     sums("share of a cluster's block lost", FEW, BULK_SPLIT, ("for block in T.serial(1, splits):", "for block in T.serial(2, splits):")),
     sums("cluster's barrier not fenced", FEW, BULK_SPLIT, (FENCE, "pass"), sign="without a fence"),
     loop("ring's barriers not fenced", FEW, BULK, (FENCE, "pass"), sign="without a fence"),
-    device("ticket without a fence before it", FEW, SPLIT, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
-    device("ticket without a fence after it", FEW, SPLIT, ("others);\n    __threadfence();", "others);"), sign="fence"),
+    device("ticket without a fence before it, small m", FEW, SPLIT, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
+    device("ticket without a fence after it, small m", FEW, SPLIT, ("others);\n    __threadfence();", "others);"), sign="fence"),
     sums("sums read before they are sent", FEW, BULK_SPLIT, (TOLD, "pass"), sign=""),
     sums("sums sent to the wrong place", FEW, BULK_SPLIT, ("piece % each) * 4", "piece) * 4"), sign=""),
 )  # fmt: skip

@@ -6,6 +6,10 @@ ones read and write memory that is not the cache's. The checks fetch them to the
 for the device at every call; calls that a CUDA graph captures are not checked, because their
 numbers are those of the replay. Only what a kernel would read counts: entries of a table beyond a
 sequence's packed tokens, and the slot of one whose window is empty, may be anything.
+
+The same switch has every call of every op compare its tensors with their storages
+(``launchers.py``): one that was shrunk, or freed under a view, is an error at any call. Without it
+a call notices what was freed whole, and at a weight's first call what was shrunk.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import torch
 from ..kernels import KernelUnavailable
 from ..runtime import LoadedKernel
 from ..schedules.operands import WORKSPACE, Operand, kernel_params
+from .check import CHECKED
+from .operands import check_memory
 from .workspace import workspace
 
 Launcher = Callable[..., None]  # the operation's operands, in call order; None for one that calls of the workload do not have
@@ -35,9 +37,23 @@ def bind(kernel: LoadedKernel, operands: Sequence[Operand], device: torch.device
     given: dict[str, Any] = {"run": run, "space": workspace, "device": device, "words": words}
     if WORKSPACE not in takes:
         text = f"lambda {', '.join(names)}: run({', '.join(takes)})"
-        return run if tuple(names) == takes else eval(text, given)
+        launch: Launcher = run if tuple(names) == takes else eval(text, given)
+        return _compared(operands, launch) if CHECKED else launch
     # The memory is kept until the kernel is launched.
     passed = ["memory[0]" if name == WORKSPACE else name for name in takes]
     text = f"def launch({', '.join(names)}):\n    memory = space(device, words)\n    run({', '.join(passed)})\n"
     exec(text, given)
-    return given["launch"]
+    return _compared(operands, given["launch"]) if CHECKED else given["launch"]
+
+
+def _compared(operands: Sequence[Operand], launch: Launcher) -> Launcher:
+    """``launch``, where every tensor's storage is first compared with what the tensor needs: half a
+    microsecond a call, which is why it is asked for (``TILEBIT_CHECK``)."""
+
+    def checked(*given: Any) -> None:
+        for operand, tensor in zip(operands, given, strict=True):
+            if tensor is not None:
+                check_memory(operand.name, tensor)
+        launch(*given)
+
+    return checked

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilebit
 from tilebit import packs
 from tilebit.kernels import build
-from tilebit.ops import dispatch
+from tilebit.ops import dispatch, launchers
 from tilebit.ops import gemm as ops
 from tilebit.ops import workspace as workspaces
 from tilebit.ops.known import known
@@ -444,6 +444,31 @@ def test_shrunk_storage_is_an_error_at_a_first_call(cpu_kernels, which):
     shared.untyped_storage().resize_(1 << 10)
     with pytest.raises(ValueError, match=rf"^{which} is .* whose storage was shrunk or freed: it has 1024 of the .* bytes"):
         ops.call(x, **{**operands, which: view}, n=N, format=packed.format_name, dependent=False)
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "scales", "zeros", "bias"])
+def test_with_checks_a_shrunk_storage_is_an_error_at_any_call(cpu_kernels, monkeypatch, which):
+    monkeypatch.setattr(launchers, "CHECKED", True)
+    dispatch.forget()
+    x, packed, bias, _ = exact(workload(FORMATS[1], 5))
+    operands: dict[str, Any] = {
+        "x": x,
+        "weight": packed.weight,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "row_scales": None,
+        "bias": bias,
+    }
+    call = partial(ops.call, **operands, n=N, format=packed.format_name, dependent=False)
+    expected, storage = call(), operands[which].untyped_storage()
+    kept, size = torch.tensor(list(storage), dtype=torch.uint8), storage.nbytes()
+    storage.resize_(16)
+    with pytest.raises(ValueError, match=rf"^{which} is .* whose storage was shrunk or freed: it has 16 of the"):
+        call()
+    storage.resize_(size)
+    storage.copy_(kept.untyped_storage())
+    assert torch.equal(call(), expected)
+    dispatch.forget()
 
 
 def test_dependent_must_be_a_bool(cpu_kernels):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lanes import one_of_each
 
 from tilebit.autotune import grid, search
 from tilebit.autotune.failures import TuneError
@@ -72,6 +73,10 @@ OWN = {
 }
 
 
+def status(name: str) -> str:
+    return FAULTS[name][0]
+
+
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "candidates", lambda workload, target: OPTIONS)
@@ -131,7 +136,7 @@ def test_faults_of_the_machine_are_told_by_their_words():
     assert {status for status, _ in (*FAULTS.values(), *OWN.values())} == {*STATUSES} - {"ok"}
 
 
-@pytest.mark.parametrize("name", [name for name, (status, _) in FAULTS.items() if status == "compile_error"])
+@pytest.mark.parametrize("name", one_of_each([name for name, (status, _) in FAULTS.items() if status == "compile_error"], status))
 def test_a_fault_while_compiling_ends_the_run_without_a_record(store: RecordStore, name: str):
     kind, _, words = FAULTS[name][1].partition(": ")
     with pytest.raises(TuneError, match=r"by a fault of this machine.*Nothing was recorded of it.*run the tuner again") as caught:
@@ -142,7 +147,7 @@ def test_a_fault_while_compiling_ends_the_run_without_a_record(store: RecordStor
     assert (again.reused, again.measured, again.failed) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("name", [name for name, (status, _) in FAULTS.items() if status != "compile_error"])
+@pytest.mark.parametrize("name", one_of_each([name for name, (status, _) in FAULTS.items() if status != "compile_error"], status))
 def test_a_fault_while_measuring_ends_the_run_without_a_record(store: RecordStore, name: str):
     outcome = Outcome(*FAULTS[name])
     with pytest.raises(TuneError, match="by a fault of this machine") as caught:
@@ -153,7 +158,7 @@ def test_a_fault_while_measuring_ends_the_run_without_a_record(store: RecordStor
     assert len(store.records()) == 4 and all(r.ok for r in store.records())
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", one_of_each(list(OWN), lambda name: OWN[name][0]))
 def test_a_failure_of_a_candidate_s_own_is_recorded(store: RecordStore, name: str):
     status, reason = OWN[name]
     kind, _, words = reason.partition(": ")
@@ -167,7 +172,7 @@ def test_a_failure_of_a_candidate_s_own_is_recorded(store: RecordStore, name: st
     assert (again.reused, again.failed) == (4, 1)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_of_each(list(FAULTS), status))
 def test_recorded_faults_are_measured_again_and_are_no_tuning(store: RecordStore, name: str):
     """As an earlier version left them: "measured 0, known 4, failed 4" for ever."""
     status, reason = FAULTS[name]
@@ -181,7 +186,7 @@ def test_recorded_faults_are_measured_again_and_are_no_tuning(store: RecordStore
     assert (result.measured, result.reused, result.failed) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_of_each(list(FAULTS), status))
 def test_explain_and_select_take_no_notice_of_a_machine_s_fault(name: str):
     device, workload = target_from_name("sm_80"), Workload(16, 4096, 4096)
     every = candidates(workload, device) or []

@@ -2,8 +2,9 @@
 
 The operator is registered with ``Library.define``/``impl`` and a fake implementation, so that it
 traces (torch.compile, export) with a dynamic number of rows; its derivatives are in
-``derivatives.py``. Everything is checked before a kernel is launched; a call that passes costs a few microseconds of host time, which
-is also why an eager call goes past the dispatcher where nothing can tell (``call``).
+``derivatives.py``. Everything is checked before a kernel is launched; a call that passes costs a
+few microseconds of host time, which is also why an eager call goes past the dispatcher where
+nothing can tell (``call``).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
     the device has no dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
 
     Differentiable with respect to x and bias, in reverse and forward mode (``derivatives.py``).
-    Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for anything else and
-    ``KernelUnavailable`` when no kernel is at hand, all before a launch.
+    Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for
+    anything else and ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
     if not isinstance(x, Tensor) or not isinstance(packed, PackedWeight) or not (bias is None or isinstance(bias, Tensor)):
         raise TypeError(

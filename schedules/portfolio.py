@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from .schedule import Schedule
 
-MOST_KERNELS = 8
+MOST_KERNELS = 12  # an m between two borders finds a kernel of its size; the usual m of a server need six to eight of them
 MOST_TILES = 16  # row tiles of a kernel up to which each further one is a border of the table; the last m of a table is at its largest's
 
 # microseconds expected of a schedule at m rows

@@ -49,7 +49,7 @@ CACHES = ("kv8", "kv4", "kv2")
 PREFILL = ((1, 4096), (8, 1024))  # batch, length
 CPU_SHAPES, CPU_MS, CPU_DECODE, CPU_PREFILL = ((4096, 4096), (14336, 4096)), (1, 32), ((8, 1024),), ()
 HOST_WEIGHTS = ((256, 256), (512, 4096))
-HOST_ROUNDS = 40
+HOST_PROCESSES, HOST_ROUNDS = 5, 20  # processes of each tree
 HOST = "host"
 
 
@@ -64,18 +64,22 @@ def line(row: dict[str, Any]) -> str:
 
 
 def host_rows(trees: tuple[Tree, Tree], device: str) -> Iterator[dict[str, Any]]:
-    """Host time of public calls in both trees, in the quietest round of each."""
-    for title, (before, after) in host_times(trees, {"device": device, "weights": HOST_WEIGHTS}, HOST_ROUNDS).items():
+    """Host time of public calls in both trees: the median over a tree's processes of the quietest
+    round of each, and the least and the most of that over processes."""
+    found = host_times(trees, {"device": device, "weights": HOST_WEIGHTS}, HOST_ROUNDS, HOST_PROCESSES)
+    for title, both in found.items():
+        before, after = ([min(process) for process in tree] for tree in both)
         yield {
             "kind": HOST,
             "workload": None,
             "title": title,
-            "us_before": round(min(before), 3),
-            "us_after": round(min(after), 3),
-            "ratio": round(min(before) / min(after), 4),
-            "us_median_before": round(median(before), 3),
-            "us_median_after": round(median(after), 3),
-            "rounds": len(before),
+            "us_before": round(median(before), 3),
+            "us_after": round(median(after), 3),
+            "ratio": round(median(before) / median(after), 4),
+            "us_range_before": [round(min(before), 3), round(max(before), 3)],
+            "us_range_after": [round(min(after), 3), round(max(after), 3)],
+            "processes": HOST_PROCESSES,
+            "rounds": HOST_ROUNDS,
         }
 
 

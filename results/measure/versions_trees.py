@@ -95,41 +95,47 @@ def build(wanted: Mapping[Tree, Sequence[Mapping[str, Any]]], job: Mapping[str, 
         return dict(zip(wanted, together.map(of, wanted), strict=True))
 
 
-def host_times(trees: Sequence[Tree], job: Mapping[str, Any], rounds: int, seed: int = 0) -> dict[str, list[list[float]]]:
-    """Microseconds of the host for each public call (``versions_child.host_calls``): of each tree
-    those of all rounds.
+def host_times(
+    trees: Sequence[Tree], job: Mapping[str, Any], rounds: int, processes: int, seed: int = 0
+) -> dict[str, list[list[list[float]]]]:
+    """Microseconds of the host for each public call (``versions_child.host_calls``): of each tree a
+    list for each of its ``processes``, with those of all rounds.
 
-    Both trees' processes live throughout and take turns, in an order that every round draws. Raises
-    ``RuntimeError`` when one ends or all this takes longer than ``HOST_SECONDS``.
+    All live throughout and take turns, in an order that every round draws. A process alone says
+    little: where its memory happens to lie moves its times by a tenth. Raises ``RuntimeError`` when
+    one ends or all this takes longer than ``HOST_SECONDS``.
     """
-    orders, turns = random.Random(seed), list(range(len(trees)))
-    processes = [tree.start("host", job) for tree in trees]
-    late = threading.Timer(HOST_SECONDS, lambda: [process.kill() for process in processes])
+    orders, owners = random.Random(seed), [tree for tree in range(len(trees)) for _ in range(processes)]
+    started = [trees[owner].start("host", job) for owner in owners]
+    late = threading.Timer(HOST_SECONDS, lambda: [process.kill() for process in started])
     late.start()
 
     def answer(index: int) -> Any:
-        process = processes[index]
+        process = started[index]
         assert process.stdout is not None
         said = process.stdout.readline()
         if not said:
-            raise RuntimeError(f"calls of {trees[index].root} ended with status {process.wait()}; its own words are above")
+            raise RuntimeError(f"calls of {trees[owners[index]].root} ended with status {process.wait()}; its own words are above")
         return json.loads(said)
 
     try:
+        turns = list(range(len(started)))
         calls = [answer(index) for index in turns]
-        found: dict[str, list[list[float]]] = {name: [[] for _ in trees] for name in calls[0] if all(name in c for c in calls)}
+        names = [name for name in calls[0] if all(name in c for c in calls)]
+        found: dict[str, list[list[float]]] = {name: [[] for _ in started] for name in names}
         for _ in range(rounds):
             orders.shuffle(turns)
             for index in turns:
-                stdin = processes[index].stdin
+                stdin = started[index].stdin
                 assert stdin is not None
                 stdin.write("\n")
                 stdin.flush()
                 for name, us in answer(index).items():
                     found[name][index].append(us)
-        return found
+        share = [slice(tree * processes, (tree + 1) * processes) for tree in range(len(trees))]
+        return {name: [times[part] for part in share] for name, times in found.items()}
     finally:
         late.cancel()
-        for process in processes:
+        for process in started:
             process.kill()
             process.communicate()

@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16")
 X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
 
 # Numbers of rows at which schedules for a shape's portfolio are proposed where it is not tuned.
-PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 704, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 @dataclass(frozen=True, slots=True)

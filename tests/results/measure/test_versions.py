@@ -276,11 +276,12 @@ def test_the_whole_program_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_host_times_of_both_trees_and_a_given_schedule(tmp_path: Path) -> None:
-    """Two processes that take turns, and a kernel with a schedule that the tree would not choose."""
+    """Processes that take turns, and a kernel with a schedule that the tree would not choose."""
     trees = [Tree(versions.ROOT, tmp_path / name) for name in ("before", "after")]
-    found = host_times(trees, {"device": "cpu", "weights": [(64, 128)]}, 3)
+    found = host_times(trees, {"device": "cpu", "weights": [(64, 128)]}, 3, 2)
     assert set(found) == {"tilebit.gemm 64x128", "QuantLinear 64x128"}
-    assert all(len(us) == 3 and min(us) > 0 for both in found.values() for us in both)
+    assert all(len(both) == 2 and all(len(tree) == 2 for tree in both) for both in found.values())
+    assert all(len(us) == 3 and min(us) > 0 for both in found.values() for tree in both for us in tree)
     workload = Workload(1, 64, 128)
     chosen = versions_child.chosen([workload], detect_target("cpu"), 1)[0].schedule
     job = {"target": None, "device": "cpu"}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilebit.ops.gemm  # registers the op  # noqa: F401
 from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch

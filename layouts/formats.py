@@ -11,15 +11,18 @@ from .outside import stated
 PER_CHANNEL = -1  # a scale for each output channel
 GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
 BITS = (4, 8)  # of integer weights
+INT8 = "int8"
+OFFSET_ZERO = 128  # what a scaled number and its offset are less than as bytes: kernels flip the highest bit
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign (OCP Microscaling Formats 1.0, 5.3.3)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """What ``group`` numbers along k share (or PER_CHANNEL): a factor, and a ``zero`` point:
-    "none", "middle" of the codes, or "stored" with the scale. Kernels read factors of groups in the
+    "none", "middle" of the codes, or "stored" with the scale; or an "offset" that is added to the
+    product of number and factor (see ``GemmFormat``). Kernels read factors of groups in the
     product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
-    powers of two, or "e4m3"; "": any of that type."""
+    powers of two, or "e4m3"; "": any of that type. Of "uint8" factors and offsets are bytes."""
 
     group: int
     zero: str = "none"
@@ -54,11 +57,15 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GemmFormat:
-    """The numbers of a product's weight; x is of the product's 16-bit type, and sums are fp32.
+    """The numbers of a product's weight, and those of x where it is not of the product's 16-bit
+    type.
 
-        w = (value(q) - zero) * scale (* row scale)     value: ``weight.values``; zero, scale: ``weight.scales``
+        w = (value(q) - zero) * scale (* row scale)             value: ``weight.values``; zero, scale: ``weight.scales``
+        w = (value(q) * scale + offset - 128) * row scale       of bytes: whole numbers from -128 to 127 but for the row scale
 
     The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
+    ``x``: "", or "int8": codes, each row with an fp32 scale of its own (``token_scales``); then
+    sums are int32, else fp32.
 
     ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a
     format of another package is defined (as ``FORMAT``), which is its name too. Raises
@@ -67,10 +74,13 @@ class GemmFormat:
 
     weight: Numbers
     module: str = ""
+    x: str = ""
 
     def __post_init__(self) -> None:
         if not self.weight.scales:
             raise ValueError(f"weight is {self.weight}; accepted: numbers with at least one level of scales")
+        if self.x not in ("", INT8):
+            raise ValueError(f"x is {self.x!r}; accepted: '' (the product's 16-bit type) and {INT8!r}")
 
     @property
     def bits(self) -> int:
@@ -84,8 +94,22 @@ class GemmFormat:
 
     @property
     def symmetric(self) -> bool:
-        """No zero point is stored."""
-        return self.weight.scales[0].zero != "stored"
+        """Neither a zero point nor an offset is stored."""
+        return self.weight.scales[0].zero not in ("stored", "offset")
+
+    @property
+    def offset(self) -> bool:
+        """What is stored beside a scale is added to the scaled number: LiquidGEMM's two levels."""
+        return self.weight.scales[0].zero == "offset"
+
+    @property
+    def integer_sums(self) -> bool:
+        """x is integers as the weight is: sums are int32."""
+        return self.x == INT8
+
+    def parameter_dtype(self, dtype: str) -> str:
+        """Of scales, zero points and offsets of groups, in a product of 16-bit ``dtype``."""
+        return "uint8" if self.weight.scales[0].of == "uint8" else dtype
 
     @property
     def row_scaled(self) -> bool:
@@ -100,7 +124,7 @@ class GemmFormat:
     @property
     def _plain(self) -> bool:
         """``QuantFormat`` can say it."""
-        return self.integer and not self.row_scaled and not self.module
+        return self.integer and not self.row_scaled and not self.module and not self.x
 
     @property
     def max_code(self) -> int:
@@ -114,7 +138,10 @@ class GemmFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a code's number less its zero point, whatever that is."""
+        """The largest magnitude of a code's number less its zero point, whatever that is; with an
+        offset of what the row scale is applied to."""
+        if self.offset:
+            return float(OFFSET_ZERO)
         if not self.symmetric:
             return float(self.max_code)
         return max(abs(value - self.symmetric_zero_point) for value in self.weight.values)
@@ -125,11 +152,19 @@ class GemmFormat:
         return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
 
     def weight_of(self, numbers: Any, scales: Any, zeros: Any = None, row_scales: Any = None) -> Any:
-        """The weight: (number - zero) * scale (* row scale), of arrays or tensors that fit each
-        other's shapes; ``numbers`` are the codes' (``weight.values``). ``zeros`` None: none is
+        """The weight, as the class says, of arrays or tensors that fit each other's shapes;
+        ``numbers`` are the codes' (``weight.values``). ``zeros`` (or offsets) None: none is
         stored."""
+        if self.offset:
+            weight = numbers * scales + (zeros - OFFSET_ZERO)
+            return weight if row_scales is None else weight * row_scales
         weight = (numbers - (self.symmetric_zero_point if zeros is None else zeros)) * scales
         return weight if row_scales is None else weight * row_scales
+
+    @property
+    def group_bytes(self) -> int:
+        """Of the scale of a group and of what is stored beside it."""
+        return (1 if self.weight.scales[0].of == "uint8" else 2) * (1 if self.symmetric else 2)
 
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
@@ -138,7 +173,8 @@ class GemmFormat:
     @property
     def kind(self) -> str:
         """The class of numbers that measurements must share to speak of each other: "w4", "w8"."""
-        return f"w{self.bits}{'' if self.integer else self.weight.kind}"
+        x = f"a8{'lqq' * self.offset}" if self.x else ""
+        return f"w{self.bits}{'' if self.integer else self.weight.kind}{x}"
 
     @property
     def name(self) -> str:
@@ -149,6 +185,8 @@ class GemmFormat:
     def family(self) -> str:
         """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``;
         not of integers its name."""
+        if self.x:
+            return f"w{self.bits}a8{'_lqq' * self.offset}"
         return f"w{self.bits}a16" if self.integer else self.name
 
     @classmethod
@@ -214,6 +252,12 @@ def _integer_formats() -> dict[str, GemmFormat]:
     return found
 
 
+def _lqq(group: int) -> GemmFormat:
+    """LiquidGEMM's (section 4): int8 weights of each output channel, whose groups are 4-bit codes
+    with a byte of scale and one of offset."""
+    return GemmFormat(Numbers("uint", 4, (Scale(group, "offset", of="uint8"), Scale(PER_CHANNEL))), x=INT8)
+
+
 # Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
 FORMATS: dict[str, GemmFormat] = {
     **_integer_formats(),
@@ -221,4 +265,8 @@ FORMATS: dict[str, GemmFormat] = {
     "w4a16_mxfp4": GemmFormat(Numbers("e2m1", 4, (Scale(32, of="e8m0"),))),
     # NVIDIA's: groups of 16 share an e4m3 number, all of a tensor (or of a row) an fp32 one.
     "w4a16_nvfp4": GemmFormat(Numbers("e2m1", 4, (Scale(16, of="e4m3"), Scale(PER_CHANNEL)))),
+    "w4a8_lqq_g64": _lqq(64),
+    "w4a8_lqq_g128": _lqq(128),
+    # SmoothQuant's: 8 bits on both sides, a scale for each output channel and each row of x.
+    "w8a8_channel": GemmFormat(Numbers("uint", 8, (Scale(PER_CHANNEL, "middle"),)), x=INT8),
 }

@@ -201,12 +201,14 @@ def induce(
 
 
 @cache
-def gemm_layout(arch: str, bits: int) -> PackedLayout:
+def gemm_layout(arch: str, bits: int, int8: bool = False) -> PackedLayout:
     """The packed weight of the GEMM programs on ``arch`` at 4 or 8 bits.
 
     On NVIDIA (all of ``CUDA_ARCHES``) it is induced from wgmma's A fragment, which is four mma.sync
     warps' too: tiles of 64 (n) x 64 (k) at 4 bits, 64 x 32 at 8 bits, 2048 bytes, thread t owning
-    words 4 t .. 4 t + 3. On "cpu": tiles of 32 x 32; at 4 bits it is induced from AVX512-BF16's
+    words 4 t .. 4 t + 3; ``int8``: from that of the instructions that multiply bytes, so that the
+    low nibbles of a word are four of one row's weights and the high ones four of row r + 8
+    (LiquidGEMM 5.2, where two instructions' operands share a load). On "cpu": tiles of 32 x 32; at 4 bits it is induced from AVX512-BF16's
     operand, four k are 16 words and word l holds rows l and 16 + l (nibble 4 e + 2 p + h: row 16 h
     + l, k = 2 p + e); at 8 bits one k is 32 bytes, byte l row l.
     """
@@ -217,7 +219,7 @@ def gemm_layout(arch: str, bits: int) -> PackedLayout:
             return induce(lane_pairs(), bits, "gemm_cpu_b4", load_bits=32, k_steps=8)
         return induce(lanes(32, 1), bits, "gemm_cpu_b8", load_bits=8, k_steps=32)
     if arch in CUDA_ARCHES:
-        return induce(wgmma_a(16), bits, f"gemm_cuda_b{bits}")
+        return induce(wgmma_a(32 if int8 else 16), bits, f"gemm_cuda_b{bits}{'_int8' * int8}")
     raise ValueError(f"unknown arch {arch!r}; accepted: {', '.join(CUDA_ARCHES)}, cpu")
 
 

@@ -9,6 +9,7 @@ size of an unpacked weight is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 from statistics import fmean
 
 import numpy as np
@@ -26,6 +27,8 @@ from ...schedules.operations import AnyWorkload, workspace_words
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 
+LARGEST_INT8 = 127
+LARGEST_FACTOR = 17  # 15 times it is the largest byte
 EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
 MAX_HALF = 65504.0
 MAX_BIAS = 64  # of the exact problem, an integer
@@ -41,8 +44,9 @@ _EXACT_ROW_SCALES = (1 / 4, 1 / 2, 1.0)  # none above 1: sums grow no larger; of
 class Problem:
     """One GEMM with its operands on a device.
 
-    ``x`` is [m, k] in the workload's dtype; ``operands`` holds ``weight`` int32 (packed),
-    ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad] (asymmetric formats), ``row_scales`` fp32
+    ``x`` is [m, k] in the workload's dtype, or int8 codes where the format says so; ``operands``
+    holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad]
+    (asymmetric formats; of two integer levels the offsets), ``row_scales`` fp32
     [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m] and ``bias`` [n] (if the
     workload has them), as the kernels take them. Padding codes and scales are 0.
     """
@@ -60,20 +64,24 @@ class Problem:
 
     def outputs(self) -> Tensor:
         """A new y [m, n] to write to."""
-        return torch.empty(self.workload.m, self.workload.n, dtype=self.x.dtype, device=self.x.device)
+        return torch.empty(self.workload.m, self.workload.n, dtype=self._dtype, device=self.x.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.workload.dtype)
 
     def reference(self) -> Tensor:
         """y = (x @ w^T) * token_scales + bias in fp64, [m, n]."""
         return self._product(torch.float64)
 
     def torch_result(self) -> Tensor:
-        """The same product as torch computes it in the workload's dtype on the dequantized weight,
-        [m, n]."""
-        return self._product(self.x.dtype)
+        """The same product as torch computes it in the workload's dtype on the dequantized weight
+        (of int8 x in fp32, and rounded), [m, n]."""
+        return self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype)
 
     def dequantized(self) -> Tensor:
         """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
-        return self._weight_rows(0, self.workload.n, torch.float32).to(self.x.dtype)
+        return self._weight_rows(0, self.workload.n, torch.float32).to(self._dtype)
 
     def copied(self) -> Problem:
         """The same problem in other memory: rotating over copies keeps caches from holding the
@@ -134,24 +142,33 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
     Raises ``ValueError`` when k is too long for any of that.
     """
-    largest, scales = _exact_ranges(workload)
     generator = torch.Generator(device).manual_seed(seed)
+    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)  # and token scales
+    if workload.format.x:
+        largest, unit = _exact_integers(workload)
+        row_scales, scales = row_scales * unit, (unit,)
+    else:
+        largest, scales = _exact_ranges(workload)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
-    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)  # and token scales
     return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias)
 
 
 def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
-    """A problem of random floats such as a model's layer has: x and bias normal, w of deviation
-    about 1 / sqrt(k), any codes and zeros."""
+    """A problem of random floats such as a model's layer has: x (or its codes, 3 deviations at
+    their largest) and bias normal, w of deviation about 1 / sqrt(k), any codes and zeros."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(workload.m, workload.k, generator=generator, device=device)
     bias = torch.randn(workload.n, generator=generator, device=device)
     unit = 2.0 / (workload.k**0.5 * (1 << workload.format.bits))
+    if workload.format.x:
+        x = (x * (LARGEST_INT8 / 3)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+        unit = 1.0 / (workload.k**0.25 * 64)  # of row scales and of token scales, which are multiplied
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
     scaled = workload.format.row_scaled or workload.token_scales
     row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if scaled else scales
+    if workload.format.x:
+        row_scales = row_scales * unit
     return _problem(workload, arch, generator, x, scales, row_scales, bias)
 
 
@@ -183,6 +200,19 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     return (finite or exact[-1:])[0]
 
 
+def _exact_integers(workload: Workload) -> tuple[int, float]:
+    """(largest x, unit of row and token scales) of int8 x: int32 sums that fp32 holds, with the bias
+    at the unit that scales make, and where possible results that fp16 holds. All of int8 where k
+    is short enough."""
+    smallest = min(_EXACT_ROW_SCALES) ** 2
+    for largest in (LARGEST_INT8, 31, 7, 4, 2, 1):
+        most = workload.k * largest * 128
+        unit = 2.0 ** -max(0, ceil(log2(most / 8 / MAX_HALF) / 2)) if workload.dtype == "float16" else 1.0
+        if most + MAX_BIAS / (smallest * unit * unit) < EXACT_INTEGERS:
+            return largest, unit
+    raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {workload.format.name}: up to {EXACT_INTEGERS // 256}")
+
+
 def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
     """Standard deviation of one output of the exact problem."""
     codes = (f.max_code + 1) ** 2 / (12 if f.symmetric else 6) if f.integer else fmean(value * value for value in f.weight.values)
@@ -208,8 +238,17 @@ def _problem(
         parameters[..., workload.n :] = 0
         return parameters
 
-    operands = {"weight": words, "scales": drawn("scales", scales)}
-    if not f.symmetric:
+    operands = {"weight": words}
+    if f.offset:
+        # whatever a quantizer could store: the largest code's byte is at most 255
+        factors = torch.arange(LARGEST_FACTOR + 1, device=device)
+        operands["scales"] = drawn("scales", factors)
+        room = 255 - 15 * operands["scales"].int()
+        share = torch.rand(room.shape, generator=generator, device=device)
+        operands["zeros"] = (share * (room + 1)).int().clamp(max=255).to(torch.uint8)
+    else:
+        operands["scales"] = drawn("scales", scales)
+    if not (f.symmetric or f.offset):
         operands["zeros"] = drawn("zeros", torch.arange(f.max_code + 1, device=device))
     if f.row_scaled:
         operands["row_scales"] = drawn("row_scales", row_scales)
@@ -218,4 +257,4 @@ def _problem(
         operands[TOKEN_SCALES] = row_scales[picked]
     if workload.bias:
         operands["bias"] = bias.to(dtype)
-    return Problem(workload, layout, x.to(dtype), operands)
+    return Problem(workload, layout, x.to(getattr(torch, workload.x_dtype)), operands)

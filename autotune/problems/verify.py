@@ -101,12 +101,12 @@ def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list
 
 
 class RowProblem(Protocol):
-    """A problem whose answer is y [m, n] in x's dtype, a row of it for each row of ``x``: what
+    """A problem whose answer is y [m, n] in the workload's dtype, a row of it for each row of ``x``: what
     ``Gate`` asks of one."""
 
     @property
     def workload(self) -> Any:
-        """Has sizes ``m`` and ``n``."""
+        """Has sizes ``m`` and ``n``, and a ``dtype``: that of y."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class RowProblem(Protocol):
         ...
 
     def torch_result(self) -> Tensor:
-        """y as torch computes it in x's dtype."""
+        """y as torch computes it in that dtype."""
         ...
 
 
@@ -160,7 +160,7 @@ class Gate:
 
     @staticmethod
     def _run(run: Callable[[Any, Tensor], None], problem: RowProblem, rows: int) -> GuardedOutput:
-        output = guarded_output((rows, problem.workload.n), problem.x.dtype, problem.x.device)
+        output = guarded_output((rows, problem.workload.n), getattr(torch, problem.workload.dtype), problem.x.device)
         run(problem, output.y)
         if output.y.is_cuda:
             torch.cuda.synchronize(output.y.device)

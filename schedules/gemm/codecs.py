@@ -13,18 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from ...layouts.formats import GemmFormat
+from ...layouts.formats import INT8, GemmFormat
 from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
 
 
 def _induced(arch: str, format: GemmFormat) -> PackedLayout:
-    return gemm_layout(arch, format.bits)
+    return gemm_layout(arch, format.bits, format.integer_sums)
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``). ``layout(arch,
+    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``), ``x`` those of x as the
+    format says them. ``layout(arch,
     format)`` packs codes; ``device(format)`` is the C++ type whose functions turn a packed word
     into operand registers, ``programs`` those that have them, ``headers`` the files that hold them,
     under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
@@ -41,6 +42,7 @@ class Codec:
     headers: tuple[str, ...] = ()
     largest_scale: float = inf
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
+    x: str = ""
 
     def unserved(self, format: GemmFormat, program: str) -> list[str]:
         """Why ``program`` does not take weights of ``format``: sentences, empty when it does."""
@@ -73,18 +75,30 @@ E2M1 = Codec(
     cpu_ops_per_weight={4: 1.0},
     largest_scale=2.0,  # a code's bits are a number 2^14 (bf16: 2^126) too small, which its scale makes good
 )
-CODECS: dict[str, Codec] = {codec.kind: codec for codec in (UINT, E2M1)}
+BYTES = Codec(
+    "uint",
+    x=INT8,
+    device=lambda f: "tilebit::Lqq" if f.offset else "tilebit::Centered",
+    headers=("codecs/int8.cuh",),
+    programs=frozenset({"gemm_wgmma", "gemm_cpu"}),
+    group_sizes=(64, 128, -1),
+    # Counted: seven instructions for eight weights, or one for four, and their loads.
+    ops_per_weight={4: 1.2, 8: 0.6},
+    cpu_ops_per_weight={4: 1.0, 8: 0.75},
+)
+CODECS: dict[tuple[str, str], Codec] = {(codec.kind, codec.x): codec for codec in (UINT, E2M1, BYTES)}
 
 
 def codec_of(format: GemmFormat) -> Codec:
-    """The codec of a format: by the kind of its weight's numbers, or the ``CODEC`` of the module
-    that the kind names. Raises ``ValueError`` for a kind without one."""
+    """The codec of a format: by the kind of its weight's numbers and x's, or the ``CODEC`` of the
+    module that the kind names. Raises ``ValueError`` for a kind without one."""
     kind = format.weight.kind
-    if kind in CODECS:
-        return CODECS[kind]
+    if (kind, format.x) in CODECS:
+        return CODECS[kind, format.x]
     if "." in kind:
         return stated(kind, "CODEC")
-    raise ValueError(f"weights are {kind!r} numbers; accepted: {', '.join(map(repr, CODECS))}, or a module path with a CODEC")
+    known = ", ".join(repr(kind) for kind, x in CODECS if x == format.x)
+    raise ValueError(f"weights are {kind!r} numbers; accepted: {known}, or a module path with a CODEC")
 
 
 def sources_of(format: GemmFormat) -> tuple[str, ...]:

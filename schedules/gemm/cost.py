@@ -30,7 +30,7 @@ from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
 from .codecs import codec_of
-from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes
+from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes, x_stage_bytes
 from .waves import cut_places, shared_places
 from .workload import Workload
 
@@ -42,6 +42,7 @@ LANES = 128  # of Target.dequant_gops per SM and clock
 
 # --- gemm_wgmma, gemm_mma
 MMA_BURST = 1.36  # products that wait for dequantization run at a higher clock than the power limit leaves a plain product; fitted
+INT8_OVER_HALF = 2  # rate of the tensor cores
 MMA_SPARE = 1.44  # and an SM's rate over its share when others idle; fitted
 STEP_US = 0.063  # one stage handed from producer to consumer and back; fitted
 IN_STEP = 2.6  # hand-over in a cluster over that in a block; fitted
@@ -126,9 +127,9 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     grid = _grid(m_tiles * n_tiles, k_steps, s, target)
 
     stage = stage_bytes(w.format, s)
-    copied = stage - s.block_m * s.block_k * 2 * (1 - 1 / s.cluster)  # what a stage takes from the last cache
+    copied = stage - x_stage_bytes(w.format, s) * (1 - 1 / s.cluster)  # what a stage takes from the last cache
     cached = grid.blocks * grid.steps * sms * copied
-    x = m_tiles * s.block_m * k * 2
+    x = m_tiles * s.block_m * k * w.x_bytes
     # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from
     # memory every time.
     far = cached * grid.shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
@@ -137,7 +138,8 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
 
     dequant = codec_of(w.format).ops_per_weight[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
     dequant *= grid.decoded / grid.steps
-    mma = 2.0 * s.block_m * m_tiles * n * k / (target.mma_tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
+    tflops = target.mma_tflops * (INT8_OVER_HALF if w.format.integer_sums else 1)
+    mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's
@@ -211,7 +213,7 @@ def _total(
 def _weight_bytes(w: Workload, n: int, k: int) -> float:
     """Bytes of codes and group parameters of a padded weight."""
     groups = 1 if w.format.group_size == PER_CHANNEL else _ceil(k, w.format.group_size)
-    return n * k * w.format.bits / 8 + n * groups * (2 if w.format.symmetric else 4)
+    return n * k * w.format.bits / 8 + n * groups * w.format.group_bytes
 
 
 def _ceil(a: int, b: int) -> int:

@@ -21,6 +21,7 @@ from .workload import Workload
 
 SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
+WIDEST_K = 128  # values of k in a step of 16-bit x: two parts of a row are two swizzled lines; of int8 twice as many
 MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
@@ -60,7 +61,7 @@ class CudaRule:
 
 
 WGMMA = CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, 257, 16)), (32, 64, 128), (4, 8, 12, 16), (2, 8),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, 257, 16)), (32, 64, 128, 256), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 MMA = CudaRule(
@@ -124,11 +125,16 @@ def grid_blocks(schedule: Schedule, target: Target) -> int:
 
 
 def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
-    """Shared memory of one pipeline stage in bytes: packed weight tile, 16-bit x tile, and the
-    group parameters of the tile."""
+    """Shared memory of one pipeline stage in bytes: packed weight tile, x tile, and the group
+    parameters of the tile."""
     groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
-    parameters = schedule.block_n * 2 * groups * (1 if format.symmetric else 2)
-    return schedule.block_n * schedule.block_k * format.bits // 8 + schedule.block_m * schedule.block_k * 2 + parameters
+    parameters = schedule.block_n * groups * format.group_bytes
+    return schedule.block_n * schedule.block_k * format.bits // 8 + x_stage_bytes(format, schedule) + parameters
+
+
+def x_stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
+    """Shared memory that x takes in a pipeline stage."""
+    return schedule.block_m * schedule.block_k * (1 if format.x else 2)
 
 
 def shared_memory(format: GemmFormat, schedule: Schedule) -> int:
@@ -147,13 +153,13 @@ def _staging_bytes(schedule: Schedule) -> int:
     return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2
 
 
-def registers_needed(schedule: Schedule) -> int:
-    """32-bit registers that one computing thread needs for its fp32 accumulators and its 16-bit
-    operand fragments."""
+def registers_needed(format: GemmFormat, schedule: Schedule) -> int:
+    """32-bit registers that one computing thread needs for its accumulators and its operand
+    fragments."""
     rule = CUDA_RULES[schedule.program]
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads
-    a_fragment = schedule.block_n * schedule.block_k // threads // 2
+    a_fragment = schedule.block_n * schedule.block_k // threads // (4 if format.x else 2)
     b_fragment = schedule.block_m * 16 // 32 // 2 if rule.b_fragment else 0  # one k16 step: every warp reads all of block_m
     return accumulators + a_fragment + b_fragment
 
@@ -208,6 +214,8 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"block_n is {s.block_n}; accepted by {rule.program} for n {workload.n} (padded to {n_pad}): divisors of it.")
     if -(-n_pad // s.block_n) % s.cluster:
         reasons.append(f"cluster is {s.cluster}; accepted for {-(-n_pad // s.block_n)} tiles of {s.block_n} rows: divisors of that.")
+    if s.block_k > WIDEST_K and not workload.format.x:
+        reasons.append(f"block_k is {s.block_k}; accepted for x of 16 bits: up to {WIDEST_K}.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
     if s.block_k % packed_k == 0 and k_pad % s.block_k:
@@ -244,14 +252,14 @@ def _resource_reasons(rule: CudaRule, format: GemmFormat, schedule: Schedule, ta
             f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}; use fewer min_blocks or num_warps."
         )
     sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
-    if s.program == WGMMA.program and clustered_split(s) and sent > s.num_stages * s.block_m * s.block_k * 2:
+    if s.program == WGMMA.program and clustered_split(s) and sent > s.num_stages * x_stage_bytes(format, s):
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
     share, one = Target.REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
     if s.program == WGMMA.program and share < one:
         reasons.append(
             f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use fewer min_blocks or warps."
         )
-    needed, budget = registers_needed(s), _register_budget(rule, s)
+    needed, budget = registers_needed(format, s), _register_budget(rule, s)
     if s.program == WGMMA.program and s.block_m & (s.block_m - 1):
         budget -= ODD_TILE
     if needed > budget:

@@ -11,7 +11,7 @@ from .codecs import packed_layout
 from .parts import part_operands
 
 DTYPES = ("float16", "bfloat16")
-X_COLUMNS = 8  # CUDA kernels read rows of x of whole 16 bytes
+X_ROW_BYTES = 16  # CUDA kernels read rows of x of whole 16 bytes
 
 # Numbers of rows at which schedules for a shape's portfolio are proposed where it is not tuned.
 PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 704, 768, 1024, 1536, 2048, 3072, 4096)
@@ -19,10 +19,11 @@ PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 704, 768
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One weight-only GEMM, ``y[m, n] = x[m, k] @ w[n, k]^T (* token_scales[m]) (+ bias[n])``.
+    """One GEMM with a packed weight, ``y[m, n] = x[m, k] @ w[n, k]^T (* token_scales[m]) (+ bias[n])``.
 
     ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation and
-    ``token_scales`` are fp32.
+    ``token_scales`` are fp32. Where the format's x is int8, x holds codes, ``token_scales`` (always
+    there) are their scales, and sums are int32.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
@@ -44,6 +45,8 @@ class Workload:
             raise ValueError(f"(m, n, k) is ({self.m}, {self.n}, {self.k}); accepted: m >= 0, n >= 1, k >= 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
+        if self.format.x:
+            object.__setattr__(self, "token_scales", True)
 
     @property
     def op(self) -> str:
@@ -58,13 +61,22 @@ class Workload:
         """Bytes of codes, scales and zero points (unpadded)."""
         f = self.format
         codes = self.n * self.k * f.bits // 8
-        return codes + self.n * (f.groups(self.k) * (2 if f.symmetric else 4) + (4 if f.row_scaled else 0))
+        return codes + self.n * (f.groups(self.k) * f.group_bytes + (4 if f.row_scaled else 0))
+
+    @property
+    def x_dtype(self) -> str:
+        return self.format.x or self.dtype
+
+    @property
+    def x_bytes(self) -> int:
+        """Of one number of x."""
+        return 1 if self.format.x else 2
 
     @property
     def bytes(self) -> int:
         """Bytes that one call must move at least: weights once, x once, y once."""
         after = (2 * self.n if self.bias else 0) + (4 * self.m if self.token_scales else 0)
-        return self.weight_bytes + 2 * self.m * (self.k + self.n) + after
+        return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * self.n) + after
 
     @property
     def kind(self) -> str:
@@ -73,18 +85,20 @@ class Workload:
         return self.format.kind
 
     def operands(self, arch: str) -> tuple[Operand, ...]:
-        """The tensors of a call on ``arch``, in call order. x has zero columns up to a multiple of
-        8 on CUDA; weight, scales, zeros and row scales are padded to whole tiles of the packed
+        """The tensors of a call on ``arch``, in call order. x has zero columns up to whole 16 bytes
+        on CUDA; weight, scales, zeros and row scales are padded to whole tiles of the packed
         layout (``codecs.packed_layout``)."""
         f, layout = self.format, packed_layout(arch, self.format)
-        columns = self.k if arch == "cpu" else -(-self.k // X_COLUMNS) * X_COLUMNS
+        whole = 1 if arch == "cpu" else X_ROW_BYTES // self.x_bytes
+        columns = -(-self.k // whole) * whole
+        parameters = f.parameter_dtype(self.dtype)
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
         packing = f"pack the weight for this device and dtype with tilebit.pack ({arch})"
         return (
-            Operand("x", self.dtype, ("m", columns)),
+            Operand("x", self.x_dtype, ("m", columns)),
             Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
-            Operand("scales", self.dtype, groups, advice=packing),
-            Operand("zeros", self.dtype, groups, optional=True, absent=f.symmetric, advice=packing),
+            Operand("scales", parameters, groups, advice=packing),
+            Operand("zeros", parameters, groups, optional=True, absent=f.symmetric, advice=packing),
             *part_operands(self, groups[1], packing),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),
         )
@@ -113,7 +127,8 @@ class Workload:
     @property
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
-        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * self.token_scales}"
+        tokens = self.token_scales and not self.format.x  # with codes for x they go without saying
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * tokens}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -124,7 +139,9 @@ class Workload:
             "format": self.format.to_json(),
             "dtype": self.dtype,
             "bias": self.bias,
-            **({"token_scales": True} if self.token_scales else {}),  # absent, as in what was stored before there were any
+            **(
+                {"token_scales": True} if self.token_scales and not self.format.x else {}
+            ),  # absent, as in what was stored before there were any
         }
 
     @classmethod

@@ -8,9 +8,9 @@ from itertools import cycle, product
 import numpy as np
 import torch
 
-from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm import Problem, exact_problem
 from tilebit.layouts.formats import GROUP_SIZES, GemmFormat, QuantFormat
-from tilebit.layouts.packing import gemm_layout
+from tilebit.schedules.gemm.codecs import packed_layout
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
@@ -18,6 +18,7 @@ from tilebit.schedules.target import Target
 
 Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
+INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel")))
 
 
 def in_turn(
@@ -54,8 +55,10 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     powers of two."""
     w, f = workload, workload.format
     rng = np.random.default_rng(seed)
-    layout = gemm_layout("sm_90a", f.bits)
+    layout = packed_layout("sm_90a", f)
     largest = 4 if f.bits == 4 else 1  # so that most sums stay finite in fp16
+    if f.x:
+        return exact_problem(w, seed, "sm_90a"), exact_problem(w, seed, "sm_90a").reference()
     x = rng.integers(-largest, largest + 1, (w.m, w.k))
     codes = rng.integers(0, f.max_code + 1, (w.n, w.k)).astype(np.uint8)
     scales = rng.choice([0.5, 1.0, 2.0] if not f.integer else [1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))

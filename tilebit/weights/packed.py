@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..accepted import expect, expect_tensors
-from ..layouts.formats import GemmFormat
+from ..layouts.formats import OFFSET_ZERO, GemmFormat
 from ..layouts.packing import PackedLayout
 from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
@@ -37,8 +37,8 @@ class PackedWeight:
 
     ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``;
     ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
-    holding integers, or None for a symmetric format; n_pad is n rounded up to whole tiles; padding
-    codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
+    holding integers, or None for a symmetric format; both uint8 where the format says so. n_pad is
+    n rounded up to whole tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
     x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
     None. Raises ``ValueError`` for anything else.
     """
@@ -125,7 +125,7 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     return PackedWeight(
         weight=pack_codes(q.codes, layout),
         scales=_by_group(scales, n_pad),
-        zeros=None if q.zeros is None else _by_group(q.zeros.to(dtype), n_pad),
+        zeros=None if q.zeros is None else _by_group(q.zeros.to(scales.dtype), n_pad, OFFSET_ZERO if q.format.offset else 0),
         n=q.n,
         k=q.k,
         format=q.format,
@@ -139,6 +139,8 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
 def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they
     cannot."""
+    if q.format.offset:
+        return q.scales
     scales, largest = q.scales.to(dtype), codec_of(q.format).largest_scale
     exact = q.format.weight.scales[0].of != ""
     if scales.dtype == q.scales.dtype and largest == inf:
@@ -234,8 +236,8 @@ def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, sl
     return pieces
 
 
-def _by_group(values: Tensor, n_pad: int) -> Tensor:
-    """[n, groups] -> contiguous [groups, n_pad], padded with zeros."""
-    padded = torch.zeros(values.shape[1], n_pad, dtype=values.dtype, device=values.device)
+def _by_group(values: Tensor, n_pad: int, fill: int = 0) -> Tensor:
+    """[n, groups] -> contiguous [groups, n_pad], padded with ``fill``."""
+    padded = torch.full((values.shape[1], n_pad), fill, dtype=values.dtype, device=values.device)
     padded[:, : values.shape[0]] = values.t()
     return padded

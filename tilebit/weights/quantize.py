@@ -15,6 +15,7 @@ from torch import Tensor
 from ..accepted import expect, expect_tensors
 from ..layouts.formats import PER_CHANNEL, GemmFormat
 from .quantize_float import numbers, round_floats, row_scale
+from .quantize_lqq import MOST_K, two_levels
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if
@@ -28,12 +29,13 @@ _CHUNK_ELEMENTS = 1 << 24
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
     """An unpacked quantized weight, w' = (value(codes) - zeros) * scales (* row_scales), with the
-    values ``format.weight.values``.
+    values ``format.weight.values``; of a format with offsets (codes * scales + zeros - 128) *
+    row_scales.
 
     ``codes`` uint8 [n, k]; ``scales`` fp16, bf16 or fp32 [n, groups], one per ``format.group_size``
     values of k (the last group may be shorter); ``zeros`` uint8 [n, groups], or None for a
     symmetric format (the zero point is then ``format.symmetric_zero_point``: ``2 ** (bits - 1)`` of
-    integers). ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column
+    integers); with offsets both are uint8. ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column
     ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @ w'^T. ``row_scales``
     fp32 [n] of a format whose scales have two levels (``format.row_scaled``), else None. All
     tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above
@@ -54,10 +56,11 @@ class QuantizedTensor:
         if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
             raise ValueError(f"codes are {_describe(self.codes)}; accepted: uint8 [n, k] with n >= 1 and k >= 1")
         shape = (self.n, self.format.groups(self.k))
-        if tuple(self.scales.shape) != shape or self.scales.dtype not in SCALE_DTYPES:
+        accepted = (torch.uint8,) if self.format.offset else SCALE_DTYPES
+        if tuple(self.scales.shape) != shape or self.scales.dtype not in accepted:
+            needed = "uint8" if self.format.offset else "float16, bfloat16 or float32"
             raise ValueError(
-                f"scales are {_describe(self.scales)}; {self.format.name} codes [{self.n}, {self.k}] need float16, bfloat16 or float32 "
-                f"{list(shape)}"
+                f"scales are {_describe(self.scales)}; {self.format.name} codes [{self.n}, {self.k}] need {needed} {list(shape)}"
             )
         if (self.zeros is None) != self.format.symmetric:
             raise ValueError(
@@ -83,9 +86,13 @@ class QuantizedTensor:
         if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, device=self.perm.device)):
             raise ValueError(f"perm does not hold each of the columns 0..{self.k - 1} once")
         if self.format.bits < 8:
-            for what, values in (("codes", self.codes), ("zeros", self.zeros)):
+            for what, values in (("codes", self.codes), ("zeros", None if self.format.offset else self.zeros)):
                 if values is not None and (top := int(values.max())) > self.format.max_code:
                     raise ValueError(f"{what} reach {top}; {self.format.bits} bits hold 0 to {self.format.max_code}")
+        if self.format.offset and self.zeros is not None:
+            top = int((self.scales.int() * self.format.max_code + self.zeros).max())
+            if top > 255:
+                raise ValueError(f"scale and offset of a group make bytes up to {top}; accepted: 255, or one weight carries into the next")
 
     @property
     def n(self) -> int:
@@ -131,6 +138,9 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are
     the better of two powers of two (``round_floats``); with row scales, a factor of the whole
     weight makes its largest magnitude the largest code times the largest scale.
+
+    Two integer levels (``w4a8_lqq_*``): as ``quantize_lqq.py`` says; k up to 131,072, for int32
+    sums; ``scale_dtype`` says nothing.
     """
     expect_tensors(w=w)
     expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
@@ -141,7 +151,11 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     if scale_dtype not in SCALE_DTYPES:
         raise ValueError(f"scale_dtype is {scale_dtype}; accepted: {', '.join(map(str, SCALE_DTYPES))}")
     n, k = w.shape
+    if format.integer_sums and k > MOST_K:
+        raise ValueError(f"k is {k}; accepted for int32 sums: up to {MOST_K}")
     groups = format.groups(k)
+    if format.offset:
+        return _two_levels(w, format, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     scales = torch.empty(n, groups, dtype=scale_dtype, device=w.device)
     zeros = None if format.symmetric else torch.empty(n, groups, dtype=torch.uint8, device=w.device)
@@ -168,6 +182,26 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
             zeros[part] = chosen[2]
     rows_held = torch.full((n,), row, dtype=torch.float32, device=w.device) if format.row_scaled else None
     return QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held)
+
+
+def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> QuantizedTensor:
+    (n, k), group = w.shape, format.group_size
+    groups = format.groups(k)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
+    scales, zeros = (torch.empty(n, groups, dtype=torch.uint8, device=w.device) for _ in range(2))
+    row_scales = torch.empty(n, dtype=torch.float32, device=w.device)
+    columns = torch.arange(groups * group, device=w.device)
+    valid = (columns < k).view(groups, group)
+    rows = max(1, _CHUNK_ELEMENTS // (groups * group))
+    for start in range(0, n, rows):
+        part = slice(start, min(n, start + rows))
+        block = w[part].float()
+        _check_finite(block, start)
+        # a short last group repeats its last weight, which is in its range
+        block = block.index_select(1, columns.clamp(max=k - 1)).view(-1, groups, group)
+        found, scales[part], zeros[part], row_scales[part] = two_levels(block, valid, factors)
+        codes[part] = found.view(block.shape[0], -1)[:, :k]
+    return QuantizedTensor(codes, scales, zeros, format, row_scales=row_scales)
 
 
 def _search(

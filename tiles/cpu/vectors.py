@@ -85,10 +85,10 @@ def store(buffer: Any, offset: Any, value: Any, lanes: int) -> None:
 
 
 def to_float(value: Any, lanes: int) -> Any:
-    """fp16 (as float16), bf16 (as uint16 bits) or fp32 -> fp32, exactly."""
+    """fp16 (as float16), bf16 (as uint16 bits), bytes or fp32 -> fp32, exactly."""
     if str(value.dtype).startswith("float32"):
         return value
-    if str(value.dtype).startswith("float16"):
+    if str(value.dtype).startswith(("float16", "int8", "uint8")):
         return value.astype(f"float32x{lanes}")
     return T.reinterpret(f"float32x{lanes}", value.astype(f"uint32x{lanes}") << splat(16, "uint32", lanes))
 

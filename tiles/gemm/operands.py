@@ -11,7 +11,7 @@ from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.parts import Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
-from ...schedules.gemm.workload import Workload
+from ...schedules.gemm.workload import X_ROW_BYTES, Workload
 from ...schedules.operands import present
 from ...schedules.schedule import Schedule
 from ..compiler.headers import TYPES
@@ -41,9 +41,19 @@ class Operands:
 
     @property
     def kx(self) -> int:
-        """Columns of x as the kernel reads it: k rounded up to 8, because TMA wants rows of whole
-        16 bytes."""
-        return -(-self.workload.k // 8) * 8
+        """Columns of x as the kernel reads it: k rounded up to whole 16 bytes, as TMA wants rows."""
+        whole = X_ROW_BYTES // self.workload.x_bytes
+        return -(-self.workload.k // whole) * whole
+
+    @property
+    def sums_dtype(self) -> str:
+        """Of the accumulators."""
+        return "int32" if self.workload.format.integer_sums else "float32"
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Of scales and of zero points or offsets."""
+        return self.workload.format.parameter_dtype(self.workload.dtype)
 
     @property
     def record_k(self) -> int:
@@ -114,8 +124,13 @@ class Operands:
 
     def dequantize_call(self, part: int = 0, parts: int = 1) -> str:
         """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments
-        (``device/codecs/dequant.cuh``)."""
+        (``device/codecs/dequant.cuh``), or ``tilebit::dequantize_bytes``
+        (``device/codecs/int8.cuh``)."""
         w, s = self.workload, self.schedule
+        if w.format.integer_sums:
+            k32_steps = min(s.block_k, w.format.group_size) // 32 if self.grouped else s.block_k // 32
+            of_bytes = (codec_of(w.format).device(w.format), self.slabs, part, self.records // parts, k32_steps, s.block_n)
+            return f"tilebit::dequantize_bytes<{', '.join(map(str, of_bytes))}>"
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
         arguments = (
@@ -147,7 +162,8 @@ class Operands:
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
-        return f"tilebit::Store<{', '.join(map(str, arguments))}>"
+        sums = ", int" if w.format.integer_sums else ""
+        return f"tilebit::Store<{', '.join(map(str, arguments))}{sums}>"
 
     def part_types(self) -> str:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further

@@ -1,11 +1,12 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128
 
 computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared
 memory, the other: tokens are the instruction's n, from 16 up (TurboMind sections 4.1-4.3).
-Accumulation is fp32; per-group scales are applied to the weights, per-channel ones to the
-accumulators.
+Accumulation is fp32, of int8 x int32; per-group scales are applied to the weights, per-channel ones
+to the accumulators.
 
 A block's threads have three roles (``PRODUCERS`` threads load, two warps of them):
 
@@ -65,7 +66,7 @@ HEADERS = (
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles,
+    x ``[m, kx]`` (kx: k rounded up to whole 16 bytes, for TMA), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
     n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets,
     then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
@@ -75,6 +76,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p = Operands(workload, schedule)
     plan = Plan(p)
     bn, bm, bk, dtype = schedule.block_n, schedule.block_m, schedule.block_k, workload.dtype
+    x_dtype, parameter_dtype = workload.x_dtype, p.parameter_dtype
     stages, parts, cluster, clustered = schedule.num_stages, plan.parts, schedule.cluster, plan.clustered
     consumers, columns = plan.consumers, p.staged_columns
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
@@ -169,9 +171,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.prim_func
     def main(
-        x: T.Tensor((m, p.kx), dtype),
+        x: T.Tensor((m, p.kx), x_dtype),
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
-        scales: T.Tensor((p.groups, p.n_pad), dtype),
+        scales: T.Tensor((p.groups, p.n_pad), parameter_dtype),
         zeros: Zeros,
         row_scales: RowScales,
         token_scales: TokenScales,
@@ -183,18 +185,18 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             thread = T.get_thread_binding()
             after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
             halves = T.reshape(weight, p.halves(T))
-            Xs = T.alloc_shared((stages, parts, bm, bk // parts), dtype)
+            Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
-            Ss = T.alloc_shared((stages, p.step_groups, bn), dtype)
-            Zs = T.alloc_shared((stages, p.step_groups, bn), dtype) if p.asymmetric else Ss
+            Ss = T.alloc_shared((stages, p.step_groups, bn), parameter_dtype)
+            Zs = T.alloc_shared((stages, p.step_groups, bn), parameter_dtype) if p.asymmetric else Ss
             staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
-            W = T.alloc_fragment((bn, bk // parts), dtype)
-            W_rest = T.alloc_fragment((bn, bk // parts), dtype)
-            Y = T.alloc_fragment((bn, bm), "float32")
-            sums = (Y, T.alloc_fragment((bn, bm // schedule.tail), "float32"))[: len(kinds)]
+            W = T.alloc_fragment((bn, bk // parts), x_dtype)
+            W_rest = T.alloc_fragment((bn, bk // parts), x_dtype)
+            Y = T.alloc_fragment((bn, bm), p.sums_dtype)
+            sums = (Y, T.alloc_fragment((bn, bm // schedule.tail), p.sums_dtype))[: len(kinds)]
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
@@ -216,7 +218,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", plan.keep, m, thread - PRODUCERS)
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 # the half of a shared tile that this block stores
-                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), "float32") if clustered else None
+                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if clustered else None
                 multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread)
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
                     exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)

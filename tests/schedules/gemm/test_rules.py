@@ -91,7 +91,7 @@ ILLEGAL = [
     (replace(WGMMA, block_m=24), H200, W4, "block_m is 24"),
     (replace(WGMMA, block_m=8), H200, W4, "block_m is 8; accepted: 16, 32"),
     (replace(MMA, block_m=24), A100, W4, "block_m is 24"),
-    (replace(WGMMA, block_k=256), H200, W4, "block_k is 256; accepted: 32, 64, 128"),
+    (replace(WGMMA, block_k=256), H200, W4, "block_k is 256; accepted for x of 16 bits: up to 128"),
     (replace(MMA, num_warps=4), A100, W4, "16 rows a warp"),
     (replace(MMA, block_n=256, num_warps=16), A100, Workload(64, 4096 + 64, 4096), "block_n is 256; accepted by gemm_mma for n 4160"),
     (

@@ -150,6 +150,7 @@ inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); ret
 inline float __int_as_float(int32_t bits) { return __uint_as_float(uint32_t(bits)); }
 inline uint32_t __float_as_uint(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 inline int32_t __float_as_int(float f) { return int32_t(__float_as_uint(f)); }
+inline float __int2float_rn(int32_t i) { return float(i); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }

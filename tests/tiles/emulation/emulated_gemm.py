@@ -106,7 +106,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _x(problem: Problem, m: int) -> np.ndarray:
     """The first m rows, rows padded with zeros to whole 16 bytes."""
-    return np.pad(_bits(problem.x[:m]).numpy().view(np.uint16), ((0, 0), (0, -problem.workload.k % 8)))
+    x = _bits(problem.x[:m]).numpy()
+    x = x if problem.workload.format.x else x.view(np.uint16)
+    return np.pad(x, ((0, 0), (0, -problem.workload.k % (16 // x.itemsize))))
 
 
 def _storage(y: Tensor) -> np.ndarray:

@@ -231,12 +231,12 @@ class TileLanguage:
     def gemm(
         self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, transpose_B: bool, policy: str, clear_accum: bool = False
     ) -> None:
-        """c += a @ b^T in fp32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
+        """c += a @ b^T in fp32, of bytes in int32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
         assert transpose_B and policy == "FullRow"
         self._multiply(a, b, c, clear_accum)
 
     def _multiply(self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, clear_accum: bool) -> None:
-        a.plays(wgmma_a, 16)
+        a.plays(wgmma_a, 32 if a.dtype == "int8" else 16)
         c.plays(wgmma_c, c.shape[1])
         with np.errstate(invalid="ignore", over="ignore"):
             product = a.matrix() @ b.numbers().T

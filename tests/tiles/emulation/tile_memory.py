@@ -17,9 +17,10 @@ from tilebit.tiles.device.twins import round_to, widen
 
 from .device_code import KernelFault
 
-STORED = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32}
+STORED = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32, "int8": np.int8, "uint8": np.uint8}
+PLAIN = ("float32", "int32", "int8", "uint8")  # stored as numpy has them
 # int32: NaN as 16-bit floats too, for memory that is declared as words
-POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": 0x7FDA7FDA}
+POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": 0x7FDA7FDA, "int8": 0x5A, "uint8": 0xDA}
 SLAB = 64  # rows that four warps hold
 
 
@@ -77,7 +78,10 @@ class Element:
 
 
 def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:
-    return stored if dtype == "float32" else widen(stored, dtype).astype(np.float32)
+    """16-bit floats as float32; what numpy has as it is, bytes as integers that hold their products."""
+    if dtype in PLAIN:
+        return stored.astype(np.int64) if stored.itemsize == 1 else stored
+    return widen(stored, dtype).astype(np.float32)
 
 
 def _value(operand: Any) -> Any:
@@ -193,7 +197,7 @@ class RegisterTile:
 
     def fill(self, matrix: np.ndarray) -> None:
         assert self.place is not None
-        self.registers[self.place] = matrix if self.dtype == "float32" else round_to(matrix.astype(np.float64), self.dtype)
+        self.registers[self.place] = matrix if self.dtype in PLAIN else round_to(matrix.astype(np.float64), self.dtype)
 
     def __getitem__(self, indices: tuple[int, int]) -> Element:
         return Element(self, indices)  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ class RegisterTile:
     def read(self, indices: tuple[int, int]) -> Any:
         assert self.place is not None
         stored = self.registers[self.place[0][indices], self.place[1][indices]]
-        return stored if self.dtype == "float32" else np.float32(widen(stored, self.dtype))
+        return stored if self.dtype in PLAIN else np.float32(widen(stored, self.dtype))
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ....layouts.formats import OFFSET_ZERO
 from ....schedules.gemm.cpu import TILE
 from ....schedules.gemm.parts import Part, parts
 from .. import vectors as v
@@ -56,6 +57,12 @@ def _store_float(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any
 
 
 def _store_bf16(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
+    if plan.workload.format.x:  # a code's bf16 is the upper half of its fp32
+        codes, stage = values, v.local(TILE, "uint16")
+        for part, value in enumerate(codes):
+            lanes = plan.isa.lanes
+            bits = T.reinterpret(f"uint32x{lanes}", value) >> v.splat(16, "uint32", lanes)
+            v.store(stage, part * lanes, bits.astype(f"uint16x{lanes}"), lanes)
     v.store(xs, offset, _pairs(stage), plan.row_words)
 
 
@@ -127,21 +134,29 @@ def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
 
 
 def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
-    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order."""
+    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order; where there
+    are offsets z = (128 - offset) / s."""
     lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
     for position, vector in enumerate(rows):
         column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
         scale = T.bind(v.to_float(v.load(arg["scales"], column, lanes), lanes))
         zero = v.splat(float(plan.center - weight_format.symmetric_zero_point), "float32", lanes)
-        if not weight_format.symmetric:
+        if weight_format.offset:
+            offset = v.to_float(v.load(arg["zeros"], column, lanes), lanes) - v.splat(float(OFFSET_ZERO), "float32", lanes)
+            zero = T.bind(v.fma(scale, v.splat(float(plan.center), "float32", lanes), offset))
+        elif not weight_format.symmetric:
             zero = T.bind(v.splat(float(plan.center), "float32", lanes) - v.to_float(v.load(arg["zeros"], column, lanes), lanes))
         for i in range(mb):
             joined = sums[i * len(rows) + position]
             for split in range(1, plan.schedule.split_k):
                 joined = joined + sums[(split * mb + i) * len(rows) + position]
-            if plan.needs_sums:
-                joined = v.fma(zero, v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "float32", lanes), joined)
             slot = i * plan.vectors + vector
+            of_x = v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "float32", lanes) if plan.needs_sums else None
+            if weight_format.offset:
+                T.buffer_store(total, v.fma(zero, of_x, v.fma(joined, scale, total[slot])), [slot])
+                continue
+            if plan.needs_sums:
+                joined = v.fma(zero, of_x, joined)
             T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
 
 

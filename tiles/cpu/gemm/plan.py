@@ -93,13 +93,18 @@ class Plan:
     @property
     def dot(self) -> str:
         exact = all(struct.pack("<f", value)[:2] == b"\0\0" for value in self.values)
-        return "pairs" if self.isa.bf16_dot and exact and (self.bits == 4 or self.workload.dtype == "bfloat16") else "float"
+        return "pairs" if self.isa.bf16_dot and exact and (self.bits == 4 or self.x_is_bf16) else "float"
+
+    @property
+    def x_is_bf16(self) -> bool:
+        """Every number of x is one of bf16's: int8 codes are, too."""
+        return self.workload.x_dtype != "float16"
 
     @property
     def planes(self) -> int:
         """bf16 numbers that x is split into for vdpbf16ps: fp16 has 11 significant bits, bf16 has
         8."""
-        return 2 if self.dot == "pairs" and self.workload.dtype == "float16" else 1
+        return 2 if self.dot == "pairs" and not self.x_is_bf16 else 1
 
     @property
     def table(self) -> bool:

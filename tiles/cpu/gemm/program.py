@@ -18,7 +18,8 @@ integers and 0 elsewhere. All sums are fp32. Three ways to multiply, by what the
 
 That is 3 (fp16: 4), 6 and 13 vector instructions per 32 integers and row of x. Eight bits are
 extended and converted to fp32 and multiplied as that; with vdpbf16ps and bf16 x as bf16, whose 8
-significant bits they fit.
+significant bits they fit. int8 x is multiplied as fp32 or bf16, too, which hold it; sums are exact
+up to 2^24.
 
 A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with
 zeros; a second one multiplies. Each becomes a plain C function over a range of its iterations

@@ -15,13 +15,30 @@ __device__ __forceinline__ float* share_of(void* workspace, int block, bool firs
   return static_cast<float*>(workspace) + TICKETS + (ONE ? block : 2 * block + first) * int64_t(TILE);
 }
 
+// Accumulators are fp32 or (A) int32, which become fp32 when all parts of a tile are added up. They
+// travel four at a time, integers as the bits of a float4.
+__device__ __forceinline__ float as_bits(float v) { return v; }
+__device__ __forceinline__ float as_bits(int v) { return __int_as_float(v); }
+__device__ __forceinline__ void of_bits(float bits, float& v) { v = bits; }
+__device__ __forceinline__ void of_bits(float bits, int& v) { v = __float_as_int(bits); }
+template <typename A>
+__device__ __forceinline__ float4 four(const A* v) {
+  return make_float4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+}
+template <typename A>
+__device__ __forceinline__ void of_four(float4 bits, A* v) {
+  of_bits(bits.x, v[0]), of_bits(bits.y, v[1]), of_bits(bits.z, v[2]), of_bits(bits.w, v[3]);
+}
+__device__ __forceinline__ float sum_of(float v) { return v; }
+__device__ __forceinline__ float sum_of(int v) { return __int2float_rn(v); }
+
 enum class Part { ALL_BUT_MINE, ALL, NOTHING };  // of a shared tile: what lies in the workspace and this block must add up
 
 // Hands in the block's part of a tile of `shares` parts; whoever comes last adds them up. Where
 // shares cross tile borders (not ONE), the first part in the order of k is the last thing its block
 // computes, when the others have mostly been there for long: then it is not written.
-template <int REGISTERS, int THREADS, int BARRIER, bool ONE>
-__device__ __forceinline__ Part hand_in(const float* accumulators, void* workspace, int tile, int shares, int block, bool first, int thread) {
+template <int REGISTERS, int THREADS, int BARRIER, bool ONE, typename A>
+__device__ __forceinline__ Part hand_in(const A* accumulators, void* workspace, int tile, int shares, int block, bool first, int thread) {
   unsigned int* ticket = static_cast<unsigned int*>(workspace) + tile;
   if (!ONE && first) {
     __shared__ int complete;
@@ -38,28 +55,25 @@ __device__ __forceinline__ Part hand_in(const float* accumulators, void* workspa
   float4* mine = reinterpret_cast<float4*>(share_of<REGISTERS * THREADS, ONE>(workspace, block, first));
 #pragma unroll
   for (int i = 0; i < REGISTERS / 4; ++i)
-    __stcg(mine + i * THREADS + thread, make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3]));
+    __stcg(mine + i * THREADS + thread, four(accumulators + 4 * i));
   return take_ticket<THREADS, BARRIER>(ticket, shares - 1, thread) == shares - 1 ? Part::ALL : Part::NOTHING;
 }
 
 // Registers `start`.. of one block's part of a tile.
-template <int COUNT, int REGISTERS, int THREADS, bool ONE>
-__device__ __forceinline__ void load_share(float* values, void* workspace, int start, int other, bool first, int thread) {
+template <int COUNT, int REGISTERS, int THREADS, bool ONE, typename A>
+__device__ __forceinline__ void load_share(A* values, void* workspace, int start, int other, bool first, int thread) {
   const float4* theirs = reinterpret_cast<const float4*>(share_of<REGISTERS * THREADS, ONE>(workspace, other, first));
 #pragma unroll
-  for (int i = 0; i < COUNT / 4; ++i) {
-    const float4 v = __ldcg(theirs + (start / 4 + i) * THREADS + thread);
-    values[4 * i] = v.x, values[4 * i + 1] = v.y, values[4 * i + 2] = v.z, values[4 * i + 3] = v.w;
-  }
+  for (int i = 0; i < COUNT / 4; ++i) of_four(__ldcg(theirs + (start / 4 + i) * THREADS + thread), values + 4 * i);
 }
 
 // values[0..COUNT) += registers `start`.. of the parts of blocks from, from + TEAM, ... last, in
 // the order of k, TOGETHER of them loaded at a time.
-template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE, int TOGETHER>
-__device__ __forceinline__ void add_shares(float* values, void* workspace, int start, int first, int from, int last, int thread) {
+template <int COUNT, int REGISTERS, int THREADS, int TEAM, bool ONE, int TOGETHER, typename A>
+__device__ __forceinline__ void add_shares(A* values, void* workspace, int start, int first, int from, int last, int thread) {
 #pragma unroll TOGETHER
   for (int other = from; other <= last; other += TEAM) {
-    float theirs[COUNT];
+    A theirs[COUNT];
     load_share<COUNT, REGISTERS, THREADS, ONE>(theirs, workspace, start, other, other == first, thread);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) values[i] += theirs[i];
@@ -94,10 +108,11 @@ __device__ __forceinline__ float number_of(typename P::Operand operand, int at) 
 }
 
 // What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
-// accumulators in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
+// accumulators (A: fp32 or int32) in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
 // [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
-template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER>
+template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float>
 struct Store {
+  using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
   static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
@@ -189,7 +204,7 @@ struct Store {
 // are: what a later product overwrites must not be written here, or the compiler moves all of it
 // around in every iteration.
 template <typename O, typename S, int THREADS, int BARRIER, bool SHARED, typename... Parts>
-__device__ __forceinline__ void finish_tile(const float* accumulators, void* staging, void* workspace, void* y, int m, int iteration, int block,
+__device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators, void* staging, void* workspace, void* y, int m, int iteration, int block,
                                             int thread, typename Parts::Operand... operands) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
   const O order = O::kept();
@@ -214,7 +229,7 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = accumulators[S::start(slab, chunk) + i];
+        for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(accumulators[S::start(slab, chunk) + i]);
       S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
       store.store(values, chunk);
     }
@@ -228,7 +243,8 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
   // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
   // bytes).
   constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0, PLACES = AHEAD + 1;
-  float early[PLACES][AHEAD ? COUNT : 1];
+  using A = typename S::Sum;
+  A early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {
     if (AHEAD && chunk < S::CHUNKS)
       load_share<COUNT, S::REGISTERS, THREADS, ONE>(early[chunk % PLACES], workspace, S::start(0, chunk), other, other == first, thread);
@@ -241,14 +257,16 @@ __device__ __forceinline__ void finish_tile(const float* accumulators, void* sta
     load_early(chunk + AHEAD);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-      float* mine = values + slab * COUNT;
+      A mine[COUNT];
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
-        mine[i] = part == Part::ALL ? 0.0f : accumulators[S::start(slab, chunk) + i];
+        mine[i] = part == Part::ALL ? A(0) : accumulators[S::start(slab, chunk) + i];
         if (AHEAD) mine[i] += early[chunk % PLACES][i];
       }
       add_shares<COUNT, S::REGISTERS, THREADS, O::TEAM, ONE, AHEAD ? 1 : 2>(mine, workspace, S::start(slab, chunk), first,
                                                                            AHEAD ? other + O::TEAM : other, last, thread);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(mine[i]);
     }
     S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
     S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk);  // without registers to spare, found anew
@@ -267,8 +285,9 @@ struct Halves {
 
   // Accumulators of the `i`-th chunk that block `rank` stores; both are in registers, so that
   // either is named outright.
-  __device__ __forceinline__ static float of(const float* accumulators, int slab, int i, int element, int rank) {
-    const float even = accumulators[S::start(slab, 2 * i) + element];
+  template <typename A>
+  __device__ __forceinline__ static A of(const A* accumulators, int slab, int i, int element, int rank) {
+    const A even = accumulators[S::start(slab, 2 * i) + element];
     if constexpr (S::CHUNKS == 1) return even;
     return rank ? accumulators[S::start(slab, 2 * i + 1) + element] : even;
   }
@@ -285,7 +304,7 @@ __device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
 // sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both
 // blocks have left; barriers: one for each own chunk. `sums` takes what this block keeps.
 template <typename O, typename S, int THREADS>
-__device__ __forceinline__ void send_half(const float* accumulators, float* sums, void* sent, void* barriers, int m, int block, int thread) {
+__device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, int m, int block, int thread) {
   using H = Halves<S>;
   m = fresh(m), block = fresh(block), thread = fresh(thread);
   const int rank = block % O::SPLIT;
@@ -299,34 +318,37 @@ __device__ __forceinline__ void send_half(const float* accumulators, float* sums
     for (int slab = 0; slab < H::SLABS; ++slab)
 #pragma unroll
       for (int e = 0; e < S::COUNT; e += 4, place += THREADS) {
-        float theirs[4];
+        typename S::Sum theirs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           sums[i * H::COUNT + slab * S::COUNT + e + j] = H::of(accumulators, slab, i, e + j, rank);
           theirs[j] = H::of(accumulators, slab, i, e + j, 1 - rank);
         }
-        if (wanted) send_to_rank(place, make_float4(theirs[0], theirs[1], theirs[2], theirs[3]), barrier, 1 - rank);
+        if (wanted) send_to_rank(place, four(theirs), barrier, 1 - rank);
       }
   }
 }
 
 // Adds what has been sent of the block's own chunk I, applies the parts, and stores that.
 template <typename O, typename S, int THREADS, int I, typename... Parts>
-__device__ __forceinline__ void store_chunk(float* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
+__device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
                                             typename Parts::Operand... operands) {
   using H = Halves<S>;
   if (!stores_chunk<O, S>(m, block, I)) return;
   const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
   const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
-  float* chunk = sums + I * H::COUNT;
+  const typename S::Sum* chunk = sums + I * H::COUNT;
+  float values[H::COUNT];
 #pragma unroll
   for (int e = 0; e < H::COUNT; e += 4) {
-    const float4 v = place[e / 4 * THREADS];
-    chunk[e] += v.x, chunk[e + 1] += v.y, chunk[e + 2] += v.z, chunk[e + 3] += v.w;
+    typename S::Sum theirs[4];
+    of_four(place[e / 4 * THREADS], theirs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
   }
   const int own = 2 * I + block % O::SPLIT;
-  S::template apply<Parts...>(chunk, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(staging, y, m, n0, m0, thread).store(chunk, own);
+  S::template apply<Parts...>(values, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
+  S(staging, y, m, n0, m0, thread).store(values, own);
 }
 
 }  // namespace tilebit

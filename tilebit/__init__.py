@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .layouts.kv_formats import KVFormat
     from .ops.gemm import gemm
     from .ops.prepare import prepare
+    from .ops.quantize import quantize_activations
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.modules import QuantLinear, quantize_model
     from .weights.packed import PackedWeight, pack
@@ -38,6 +39,7 @@ _HOME = {
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
     "prepare": "ops.prepare",
+    "quantize_activations": "ops.quantize",
     "quantize_model": "weights.modules",
 }
 _MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")
@@ -56,6 +58,7 @@ __all__ = [
     "load_checkpoint",
     "pack",
     "prepare",
+    "quantize_activations",
     "quantize_model",
 ]
 

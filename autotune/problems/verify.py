@@ -23,12 +23,15 @@ from .gemm import exact_problem, random_problem
 TILE = 128
 TORCH_FACTOR = 2.0
 GUARD_ELEMENTS = 4096
-# Quiet NaNs with a payload no computation makes, in integers of a type's size.
+# Quiet NaNs with a payload no computation makes, in integers of a type's size; of 8-bit codes those
+# that quantization does not store (-128, and e4m3's NaN).
 _POISON = {
     torch.float16: (torch.int16, 0x7E5A),
     torch.bfloat16: (torch.int16, 0x7FDA),
     torch.float32: (torch.int32, 0x7FDA5A5A),
     torch.int32: (torch.int32, 0x7FDA5A5A),
+    torch.int8: (torch.int8, -128),
+    torch.float8_e4m3fn: (torch.int8, -1),
 }
 
 
@@ -42,8 +45,8 @@ class GuardedOutput:
 
 
 def guarded_output(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu") -> GuardedOutput:
-    """A contiguous NaN output of ``shape`` in fp16, bf16 or fp32 (int32: the bits of fp32's NaNs)
-    between guard bands; its first element is as aligned as a fresh allocation's."""
+    """A contiguous NaN output of ``shape`` in fp16, bf16 or fp32 (int32: the bits of fp32's NaNs; 8-bit
+    codes: one that is never stored) between guard bands; its first element is as aligned as a fresh allocation's."""
     if dtype not in _POISON:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, _POISON))}")
     elements, (integers, poison) = prod(shape), _POISON[dtype]

@@ -48,11 +48,16 @@ def unobserved(values: Iterable[Any]) -> bool:
     return True
 
 
+def _title(name: str) -> str:
+    """What a message calls an operator: ``tilebit.attention.decode``, ``tilebit.quantize``."""
+    return name.replace("::attention_", ".attention.").replace("::", ".").removesuffix(".out")
+
+
 def inference_only(operator: Any, kernel: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(what to call in place of ``operator``, its kernel for the autograd key). Both raise
     ``ValueError`` where a derivative of an operand is asked for."""
     names = tuple(inspect.signature(kernel).parameters)
-    redispatch, title = operator.redispatch, str(operator._schema.name).replace("::attention_", ".attention.").removesuffix(".out")
+    redispatch, title = operator.redispatch, _title(str(operator._schema.name))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_dynamo_compiling() and unobserved((*args, *kwargs.values()) if kwargs else args):

@@ -1,0 +1,204 @@
+"""Problems of the quantization of activations: operands as the kernels read them, the codes and scales
+they must give, and the gate.
+
+Without a norm, every code and scale must be exactly the reference's, which does the same fp32
+operations (an exact product is rounded once in fp64: 24 + 24 bits fit). With a norm the order of the
+sum of squares shows: codes may be one apart, few of them, and scales differ by 1e-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...schedules.activations.workload import PER_TOKEN, QuantizeWorkload
+from . import Verdict
+from .verify import GuardedOutput, check_guards, guarded_output
+
+SCALE_ERROR = 1e-5  # relative, after a norm
+MOST_APART = 1e-3  # the share of a problem's codes that may be one apart, after a norm
+CHUNK_VALUES = 1 << 24  # of a reference at once
+EDGES = 11  # rows of the problem of edges
+CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+Outputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizeProblem:
+    """One call; ``operands`` are ``x`` [m, columns] and, where the workload has them, ``norm_weight``
+    and ``smooth`` [columns], as the kernels of ``arch`` take them."""
+
+    workload: QuantizeWorkload
+    operands: dict[str, Tensor]
+    arch: str = "cpu"
+
+    def outputs(self) -> Outputs:
+        device = self.operands["x"].device
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.written().items()}
+
+    def written(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """(shape, dtype) of each output, codes of e4m3 as such numbers."""
+        w = self.workload
+        scales = (w.m,) if w.group == PER_TOKEN else (w.groups, w.m)
+        return {"codes": ((w.m, w.code_columns(self.arch)), CODES[w.out]), "scales": (scales, torch.float32)}
+
+    def named(self, outputs: Outputs) -> dict[str, Tensor]:
+        """The tensors of a call that writes to ``outputs``; kernels take codes as bytes."""
+        return {**self.operands, **outputs, "codes": outputs["codes"].view(torch.int8)}
+
+    def copied(self) -> QuantizeProblem:
+        return replace(self, operands={name: tensor.clone() for name, tensor in self.operands.items()})
+
+    def reference(self) -> Outputs:
+        """What a call must write."""
+        w, found = self.workload, self.outputs()
+        step = max(1, CHUNK_VALUES // w.k)
+        for first in range(0, w.m, step):
+            rows = slice(first, min(first + step, w.m))
+            codes, scales = quantized(self.operands["x"][rows, : w.k], w, self.operands)
+            found["codes"].view(torch.int8)[rows] = torch.nn.functional.pad(codes, (0, w.code_columns(self.arch) - w.k))
+            found["scales"][..., rows] = scales
+        return found
+
+
+def quantized(x: Tensor, w: QuantizeWorkload, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(int8 bytes [rows, k], fp32 [rows] or [groups, rows]) of ``x`` [rows, k]: the definition
+    (``QuantizeWorkload``) in torch, the sum of a norm's squares in fp64. ``columns`` holds
+    ``norm_weight`` and ``smooth``."""
+    y = x.float()
+    if w.norm:
+        total = y.square().double().sum(1, keepdim=True).float()
+        inverse_root = torch.where(total.isfinite(), 1.0 / (total / w.k + w.eps).sqrt(), torch.nan)
+        y = y * inverse_root * columns["norm_weight"][: w.k].float()
+    if w.smooth:
+        y = y * columns["smooth"][: w.k]
+    size = w.k if w.group == PER_TOKEN else w.group
+    y = torch.nn.functional.pad(y, (0, w.groups * size - w.k)).unflatten(1, (w.groups, size))
+    amax = y.abs().amax(2, keepdim=True).clamp(min=w.floor)
+    finite = amax < torch.inf  # false for NaN
+    scales = torch.where(finite, amax / w.largest, torch.nan)[..., 0].t()
+    inverse = torch.full_like(amax, w.largest) / amax  # a number over a tensor is a product with its reciprocal in torch
+    if w.out == "int8":
+        codes = (y.double() * inverse.double()).round().masked_fill(~finite, 0.0).to(torch.int8)
+    else:
+        codes = (y * inverse).clamp(-w.largest, w.largest).masked_fill(~finite, 0.0).to(torch.float8_e4m3fn).view(torch.int8)
+    return codes.flatten(1)[:, : w.k], scales[0] if w.group == PER_TOKEN else scales
+
+
+def quantize_problem(workload: QuantizeWorkload, x: Tensor, seed: int, arch: str = "cpu") -> QuantizeProblem:
+    """The problem of ``x`` [m, k], with a random norm weight (about 1) and factors (0.25 to 4)."""
+    w, device = workload, x.device
+    generator = torch.Generator(device).manual_seed(seed)
+    made = {"x": x.to(getattr(torch, w.dtype))}
+    if w.norm:
+        made["norm_weight"] = (1.0 + 0.25 * torch.randn(w.k, generator=generator, device=device)).to(made["x"].dtype)
+    if w.smooth:
+        made["smooth"] = 2.0 ** (4.0 * torch.rand(w.k, generator=generator, device=device) - 2.0)
+    padding = (0, w.columns(arch) - w.k)
+    return QuantizeProblem(w, {name: torch.nn.functional.pad(tensor, padding) for name, tensor in made.items()}, arch)
+
+
+def random_problem(workload: QuantizeWorkload, seed: int, arch: str = "cpu", device: str = "cpu") -> QuantizeProblem:
+    """Rows of normal numbers, each of another size, a few columns much larger than the others."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(workload.m, workload.k, generator=generator, device=device)
+    x *= 2.0 ** (6.0 * torch.rand(workload.m, 1, generator=generator, device=device) - 4.0)
+    x[:, :: max(1, workload.k // 7)] *= 20.0
+    return quantize_problem(workload, x, seed, arch)
+
+
+def edge_problem(workload: QuantizeWorkload, seed: int, arch: str = "cpu", device: str = "cpu") -> QuantizeProblem:
+    """Eleven rows at which kernels go wrong: zeros, the largest and the least numbers, halves between
+    codes, one value alone at either end, NaN and infinities, a norm's eps."""
+    w = replace(workload, m=EDGES)
+    numbers = torch.finfo(getattr(torch, w.dtype))
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(EDGES, w.k, generator=generator, device=device, dtype=torch.float64)
+    x[0] = 0.0
+    x[1] = numbers.max * x[1].sign()
+    x[2] = numbers.smallest_normal * (x[2] * 4).round() / 16  # most are subnormal
+    x[3] = torch.randint(-254, 255, (w.k,), generator=generator, device=device) / 2
+    x[3, :: w.group if w.group > 0 else w.k] = 127.0  # the scale is 1, and codes are halves
+    x[4] = 0.0
+    x[4, 0] = -3.0
+    x[5] = 0.0
+    x[5, -1] = 5.0
+    x[6, w.k // 2] = torch.nan
+    x[7, -1] = torch.inf
+    x[8, 0] = -torch.inf
+    x[9] *= 1e-3  # its mean square is about eps
+    return quantize_problem(w, x, seed, arch)
+
+
+class QuantizeGate:
+    """The references of one workload, computed once, and the verdict on any number of kernels for it:
+    on rows of edges, then on random ones twice, whose bits must be equal. Outputs are poisoned between
+    guard bands with bytes that no kernel stores."""
+
+    def __init__(self, edges: QuantizeProblem, random: QuantizeProblem) -> None:
+        self.random = random
+        self._checks = [(name, problem, problem.reference()) for name, problem in (("edges", edges), (random.workload.title, random))]
+
+    def verify(self, run: Callable[[QuantizeProblem, Outputs], None]) -> Verdict:
+        error = 0.0
+        for name, problem, expected in self._checks:
+            first, second = (_run(run, problem) for _ in range(2))
+            reasons = [f"{output}: {reason}" for output, guarded in first.items() for reason in check_guards(guarded)]
+            if not reasons:
+                wrong, error = compared({output: guarded.y for output, guarded in first.items()}, expected, problem.workload)
+                reasons += wrong
+            if not reasons and any(not torch.equal(_bits(first[output].y), _bits(second[output].y)) for output in first):
+                reasons = ["two runs on the same input differ."]
+            if reasons:
+                return Verdict(tuple(f"{name}: {reason}" for reason in reasons))
+        return Verdict((), error)
+
+
+def compared(found: Outputs, expected: Outputs, w: QuantizeWorkload) -> tuple[list[str], float]:
+    """(what is wrong with codes and scales, the largest relative difference of a scale)."""
+    scale, right = found["scales"], expected["scales"]
+    differs = (scale - right).abs() / right
+    differs[scale.isnan() & right.isnan()] = 0.0
+    reasons, error = [], float(differs.nan_to_num(nan=torch.inf).max()) if differs.numel() else 0.0
+    if error > (SCALE_ERROR if w.norm else 0.0):
+        at = tuple(int(i) for i in (differs.nan_to_num(nan=torch.inf) == error).nonzero()[0])
+        reasons.append(f"the scale at {list(at)} is {float(scale[at])} and should be {float(right[at])}.")
+    apart = (_ordered(found["codes"]) - _ordered(expected["codes"])).abs()
+    accepted = int(w.norm)
+    few = max(2, int(MOST_APART * apart.numel())) if w.norm else 0
+    wrong = int((apart > accepted).sum())
+    if wrong:
+        at = tuple(int(i) for i in (apart > accepted).nonzero()[0])
+        got, right = (int(outputs["codes"].view(torch.int8)[at]) for outputs in (found, expected))
+        reasons.append(f"{wrong} of {apart.numel()} codes are wrong; the first at {list(at)} is the byte {got} and should be {right}.")
+    elif int((apart > 0).sum()) > few:
+        reasons.append(f"{int((apart > 0).sum())} of {apart.numel()} codes are one apart; accepted: {few}.")
+    return reasons, error
+
+
+def gate(workload: QuantizeWorkload, seed: int, arch: str, device: str) -> QuantizeGate:
+    """The gate of the quantization of activations."""
+    return QuantizeGate(*(make(workload, seed, arch, device) for make in (edge_problem, random_problem)))
+
+
+def _ordered(codes: Tensor) -> Tensor:
+    """int16 in which neighbouring codes are one apart; e4m3 numbers by their bits, -0 below +0."""
+    bytes_ = codes.view(torch.int8).to(torch.int16)
+    return bytes_ if codes.dtype == torch.int8 else torch.where(bytes_ < 0, -129 - bytes_, bytes_)
+
+
+def _bits(output: Tensor) -> Tensor:
+    return output.view(torch.int32 if output.dtype == torch.float32 else torch.int8)
+
+
+def _run(run: Callable[[QuantizeProblem, Outputs], None], problem: QuantizeProblem) -> dict[str, GuardedOutput]:
+    device = problem.operands["x"].device
+    outputs = {name: guarded_output(shape, dtype, device) for name, (shape, dtype) in problem.written().items()}
+    run(problem, {name: guarded.y for name, guarded in outputs.items()})
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return outputs

@@ -1,0 +1,143 @@
+"""The quantization of activations: its programs, which schedules they accept, what they cost, and how
+far one problem's measurements speak of another's.
+
+``quantize_rows`` (CUDA): a block of ``num_warps`` warps has ``block_m`` rows; the threads of a row
+hold it in registers between the search for its largest value and the codes, 16 values at a time.
+``quantize_cpu``: a task is a row, ``num_warps`` threads share the tasks.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from ..gemm.cost import CPU_FORK_US, KNEE_BYTES
+from ..gemm.cpu import isa
+from ..gemm.operation import OTHER_DTYPE
+from ..rule import Estimate, Operation, Rule
+from ..schedule import Schedule
+from ..target import Target
+from .workload import QuantizeWorkload
+
+ROWS, CPU = "quantize_rows", "quantize_cpu"
+GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+WARPS = (1, 2, 4, 8, 16, 32)  # of a block
+BLOCK_M = (1, 2, 4, 8, 16)
+CHUNK = 16  # values that a thread loads, and codes that it stores, at once
+MOST_CHUNKS = 4  # of a thread: 32 registers, of the 64 that 1,024 threads of a block have each
+CPU_THREADS_MAX = 512
+REGISTERS = 32  # of a thread, beside 8 for each chunk that it holds
+OTHER_OUT = 0.25  # other codes, groups, a norm, factors: the same bytes, some more instructions
+LAUNCH_US = 1.5
+CHUNK_US = 0.15  # a chunk more of each thread, one after another
+BARRIER_US = 0.1  # threads of several warps that wait for one another
+CPU_VALUE_OPS = 1.2  # vector operations a value, in lanes
+
+
+def row_threads(schedule: Schedule) -> int:
+    """Threads that share a row."""
+    return schedule.num_warps * 32 // schedule.block_m
+
+
+def chunks(workload: QuantizeWorkload, schedule: Schedule) -> int:
+    """Chunks of a row that each of its threads holds."""
+    return -(-workload.k // (CHUNK * row_threads(schedule)))
+
+
+def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
+    s, reasons = schedule, []
+    for name, accepted in (("block_m", BLOCK_M), ("num_warps", WARPS)):
+        if getattr(s, name) not in accepted:
+            reasons.append(f"{name} is {getattr(s, name)}; accepted: {', '.join(map(str, accepted))}.")
+    if reasons:
+        return reasons
+    if s.block_m > s.num_warps:
+        return [f"block_m is {s.block_m}; accepted for num_warps {s.num_warps}: at most {s.num_warps}, a warp or more a row."]
+    if chunks(workload, s) > MOST_CHUNKS:
+        most = CHUNK * MOST_CHUNKS * row_threads(s)
+        reasons.append(f"num_warps is {s.num_warps} for {s.block_m} rows, which hold {most} values of a row; k is {workload.k}: use more.")
+    return reasons
+
+
+def unserved(workload: QuantizeWorkload) -> list[str]:
+    most = CHUNK * MOST_CHUNKS * 32 * WARPS[-1]
+    return [f"k is {workload.k}; accepted by {ROWS}: at most {most}."] if workload.k > most else []
+
+
+def candidates(workload: QuantizeWorkload, target: Target) -> list[Schedule]:
+    """Legal schedules worth measuring: no row with more threads than it has chunks, in blocks of 128
+    threads or more where a row has fewer."""
+    found = [Schedule(ROWS, 1, block_m, 1, num_warps=warps) for warps in WARPS[2:] for block_m in BLOCK_M]
+    few = max(32, CHUNK * -(-workload.k // CHUNK))  # threads of a row above which some would idle
+    return [s for s in found if row_threads(s) * CHUNK < 2 * max(few, 32 * CHUNK) and not legal(workload, s, target)]
+
+
+def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Estimate:
+    """Bytes over the read rate, less where too few of them are in flight or the last wave is short;
+    and what one row takes from end to end."""
+    w, s = workload, schedule
+    threads, held = s.num_warps * 32, max(1, chunks(w, s))
+    resident = max(1, min(target.threads_per_sm // threads, target.REGISTERS_PER_SM // (threads * (REGISTERS + 8 * held))))
+    blocks = max(1, -(-w.m // s.block_m))
+    waves = -(-blocks // (target.units * resident))
+    used = blocks / (waves * target.units * resident) if waves < 4 else 1.0
+    flow = min(1.0, (resident * s.block_m * 2 * w.k / KNEE_BYTES) ** 0.5)
+    idle = w.k / (held * CHUNK * row_threads(s))  # the share of the threads that have a chunk
+    load = w.bytes / (target.read_gbps * 1e3) / flow / max(used, 1 / target.units) / idle**0.25
+    alone = CHUNK_US * held * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
+    return Estimate(LAUNCH_US + alone + load, 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
+
+
+def cpu_legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
+    if isa(target) is None:
+        return [f"target {target.arch} has features {target.features}; {CPU} needs 'avx2' or 'avx512'."]
+    if not 1 <= schedule.num_warps <= CPU_THREADS_MAX:
+        return [f"num_warps is {schedule.num_warps}; accepted: 1 to {CPU_THREADS_MAX} threads."]
+    return []
+
+
+def cpu_candidates(workload: QuantizeWorkload, target: Target) -> list[Schedule]:
+    threads = dict.fromkeys((min(max(1, target.units), CPU_THREADS_MAX), 1))
+    found = [Schedule(CPU, 1, 1, 1, num_warps=count) for count in threads]
+    return [s for s in found if not cpu_legal(workload, s, target)]
+
+
+def cpu_estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Estimate:
+    threads = max(1, min(schedule.num_warps, target.units, workload.m))
+    share = threads / target.units
+    load = workload.bytes / (target.read_gbps * 1e3) / share
+    compute = workload.m * workload.k * CPU_VALUE_OPS / (target.dequant_gops * 1e3) / share
+    launch = CPU_FORK_US if schedule.num_warps > 1 else 0.5
+    waves = max(1, -(-workload.m // threads))
+    return Estimate(launch + max(load, compute), 1, load, compute, 0.0, 0.0, 0.0, launch, waves, 1.0)
+
+
+def distance(there: QuantizeWorkload, here: QuantizeWorkload) -> float | None:
+    """How far two calls are apart, in factors of two of a size."""
+    differ = sum(getattr(there, name) != getattr(here, name) for name in ("out", "group", "norm", "smooth"))
+    return rank(there, here) + abs(log2(there.k / here.k)) + OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_OUT * differ
+
+
+def rank(there: QuantizeWorkload, here: QuantizeWorkload) -> float:
+    """Kernels serve all m alike: the nearest ones."""
+    return abs(log2(max(there.m, 1) / max(here.m, 1)))
+
+
+QUANTIZE = Operation(
+    "quantize",
+    QuantizeWorkload,
+    rules=(
+        Rule(
+            CPU,
+            "tilebit.tiles.cpu.activations.quantize",
+            arches=("cpu",),
+            tried=("cpu",),
+            reads=frozenset({"num_warps"}),
+            legal=cpu_legal,
+            candidates=cpu_candidates,
+            estimate=cpu_estimate,
+        ),
+    ),
+    gate="tilebit.autotune.problems.activations",
+    distance=distance,
+    rank=rank,
+)

@@ -1,0 +1,60 @@
+"""Quantization of activations: its workload, what its programs accept, and what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from tilebit.schedules.activations.workload import QuantizeWorkload
+from tilebit.schedules.operations import candidates, legal, params, workload_from_json
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import choose
+from tilebit.schedules.target import Target
+
+W = QuantizeWorkload(4096, 8192)
+AVX = Target("cpu", "a processor", 4, 0, 0, 1 << 22, 100.0, 1.0, 100.0, features=("avx2",))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"m": -1}, "m >= 0, k >= 1"),
+        ({"k": 0}, "m >= 0, k >= 1"),
+        ({"dtype": "float32"}, "dtype is 'float32'; accepted: 'float16', 'bfloat16'"),
+        ({"out": "int4"}, "out is 'int4'; accepted: 'int8', 'e4m3'"),
+        ({"group": 64}, "group is 64; accepted: -1, 128"),
+        ({"eps": -1.0}, "eps is -1.0; accepted: finite numbers from 0"),
+        ({"eps": float("nan")}, "eps is nan"),
+    ],
+)
+def test_fields_out_of_range_are_named(change: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        replace(W, **change)
+
+
+@pytest.mark.parametrize("w", [W, replace(W, out="e4m3", group=128, norm=True, eps=1e-5, smooth=True, dtype="bfloat16")])
+def test_it_is_stored_and_found_again(w: QuantizeWorkload):
+    assert workload_from_json(w.to_json()) == w
+    assert set(w.to_json()) == {"op", *(f.name for f in fields(w))}
+    assert w.static() == replace(w, m=0) and w.bucketed() == w and replace(w, m=3000).bucketed() == w
+    assert replace(w, norm=False, eps=3.0) == replace(w, norm=False), "eps says nothing without a norm"
+
+
+def test_operands_are_those_of_a_product():
+    w = QuantizeWorkload(3, 300, group=128, norm=True, smooth=True)
+    shapes = {arch: {o.name: o.shape for o in w.operands(arch)} for arch in ("cpu", "sm_80")}
+    assert shapes["cpu"] == {"x": ("m", 300), "norm_weight": (300,), "smooth": (300,), "codes": ("m", 300), "scales": (3, "m")}
+    assert shapes["sm_80"] == {"x": ("m", 304), "norm_weight": (304,), "smooth": (304,), "codes": ("m", 304), "scales": (3, "m")}
+    assert params(W, Schedule("quantize_cpu", 1, 1, 1, num_warps=2), AVX) == ("x", "codes", "scales")
+    assert next(o.shape for o in W.operands("cpu") if o.name == "scales") == ("m",)
+    assert next(o.shape for o in replace(W, k=9).operands("sm_80") if o.name == "codes") == ("m", 16)
+
+
+def test_a_cpu_has_threads_to_choose():
+    found = candidates(W, AVX) or []
+    assert found == [Schedule("quantize_cpu", 1, 1, 1, num_warps=count) for count in (4, 1)]
+    assert choose(W, AVX, []).schedule.num_warps == 4 and choose(replace(W, m=1), AVX, []).schedule.num_warps == 1
+    assert legal(W, replace(found[0], block_m=2), AVX) == ["block_m is 2; accepted by quantize_cpu, which does not use it: 1."]
+    assert "accepted: 1 to 512 threads" in legal(W, replace(found[0], num_warps=0), AVX)[0]
+    assert "needs 'avx2'" in legal(W, found[0], replace(AVX, features=()))[0]

@@ -94,7 +94,7 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
             continue
         if not odd and (num_warps * min_blocks < FEWEST_WARPS or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
-        left = BLOCK_KS[program]
+        left = BLOCK_KS[program] + (workload.format.x != "")  # of int8 x deep and long steps are close
         for block_k in BLOCK_K_INT8 if workload.format.x else BLOCK_K:
             base = Schedule(program, block_n, block_m, block_k, 1, num_warps, 1, min_blocks)
             depths = [depth for depth in STAGES if not legal(workload, replace(base, num_stages=depth), target)]

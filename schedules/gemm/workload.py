@@ -12,6 +12,7 @@ from .parts import part_operands
 
 DTYPES = ("float16", "bfloat16")
 X_ROW_BYTES = 16  # CUDA kernels read rows of x of whole 16 bytes
+X_COLUMNS = X_ROW_BYTES // 2  # of x of 16 bits
 
 # Numbers of rows at which schedules for a shape's portfolio are proposed where it is not tuned.
 PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 704, 768, 1024, 1536, 2048, 3072, 4096)

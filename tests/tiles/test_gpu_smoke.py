@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpu_kernels import Built, Case
 
 W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
-MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
+MXFP4, NVFP4, LQQ, W8A8 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128", "w8a8_channel"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -46,6 +46,9 @@ CASES: tuple[Case, ...] = (
     (Workload(5, 505, 1001, MXFP4, "bfloat16", token_scales=True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
     (Workload(130, 505, 1001, NVFP4, bias=True, token_scales=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
     (Workload(16, 505, 1001, NVFP4, "bfloat16", token_scales=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
+    (Workload(130, 505, 1001, LQQ, bias=True), Schedule("gemm_wgmma", 128, 128, 256, 2, 8)),
+    (Workload(130, 505, 1001, LQQ, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
+    (Workload(33, 320, 1056, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),

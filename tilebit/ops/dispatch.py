@@ -207,11 +207,13 @@ def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
     if rows is not None and rows <= most:
         return launch
 
-    def launch_slices(x: Tensor, *rest: Tensor | None) -> None:
-        *weights, y = rest
-        assert y is not None
+    of_rows = [o.shape[:1] == ("m",) for o in plan.operands]
+
+    def launch_slices(*given: Tensor | None) -> None:
+        x = given[0]
+        assert x is not None
         for start in range(0, x.shape[0], most):
-            launch(x[start : start + most], *weights, y[start : start + most])
+            launch(*(t[start : start + most] if rows and t is not None else t for rows, t in zip(of_rows, given, strict=True)))
 
     return launch_slices
 

@@ -23,6 +23,7 @@ from ..weights.packed import PackedWeight
 from . import dispatch
 from .derivatives import product, wanted
 from .dispatch import DTYPE_NAMES, Plan
+from .gemm_int8 import product as of_codes
 from .known import PLAIN, known, plain, remembered
 from .operands import ALIGNMENT, check, check_memory, describe, schema
 
@@ -44,7 +45,9 @@ _operator = torch.ops.tilebit.gemm.default  # looking it up costs 0.3 us
 _redispatch = _operator.redispatch
 
 
-def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> Tensor:
+def gemm(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False, token_scales: Tensor | None = None
+) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
 
     ``x`` is fp16 or bf16 (``packed.dtype``) on the weight's device, with any leading dimensions and
@@ -59,7 +62,12 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
     launched. It hides the start of a launch behind the end of the previous one; where the kernel or
     the device has no dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
 
-    Differentiable with respect to x and bias, in reverse and forward mode (``derivatives.py``).
+    A weight whose format has int8 x (``w4a8_lqq_g128``, ``w8a8_channel``) multiplies codes, summed in
+    int32: ``x`` int8 with ``token_scales`` fp32 [...], a scale for each row, as
+    ``tilebit.quantize_activations`` gives them; or x in ``packed.dtype``, which is quantized so
+    first, by a launch of its own. ``token_scales`` is for these weights alone.
+
+    Differentiable (but for int8 x) with respect to x and bias, in reverse and forward mode (``derivatives.py``).
     Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for
     anything else and ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
@@ -68,6 +76,10 @@ def gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent:
             f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
             f"one with tilebit.pack) and a torch.Tensor or None"
         )
+    if packed.takes_codes or token_scales is not None:
+        if packed.takes_codes:
+            return of_codes(x, packed, bias, dependent, token_scales)
+        raise ValueError(f"token_scales are given; {packed.format_name} has none: pass codes to a weight whose format has int8 x")
     shape = x.shape
     if packed.perm is not None:
         if not shape or shape[-1] != packed.k or x.device != packed.device:
@@ -214,6 +226,8 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Tensor
         _reject_x(x, None, weight.device)
     plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not no_bias, dependent)
     w = plan.workload
+    if w.format.x:
+        raise ValueError(f"format is {format}, whose x is int8; accepted: a format with x of 16 bits; use torch.ops.tilebit.gemm_int8")
     call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     check(plan.operands[1:-1], (weight, *rest), plan.device, call, dense=True)  # x and y are this operator's own
     remembered(key, plan, weight, *rest)

@@ -1,5 +1,5 @@
 """``torch.ops.tilebit.gemm_int8``: a product of int8 codes of x with a packed weight, whose sums are
-int32. ``tilebit.gemm`` calls it for weights of such formats."""
+int32; and ``product``, which is ``tilebit.gemm`` for weights of such formats."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from ..layouts.formats import GemmFormat
+from ..schedules.activations.workload import EPS, PER_TOKEN
 from ..schedules.gemm.workload import Workload
+from ..weights.packed import PackedWeight
 from . import dispatch
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES, Plan
 from .operands import check, describe, schema
+from .quantize import QUANTIZE
 
 _library = torch.library.Library("tilebit", "FRAGMENT")
 _taken = schema(Workload(1, 1, 1, GemmFormat.parse("w4a8_lqq_g128")).operands("cpu"))
-_library.define(f"gemm_int8({', '.join(_taken)}, int n, str format, ScalarType dtype, bool dependent=False) -> Tensor")
+_library.define(f"gemm_int8({', '.join(_taken)}, int n, int k, str format, ScalarType dtype, bool dependent=False) -> Tensor")
 
 
 def _gemm_int8(
@@ -29,30 +32,35 @@ def _gemm_int8(
     token_scales: Tensor | None,
     bias: Tensor | None,
     n: int,
+    k: int,
     format: str,
     dtype: torch.dtype,
     dependent: bool = False,
 ) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T * token_scales[...] (+ bias[n]) in ``dtype`` (fp16 or bf16).
 
-    ``x`` int8 with any leading dimensions, ``token_scales`` fp32 of these; rows that are not
-    contiguous (on CUDA also a k that is no multiple of 16) cost one copy of x. The others are those
+    ``x`` int8 with any leading dimensions, ``token_scales`` fp32 of these. Rows of x may be as wide as
+    kernels read them, on CUDA k rounded up to a multiple of 16 with zeros behind k
+    (``torch.ops.tilebit.quantize`` makes them so); narrower ones, and rows that are not contiguous,
+    cost one copy of x. The others are those
     of a ``PackedWeight`` of ``format``. Raises ``ValueError`` for what does not fit and
     ``KernelUnavailable``, before a launch.
     """
     _check_x(x, dtype, weight.device)
-    *leading, k = x.shape
+    *leading, columns = x.shape
     plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent)
     if not plan.workload.format.integer_sums:
         raise ValueError(f"format is {format}, whose x is of 16 bits; accepted: a format with int8 x, such as 'w4a8_lqq_g128'")
+    if columns not in (k, plan.kx):
+        _reject_x(x, weight.device, k)
     y = torch.empty((*leading, n), dtype=dtype, device=x.device)
-    m = x.numel() // k
+    m = x.numel() // columns
     if not m:
         return y
     if token_scales is not None and token_scales.shape == x.shape[:-1]:
         token_scales = token_scales.reshape(m).contiguous()
-    rows = x.reshape(m, k)
-    rows = torch.nn.functional.pad(rows, (0, plan.kx - k)) if plan.kx != k else rows.contiguous()
+    rows = x.reshape(m, columns)
+    rows = torch.nn.functional.pad(rows, (0, plan.kx - k)) if columns != plan.kx else rows.contiguous()
     operands = (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n))
     launch = plan.launchers.get(m)
     if launch is None:
@@ -72,6 +80,48 @@ def _gemm_int8(
     return y
 
 
+def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: bool, token_scales: Tensor | None) -> Tensor:
+    """``tilebit.gemm`` for a weight whose format has int8 x: of codes with ``token_scales``, or of x
+    in ``packed.dtype``, which is quantized first, a scale for each row."""
+    held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
+    rest = (packed.n, packed.k, packed.format_name, packed.dtype, dependent)
+    codes = x.dtype is torch.int8
+    if codes != (token_scales is not None):
+        given = "without" if codes else "with"
+        raise ValueError(
+            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: int8 codes with fp32 token_scales [...] "
+            f"(tilebit.quantize_activations gives both), or {str(packed.dtype).removeprefix('torch.')} [..., {packed.k}] without"
+        )
+    if packed.perm is not None:
+        if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:
+            _reject_x(x, packed.device, packed.k)
+        x = x.index_select(-1, packed.perm)
+    return gemm_int8(x, *held, token_scales, bias, *rest) if codes else of_rows(x, *held, bias, *rest)
+
+
+def of_rows(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    format: str,
+    dtype: torch.dtype,
+    dependent: bool,
+) -> Tensor:
+    """``gemm_int8`` of x [..., k] in ``dtype``, quantized first with a scale for each row."""
+    if x.ndim < 1 or x.device != weight.device or x.dtype is not dtype or x.shape[-1] != k:
+        accepted = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"x is {describe(x)}; accepted: {accepted} [..., {k}] on {weight.device}; convert it with x.to(...) or pass what fits"
+        )
+    codes, token_scales = QUANTIZE(x, None, None, "int8", PER_TOKEN, EPS, dependent)
+    return gemm_int8(codes, weight, scales, zeros, row_scales, token_scales, bias, n, k, format, dtype, dependent)
+
+
 def _check(plan: Plan, operands: tuple[Tensor | None, ...]) -> None:
     w = plan.workload
     call = f"gemm with x of int8 [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
@@ -89,8 +139,9 @@ def _check_x(x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         _reject_x(x, device)
 
 
-def _reject_x(x: Tensor, device: torch.device) -> NoReturn:
-    raise ValueError(f"x is {describe(x)}; accepted: int8 [..., k] with k >= 1 on {device}, codes of rows with token_scales beside them")
+def _reject_x(x: Tensor, device: torch.device, k: int | None = None) -> NoReturn:
+    shape = "[..., k] with k >= 1" if k is None else f"[..., {k}]"
+    raise ValueError(f"x is {describe(x)}; accepted: int8 {shape} on {device}, codes of rows with token_scales beside them")
 
 
 def _fake(
@@ -102,6 +153,7 @@ def _fake(
     token_scales: Tensor | None,
     bias: Tensor | None,
     n: int,
+    k: int,
     format: str,
     dtype: torch.dtype,
     dependent: bool = False,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layouts.formats import GemmFormat
 from .packed import WEIGHTS
 
-# Entries whose numbers no other dtype may stand for; those of the others are floating point.
+# Entries whose numbers no other dtype may stand for; those of the others are floating point, or bytes.
 _DTYPES = {"weight": torch.int32, "perm": torch.int64, "row_scales": torch.float32}
 
 
@@ -33,7 +33,7 @@ def misfits(buffers: Mapping[str, Tensor], state: Mapping[str, Any], prefix: str
 def _misfit(name: str, value: Any, buffer: Tensor, format: GemmFormat, assign: bool) -> str | None:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__}; this module needs a tensor"
-    dtype = _DTYPES.get(name)
+    dtype = torch.uint8 if buffer.dtype is torch.uint8 else _DTYPES.get(name)
     described = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     needed = str(dtype).removeprefix("torch.") if dtype else "floating point"
     if value.shape != buffer.shape or (value.dtype != dtype if dtype else not value.is_floating_point()):

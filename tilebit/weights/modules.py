@@ -14,6 +14,7 @@ from ..accepted import expect, expect_tensors, format_of
 from ..json_reader import parse_json
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
+from ..ops.gemm_int8 import of_rows
 from ..schedules.gemm.codecs import packed_layout
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
@@ -34,8 +35,9 @@ class QuantLinear(nn.Module):
     layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
-    was packed for another one. The module computes in the dtype of its scales, fp16 or bf16, and
-    ``.to(dtype)`` rounds them. ``load_state_dict`` refuses entries that are not a layer's of this kind,
+    was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
+    where these are no bytes, and ``.to(dtype)`` rounds them. A format with int8 x quantizes x at each
+    call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
     codes and permutations of another dtype among them, and then changes nothing. Derivatives are
     those of ``tilebit.gemm``: with respect to x.
 
@@ -65,6 +67,7 @@ class QuantLinear(nn.Module):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features = packed.k, packed.n
         self.format, self._format_name = packed.format, packed.format_name
+        self._dtype = packed.dtype
         self._hold(packed, None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
         self.dependent = dependent
 
@@ -118,10 +121,16 @@ class QuantLinear(nn.Module):
             torch.cuda.current_stream(device).synchronize()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the module computes in."""
+        scales = self.scales.dtype
+        return self._dtype if scales is torch.uint8 else scales
+
+    @property
     def packed(self) -> PackedWeight:
         """The weight as ``tilebit.gemm`` takes it (sharing the buffers)."""
         return PackedWeight(
-            self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.scales.dtype, self.arch,
+            self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.dtype, self.arch,
             self.perm, self.row_scales,
         )  # fmt: skip
 
@@ -136,9 +145,14 @@ class QuantLinear(nn.Module):
             expect_tensors(x=x)
             width = 0
         if width != self.in_features:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.scales.dtype} [..., {self.in_features}]")
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.dtype} [..., {self.in_features}]")
         if perm is not None:
             x = x.index_select(-1, perm)
+        if self.format.x:
+            return of_rows(
+                x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
+                self.out_features, self.in_features, self._format_name, self.dtype, self._dependent,
+            )  # fmt: skip
         return call(
             x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
             self.out_features, self._format_name, self._dependent,
@@ -163,6 +177,9 @@ class QuantLinear(nn.Module):
         kernels read another layout."""
         before, bias = self.packed, self.bias
         super()._apply(fn, recurse)  # type: ignore[arg-type]
+        if self.scales.dtype is torch.uint8:  # then no buffer tells
+            cast = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
+            self._dtype = cast if cast in DTYPES else before.dtype
         if before.row_scales is not None:  # fp32 whatever the module computes in
             self.row_scales = before.row_scales.to(self.weight.device)
         if not self.format.integer and self.scales.dtype != before.dtype and before.device.type != "meta":
@@ -179,7 +196,7 @@ class QuantLinear(nn.Module):
     def _repack_for(self, arch: str) -> None:
         if not _same_layout(arch, self.arch, self.format):
             codes = self.unpack()
-            self._hold(pack(codes, self.scales.dtype, arch=arch), self.bias)
+            self._hold(pack(codes, self.dtype, arch=arch), self.bias)
         self.arch = arch
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,10 +249,11 @@ class QuantLinear(nn.Module):
             return {}
         weight, scales = state_dict[prefix + "weight"], state_dict[prefix + "scales"]
         zeros, rows = (state_dict.get(prefix + name) for name in ("zeros", "row_scales"))
+        dtype = self._dtype if scales.dtype is torch.uint8 else scales.dtype
         stored = PackedWeight(
-            weight, scales, zeros, self.out_features, self.in_features, self.format, scales.dtype, described["arch"], row_scales=rows
+            weight, scales, zeros, self.out_features, self.in_features, self.format, dtype, described["arch"], row_scales=rows
         )
-        packed = pack(stored.unpack(), scales.dtype, arch=self.arch)
+        packed = pack(stored.unpack(), dtype, arch=self.arch)
         found = {name: getattr(packed, name) for name in WEIGHTS}
         return {prefix + name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -54,12 +54,14 @@ class PackedWeight:
     perm: Tensor | None = None
     row_scales: Tensor | None = None
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
+    takes_codes: bool = field(init=False, repr=False, default=False)  # the format's x is int8; likewise
 
     def __post_init__(self) -> None:
         optional = ("zeros", "perm", "row_scales")
         expect_tensors(optional, weight=self.weight, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
         expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
         object.__setattr__(self, "format_name", self.format.name)
+        object.__setattr__(self, "takes_codes", self.format.x != "")
         workload = Workload(0, self.n, self.k, self.format, str(self.dtype).removeprefix("torch."))
         stated = [o for o in workload.operands(self.arch) if o.name in WEIGHTS]
         for o in stated:

@@ -18,7 +18,7 @@ from tilebit.schedules.target import target_from_name
 
 sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import KernelFault, needs_host_compiler
-from emulation.emulated_gemm import ORDERS, EmulatedGemm
+from emulation.emulated_gemm import ORDERS, Case, Edits, EmulatedGemm
 from emulation.planted import swap
 from gemm_cases import INT8_FORMATS, label
 
@@ -43,13 +43,14 @@ CASES = (
 )
 
 
-def emulated(case, order: str = "shuffled", seed: int = 0, edits=None) -> EmulatedGemm:
-    return EmulatedGemm(*case, edits, together=CASES if edits is None else (), target=HOPPER, order=order, seed=seed)
+def emulated(case: Case, order: str = "shuffled", seed: int = 0, edits: Edits | None = None) -> EmulatedGemm:
+    workload, schedule = case
+    return EmulatedGemm(workload, schedule, edits, together=CASES if edits is None else (), target=HOPPER, order=order, seed=seed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_exact(case):
-    assert legal(*case, HOPPER) == []
+def test_exact(case: Case):
+    assert legal(case[0], case[1], HOPPER) == []
     problem = exact_problem(case[0], CASES.index(case), "sm_90a")
     reference, output = problem.reference(), guarded_output((case[0].m, case[0].n), getattr(torch, case[0].dtype))
     assert reference.to(output.y.dtype).isfinite().all()
@@ -59,7 +60,7 @@ def test_exact(case):
 
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[7]], ids=label)
-def test_the_order_of_blocks_does_not_show(case):
+def test_the_order_of_blocks_does_not_show(case: Case):
     """int32 sums have no order; fp32 ones after them have one."""
     problem, results = random_problem(case[0], 3, "sm_90a"), []
     for seed, order in enumerate(ORDERS):
@@ -70,7 +71,7 @@ def test_the_order_of_blocks_does_not_show(case):
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7]], ids=label)
-def test_the_tuner_s_gate_accepts(case):
+def test_the_tuner_s_gate_accepts(case: Case):
     gate = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a"))
     verdict = gate.verify(emulated(case))
     assert verdict.ok, verdict.reasons

@@ -1,0 +1,138 @@
+"""``tilebit.gemm`` and ``torch.ops.tilebit.gemm_int8`` of weights whose x is int8."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilebit
+from tilebit.layouts.formats import FORMATS
+from tilebit.ops import gemm_int8
+from tilebit.weights.quantize import quantize
+
+OP = torch.ops.tilebit.gemm_int8
+INT8 = [name for name, f in FORMATS.items() if f.x]
+N, K = 70, 200
+
+
+def made(name: str, dtype: torch.dtype = torch.float16) -> tuple[tilebit.PackedWeight, Tensor]:
+    q = quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)), FORMATS[name])
+    return tilebit.pack(q, dtype), q.dequantize().double()
+
+
+def operands(packed: tilebit.PackedWeight, x: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> tuple[Any, ...]:
+    held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
+    return x, *held, scales, bias, packed.n, packed.k, packed.format_name, packed.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", INT8)
+def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
+    packed, w = made(name, dtype)
+    x, bias = torch.randn(2, 3, K).to(dtype), torch.randn(N).to(dtype)
+    codes, scales = tilebit.quantize_activations(x)
+    y = tilebit.gemm(x, packed, bias)
+    expected = (codes.double() * scales[..., None]) @ w.T + bias.double()
+    assert y.dtype is dtype and y.shape == (2, 3, N)
+    assert float((y.double() - expected).norm() / expected.norm()) < (1e-3 if dtype is torch.float16 else 4e-3)
+    wide = torch.zeros(2, 3, 2 * K, dtype=torch.int8)
+    wide[..., K:] = codes
+    for given in (codes, wide[..., K:]):
+        assert torch.equal(tilebit.gemm(given, packed, bias, token_scales=scales), y)
+    assert torch.equal(OP(*operands(packed, codes, scales, bias)), y)
+    layer = tilebit.QuantLinear(packed, bias)
+    assert torch.equal(layer(x), y) and torch.equal(copy.deepcopy(layer)(x), y)
+    assert tilebit.gemm(x[:0], packed).shape == (0, 3, N)
+
+
+def test_the_module_keeps_its_dtype_without_a_buffer_that_tells():
+    layer = tilebit.QuantLinear(made("w4a8_lqq_g64")[0])
+    x = torch.randn(4, K)
+    before, state = layer(x.half()), layer.state_dict()
+    assert layer.dtype is torch.float16 and state["scales"].dtype is torch.uint8
+    layer.to(torch.bfloat16)
+    assert layer.dtype is torch.bfloat16 and layer(x.bfloat16()).dtype is torch.bfloat16
+    assert layer.row_scales is not None and layer.row_scales.dtype is torch.float32
+    with pytest.raises(ValueError, match=r"x is float16 \[4, 200\] on cpu; accepted: bfloat16"):
+        layer(x.half())
+    other = tilebit.QuantLinear(tilebit.pack(quantize(torch.ones(N, K), FORMATS["w4a8_lqq_g64"]), torch.float16))
+    other.load_state_dict(state)
+    assert torch.equal(other(x.half()), before)
+    lying = {**state, "scales": state["scales"].half()}
+    with pytest.raises(RuntimeError, match=r"scales is float16 \[4, 96\]; this module needs uint8"):
+        other.load_state_dict(lying)
+    moved = tilebit.QuantLinear(tilebit.pack(layer.unpack(), torch.float16, arch="sm_90a"))
+    other.load_state_dict(moved.state_dict())  # another layout is repacked
+    assert torch.equal(other(x.half()), before)
+
+
+def test_a_model_is_quantized():
+    model = torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.ReLU(), torch.nn.Linear(N, 16)).half()
+    x = torch.randn(5, K).half()
+    with torch.no_grad():
+        expected = model(x)
+    assert tilebit.quantize_model(model, "w8a8_channel") == ["0", "2"]
+    with torch.no_grad():
+        assert float((model(x) - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INT8)
+def test_it_is_an_operator_and_compiles(name: str):
+    packed, _ = made(name)
+    x = torch.randn(6, K).half()
+    codes, scales = tilebit.quantize_activations(x)
+    torch.library.opcheck(OP.default, operands(packed, codes, scales))
+    compiled = torch.compile(lambda x: tilebit.gemm(x, packed) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (6, 3):
+        assert torch.equal(compiled(x[:m]), tilebit.gemm(x[:m], packed) * 2)
+
+
+def test_a_row_that_is_not_a_number_is_none_in_y():
+    packed, _ = made("w4a8_lqq_g128")
+    x = torch.randn(3, K).half()
+    x[1, 7] = float("inf")
+    y = tilebit.gemm(x, packed)
+    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(2, K)}, r"x is float32 \[2, 200\] on cpu; accepted: float16 \[..., 200\] on cpu"),
+        ({"x": torch.zeros(2, K).bfloat16()}, r"x is bfloat16 .*accepted: float16"),
+        ({"x": torch.zeros(2, K - 8).half()}, r"x is float16 \[2, 192\]"),
+        ({"x": torch.zeros(2, K, dtype=torch.int8)}, r"x is int8 .*without token_scales; accepted by w4a8_lqq_g128: int8 codes with fp32"),
+        ({"token_scales": torch.ones(2)}, r"x is float16 .*with token_scales; accepted"),
+        ({"x": torch.zeros(2, 201, dtype=torch.int8), "token_scales": torch.ones(2)}, r"x is int8 \[2, 201\].*accepted: int8 \[..., 200\]"),
+        ({"x": torch.zeros(2, K, dtype=torch.int8), "token_scales": torch.ones(3)}, r"token_scales is float32 \[3\]"),
+        ({"x": torch.zeros(2, K, dtype=torch.int8), "token_scales": torch.ones(2).half()}, r"token_scales is float16 \[2\]"),
+        ({"bias": torch.zeros(N)}, r"bias is float32 \[70\]"),
+        ({"x": torch.ones(2, K).half().requires_grad_()}, r"a derivative with respect to x is asked for"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str):
+    packed, _ = made("w4a8_lqq_g128")
+    tilebit.gemm(torch.zeros(2, K).half(), packed)
+    monkeypatch.setattr(gemm_int8.Plan, "launcher", lambda *_: pytest.fail("a kernel was looked for"))
+    given = {"x": torch.zeros(2, K).half(), **change}
+    with pytest.raises(ValueError, match=words):
+        tilebit.gemm(given.pop("x"), packed, **given)
+
+
+def test_the_other_operator_is_named():
+    packed, _ = made("w4a8_lqq_g128")
+    x = torch.zeros(2, K).half()
+    with pytest.raises(ValueError, match=r"whose x is int8; accepted: a format with x of 16 bits; use torch\.ops\.tilebit\.gemm_int8"):
+        torch.ops.tilebit.gemm(x, packed.weight, packed.scales, packed.zeros, packed.row_scales, None, N, "w4a8_lqq_g128")
+    plain = tilebit.pack(quantize(torch.randn(N, K), tilebit.QuantFormat()), torch.float16)
+    with pytest.raises(ValueError, match=r"format is w4a16_g128, whose x is of 16 bits; accepted: a format with int8 x"):
+        OP(*operands(plain, torch.zeros(2, K, dtype=torch.int8), torch.ones(2)))
+    with pytest.raises(ValueError, match=r"token_scales are given; w4a16_g128 has none"):
+        tilebit.gemm(x, plain, token_scales=torch.ones(2))
+    with pytest.raises(ValueError, match=r"dtype is torch.float32; accepted: torch.float16, torch.bfloat16"):
+        OP(*operands(packed, torch.zeros(2, K, dtype=torch.int8), torch.ones(2))[:-1], torch.float32)

@@ -22,6 +22,7 @@ from .workload import Workload
 SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
 WIDEST_K = 128  # values of k in a step of 16-bit x: two parts of a row are two swizzled lines; of int8 twice as many
+TMA_ALIGNMENT = 128  # bytes, of the places in shared memory that it writes to
 MAX_SPLIT_K = 16
 MAX_MIN_BLOCKS = 4
 MAX_RASTER = 32
@@ -127,9 +128,15 @@ def grid_blocks(schedule: Schedule, target: Target) -> int:
 def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
     """Shared memory of one pipeline stage in bytes: packed weight tile, x tile, and the group
     parameters of the tile."""
-    groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
-    parameters = schedule.block_n * groups * format.group_bytes
+    parameters = schedule.block_n * stage_groups(format, schedule) * format.group_bytes
     return schedule.block_n * schedule.block_k * format.bits // 8 + x_stage_bytes(format, schedule) + parameters
+
+
+def stage_groups(format: GemmFormat, schedule: Schedule) -> int:
+    """Rows of group parameters of a stage: those that a step touches; of bytes an even number where a
+    row is no multiple of TMA_ALIGNMENT."""
+    groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
+    return groups + groups % 2 if format.offset and schedule.block_n % TMA_ALIGNMENT else groups
 
 
 def x_stage_bytes(format: GemmFormat, schedule: Schedule) -> int:

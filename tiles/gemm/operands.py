@@ -10,7 +10,7 @@ from typing import Any
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.parts import Part, parts
-from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split
+from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split, stage_groups
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
 from ...schedules.operands import present
 from ...schedules.schedule import Schedule
@@ -98,6 +98,12 @@ class Operands:
     def step_groups(self) -> int:
         """Scale groups that one step touches."""
         return max(1, self.schedule.block_k // self.workload.format.group_size) if self.grouped else 1
+
+    @property
+    def stage_groups(self) -> int:
+        """Rows of scales that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
+        where its bytes would be no multiple of the 128 that TMA's places are aligned to."""
+        return stage_groups(self.workload.format, self.schedule)
 
     def group_of(self, step: Any) -> Any:
         """First scale group of pipeline step ``step`` (an int or a TIR expression)."""

@@ -187,8 +187,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
-            Ss = T.alloc_shared((stages, p.step_groups, bn), parameter_dtype)
-            Zs = T.alloc_shared((stages, p.step_groups, bn), parameter_dtype) if p.asymmetric else Ss
+            Ss = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype)
+            Zs = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype) if p.asymmetric else Ss
             staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))

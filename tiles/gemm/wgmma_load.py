@@ -42,9 +42,17 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
                 halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
             )
             if part == 0:  # for all parts, the last of which is dequantized before the first is released
-                T.tma_copy(scales[group : group + p.step_groups, bx * bn : bx * bn + bn], Ss[stage, :, :], barrier=full[stage * parts])
+                T.tma_copy(
+                    scales[group : group + p.step_groups, bx * bn : bx * bn + bn],
+                    Ss[stage, 0 : p.step_groups, :],
+                    barrier=full[stage * parts],
+                )
             if part == 0 and p.asymmetric:
-                T.tma_copy(zeros[group : group + p.step_groups, bx * bn : bx * bn + bn], Zs[stage, :, :], barrier=full[stage * parts])
+                T.tma_copy(
+                    zeros[group : group + p.step_groups, bx * bn : bx * bn + bn],
+                    Zs[stage, 0 : p.step_groups, :],
+                    barrier=full[stage * parts],
+                )
 
         return load
 

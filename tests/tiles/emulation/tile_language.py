@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tilebit.layouts.fragments import wgmma_a, wgmma_c
+from tilebit.schedules.gemm.rules import TMA_ALIGNMENT
 
 from .crew import Crew
 from .device_code import Argument, DeviceCode, Place
@@ -194,6 +195,8 @@ class TileLanguage:
         self._may_touch(source.buffer)
         if np.prod(source.extents) != np.prod(target.extents):
             raise IllegalAccess(f"a region of {source.extents} is copied to one of {target.extents}")
+        if target.buffer.offset(target.start) * target.buffer.data.itemsize % TMA_ALIGNMENT:
+            raise IllegalAccess(f"a copy to {target.start} of {target.buffer.shape} is not aligned to {TMA_ALIGNMENT} bytes")
         barrier.change(0, int(np.prod(target.extents)) * target.buffer.data.itemsize)
         rank, mask = self.group.block.rank, cluster_mask or 0
         blocks = [block for block in self.cluster.blocks if mask >> block.rank & 1] if rank == 0 and mask else [self.group.block]

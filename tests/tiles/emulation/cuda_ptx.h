@@ -267,6 +267,20 @@ inline void ptx_lg2_approx_ftz_f32(float& to, float from) { to = host_flushed(fl
 inline void ptx_rcp_approx_ftz_f32(float& to, float from) { to = host_flushed(1.0f / host_flushed(from)); }
 inline void ptx_tanh_approx_f32(float& to, float from) { to = float(tanh(double(from))); }
 // The second operand is the lower half.
+// The nearest of all finite e4m3 numbers, of two as near the one with an even code.
+inline uint16_t host_e4m3(float x) {
+  if (x != x) return 0x7f;
+  const double size = fabs(double(x));
+  int nearest = 0;
+  double best = INFINITY;
+  for (int code = 0; code < 0x7f; ++code) {
+    const int exponent = code >> 3, mantissa = code & 7;
+    const double number = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9), off = fabs(number - size);
+    if (off < best || (off == best && code % 2 == 0)) best = off, nearest = code;
+  }
+  return uint16_t(nearest | (signbit(x) ? 0x80 : 0));
+}
+inline void ptx_cvt_rn_satfinite_e4m3x2_f32(uint16_t& to, float high, float low) { to = host_e4m3(high) << 8 | host_e4m3(low); }
 inline void ptx_cvt_rn_f16x2_f32(uint32_t& to, float high, float low) { to = uint32_t(half(high).bits) << 16 | half(low).bits; }
 inline void ptx_cvt_rn_bf16x2_f32(uint32_t& to, float high, float low) {
   to = uint32_t(__nv_bfloat16(high).bits) << 16 | __nv_bfloat16(low).bits;

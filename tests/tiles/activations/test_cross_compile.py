@@ -53,6 +53,8 @@ def test_compiles_as_promised(pool: CompilePool, case: Case):
     assert kernel.manifest["lint"] == []
     resources, code = kernel.resources, kernel.resources["instructions"]
     assert resources["spills"] == resources["stack"] == code["float_atomics"] == 0
-    assert resources["registers"] <= 64 and resources["threads"] == schedule.num_warps * 32
+    assert resources["threads"] == schedule.num_warps * 32 and resources["registers"] * resources["threads"] <= 65536
+    if not (workload.norm or workload.smooth):
+        assert resources["registers"] <= 40, "six blocks of 256 threads an SM have enough loads in flight"
     assert bool(code["dependent_waits"]) == (arch == "sm_90a")
     assert kernel.params == params(workload, schedule, target)

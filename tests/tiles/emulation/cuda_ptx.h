@@ -241,6 +241,11 @@ inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t fro
   });
   to = mine.receives;
 }
+inline void ptx_ld_global_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) tilebit_host::fault = "a load of 16 bytes is not aligned to them";
+  const uint4* words = static_cast<const uint4*>(from);
+  if (tilebit_host::in_a_tensor(words)) r0 = words->x, r1 = words->y, r2 = words->z, r3 = words->w;
+}
 inline void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
   uint32_t v[4];
   memcpy(v, tilebit_host::at(address, 16), 16);

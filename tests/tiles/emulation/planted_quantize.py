@@ -79,6 +79,7 @@ BUGS = (
     Bug("the sum of another row", NORM, PAIRS, PAGE, swap((f"sums[{ALL}]", "sums[i]"))),
     Bug("a warp's largest alone", LONG, WIDE, PAGE, swap((f"T.max(top, tops[{ALL}])", "T.max(top, top)"))),
     Bug("rows behind the last", TOKEN, PAIRS, DEVICE, swap(("row >= rows || column >=", "column >="))),
+    Bug("rows behind the last read", TOKEN, PAIRS, DEVICE, swap(("row < rows && present", "present"))),
     Bug("columns behind the last", TOKEN, WIDE, DEVICE, swap(("row >= rows || column >= R::CODE_COLUMNS", "row >= rows"))),
     Bug("a norm over the padding", NORM, WIDE, DEVICE, swap(("__fdiv_rn(sum, R::K)", "__fdiv_rn(sum, float(R::COLUMNS + 8))"))),
     Bug("factors forgotten", NORM, WIDE, DEVICE, swap(("if constexpr (R::SMOOTH)", "if constexpr (false)"))),

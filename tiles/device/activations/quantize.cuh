@@ -13,6 +13,12 @@ namespace tilebit {
 
 constexpr uint32_t INFINITE = 0x7f800000u;  // the bits of every finite magnitude are fewer, those of NaNs more
 
+// 16 bytes that the preceding kernel may have written. Left to the compiler, which sees that nothing
+// here writes them, the load would be of the kind for memory that never changes.
+__device__ __forceinline__ void load_written(const void* from, uint32_t* r) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(from));
+}
+
 template <typename R>
 struct Chunk {
   using T = typename R::T;
@@ -28,9 +34,9 @@ struct Chunk {
     const T* from = static_cast<const T*>(x) + int64_t(row) * R::COLUMNS + column;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint4 words = make_uint4(0u, 0u, 0u, 0u);
-      if (row < rows && present(column + h * HALF)) words = *reinterpret_cast<const uint4*>(from + h * HALF);
-      raw[4 * h] = words.x, raw[4 * h + 1] = words.y, raw[4 * h + 2] = words.z, raw[4 * h + 3] = words.w;
+      uint32_t* words = raw + 4 * h;
+      words[0] = words[1] = words[2] = words[3] = 0u;
+      if (row < rows && present(column + h * HALF)) load_written(from + h * HALF, words);
     }
   }
   __device__ __forceinline__ static float sum_of_squares(const uint32_t* raw) {

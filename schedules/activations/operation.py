@@ -30,6 +30,7 @@ OTHER_OUT = 0.25  # other codes, groups, a norm, factors: the same bytes, some m
 LAUNCH_US = 1.5
 CHUNK_US = 0.15  # a chunk more of each thread, one after another
 BARRIER_US = 0.1  # threads of several warps that wait for one another
+IDLE = 0.1  # of the time of loads, where as many threads of a row have no chunk as have one
 CPU_VALUE_OPS = 1.2  # vector operations a value, in lanes
 
 
@@ -67,24 +68,25 @@ def candidates(workload: QuantizeWorkload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring: no row with more threads than it has chunks, in blocks of 128
     threads or more where a row has fewer."""
     found = [Schedule(ROWS, 1, block_m, 1, num_warps=warps) for warps in WARPS[2:] for block_m in BLOCK_M]
-    few = max(32, CHUNK * -(-workload.k // CHUNK))  # threads of a row above which some would idle
-    return [s for s in found if row_threads(s) * CHUNK < 2 * max(few, 32 * CHUNK) and not legal(workload, s, target)]
+    enough = 2 * max(workload.k, 32 * CHUNK)  # values of a row whose threads would be twice as many as have a chunk
+    return [s for s in found if row_threads(s) * CHUNK < enough and not legal(workload, s, target)]
 
 
 def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Estimate:
-    """Bytes over the read rate, less where too few of them are in flight or the last wave is short;
-    and what one row takes from end to end."""
+    """Bytes over the read rate of the SMs that have a block, less where too few of them are in flight
+    or the last wave is short; and what one row takes from end to end."""
     w, s = workload, schedule
     threads, held = s.num_warps * 32, max(1, chunks(w, s))
     resident = max(1, min(target.threads_per_sm // threads, target.REGISTERS_PER_SM // (threads * (REGISTERS + 8 * held))))
-    blocks = max(1, -(-w.m // s.block_m))
-    waves = -(-blocks // (target.units * resident))
-    used = blocks / (waves * target.units * resident) if waves < 4 else 1.0
-    flow = min(1.0, (resident * s.block_m * 2 * w.k / KNEE_BYTES) ** 0.5)
-    idle = w.k / (held * CHUNK * row_threads(s))  # the share of the threads that have a chunk
-    load = w.bytes / (target.read_gbps * 1e3) / flow / max(used, 1 / target.units) / idle**0.25
+    blocks, places = max(1, -(-w.m // s.block_m)), target.units * resident
+    waves, busy = -(-blocks // places), min(blocks, target.units)
+    used = blocks / (waves * places) if 1 < waves < 4 else 1.0
+    in_flight = min(max(w.m, 1), min(blocks, places) * s.block_m) / busy * 2 * w.k  # bytes of an SM
+    flow = min(1.0, (in_flight / KNEE_BYTES) ** 0.5)
+    load = w.bytes / (target.read_gbps * 1e3) / flow / (used * busy / target.units)
+    idle = held * CHUNK * row_threads(s) / w.k - 1  # places of chunks that no value takes
     alone = CHUNK_US * held * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
-    return Estimate(LAUNCH_US + alone + load, 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
+    return Estimate(LAUNCH_US + alone + load * (1 + IDLE * idle), 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
 
 
 def cpu_legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -126,6 +128,17 @@ QUANTIZE = Operation(
     "quantize",
     QuantizeWorkload,
     rules=(
+        Rule(
+            ROWS,
+            "tilebit.tiles.activations.quantize_rows",
+            arches=GPUS,
+            tried=GPUS,
+            reads=frozenset({"block_m", "num_warps"}),
+            unserved=unserved,
+            legal=legal,
+            candidates=candidates,
+            estimate=estimate,
+        ),  # rows are moved once: no instruction decides, so nothing is promised
         Rule(
             CPU,
             "tilebit.tiles.cpu.activations.quantize",

@@ -39,8 +39,9 @@ class QuantizeWorkload:
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. ``eps`` is
     set to its default where there is no norm. Raises ``ValueError`` when a field is out of range.
 
-    Per-token int8 is what LiquidGEMM's products take (section 3), int8 of groups MixLLM's (3.1.2,
-    3.3); factors by column are SmoothQuant's (Xiao et al., 2023), as their reciprocals.
+    Int8 of tokens after smoothing is what LiquidGEMM's products take (section 6), int8 of groups of
+    128 MixLLM's (3.1.2, 3.3; with scales in 16 bits there). Factors by column are SmoothQuant's (Xiao
+    et al., 2023), which divide, as their reciprocals.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on

@@ -17,6 +17,7 @@ from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal, programs
@@ -56,6 +57,11 @@ CASES: tuple[Case, ...] = (
     (PREFILL, Schedule("attention_prefill", 128, 128, 128, 2, 8)),
     (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),  # two blocks share the registers of an SM
     (PREFILL, Schedule("attention_prefill_mma", 64, 128, 128, 2, 8)),
+    (QuantizeWorkload(130, 8192), Schedule("quantize_rows", 1, 1, 1, num_warps=8)),
+    (QuantizeWorkload(130, 1001, "bfloat16", "e4m3", 128, norm=True, smooth=True), Schedule("quantize_rows", 1, 4, 1, num_warps=8)),
+    (QuantizeWorkload(3, 65536, "float16", "int8", norm=True), Schedule("quantize_rows", 1, 1, 1, num_warps=32)),
+    (QuantizeWorkload(130, 4096, "bfloat16", "int8", 128), Schedule("quantize_rows", 1, 2, 1, num_warps=8)),
+    (QuantizeWorkload(33, 300, "float16", "e4m3", smooth=True), Schedule("quantize_rows", 1, 4, 1, num_warps=4)),
 )
 QUICK = next(case for case in CASES if case[1].program == "attention_append")  # compiles in the least time
 

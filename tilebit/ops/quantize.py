@@ -88,7 +88,8 @@ def _quantize(
     if m:
         norm = norm_weight is not None
         key = ("quantize", bucket(m), k, x.dtype, out, group, norm, eps if norm else EPS, smooth is not None, x.device)
-        rows = x.reshape(m, k)
+        flat = x.ndim == 2
+        rows = x if flat else x.reshape(m, k)
         padding = -k % 8 if x.is_cuda else 0
         if padding:
             rows = torch.nn.functional.pad(rows, (0, padding))
@@ -96,8 +97,11 @@ def _quantize(
         elif not rows.is_contiguous():
             rows = rows.contiguous()
         moved = padding > 0 or rows.data_ptr() != x.data_ptr()  # a copy is then the preceding kernel, an ordinary one
-        shared = scales.view(-1) if group == PER_TOKEN else scales.view(scales.shape[0], m)
-        _launch(key, (rows, norm_weight, smooth, codes.view(m, codes.shape[-1]), shared), dependent and not moved)
+        if flat:
+            written = codes, scales
+        else:
+            written = codes.view(m, codes.shape[-1]), scales.view(m) if group == PER_TOKEN else scales.view(scales.shape[0], m)
+        _launch(key, (rows, norm_weight, smooth, *written), dependent and not moved)
     return codes if out == "int8" else codes.view(torch.float8_e4m3fn), scales
 
 

@@ -26,6 +26,7 @@ from .leaves import caller
 HEADERS = (
     "ptx/instructions.cuh",
     "pipeline/dependent.cuh",
+    "codecs/e4m3.cuh",
     *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "new_rows", "pack")),
 )
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}

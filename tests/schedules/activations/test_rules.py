@@ -6,13 +6,15 @@ from dataclasses import fields, replace
 
 import pytest
 
+from tilebit.schedules.activations.operation import MOST_CHUNKS, chunks, row_threads
 from tilebit.schedules.activations.workload import QuantizeWorkload
-from tilebit.schedules.operations import candidates, legal, params, workload_from_json
+from tilebit.schedules.operations import candidates, estimate, legal, params, workload_from_json
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
-from tilebit.schedules.target import Target
+from tilebit.schedules.target import Target, target_from_name
 
 W = QuantizeWorkload(4096, 8192)
+H200 = target_from_name("sm_90a")
 AVX = Target("cpu", "a processor", 4, 0, 0, 1 << 22, 100.0, 1.0, 100.0, features=("avx2",))
 
 
@@ -58,3 +60,36 @@ def test_a_cpu_has_threads_to_choose():
     assert legal(W, replace(found[0], block_m=2), AVX) == ["block_m is 2; accepted by quantize_cpu, which does not use it: 1."]
     assert "accepted: 1 to 512 threads" in legal(W, replace(found[0], num_warps=0), AVX)[0]
     assert "needs 'avx2'" in legal(W, found[0], replace(AVX, features=()))[0]
+
+
+@pytest.mark.parametrize("k", [1, 128, 300, 1024, 4096, 5120, 8192, 16384, 28672, 53248, 65536])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_a_gpu_has_several_schedules_of_every_row(arch: str, k: int):
+    w, target = replace(W, k=k), target_from_name(arch)
+    found = candidates(w, target) or []
+    assert len(found) > 1 or k > 32768
+    for s in found:
+        assert legal(w, s, target) == [] and s.program == "quantize_rows"
+        assert 1 <= chunks(w, s) <= MOST_CHUNKS and row_threads(s) >= 32
+        assert 0 < estimate(w, s, target).us < float("inf")
+
+
+def test_what_a_block_cannot_hold_is_illegal():
+    s = Schedule("quantize_rows", 1, 1, 1, num_warps=8)
+    assert legal(W, s, H200) == [] and "k is 20000: use more" in legal(replace(W, k=20000), s, H200)[0]
+    assert legal(W, replace(s, block_m=16), H200) == ["block_m is 16; accepted for num_warps 8: at most 8, a warp or more a row."]
+    assert legal(W, replace(s, num_warps=3, block_m=3), H200) == [
+        "block_m is 3; accepted: 1, 2, 4, 8, 16.", "num_warps is 3; accepted: 1, 2, 4, 8, 16, 32."
+    ]  # fmt: skip
+    assert legal(replace(W, k=65537), s, H200) == ["k is 65537; accepted by quantize_rows: at most 65536."]
+    assert legal(W, replace(s, num_stages=2), H200) == ["num_stages is 2; accepted by quantize_rows, which does not use it: 1."]
+    with pytest.raises(ValueError, match="no schedule for QuantizeWorkload"):
+        choose(replace(W, k=70000), H200, [])
+
+
+def test_few_rows_have_more_threads_each_than_many():
+    one, many = (choose(replace(W, m=m), H200, []).schedule for m in (1, 4096))
+    assert chunks(W, one) == 1 and row_threads(one) == 512
+    assert chunks(W, many) == 2 and row_threads(many) == 256
+    short = choose(QuantizeWorkload(4096, 128), H200, []).schedule
+    assert short.block_m > 1 and row_threads(short) == 32

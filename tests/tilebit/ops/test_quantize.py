@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilebit
 from tilebit.autotune.problems.activations import quantized
@@ -176,3 +177,34 @@ def test_what_does_not_fit_is_named(kernels: Defined, change: dict[str, Any], er
     with pytest.raises(error, match=words):
         tilebit.quantize_activations(**{"x": torch.ones(2, K).half(), **change})
     assert not kernels.early
+
+
+def test_codes_on_cuda_are_whole_16_bytes():
+    """What is promised without a GPU: shapes, by the operator's fake."""
+    with FakeTensorMode():
+        x = torch.empty(3, 2, K + 1, dtype=torch.float16, device="cuda")
+        codes, scales = OP(x, None, None, "e4m3", 128)
+        assert codes.shape == (3, 2, 208) and codes.dtype is torch.float8_e4m3fn and scales.shape == (2, 3, 2)
+        assert codes.device == scales.device == x.device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [K, K + 1, 4096])
+def test_a_call_on_a_gpu(k: int):
+    """Padding, strides, a graph."""
+    wide = torch.randn(5, 2 * k).half().cuda()
+    smooth = torch.rand(k, device="cuda") + 0.5
+    for x in (wide[:, :k], wide[:, k:].contiguous()):
+        for group in (None, 128):
+            codes, scales = tilebit.quantize_activations(x, "int8", group, smooth=smooth, dependent=True)
+            right = expected(x, "int8", group, smooth=smooth)
+            assert codes.shape == (5, -(-k // 16) * 16) and not codes[:, k:].any()
+            assert same((codes[:, :k], scales), right)
+    x = wide[:, :k].contiguous()
+    graph, given = torch.cuda.CUDAGraph(), torch.randn_like(x)
+    tilebit.quantize_activations(x)
+    with torch.cuda.graph(graph):
+        codes, scales = tilebit.quantize_activations(x)
+    x.copy_(given)
+    graph.replay()
+    assert same((codes[:, :k], scales), expected(given, "int8", None))

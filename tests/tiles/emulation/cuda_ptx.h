@@ -241,6 +241,11 @@ inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t fro
   });
   to = mine.receives;
 }
+inline void ptx_ld_global_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) tilebit_host::fault = "a load of 16 bytes is not aligned to them";
+  const uint4* words = static_cast<const uint4*>(from);
+  if (tilebit_host::in_a_tensor(words)) r0 = words->x, r1 = words->y, r2 = words->z, r3 = words->w;
+}
 inline void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
   uint32_t v[4];
   memcpy(v, tilebit_host::at(address, 16), 16);
@@ -267,6 +272,20 @@ inline void ptx_lg2_approx_ftz_f32(float& to, float from) { to = host_flushed(fl
 inline void ptx_rcp_approx_ftz_f32(float& to, float from) { to = host_flushed(1.0f / host_flushed(from)); }
 inline void ptx_tanh_approx_f32(float& to, float from) { to = float(tanh(double(from))); }
 // The second operand is the lower half.
+// The nearest of all finite e4m3 numbers, of two as near the one with an even code.
+inline uint16_t host_e4m3(float x) {
+  if (x != x) return 0x7f;
+  const double size = fabs(double(x));
+  int nearest = 0;
+  double best = INFINITY;
+  for (int code = 0; code < 0x7f; ++code) {
+    const int exponent = code >> 3, mantissa = code & 7;
+    const double number = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9), off = fabs(number - size);
+    if (off < best || (off == best && code % 2 == 0)) best = off, nearest = code;
+  }
+  return uint16_t(nearest | (signbit(x) ? 0x80 : 0));
+}
+inline void ptx_cvt_rn_satfinite_e4m3x2_f32(uint16_t& to, float high, float low) { to = host_e4m3(high) << 8 | host_e4m3(low); }
 inline void ptx_cvt_rn_f16x2_f32(uint32_t& to, float high, float low) { to = uint32_t(half(high).bits) << 16 | half(low).bits; }
 inline void ptx_cvt_rn_bf16x2_f32(uint32_t& to, float high, float low) {
   to = uint32_t(__nv_bfloat16(high).bits) << 16 | __nv_bfloat16(low).bits;

@@ -1,7 +1,8 @@
 """Bugs to plant in the quantization of activations: edits of the programs' own text.
 
-The CPU's are in a tile program of its own, whose schedule's ``raster`` says which one (0: none). It is named by its module
-("emulation.planted_quantize"), so that the compile pool builds it in a worker, where TVM may be imported.
+``BUGS`` are the CUDA program's, of its page and of its device functions. The CPU's are in a tile program of its own, whose schedule's
+``raster`` says which one (0: none). It is named by its module ("emulation.planted_quantize"), so that the compile pool builds it in a
+worker, where TVM may be imported.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,54 @@ CPU_BUGS: dict[str, Edit] = {
     "factors forgotten": swap(("if self.w.smooth:", "if False:")),
     "norm of the groups": swap(("splat(float(self.w.k))", "splat(128.0)")),
 }
+
+TOKEN, GROUP = QuantizeWorkload(7, 300), QuantizeWorkload(7, 300, "bfloat16", group=128)
+LONG = QuantizeWorkload(7, 1000)  # two warps of a row have values
+NORM = QuantizeWorkload(7, 300, "float16", norm=True, smooth=True)
+FLOATS = QuantizeWorkload(7, 300, "float16", "e4m3", 128)
+WIDE, PAIRS = Schedule("quantize_rows", 1, 1, 1, num_warps=2), Schedule("quantize_rows", 1, 2, 1, num_warps=4)
+PAGE, DEVICE = "quantize_rows.py", "device"
+FMA, MOST = "__fmaf_rn(y[i], inverse, 12582912.0f)", "max(most, __float_as_uint(y[i]) & 0x7fffffffu)"
+
+ALL = "thread // per_row * warps + i"  # warps of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """``edit`` of ``file``, the program's page or its device functions."""
+
+    name: str
+    workload: QuantizeWorkload
+    schedule: Schedule
+    file: str
+    edit: Edit
+
+    @property
+    def edits(self) -> Mapping[str, Edit]:
+        return {self.file: self.edit}
+
+
+BUGS = (
+    Bug("scale of the neighbour row", TOKEN, WIDE, PAGE, swap(("scales[row] =", "scales[T.max(row - 1, 0)] ="))),
+    Bug("truncation", TOKEN, WIDE, DEVICE, swap((FMA, "__fadd_rn(truncf(__fmul_rn(y[i], inverse)), 12582912.0f)"))),
+    Bug("last group's tail", GROUP, WIDE, PAGE, swap(("< w.k and", "< w.k // w.group * w.group and"))),
+    Bug("eps forgotten", NORM, WIDE, DEVICE, swap(("__fadd_rn(__fdiv_rn(sum, R::K), R::EPS)", "__fdiv_rn(sum, R::K)"))),
+    Bug("128 steps", TOKEN, WIDE, DEVICE, swap(("__fdiv_rn(R::LARGEST, amax", "__fdiv_rn(R::LARGEST + 1.0f, amax"))),
+    Bug("NaN ignored", GROUP, WIDE, DEVICE, swap((MOST, "__float_as_uint(fmaxf(__uint_as_float(most), fabsf(y[i])))"))),
+    Bug("a barrier forgotten", LONG, WIDE, PAGE, swap(("T.sync_threads()", "T.sync_warp()"))),
+    Bug("the largest of another row", TOKEN, PAIRS, PAGE, swap((f"tops[{ALL}]", "tops[i]"))),
+    Bug("the sum of another row", NORM, PAIRS, PAGE, swap((f"sums[{ALL}]", "sums[i]"))),
+    Bug("a warp's largest alone", LONG, WIDE, PAGE, swap((f"T.max(top, tops[{ALL}])", "T.max(top, top)"))),
+    Bug("rows behind the last", TOKEN, PAIRS, DEVICE, swap(("row >= rows || column >=", "column >="))),
+    Bug("rows behind the last read", TOKEN, PAIRS, DEVICE, swap(("row < rows && present", "present"))),
+    Bug("columns behind the last", TOKEN, WIDE, DEVICE, swap(("row >= rows || column >= R::CODE_COLUMNS", "row >= rows"))),
+    Bug("a norm over the padding", NORM, WIDE, DEVICE, swap(("__fdiv_rn(sum, R::K)", "__fdiv_rn(sum, float(R::COLUMNS + 8))"))),
+    Bug("factors forgotten", NORM, WIDE, DEVICE, swap(("if constexpr (R::SMOOTH)", "if constexpr (false)"))),
+    Bug("floats swapped", FLOATS, WIDE, DEVICE, swap((': "f"(high), "f"(low)', ': "f"(low), "f"(high)'))),
+    Bug("halves of a word swapped", GROUP, WIDE, DEVICE, swap(("0x0040), 0x5410)", "0x0040), 0x1054)"))),
+    Bug("half a group", GROUP, WIDE, PAGE, swap(("{w.group // CHUNK}", "{w.group // CHUNK // 2}"))),
+    Bug("codes of what is not finite", FLOATS, WIDE, DEVICE, swap(("codes_of(y, inverse) & kept", "codes_of(y, inverse)"))),
+)
 
 
 def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any:

@@ -1,19 +1,9 @@
 // From numbers to codes, bit for bit as layouts/kv_quantize.py has them: plain fp32 operations in
-// their order. Comes after granule.cuh and pairs.cuh.
+// their order. Comes after granule.cuh, pairs.cuh and codecs/e4m3.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
-
-// e4m3 of x: round to nearest even, saturating at 448.
-__device__ __forceinline__ uint32_t to_e4m3(float x) {
-  const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return 0x7fu;                               // NaN
-  if (magnitude >= 0x43e00000u) return sign | 0x7eu;                       // 448
-  const float a = __uint_as_float(magnitude);
-  if (magnitude < 0x3c800000u) return sign | uint32_t(rintf(a * 512.0f));  // below 2^-6: steps of 2^-9
-  return sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
-}
 
 struct Parameters {
   float scale, inverse, zero;

@@ -77,14 +77,14 @@ def _cells(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
     """(formats in words, cells). Of integers group sizes are joined first, then zero points, then
-    widths; others go by their names."""
+    widths; others, and those with int8 x, go by their names."""
     by_format: dict[GemmFormat, list[tuple[str, ...]]] = {}
     for format, _, dtypes in claims():
         by_format.setdefault(format, []).append(dtypes)
     groups: dict[tuple, list[str]] = {}
     named: dict[tuple[str, ...], list[str]] = {}
     for format, columns in by_format.items():
-        if not format.integer:
+        if not format.integer or format.x:
             named.setdefault(_cells(columns), []).append(format.name)
             continue
         size = "per channel" if format.group_size == PER_CHANNEL else str(format.group_size)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .layouts.kv_formats import KVFormat
     from .ops.gemm import gemm
     from .ops.prepare import prepare
+    from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
+    from .weights.gptq import gptq
     from .weights.modules import QuantLinear, quantize_model
     from .weights.packed import PackedWeight, pack
     from .weights.quantize import QuantizedTensor
@@ -34,7 +36,9 @@ _HOME = {
     "QuantFormat": "layouts.formats",
     "QuantLinear": "weights.modules",
     "QuantizedTensor": "weights.quantize",
+    "calibrate": "weights.calibrate",
     "gemm": "ops.gemm",
+    "gptq": "weights.gptq",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
     "prepare": "ops.prepare",
@@ -52,7 +56,9 @@ __all__ = [
     "QuantFormat",
     "QuantLinear",
     "QuantizedTensor",
+    "calibrate",
     "gemm",
+    "gptq",
     "load_checkpoint",
     "pack",
     "prepare",

@@ -226,6 +226,18 @@ def test_a_shared_input_is_multiplied_once_and_never_a_stale_one() -> None:
     assert torch.allclose(products.of["c"], 4 * products.of["a"])
 
 
+def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    for forced, shown, seen in (("1", True, True), ("1", False, False), (None, True, False)):
+        if forced is None:
+            monkeypatch.delenv("FORCE_COLOR")
+        else:
+            monkeypatch.setenv("FORCE_COLOR", forced)
+        calibrate(_model(), _batches(1), FORMAT, progress=shown)
+        said = capsys.readouterr().err
+        assert ("calibrating" in said and "12/12" in said) == seen and (said == "") != seen
+
+
 @pytest.mark.parametrize(
     "calibration,error,words",
     [([], ValueError, "calibration is empty"), (torch.ones(2), TypeError, "calibration is Tensor"), (5, TypeError, "calibration is int")],
@@ -242,3 +254,22 @@ def test_errors_name_the_layer() -> None:
         calibrate(model, _batches(1), FORMAT)
     with pytest.raises(ValueError, match="formats of integers"):
         calibrate(model, _batches(1), "w4a16_mxfp4")
+
+
+def test_a_row_of_layers_is_streamed_too() -> None:
+    torch.manual_seed(0)
+    linears = nn.Linear(20, 40), nn.Linear(40, 8)
+    model = nn.Sequential(linears[0], nn.ReLU(), linears[1])
+    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        first = gptq(linears[0].weight, x.t() @ x, FORMAT)
+        hidden = torch.relu(x @ first.dequantize().t() + linears[0].bias)
+        second = gptq(linears[1].weight, hidden.t() @ hidden, FORMAT)
+    _assert_same(calibrate(model, [x], FORMAT), {"0": first, "2": second})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_stays_there() -> None:
+    found = calibrate(_model().cuda(), _batches(), FORMAT)
+    assert all(weight.device.type == "cuda" for weight in found.values())
+    _assert_same({name: weight.to("cpu") for name, weight in found.items()}, calibrate(_model(), _batches(), FORMAT))

@@ -46,7 +46,7 @@ def load(folder: Path, device: torch.device) -> tuple[nn.Module, Any]:
     fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16, local_files_only=True)
     return model.float().to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

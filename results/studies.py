@@ -26,6 +26,8 @@ from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
 from .report.overheads import overheads_section
+from .report.quality import FIELDS as QUALITY_FIELDS
+from .report.quality import language_section
 from .report.ranker import RANKER_FIELDS, ranker_section
 from .report.rows import Row, json_rows, read_rows
 from .report.selection import SELECTION_FIELDS, selection_section
@@ -137,6 +139,14 @@ STUDIES = (
         KV_CACHE_FIELDS,
         lambda rows: accuracy_section(rows / "kv_cache"),
         ("python -m results.measure.kv_cache",),
+    ),
+    Study(
+        "quality",
+        "Quality of low-bit weights",
+        "What does a language model lose when its weights and activations are quantized, and which channels need 8 bits?",
+        QUALITY_FIELDS,
+        lambda rows: language_section(rows / "quality"),
+        ("python -m results.measure.quality --model FOLDER",),
     ),
     Study(
         "ablation",

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from .ops.gemm import gemm
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
+    from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
+    from .weights.gptq import gptq
     from .weights.modules import QuantLinear, quantize_model
     from .weights.packed import PackedWeight, pack
+    from .weights.precision import PrecisionPlan, select_channels
     from .weights.quantize import QuantizedTensor
+    from .weights.salience import channel_salience
 
 __version__ = "0.1.0"
 
@@ -32,15 +36,20 @@ _HOME = {
     "KVFormat": "layouts.kv_formats",
     "KernelUnavailable": "kernels",
     "PackedWeight": "weights.packed",
+    "PrecisionPlan": "weights.precision",
     "QuantFormat": "layouts.formats",
     "QuantLinear": "weights.modules",
     "QuantizedTensor": "weights.quantize",
+    "calibrate": "weights.calibrate",
+    "channel_salience": "weights.salience",
     "gemm": "ops.gemm",
+    "gptq": "weights.gptq",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
     "prepare": "ops.prepare",
     "quantize_activations": "ops.quantize",
     "quantize_model": "weights.modules",
+    "select_channels": "weights.precision",
 }
 _MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")
 
@@ -51,15 +60,20 @@ __all__ = [
     "KVFormat",
     "KernelUnavailable",
     "PackedWeight",
+    "PrecisionPlan",
     "QuantFormat",
     "QuantLinear",
     "QuantizedTensor",
+    "calibrate",
+    "channel_salience",
     "gemm",
+    "gptq",
     "load_checkpoint",
     "pack",
     "prepare",
     "quantize_activations",
     "quantize_model",
+    "select_channels",
 ]
 
 

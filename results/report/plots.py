@@ -1,5 +1,5 @@
 """Plots of measured rows, as PNG and SVG: time against m with every peer and the floor, a roofline,
-what each idea adds, and decode over a low-bit cache."""
+what each idea adds, decode over a low-bit cache, and a language model's quality."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from .attention_rows import FLOAT, AttentionRow
 from .gemm import speed_plot
 from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
+from .quality import quality_plot
+from .quality_plot import quality
 from .rows import OURS, Rates, Row, rates
 
 # The same rows must give the same bytes: no creation dates, no random identifiers.
@@ -31,7 +33,11 @@ OURS_COLORS = (COLORS[0], COLORS[3])  # symmetric, asymmetric
 
 
 def draw(
-    devices: dict[str, list[Row]], studies: list[Ablation], folder: Path, attention: Mapping[str, list[AttentionRow]] | None = None
+    devices: dict[str, list[Row]],
+    studies: list[Ablation],
+    folder: Path,
+    attention: Mapping[str, list[AttentionRow]] | None = None,
+    language: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
 ) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return
     the files. A device without measured rates has no roofline and no floor."""
@@ -49,6 +55,8 @@ def draw(
         for gpu, rows in (attention or {}).items():
             if points := decode_speedups(rows):
                 figures[attention_plot(gpu)] = decode(gpu, points)
+        for (model, gpu), rows in (language or {}).items():
+            figures[quality_plot(model, gpu)] = quality(model, rows)
         written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
     for path in folder.iterdir():
         if path.suffix[1:] in METADATA and path not in written:

@@ -18,6 +18,7 @@ from .attention_rows import read_attention
 from .front import front_page
 from .headline import results_table
 from .plots import draw
+from .quality import read_language_quality
 from .rows import read_rows
 from .support import support_table
 
@@ -84,7 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
         if path not in wanted:  # of a study that is no more
             path.unlink()
     results, rows = options.root / "results", options.root / "results" / "rows"
-    plots = draw(read_rows(rows / "gemm"), read_ablation(rows / "ablation"), results / "plots", read_attention(rows / "attention"))
+    plots = draw(
+        read_rows(rows / "gemm"),
+        read_ablation(rows / "ablation"),
+        results / "plots",
+        read_attention(rows / "attention"),
+        read_language_quality(rows / "quality"),
+    )
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0
 

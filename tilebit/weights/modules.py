@@ -4,7 +4,7 @@ in place of ``nn.Linear``."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..ops.gemm_int8 import of_rows
 from ..schedules.gemm.codecs import packed_layout
+from .layers import given_weights, linears_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
@@ -280,6 +281,7 @@ def quantize_model(
     clip_search: bool = False,
     dtype: torch.dtype | None = None,
     dependent: bool = False,
+    weights: Mapping[str, QuantizedTensor] | None = None,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
     returns the names replaced.
@@ -291,22 +293,15 @@ def quantize_model(
     ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a
     predicate of (name, layer). A layer shared under several names is quantized once. Layers are
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
-    new layer's. Raises ``ValueError`` when nothing is left to replace. Afterwards
+    new layer's. ``weights`` are weights quantized before, by layer (``calibrate``); ``format`` and
+    ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
+    replace, and for ``weights`` of no layer or of another shape. Afterwards
     ``model.save_pretrained`` is an error: no loader reads what it would write yet.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
-    keeps = _keeps(skip)
-    found = {
-        name: layer
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if type(layer) is nn.Linear and name and not keeps(name, layer)
-    }
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
-            f"a single layer: QuantLinear.from_float)"
-        )
+    found = linears_of(model, skip)
+    given = given_weights(found, weights or {})
     if dtype is None:
         for name, layer in found.items():
             if layer.weight.dtype not in DTYPES:
@@ -316,7 +311,12 @@ def quantize_model(
                     f"which casts all of it"
                 )
     elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in found.values())
-    converted = {layer: QuantLinear.from_float(layer, format, clip_search, dtype, dependent) for layer in dict.fromkeys(found.values())}
+    converted = {
+        layer: _from_quantized(layer, given[layer], dtype, dependent)
+        if layer in given
+        else QuantLinear.from_float(layer, format, clip_search, dtype, dependent)
+        for layer in dict.fromkeys(found.values())
+    }
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
@@ -328,17 +328,15 @@ def quantize_model(
     return list(found)
 
 
+def _from_quantized(layer: nn.Linear, weight: QuantizedTensor, dtype: torch.dtype | None, dependent: bool) -> QuantLinear:
+    """A layer in place of ``layer`` with the quantized ``weight``, on its device."""
+    chosen = dtype or layer.weight.dtype
+    return QuantLinear(pack(weight.to(layer.weight.device), chosen), layer.bias, dependent)
+
+
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     raise ValueError(
         "save_pretrained of a model with QuantLinear layers would write what from_pretrained cannot read; accepted: its state_dict: write "
         "it with torch.save or safetensors.torch.save_file(model.state_dict(), PATH), and read it by load_state_dict of a model that "
         "quantize_model has converted in the same way"
     )
-
-
-def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:
-    """``skip`` of ``quantize_model`` as a predicate."""
-    if callable(skip):
-        return skip
-    kept = (skip,) if isinstance(skip, str) else tuple(skip)
-    return lambda name, layer: any(name == end or name.endswith("." + end) for end in kept)

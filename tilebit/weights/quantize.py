@@ -146,10 +146,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
-    if scale_dtype is None:
-        scale_dtype = w.dtype if w.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(f"scale_dtype is {scale_dtype}; accepted: {', '.join(map(str, SCALE_DTYPES))}")
+    scale_dtype = scale_dtype_of(w, scale_dtype)
     n, k = w.shape
     if format.integer_sums and k > MOST_K:
         raise ValueError(f"k is {k}; accepted for int32 sums: up to {MOST_K}")
@@ -165,17 +162,12 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     for start in range(0, n, rows):
         part = slice(start, min(n, start + rows))
         block = w[part].float()
-        _check_finite(block, start)
+        check_finite(block, start)
         # Padding a short last group with zeros changes neither its range (which includes 0) nor its
         # error (0 is represented exactly).
         block = torch.nn.functional.pad(block, (0, groups * group - k)).view(-1, groups, group)
-        chosen = _search(block, format, scale_dtype, row, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
-        if not bool(torch.isfinite(chosen[1]).all()):
-            raise ValueError(
-                f"a group of rows {part.start}..{part.stop - 1} needs a scale above {torch.finfo(scale_dtype).max:g}, the largest "
-                f"{scale_dtype}; "
-                "rescale the weight or pass scale_dtype=torch.bfloat16"
-            )
+        chosen = search_groups(block, format, scale_dtype, row, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
+        check_scales(chosen[1], start)
         codes[part] = chosen[0].view(block.shape[0], -1)[:, :k]
         scales[part] = chosen[1]
         if zeros is not None:
@@ -196,7 +188,7 @@ def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> Qu
     for start in range(0, n, rows):
         part = slice(start, min(n, start + rows))
         block = w[part].float()
-        _check_finite(block, start)
+        check_finite(block, start)
         # a short last group repeats its last weight, which is in its range
         block = block.index_select(1, columns.clamp(max=k - 1)).view(-1, groups, group)
         found, scales[part], zeros[part], row_scales[part] = two_levels(block, valid, factors)
@@ -204,19 +196,35 @@ def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> Qu
     return QuantizedTensor(codes, scales, zeros, format, row_scales=row_scales)
 
 
-def _search(
-    block: Tensor, format: GemmFormat, scale_dtype: torch.dtype, row: float, factors: tuple[float, ...]
+def scale_dtype_of(w: Tensor, chosen: torch.dtype | None) -> torch.dtype:
+    """The dtype that scales of ``w`` are stored in: ``chosen``, else as ``quantize`` says. Raises
+    ``ValueError`` for one that is none of ``SCALE_DTYPES``."""
+    if chosen is None:
+        return w.dtype if w.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    if chosen not in SCALE_DTYPES:
+        raise ValueError(f"scale_dtype is {chosen}; accepted: {', '.join(map(str, SCALE_DTYPES))}")
+    return chosen
+
+
+def search_groups(
+    block: Tensor,
+    format: GemmFormat,
+    scale_dtype: torch.dtype,
+    row: float = 1.0,
+    factors: tuple[float, ...] = CLIP_FACTORS,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of
-    least squared error over ``factors``."""
+    ``block`` fp32 [rows, groups, group] with the least squared error over ``factors``; errors
+    weigh ``importance`` fp32 [group] where it is given."""
     low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
     best = _round(block, low, high, format, scale_dtype, row)
     if len(factors) == 1:
         return best
-    best_error = _error(block, *best, format, row)
+    best_error = _error(block, *best, format, row, importance)
     for factor in factors[1:]:
         trial = _round(block, low * factor, high * factor, format, scale_dtype, row)
-        error = _error(block, *trial, format, row)
+        error = _error(block, *trial, format, row, importance)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best = (
@@ -244,14 +252,31 @@ def _round(
         zero = torch.full_like(step, float(format.symmetric_zero_point))
     else:
         zero = (-low / step).round_().clamp_(0, format.max_code)
-    codes = (block / step[..., None]).round_().add_(zero[..., None]).clamp_(0, format.max_code)
-    return codes.to(torch.uint8), scale, zero.to(torch.uint8)
+    return nearest_codes(block, step[..., None], zero[..., None], format).to(torch.uint8), scale, zero.to(torch.uint8)
 
 
-def _error(block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, format: GemmFormat, row: float) -> Tensor:
+def nearest_codes(values: Tensor, step: Tensor, zero: Tensor, format: GemmFormat) -> Tensor:
+    """The codes, as fp32 whole numbers, of integer weights: ``values``, ``step`` (the stored scale)
+    and ``zero`` are fp32 and broadcast."""
+    return (values / step).round_().add_(zero).clamp_(0, format.max_code)
+
+
+def check_scales(scales: Tensor, first_row: int = 0) -> None:
+    """Raise ``ValueError`` for a scale of [rows, groups] that its dtype cannot hold."""
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError(
+            f"a group of rows {first_row}..{first_row + len(scales) - 1} needs a scale above {torch.finfo(scales.dtype).max:g}, the "
+            f"largest {scales.dtype}; rescale the weight or pass scale_dtype=torch.bfloat16"
+        )
+
+
+def _error(
+    block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, format: GemmFormat, row: float, importance: Tensor | None = None
+) -> Tensor:
     """Squared error of each group, fp32 [rows, groups]."""
     restored = format.weight_of(numbers(codes, format), scale[..., None].float() * row, zero[..., None])
-    return restored.sub_(block).square_().sum(-1)
+    squares = restored.sub_(block).square_()
+    return (squares if importance is None else squares.mul_(importance)).sum(-1)
 
 
 def _per_column(values: Tensor, format: GemmFormat, k: int) -> Tensor:
@@ -259,7 +284,7 @@ def _per_column(values: Tensor, format: GemmFormat, k: int) -> Tensor:
     return values if format.group_size == PER_CHANNEL else values.repeat_interleave(format.group_size, dim=1)[:, :k]
 
 
-def _check_finite(block: Tensor, first_row: int) -> None:
+def check_finite(block: Tensor, first_row: int) -> None:
     finite = torch.isfinite(block)
     if not bool(finite.all()):
         bad = (~finite).nonzero()

@@ -1,0 +1,221 @@
+"""What ``results.measure.quality`` does to a model: formats and methods, mixed precision, and
+activations in 8 bits. Weights are simulated: a layer computes with the values that its quantized
+weight stands for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilebit.layouts.formats import PER_CHANNEL, GemmFormat
+from tilebit.weights.gptq import gptq
+from tilebit.weights.layers import linears_of, once
+from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
+from tilebit.weights.quantize import quantize
+from tilebit.weights.salience import Salience, channel_salience
+from tilebit.weights.stream import visit_layers
+
+from .quality_model import Texts
+
+METHODS = ("round", "clip", "gptq", "gptq_clip")  # to nearest; with clip search; GPTQ with act order; that with clip search
+ACTIVATIONS = {"": None, "a8_token": PER_CHANNEL, "a8_g128": 128}  # values of x that share a scale
+MIXED = ("w4a16_g128_asym", "w8a16_g128")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row's model. ``format`` "" is the 16-bit model. ``high`` is the format of ``share`` of the
+    channels, picked by ``choice`` and ``terms`` from the salience over ``samples`` samples
+    (``select_channels``). ``activations`` "": 16 bits."""
+
+    format: str = ""
+    method: str = ""
+    high: str = ""
+    share: float = 0.0
+    choice: str = ""
+    terms: str = ""
+    samples: int = 0
+    activations: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def variants() -> list[Variant]:
+    """The study's, the most telling ones first."""
+    mixed = Variant(MIXED[0], "round", MIXED[1], choice="global", terms="both", samples=128)
+    four, eight = [f"w4a16_{group}_asym" for group in ("g64", "g32", "channel")], [f"w8a16_{group}" for group in ("channel", "g64", "g32")]
+    tenth = replace(mixed, share=0.1)
+    return [
+        Variant(),
+        *(Variant(four[0], method) for method in ("round", "gptq")),
+        replace(mixed, share=0.0),
+        tenth,
+        replace(tenth, choice="random"),
+        replace(tenth, choice="layer"),
+        replace(tenth, terms="first"),
+        replace(tenth, terms="second"),
+        replace(tenth, samples=16),
+        Variant(eight[0], "round", activations="a8_token"),
+        replace(tenth, method="gptq_clip"),
+        replace(mixed, share=0.5),
+        *(Variant(format, "gptq") for format in four[1:]),
+        replace(mixed, share=0.2),
+        replace(mixed, share=1.0),
+        Variant(eight[0], "round"),
+        *(Variant(format, "round") for format in four[1:]),
+        replace(mixed, share=0.0, method="gptq_clip"),
+        replace(tenth, activations="a8_g128"),
+        *(Variant(format, "clip") for format in four),
+        *(Variant(format, "gptq_clip") for format in four),
+        *(Variant(format, "round") for format in eight[1:]),
+        *(Variant(format, method) for method in ("clip", "gptq") for format in eight),
+    ]
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A model whose layers take the weights of one variant after the other. ``calibration`` says
+    how many samples of how many tokens GPTQ sees, ``search_window`` how long a sample of the
+    search is."""
+
+    model: nn.Module
+    texts: Texts
+    calibration: tuple[int, int]
+    search_window: int
+    layers: dict[str, nn.Linear] = field(init=False)
+    originals: dict[str, Tensor] = field(init=False)
+    found: dict[int, tuple[dict[str, Salience], float]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layers = once(linears_of(self.model, ("lm_head",)))
+        self.originals = {name: layer.weight.detach().clone() for name, layer in self.layers.items()}
+
+    @contextmanager
+    def of(self, variant: Variant) -> Iterator[dict[str, Any]]:
+        """The model with ``variant``'s weights and activations, and what else its row says; the
+        16-bit model afterwards. Raises ``ValueError`` for words that no variant has."""
+        if variant.format and variant.method not in METHODS:
+            raise ValueError(f"method is {variant.method!r}; accepted: {', '.join(METHODS)}")
+        if variant.activations not in ACTIVATIONS:
+            raise ValueError(f"activations are {variant.activations!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
+        said: dict[str, Any] = {"bits_per_weight": 16.0, "seconds_search": None, "seconds_quantize": None}
+        try:
+            if variant.format:
+                plan, said["seconds_search"] = self._plan(variant)
+                start = time.perf_counter()
+                for name, weight in self._weights(variant.method, plan).items():
+                    self.layers[name].weight.data.copy_(weight)
+                said["seconds_quantize"] = time.perf_counter() - start
+                said["bits_per_weight"] = plan.bits_per_weight
+            group = ACTIVATIONS[variant.activations]
+            with quantized_inputs(self.model, self.layers, group) if group is not None else _unchanged():
+                yield said
+        finally:
+            for name, layer in self.layers.items():
+                layer.weight.data.copy_(self.originals[name])
+
+    def _plan(self, variant: Variant) -> tuple[PrecisionPlan, float | None]:
+        """Which channels are in which format, and how long finding the salience took."""
+        low = GemmFormat.parse(variant.format)
+        if not variant.high:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            parts = (LayerPrecision(name, layer.out_features, layer.in_features, nothing) for name, layer in self.layers.items())
+            return PrecisionPlan(tuple(parts), low, low), None
+        salience, seconds = self._salience(variant, low)
+        words: Any = {"choice": variant.choice, "terms": variant.terms}
+        return select_channels(salience, variant.share, low=low, high=variant.high, **words), seconds
+
+    def _salience(self, variant: Variant, low: GemmFormat) -> tuple[dict[str, Salience], float | None]:
+        if variant.share in (0, 1) or variant.choice == "random":  # no search decides these
+            empty = {name: torch.zeros(layer.out_features, dtype=torch.float64) for name, layer in self.layers.items()}
+            return {name: Salience(self.layers[name].in_features, 0, none, none, none) for name, none in empty.items()}, None
+        if variant.samples not in self.found:
+            start = time.perf_counter()
+            samples = self.texts.samples(variant.samples, self.search_window)
+            salience = channel_salience(self.model, samples, low)
+            self.found[variant.samples] = salience, time.perf_counter() - start
+        return self.found[variant.samples]
+
+    def _weights(self, method: str, plan: PrecisionPlan) -> Mapping[str, Tensor]:
+        """The values of every layer's weight, [n, k] each."""
+        clip, found = method.endswith("clip"), {}
+
+        def visit(name: str, layer: nn.Linear, products: Tensor | None) -> Tensor:
+            def values(rows: Tensor, format: GemmFormat) -> Tensor:
+                q = quantize(rows, format, clip) if products is None else gptq(rows, products, format, clip_search=clip)
+                return q.dequantize()
+
+            found[name] = by_precision(layer.weight.detach(), channels[name], plan, values)
+            return found[name]
+
+        channels = plan.channels
+        if not method.startswith("gptq"):
+            for name, layer in self.layers.items():
+                visit(name, layer, None)
+        else:
+            visit_layers(self.model, self.layers, self.texts.samples(*self.calibration), visit)
+        return found
+
+
+def by_precision(weight: Tensor, channels: Tensor, plan: PrecisionPlan, values: Any) -> Tensor:
+    """``weight`` [n, k] as its rows' formats have it: ``channels`` in ``plan.high``, the others in
+    ``plan.low``; ``values(rows, format)`` gives rows' values."""
+    out, high = torch.empty_like(weight), torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
+    high[channels.to(weight.device)] = True
+    for rows, format in ((high, plan.high), (~high, plan.low)):
+        if bool(rows.any()):
+            out[rows] = values(weight[rows], format)
+    return out
+
+
+def fake_quantize(x: Tensor, group: int) -> Tensor:
+    """``x`` [..., k] as symmetric 8-bit codes with an fp32 scale for every ``group`` values of k
+    (the last group may be shorter), or for all of them (-1), would have it: the group's largest
+    magnitude is 127."""
+    k = x.shape[-1]
+    width = k if group == PER_CHANNEL else group
+    padded = functional.pad(x.float(), (0, -k % width)).unflatten(-1, (-1, width))
+    scale = padded.abs().amax(-1, keepdim=True) / 127
+    codes = (padded / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127)
+    return (codes * scale).flatten(-2)[..., :k].to(x.dtype)
+
+
+class QuantizedInputs(nn.Module):
+    """``linear`` of ``fake_quantize(x, group)``."""
+
+    def __init__(self, linear: nn.Linear, group: int) -> None:
+        super().__init__()
+        self.linear, self.group = linear, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(fake_quantize(x, self.group))
+
+
+@contextmanager
+def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: int) -> Iterator[None]:
+    """``model`` with ``QuantizedInputs`` in place of ``layers``, while this is open."""
+
+    def put(name: str, module: nn.Module) -> None:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+
+    try:
+        for name, layer in layers.items():
+            put(name, QuantizedInputs(layer, group))
+        yield
+    finally:
+        for name, layer in layers.items():
+            put(name, layer)
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    yield

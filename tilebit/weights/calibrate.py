@@ -1,0 +1,59 @@
+"""``calibrate``: the weights of a whole model quantized by what passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..accepted import expect, format_of
+from ..layouts.formats import GemmFormat, QuantFormat
+from .batches import batches_of
+from .gptq import DAMPING, gptq
+from .layers import linears_of, once
+from .quantize import QuantizedTensor
+from .stream import visit_layers
+
+
+def calibrate(
+    model: nn.Module,
+    calibration: Iterable[Any],
+    format: GemmFormat | str = QuantFormat(),
+    skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
+    act_order: bool = True,
+    clip_search: bool = False,
+    damping: float = DAMPING,
+    progress: bool = False,
+) -> dict[str, QuantizedTensor]:
+    """The weight of every ``nn.Linear`` inside ``model`` by GPTQ (``gptq`` says what the options
+    do), by the layer's name; a layer shared under several names has the first. The model is left
+    as it was: ``quantize_model(model, format, weights=calibrate(model, calibration, format))``
+    puts them in.
+
+    ``calibration`` is an iterable of batches that the model takes: tensors are its argument, tuples
+    its arguments, dicts its keywords. They are moved to the model's device; a few hundred thousand
+    tokens of the kind of text that the model will see are usual, and padding counts like any
+    input. Layers are quantized in the order in which they are computed, each for the inputs that
+    the quantized layers before it give (``stream.visit_layers``): decoder blocks one at a time,
+    with one block's activations for all batches held, on the model's device. ``skip`` is
+    ``quantize_model``'s. ``progress`` shows a bar on a terminal. Scales are of the weight's dtype,
+    fp16 for fp32 weights.
+
+    Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` and ``gptq`` do, the latter with
+    the layer's name, and for a ``calibration`` that is empty or a single batch.
+    """
+    expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
+    format = format_of(format)
+    layers = once(linears_of(model, skip))
+    found: dict[str, QuantizedTensor] = {}
+
+    def visit(name: str, layer: nn.Linear, products: Tensor) -> Tensor:
+        try:
+            found[name] = gptq(layer.weight, products, format, act_order, clip_search, damping)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return found[name].dequantize(layer.weight.dtype)
+
+    visit_layers(model, layers, batches_of(calibration), visit, progress)
+    return {name: found[name] for name in layers}

@@ -1,0 +1,124 @@
+"""GPTQ: rounding that makes up for its own error (Frantar et al. 2022, arXiv:2210.17323).
+
+Columns are rounded one after the other; what a column's rounding does to the layer's output is
+taken up by the columns that are still to come, as far as the inputs of the layer are correlated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..accepted import expect_tensors, format_of
+from ..layouts.formats import PER_CHANNEL, GemmFormat
+from .quantize import CLIP_FACTORS, QuantizedTensor, check_finite, check_scales, nearest_codes, scale_dtype_of, search_groups
+
+BLOCK = 128  # columns whose errors reach the columns behind them in one product (section 4, step 2)
+DAMPING = 0.01  # of the mean of the Hessian's diagonal (section 4, step 3)
+
+
+def gptq(
+    w: Tensor,
+    hessian: Tensor,
+    format: GemmFormat | str,
+    act_order: bool = True,
+    clip_search: bool = False,
+    damping: float = DAMPING,
+    scale_dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """``w`` (floating point [n, k]) in ``format``, one of integers, so that x @ w'^T is close to
+    x @ w^T for inputs x whose ``hessian`` X^T X is given: floating point [k, k] on the device of
+    ``w``, of any scale.
+
+    Everything is computed there, the factorization in fp64, the rest in fp32; the result is
+    the same at each call. Scales are those of ``quantize``, of the group's values as they are when
+    its first column is reached; ``clip_search`` picks their shrink factors by the squared error
+    weighted with the Hessian's diagonal. ``act_order`` takes the columns with the largest
+    diagonal first. Where groups share scales, they are groups of that order, and ``perm`` of the
+    result says it; a format with one scale for each channel needs no ``perm``. The last group may
+    be shorter. A column that no input reached (its diagonal is 0) is rounded to nearest.
+    ``damping`` times the mean of the diagonal is added to the diagonal.
+
+    Raises ``TypeError`` and ``ValueError`` as ``quantize`` does, and ``ValueError`` for a format of
+    other than integers, a ``hessian`` of another shape or device, with NaN or infinite values, or
+    one that is not positive definite with this damping.
+    """
+    expect_tensors(w=w, hessian=hessian)
+    format = format_of(format)
+    scale_dtype = _checked(w, hessian, format, damping, scale_dtype)
+    diagonal = hessian.diagonal().double()
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(w.shape[1], device=w.device)
+    factor = _inverse_factor(hessian, diagonal, order, damping)
+    columns = w.detach().float().t()[order].contiguous()  # [k, n]: a column of the weight is a contiguous row
+    importance = diagonal[order].float() if clip_search and bool(diagonal.any()) else None
+    codes, scales, zeros = _compensated(columns, factor, format, scale_dtype, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1], importance)
+    perm: Tensor | None = order if act_order else None
+    if perm is not None and format.group_size == PER_CHANNEL:
+        codes, perm = torch.empty_like(codes).index_copy_(0, perm, codes), None
+    return QuantizedTensor(codes.t().contiguous(), scales, None if format.symmetric else zeros, format, perm)
+
+
+def _checked(w: Tensor, hessian: Tensor, format: GemmFormat, damping: float, scale_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the scales, after everything that ``gptq`` refuses at once."""
+    if not format.integer:
+        raise ValueError(f"format is {format.name}; accepted: formats of integers, such as 'w4a16_g128' (others: tilebit.weights.quantize)")
+    if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
+        raise ValueError(f"w is {w.dtype} {list(w.shape)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
+    k = w.shape[1]
+    if tuple(hessian.shape) != (k, k) or not hessian.is_floating_point() or hessian.device != w.device:
+        raise ValueError(
+            f"hessian is {hessian.dtype} {list(hessian.shape)} on {hessian.device}; accepted for this w: floating point [{k}, {k}] on "
+            f"{w.device}"
+        )
+    if not bool(torch.isfinite(hessian).all()):
+        raise ValueError("hessian has NaN or infinite values; accepted: X^T X of finite inputs (fp16 overflow is the usual cause)")
+    if not damping >= 0:
+        raise ValueError(f"damping is {damping!r}; accepted: a number from 0")
+    check_finite(w, 0)
+    return scale_dtype_of(w, scale_dtype)
+
+
+def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor U of the damped Hessian's inverse, U^T U = H^-1, columns in
+    ``order``; fp32 [k, k]. Row j holds, over its diagonal, what a unit of column j's error asks of
+    the columns behind it."""
+    h = hessian.double()[order][:, order]
+    reached = diagonal > 0
+    mean = float(diagonal[reached].mean()) if bool(reached.any()) else 1.0
+    h.diagonal().add_((~reached)[order] * mean + damping * mean)
+    lower, failed = torch.linalg.cholesky_ex(h)
+    if int(failed):
+        raise ValueError(f"hessian is not positive definite with damping {damping}; accepted: X^T X of any x, with a larger damping")
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+
+
+def _compensated(
+    columns: Tensor, factor: Tensor, format: GemmFormat, scale_dtype: torch.dtype, factors: tuple[float, ...], importance: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes uint8 [k, n], scales [n, groups], zero points uint8 [n, groups]) of ``columns`` fp32
+    [k, n], which is overwritten (algorithm 1 of the paper)."""
+    k, n = columns.shape
+    width = k if format.group_size == PER_CHANNEL else format.group_size
+    codes = torch.empty(k, n, dtype=torch.uint8, device=columns.device)
+    scales = torch.empty(n, format.groups(k), dtype=scale_dtype, device=columns.device)
+    zeros = torch.empty(n, format.groups(k), dtype=torch.uint8, device=columns.device)
+    for start in range(0, k, min(width, BLOCK)):
+        own = slice(start, min(k, start + min(width, BLOCK)))
+        group = start // width
+        if start % width == 0:  # the columns of this group hold all that those before them left to make up for
+            shared = slice(start, min(k, start + width))
+            block = columns[shared].t()[:, None, :].contiguous()
+            weights = None if importance is None else importance[shared]
+            _, scale, zero = search_groups(block, format, scale_dtype, factors=factors, importance=weights)
+            check_scales(scale)
+            scales[:, group : group + 1], zeros[:, group : group + 1] = scale, zero
+        step, zero = scales[:, group].float(), zeros[:, group].float()
+        left, within = columns[own], factor[own, own]
+        errors = torch.empty_like(left)
+        for j in range(left.shape[0]):
+            chosen = nearest_codes(left[j], step, zero, format)
+            codes[start + j] = chosen.to(torch.uint8)
+            errors[j] = (left[j] - format.weight_of(chosen, step, zero)) / within[j, j]
+            left[j + 1 :].addr_(within[j, j + 1 :], errors[j], alpha=-1)
+        columns[own.stop :].addmm_(factor[own, own.stop :].t(), errors, alpha=-1)
+    return codes, scales, zeros

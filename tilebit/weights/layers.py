@@ -1,0 +1,55 @@
+"""Which layers of a model are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+from ..accepted import expect
+from .quantize import QuantizedTensor
+
+
+def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> dict[str, nn.Linear]:
+    """Every ``nn.Linear`` inside ``model`` by each of its names, in the model's order, without what
+    ``skip`` keeps. Raises ``ValueError`` when there is none."""
+    keeps = _keeps(skip)
+    found = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is nn.Linear and name and not keeps(name, layer)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
+            f"a single layer: QuantLinear.from_float)"
+        )
+    return found
+
+
+def given_weights(layers: Mapping[str, nn.Linear], weights: Mapping[str, QuantizedTensor]) -> dict[nn.Linear, QuantizedTensor]:
+    """``weights`` by layer. Raises ``TypeError`` and ``ValueError`` for one that is of no layer, or of
+    another shape than its layer's."""
+    for name, weight in weights.items():
+        expect(f"weights[{name!r}]", weight, QuantizedTensor, "a QuantizedTensor")
+        if name not in layers:
+            raise ValueError(f"weights name {name!r}; accepted: layers that are replaced: {', '.join(list(layers)[:5])}, ...")
+        if tuple(layers[name].weight.shape) != (weight.n, weight.k):
+            raise ValueError(f"weights[{name!r}] is [{weight.n}, {weight.k}]; the layer needs {list(layers[name].weight.shape)}")
+    return {layers[name]: weight for name, weight in weights.items()}
+
+
+def once(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
+    """``layers`` with the first name of each."""
+    names: dict[nn.Linear, str] = {}
+    for name, layer in layers.items():
+        names.setdefault(layer, name)
+    return {name: layer for layer, name in names.items()}
+
+
+def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:
+    """``skip`` of ``quantize_model`` as a predicate."""
+    if callable(skip):
+        return skip
+    kept = (skip,) if isinstance(skip, str) else tuple(skip)
+    return lambda name, layer: any(name == end or name.endswith("." + end) for end in kept)

@@ -1,0 +1,192 @@
+"""A model's linear layers visited in the order in which they are computed, each with what its
+inputs say, so that a layer sees what the layers before it became.
+
+Decoder blocks that are computed one after the other are streamed: the inputs of one block for all
+batches are held, and each block is computed twice, once to see its layers' inputs and once with
+what its layers became. Other layers take a pass through the whole model each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import evaluating, run
+from .progress import counted
+
+Layers = Mapping[str, nn.Linear]
+Visit = Callable[[str, nn.Linear, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One block's call for one batch: all but its first argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class InputProducts:
+    """X^T X of the inputs X [rows, k] of some layers, summed in fp32 over every call while this is
+    open; ``of[name]`` is [k, k] on the layer's device, 0 for a layer that was not called. A tensor
+    that several layers take in a row is multiplied once."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.of = {name: torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
+        self._layers = layers
+        self._hooks = ExitStack()
+        self._last: tuple[Tensor, int, Tensor] | None = None  # an input, its version, its product
+
+    def __enter__(self) -> InputProducts:
+        for name, layer in self._layers.items():
+            self._hooks.callback(layer.register_forward_pre_hook(self._adding_to(name), with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+        self._last = None
+
+    def _adding_to(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.of[name] += self._product(args[0] if args else kwargs["input"])
+
+        return add
+
+    def _product(self, x: Tensor) -> Tensor:
+        version = -1 if x.is_inference() else x._version
+        if self._last is None or self._last[0] is not x or self._last[1] != version or version < 0:
+            rows = x.detach().reshape(-1, x.shape[-1]).float()
+            self._last = (x, version, rows.t() @ rows)
+        return self._last[2]
+
+
+def visit_layers(model: nn.Module, layers: Layers, batches: Sequence[Any], visit: Visit, progress: bool = False) -> None:
+    """Call ``visit(name, layer, products)`` for each of ``layers`` in the order in which ``model``
+    computes them; ``products`` is X^T X fp32 [k, k] of the layer's inputs over all ``batches``, and
+    what it returns, [n, k], is the layer's weight for the layers after it.
+
+    The layers of one block of the model's longest list of blocks all see the block's inputs as the
+    blocks before it made them, and one another's outputs as they were. The model computes in evaluation mode,
+    without gradients, and is as it was afterwards, also after an error: its layers' own weights are kept beside
+    the others until then. A layer that no batch reaches is visited last, with products of 0.
+    """
+    originals: list[tuple[nn.Linear, nn.Parameter]] = []
+
+    def settle(names: Sequence[str], products: InputProducts) -> Iterator[str]:
+        for name in names:
+            layer = layers[name]
+            became = visit(name, layer, products.of[name])
+            originals.append((layer, layer.weight))
+            layer.weight = nn.Parameter(became.to(layer.weight), requires_grad=False)
+            yield name
+
+    with torch.no_grad(), evaluating(model):
+        try:
+            steps = _steps(model, layers, batches, settle)
+            for _ in counted(steps, "calibrating", len(layers), progress):
+                pass
+        finally:
+            for layer, weight in originals:
+                layer.weight = weight
+
+
+def _steps(
+    model: nn.Module, layers: Layers, batches: Sequence[Any], settle: Callable[[Sequence[str], InputProducts], Iterator[str]]
+) -> Iterator[str]:
+    blocks = find_blocks(model, layers)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    order = _call_order(model, layers, batches[0])
+    first = next((place for place, name in enumerate(order) if id(layers[name]) in inside), len(order))
+    before, rest = order[:first], order[first:]
+
+    def whole_passes(names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            with InputProducts({name: layers[name]}) as products:
+                for batch in batches:
+                    run(model, batch)
+            yield from settle([name], products)
+
+    yield from whole_passes(before)
+    held = _block_inputs(model, blocks, batches) if blocks else None
+    if held is None:
+        yield from whole_passes(rest)
+        return
+    inputs, calls = held
+    for block, own_calls in zip(blocks, calls, strict=True):
+        within = {id(module) for module in block.modules()}
+        names = [name for name in rest if id(layers[name]) in within]
+        with InputProducts({name: layers[name] for name in names}) as products:
+            for x, call in zip(inputs, own_calls, strict=True):
+                block(x.clone(), *call.args, **call.kwargs)
+        yield from settle(names, products)
+        for place, call in enumerate(own_calls):
+            inputs[place] = _first(block(inputs[place], *call.args, **call.kwargs))
+    yield from whole_passes([name for name in rest if id(layers[name]) not in inside])
+
+
+def find_blocks(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """The modules of the ``nn.ModuleList`` or ``nn.Sequential`` of ``model`` that holds most of
+    ``layers``, two modules at least, none of which shares a module with another; else none."""
+    wanted = {id(layer) for layer in layers.values()}
+    best, held = [], 0
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1:
+            parts = [id(part) for block in module for part in block.modules()]
+            count = len(wanted.intersection(parts))
+            if count > held and len(parts) == len(set(parts)):
+                best, held = list(module), count
+    return best
+
+
+def _call_order(model: nn.Module, layers: Layers, batch: Any) -> list[str]:
+    """The names of ``layers`` in the order of their first calls, those not called at the end."""
+    called: dict[str, None] = {}
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(lambda *_, name=name: called.setdefault(name)).remove)
+        run(model, batch)
+    return [*called, *(name for name in layers if name not in called)]
+
+
+def _block_inputs(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any]) -> tuple[list[Tensor], list[list[_Call]]] | None:
+    """The first block's input for each batch, and by block and batch the rest of the call. None
+    where blocks are not called once each, in order, each with the output of the one before it as
+    its first argument, or where they write to a cache that they are given."""
+    inputs: list[Tensor] = []
+    calls: list[list[_Call]] = [[] for _ in blocks]
+    chained = True
+    previous: Any = None
+
+    def enter(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal chained
+        x = args[0] if args else None
+        expected = len(inputs) if place == 0 else len(inputs) - 1
+        cached = any(value is not None for name, value in kwargs.items() if name.startswith("past_key_value"))
+        chained &= isinstance(x, Tensor) and len(calls[place]) == expected and (place == 0 or x is previous) and not cached
+        if place == 0 and isinstance(x, Tensor):
+            inputs.append(x.clone())
+        calls[place].append(_Call(args[1:], dict(kwargs)))
+
+    def leave(output: Any) -> None:
+        nonlocal previous
+        previous = _first(output)
+
+    with ExitStack() as hooks:
+        for place, block in enumerate(blocks):
+            before = block.register_forward_pre_hook(lambda _, args, kwargs, place=place: enter(place, args, kwargs), with_kwargs=True)
+            hooks.callback(before.remove)
+            hooks.callback(block.register_forward_hook(lambda _module, _args, output: leave(output)).remove)
+        for batch in batches:
+            run(model, batch)
+            if not chained:
+                return None
+    return (inputs, calls) if all(len(own) == len(batches) for own in calls) else None
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output

@@ -20,7 +20,7 @@ H200 = target_from_name("sm_90a")
 A100 = target_from_name("sm_80")  # neither records nor a ranker
 TUNED = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_on(H200)]
 SHAPES = list(dict.fromkeys(r.workload.static() for r in TUNED if isinstance(r.workload, Workload)))
-SOME = SHAPES[::9]
+SOME = SHAPES[::20]
 UNTUNED = Workload(1, 6656, 5120)
 
 
@@ -71,7 +71,8 @@ def test_a_sibling_s_tuned_choices_serve_where_nothing_is_tuned(shape: Workload,
 def test_every_m_is_served_by_a_kernel_that_is_legal_there(shape: Workload, mine: Path) -> None:
     table = portfolio(shape, H200)
     assert table is not None
-    assert not [m for m in range(1, 5001) if legal(replace(shape, m=m), table.at(m), H200)]
+    ms = (*range(1, 520), *range(520, 5001, 7))
+    assert not [m for m in ms if legal(replace(shape, m=m), table.at(m), H200)]
     if shape == UNTUNED:
         assert len(table.kernels) <= MOST_KERNELS
     for m in (1, 3, 24, 257, 700, 3000, 4999):

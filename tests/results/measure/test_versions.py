@@ -226,6 +226,7 @@ def test_a_tree_is_imported_whatever_else_is_installed(tmp_path: Path) -> None:
         list(versions_child.answers("build", [json.dumps({"tree": str(tmp_path)})]))
 
 
+@pytest.mark.slow
 def test_calls_that_fail_cost_the_host_rows_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Trees whose door has nothing in it: their processes end at the first call."""
     for folder in ("tilebit", "layouts", "schedules", "tiles", "autotune"):

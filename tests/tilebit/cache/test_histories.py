@@ -222,6 +222,7 @@ class Histories(RuleBasedStateMachine):
                 assert all(torch.equal(got[0], self.model[h][0]) for h, got in zip(live, self.cache.gather(batch), strict=True))
 
 
+@pytest.mark.slow
 def test_any_history_leaves_every_sequence_as_it_was_put(kernels):
     base = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=UNHURRIED)
     if not MINUTES:

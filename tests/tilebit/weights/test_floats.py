@@ -206,7 +206,7 @@ def test_a_cast_that_would_change_scales_is_refused_and_changes_nothing() -> Non
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_products_on_a_cpu(format: GemmFormat, dtype: torch.dtype, m: int) -> None:
     weight, x = _weight(72, 160, seed=5), _weight(m, 160, seed=6).to(dtype)
     q = quantize(weight, format, scale_dtype=dtype)

@@ -126,7 +126,7 @@ def problems(case: Case, seed: int) -> Iterator[AttentionProblem]:
         yield poisoned_problem(replace(workload, q_len=q_len), lengths, [0] * count, random.randrange(1 << 20))
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[1].program, case[0].format.key_scales)), ids=label)
 def test_decode(case: Case):
     """The tuner's verdict, on one kernel and its workspace: right, and the same bits whatever the order of the blocks."""
     kernel = GeneratedAttention(*case, seed=1)

@@ -55,7 +55,7 @@ def test_the_cases_cover_everything():
     assert all(legal(w, s, TARGET) == [] for w, s in CASES)
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[0].format.key_scales, case[0].head_dim)), ids=label)
 def test_gather(case: tuple[AttentionWorkload, Schedule]):
     kernel = GeneratedAttention(*case, TARGET, seed=1)
     problems = (poisoned_problem(case[0], lengths, [0] * len(lengths), seed) for seed, lengths in enumerate(LENGTHS))

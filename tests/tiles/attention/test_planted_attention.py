@@ -65,7 +65,7 @@ def test_there_are_enough_of_them():
 
 
 @needs_host_compiler
-@pytest.mark.parametrize("bug", one_of_each(BUGS, lambda bug: bug.schedule), ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", one_of_each(BUGS, lambda bug: bug.schedule.program), ids=lambda bug: bug.name.replace(" ", "-"))
 def test_caught(bug: Bug):
     assert legal(bug.workload, bug.schedule, TARGET) == []
     sound = sound_verdict(bug.workload, bug.schedule)

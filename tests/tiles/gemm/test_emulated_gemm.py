@@ -150,7 +150,13 @@ def exact(case: Case) -> tuple[Problem, torch.Tensor]:
     return problem, reference
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
+def kind(case: Case) -> tuple[object, ...]:
+    """What the code of a kernel depends on most."""
+    workload, schedule = case
+    return schedule.program, schedule.split_k, schedule.stream_k, schedule.tail > 1, workload.format.bits, workload.format.row_scaled
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, kind), ids=label)
 def test_exact(case: Case):
     problem, reference = exact(case)
     output = guarded_output((case[0].m, case[0].n), problem.x.dtype)
@@ -175,6 +181,7 @@ def test_the_order_of_blocks_does_not_show(case: Case):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES[::11], PERSISTENT[0]], ids=label)
 def test_the_tuner_s_gate_accepts(case: Case):
     """The verdict that a tuner would give on a GPU, worst tile on random floats included."""

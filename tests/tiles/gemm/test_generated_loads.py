@@ -52,7 +52,7 @@ def test_a_cluster_s_common_tile_is_loaded_once():
 
 
 @needs_host_compiler
-@pytest.mark.parametrize("schedule", one_of_each(SHARED_X, lambda schedule: schedule.program), ids=lambda s: f"{s.program}-{s.block_n}")
+@pytest.mark.parametrize("schedule", one_of_each(SHARED_X, lambda _: "a shared ring"), ids=lambda s: f"{s.program}-{s.block_n}")
 def test_what_is_read_is_read_once(schedule: Schedule):
     """Of x as often as there are tiles along n, whoever shares it; of the weights once."""
     assert legal(FEW, schedule, HOPPER) == [] and (warps_n(schedule) > 1) == (schedule.block_n > 64)

@@ -79,9 +79,9 @@ CASES = (*in_turn(SCHEDULES, SHAPES, STREAM_FORMATS, dict.fromkeys(PROGRAMS, HOP
 SHARED = tuple(case for case in CASES if case[1].split_k > 1)
 
 
-def kind(case: Case) -> tuple[str, bool, bool]:
+def kind(case: Case) -> tuple[str, bool]:
     """What the code of a kernel depends on most."""
-    return case[1].program, case[1].split_k > 1, case[0].format.row_scaled
+    return case[1].program, case[1].split_k > 1
 
 
 def test_the_cases_cover_everything():

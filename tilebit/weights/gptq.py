@@ -40,8 +40,8 @@ def gptq(
     ``damping`` times the mean of the diagonal is added to the diagonal.
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize`` does, and ``ValueError`` for a format of
-    other than integers, a ``hessian`` of another shape or device, with NaN or infinite values, or
-    one that is not positive definite with this damping.
+    other than one level of integers, a ``hessian`` of another shape or device, with NaN or infinite
+    values, or one that is not positive definite with this damping.
     """
     expect_tensors(w=w, hessian=hessian)
     format = format_of(format)
@@ -60,8 +60,10 @@ def gptq(
 
 def _checked(w: Tensor, hessian: Tensor, format: GemmFormat, damping: float, scale_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the scales, after everything that ``gptq`` refuses at once."""
-    if not format.integer:
-        raise ValueError(f"format is {format.name}; accepted: formats of integers, such as 'w4a16_g128' (others: tilebit.weights.quantize)")
+    if not format.integer or format.offset:
+        raise ValueError(
+            f"format is {format.name}; accepted: formats of one level of integers, such as 'w4a16_g128' (others: tilebit.weights.quantize)"
+        )
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {w.dtype} {list(w.shape)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
     k = w.shape[1]

@@ -57,7 +57,7 @@ def test_every_name_of_the_plug_in_and_the_baselines_has_a_kind():
         assert kind.impl == ("tilebit_pdl" if peer.dependent else "tilebit")
     assert peer_kind("torch_bf16") == PeerKind("cublas", "bf16", None, "bfloat16", None)
     assert peer_kind("somebody_else") is None and peer_kind("tilebit_w2a16_sym") is None
-    names = {(kind.impl, kind.format, kind.symmetric, kind.dtype) for kind in PEER_KINDS.values()}
+    names = {(kind.impl, kind.format, kind.symmetric, kind.dtype, kind.group_size) for kind in PEER_KINDS.values()}
     assert len(names) == len(PEER_KINDS)  # no two peers share a column
 
 

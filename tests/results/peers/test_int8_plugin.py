@@ -1,0 +1,69 @@
+"""Products of int8 x behind the peer harness's interface, driven on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from results.peers import int8_plugin
+from results.peers.import_peers import peer_kind
+
+N, K = 64, 256
+
+
+class Shape:
+    """The harness's shape: fp16 A and W, and A's int8 codes with a scale for each row."""
+
+    N, K, ms = N, K, (1, 3)
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.A = torch.randn(3, K, generator=generator).half()
+        self.W = torch.randn(N, K, generator=generator).half() * 0.05
+
+    def get(self, key: str) -> Any:
+        assert key == "A8i"
+        scales = self.A.float().abs().amax(1, keepdim=True) / 127
+        return (self.A.float() / scales).round().to(torch.int8), scales
+
+
+def test_every_peer_has_a_kind():
+    for peer in int8_plugin.peers():
+        kind = peer_kind(peer.name)
+        assert kind is not None and kind.impl == "tilebit"
+    assert {peer.dtype for peer in int8_plugin.peers()} == {"w4a8-int8", "w8a8-int8", "w4a16"}
+
+
+@pytest.mark.parametrize(
+    "name", [int8_plugin.FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in int8_plugin.FORMATS[1:])]
+)
+def test_a_peer_runs_as_the_harness_runs_it(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setitem(sys.modules, "gemm_peers", types.SimpleNamespace(copies=lambda tensor: [tensor, tensor.clone()]))
+    shape, peer = Shape(), int8_plugin.Int8Peer(name)
+    peer.prepare(shape)
+    for m in shape.ms:
+        assert peer.supports(shape, m) is True
+        calls, y, size, note = peer.run(shape, m)
+        expected = peer.arows(shape, m, torch.arange(m)) @ peer.ref.t()
+        for call in calls:
+            call()
+            assert float((y().float() - expected).norm() / expected.norm()) < peer.tol
+        assert size == peer.packed.nbytes + m * (K + 2 * N) and json.loads(note)["schedule"]["program"] == "gemm_cpu"
+    peer.ws[0].bitwise_xor_(0x11111111)
+    calls, y, *_ = peer.run(shape, 3)
+    calls[0]()
+    expected = peer.arows(shape, 3, torch.arange(3)) @ peer.ref.t()
+    assert float((y().float() - expected).norm() / expected.norm()) > peer.tol, "a wrong weight shows"
+
+
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    asked: list[Any] = []
+    monkeypatch.setattr(int8_plugin, "build", lambda workloads, target: asked.extend(workloads))
+    monkeypatch.setattr(int8_plugin, "detect_target", lambda: None)
+    assert int8_plugin.main(["--compile", "64x256,128x256", "1,16"]) == 0
+    assert len(asked) == 2 * 2 * 4 and {w.m for w in asked} == {1, 16} and "16 kernels are in the cache" in capsys.readouterr().out

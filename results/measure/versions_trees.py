@@ -49,7 +49,8 @@ class Tree:
         package = self.work / "tree" / "tilebit"
         package.mkdir(parents=True, exist_ok=True)
         for link in package.iterdir():
-            link.unlink()
+            if link.is_symlink():  # no folder of bytecode that a process has left
+                link.unlink()
         for path in (*(self.root / "tilebit").iterdir(), *(self.root / name for name in FOLDERS)):
             if path.name != "__pycache__":
                 (package / path.name).symlink_to(path.resolve())

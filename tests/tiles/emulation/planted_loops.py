@@ -137,15 +137,15 @@ BUGS = (
         "bytes of a sent part miscounted", work(W4, m=40), CLUSTERED,
         ("H::COUNT * THREADS * 4 : 0", "H::COUNT * THREADS * 2 : 0"), sign="",
     ),
-    device("part of a cluster lost", work(W4, m=40), CLUSTERED, ("chunk[e] += v.x, chunk[e + 1] += v.y", "chunk[e] += v.x")),
+    device("part of a cluster lost", work(W4, m=40), CLUSTERED, ("sum_of(chunk[e + i] + theirs[i])", "sum_of(i == 1 ? chunk[e + i] : chunk[e + i] + theirs[i])")),
     device("halves of a cluster's tile exchanged", work(W4, m=40), CLUSTERED, ("i, e + j, 1 - rank)", "i, e + j, rank)")),
     device(
         "columns of a cluster's tile lost", work(W4, m=40), CLUSTERED,
-        (".store(chunk, own)", ".store(chunk, 2 * I)"), sign="NaN",
+        (".store(values, own)", ".store(values, 2 * I)"), sign="NaN",
     ),
     device(
         "share summed twice", work(W4), SHARED,
-        ("part == Part::ALL ? 0.0f : accumulators", "part == Part::NOTHING ? 0.0f : accumulators"),
+        ("part == Part::ALL ? A(0) : accumulators", "part == Part::NOTHING ? A(0) : accumulators"),
     ),
     device("share of the last block lost", work(W4), SHARED, ("last = first + O::SPLIT - 1", "last = first + O::SPLIT - 2"), sign=""),
     device(

@@ -149,12 +149,13 @@ def check_pipeline(source: str) -> None:
         assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex("].arrive()")
     computing, sending, received = computing.partition("tilebit::send_half<")  # of a tile that two blocks share
     assert received.count("await_stage(") == received.count("tilebit::store_chunk<") and bool(sending) == ("store_chunk<" in received)
-    parts = computing.count("tilebit::dequantize<")
+    dequantize = "tilebit::dequantize_bytes<" if "tilebit::dequantize_bytes<" in computing else "tilebit::dequantize<"
+    parts = computing.count(dequantize)
     load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
     check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
     check_order(x, *("].wait(", ".expect_transaction(", "(x_desc", "].arrive()") * parts)
     assert weights.count("tma_load(scales_desc") == 1
-    product = ("tilebit::dequantize<", "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
+    product = (dequantize, "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
     if parts == 1:
         check_order(computing, "await_stage(", *product, "tilebit::release<")
     else:  # a release: of the part before, whose product ends while one is under way

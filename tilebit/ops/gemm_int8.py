@@ -3,6 +3,7 @@ int32; and ``product``, which is ``tilebit.gemm`` for weights of such formats.""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from ..weights.packed import PackedWeight
 from . import dispatch
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES, Plan
-from .operands import check, describe, schema
+from .operands import ALIGNMENT, check, describe, schema
 from .quantize import QUANTIZE
 
 _library = torch.library.Library("tilebit", "FRAGMENT")
@@ -74,9 +75,11 @@ def _gemm_int8(
             launch(*operands)
     except Exception:
         _check(plan, operands)  # says what the kernel's own check found in this operator's words
-        aligned = tuple(t.clone() if t is not None and i in (0, 5) else t for i, t in enumerate(operands))
-        with torch.cuda.device(plan.device if plan.guarded else None):
-            launch(*aligned)  # rows off a 16-byte boundary: rare, so tried first
+        own = [t.clone() if t is not None and t.data_ptr() % ALIGNMENT else t for t in operands[:-1]]
+        if all(a is b for a, b in zip(own, operands, strict=False)):
+            raise
+        with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
+            launch(*own, operands[-1])  # rows off a 16-byte boundary: rare, so tried first
     return y
 
 

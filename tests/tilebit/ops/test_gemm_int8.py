@@ -92,6 +92,31 @@ def test_it_is_an_operator_and_compiles(name: str):
         assert torch.equal(compiled(x[:m]), tilebit.gemm(x[:m], packed) * 2)
 
 
+def test_rows_and_scales_off_a_boundary_are_copied():
+    packed, _ = made("w4a8_lqq_g64")
+    codes, scales = tilebit.quantize_activations(torch.randn(3, K).half())
+    off = torch.zeros(3 * K + 1, dtype=torch.int8)[1:].view(3, K).copy_(codes)
+    tokens = torch.zeros(4)[1:].copy_(scales)
+    assert off.data_ptr() % 16 and tokens.data_ptr() % 16
+    assert torch.equal(tilebit.gemm(off, packed, token_scales=tokens), tilebit.gemm(codes, packed, token_scales=scales))
+
+
+def test_a_failing_launch_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
+    packed, _ = made("w4a8_lqq_g64")
+    codes, scales = tilebit.quantize_activations(torch.randn(3, K).half())
+    calls = []
+
+    def failing(*_: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(gemm_int8.Plan, "launcher", lambda *_: failing)
+    monkeypatch.setattr(gemm_int8.dispatch, "plans", {})
+    with pytest.raises(RuntimeError, match="out of order"):
+        tilebit.gemm(codes, packed, token_scales=scales)
+    assert len(calls) == 1
+
+
 def test_a_row_that_is_not_a_number_is_none_in_y():
     packed, _ = made("w4a8_lqq_g128")
     x = torch.randn(3, K).half()

@@ -48,12 +48,14 @@ class Tree:
         and keeps its kernels apart."""
         package = self.work / "tree" / "tilebit"
         package.mkdir(parents=True, exist_ok=True)
-        for link in package.iterdir():
-            if link.is_symlink():  # no folder of bytecode that a process has left
+        wanted = [*(self.root / "tilebit").iterdir(), *(self.root / name for name in FOLDERS)]
+        links = {package / path.name: path.resolve() for path in wanted if path.name != "__pycache__"}
+        for link in package.iterdir():  # links that are right stay: another process may be importing by them
+            if link.is_symlink() and link.readlink() != links.get(link):  # no folder of bytecode that a process has left
                 link.unlink()
-        for path in (*(self.root / "tilebit").iterdir(), *(self.root / name for name in FOLDERS)):
-            if path.name != "__pycache__":
-                (package / path.name).symlink_to(path.resolve())
+        for link, path in links.items():
+            if not link.is_symlink():
+                link.symlink_to(path)
         search = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(search), "PYTHONSAFEPATH": "1", "TILEBIT_CACHE": str(self.work / "kernels")}
         return {**os.environ, **own}

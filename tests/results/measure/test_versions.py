@@ -226,6 +226,23 @@ def test_a_tree_is_imported_whatever_else_is_installed(tmp_path: Path) -> None:
         list(versions_child.answers("build", [json.dumps({"tree": str(tmp_path)})]))
 
 
+def test_links_that_are_right_stay(tmp_path: Path) -> None:
+    """A second process of a tree takes nothing from under one that is importing."""
+    for folder in ("tilebit", "layouts", "schedules", "tiles", "autotune"):
+        (tmp_path / "tree" / folder).mkdir(parents=True)
+    (tmp_path / "tree" / "tilebit" / "kept.py").touch()
+    (tmp_path / "tree" / "tilebit" / "gone.py").touch()
+    tree, package = Tree(tmp_path / "tree", tmp_path / "work"), tmp_path / "work" / "tree" / "tilebit"
+    tree.environment()
+    (package / "layouts").unlink()
+    (package / "layouts").symlink_to(tmp_path)
+    (tmp_path / "tree" / "tilebit" / "gone.py").unlink()
+    before = (package / "kept.py").lstat()
+    tree.environment()
+    assert sorted(p.name for p in package.iterdir()) == ["autotune", "kept.py", "layouts", "schedules", "tiles"]
+    assert (package / "kept.py").lstat() == before and (package / "layouts").resolve() == tmp_path / "tree" / "layouts"
+
+
 @pytest.mark.slow
 def test_calls_that_fail_cost_the_host_rows_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Trees whose door has nothing in it: their processes end at the first call."""

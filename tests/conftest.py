@@ -25,7 +25,8 @@ settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One temporary folder for the cache and the records of the whole run: made by the controller, inherited by its xdist workers."""
+    """One temporary folder for the cache, the records and the emulation of the whole run: made by the controller, inherited by its xdist
+    workers."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     os.environ["OMP_NUM_THREADS"] = str(max(1, THREADS // workers))  # before torch is imported, and for every subprocess
     if hasattr(config, "workerinput"):
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="tilebit-tests-")
     os.environ["TILEBIT_CACHE"] = os.path.join(folder, "cache")
     os.environ["TILEBIT_RECORDS"] = os.path.join(folder, "records")
+    os.environ["TILEBIT_EMULATION"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

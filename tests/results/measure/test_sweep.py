@@ -45,7 +45,8 @@ def test_the_envelope_looks_ahead_and_not_back() -> None:
 @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch != "cpu"])
 def test_every_workload_has_a_schedule(arch: str) -> None:
     target, shapes = target_from_name(arch), {*sweep.ODD, *map(sweep.neighbour, sweep.ODD)}
-    asked = [(s, m) for s in sweep.SHAPES for m in sweep.sweep_ms(sweep.LARGEST)] + [(s, m) for s in shapes for m in sweep.ODD_MS]
+    asked = [(s, m) for s in sweep.SHAPES[:: 1 if arch == "sm_90a" else 3] for m in sweep.sweep_ms(sweep.LARGEST)]
+    asked += [(s, m) for s in shapes for m in sweep.ODD_MS]
     assert all(select(Workload(m, *shape, sweep.FORMAT), target) for shape, m in asked)
 
 

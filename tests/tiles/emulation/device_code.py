@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +18,9 @@ import pytest
 from .ptx import host_source
 
 SHIM = Path(__file__).with_name("cuda_shim.h")
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC")
+# Hidden: else an inline variable of two libraries is one, and a planted bug's constant the sound kernel's. -O0: half of the time was g++'s.
+FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-fvisibility=hidden")
+EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 # __CUDA_ARCH__ of the paths that each program's kernels take
 CUDA_ARCH = {
     "gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900,
@@ -83,31 +87,41 @@ needs_host_compiler = pytest.mark.skipif(
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tilebit-emulation-")
+def _folder() -> Path:
+    """For what is compiled: that of the whole run, whose workers share it, else one of this process."""
+    if shared := os.environ.get("TILEBIT_EMULATION"):
+        return Path(shared)
+    folder = tempfile.TemporaryDirectory(prefix="tilebit-emulation-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 @cache
 def _shim() -> Path:
     """A header that includes the shim, compiled ahead: a third of the time of what includes it. A compiler that does not look for such
     a file reads the header."""
-    header = Path(_folder().name) / "shim.h"
-    header.write_text(f'#include "{SHIM}"\n')
-    subprocess.run([host_compiler() or "c++", *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], capture_output=True)
+    header, own = _folder() / "shim.h", _folder() / f"shim-{os.getpid()}.h"
+    if not header.with_name("shim.h.gch").exists():
+        own.write_text(f'#include "{SHIM}"\n')
+        compiled = f"{own}.gch"
+        subprocess.run([host_compiler() or "c++", *FLAGS, "-x", "c++-header", str(own), "-o", compiled], capture_output=True)
+        os.replace(own, header)
+        if os.path.exists(compiled):
+            os.replace(compiled, f"{header}.gch")
     return header
 
 
 def build(source: str) -> ctypes.CDLL:
     """A library of ``source`` after the shim. Raises ``RuntimeError`` with the compiler's words."""
-    path = Path(_folder().name) / hashlib.sha256(source.encode()).hexdigest()[:16]
-    library = path.with_suffix(".so")
+    library = _folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        path.with_suffix(".cc").write_text(host_source(source.replace("#pragma once", "")))
+        own = library.with_name(f"{library.stem}-{os.getpid()}.cc")
+        own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))
         flags = [*FLAGS, "-shared", "-include", str(_shim())]
-        command = [host_compiler() or "c++", *flags, str(path.with_suffix(".cc")), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run([host_compiler() or "c++", *flags, str(own), "-o", f"{own}.so"], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"the host compiler refused the device code:\n{done.stderr[:4000]}")
+        os.replace(f"{own}.so", library)  # another worker may be at the same one
     return ctypes.CDLL(str(library))
 
 

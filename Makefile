@@ -63,24 +63,28 @@ lint: $(SETUP) links
 	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m pyright --pythonpath $(PY)
 
+# pyright keeps one core: it checks while tests run, and says what it found after them.
 define tests
-@start=$$(date +%s); \
-$(MAKE) --no-print-directory lint && \
-$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(SELECTED) && \
+@start=$$(date +%s); mkdir -p build; \
+$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet . || exit 1; \
+$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
+$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(SELECTED); tests=$$?; \
+wait $$lint; lint=$$?; cat build/lint.log; \
+test $$tests = 0 && test $$lint = 0 && \
 echo "make $@: ruff, pyright and pytest passed in $$(( $$(date +%s) - start )) s"
 endef
 
 test: SELECTED = -m "not slow"
-test: $(SETUP)
+test: $(SETUP) links
 	$(tests)
 
-test-all: $(SETUP)
+test-all: $(SETUP) links
 	$(tests)
 
 gpu-smoke: $(SETUP)
 	@$(PY) -m pytest -q -m gpu tests/tiles/test_gpu_smoke.py
 
-gpu-test: $(SETUP)
+gpu-test: $(SETUP) links
 	@$(PY) -m pytest -q -m gpu $(if $(PART),--part $(PART))
 
 results: $(SETUP)

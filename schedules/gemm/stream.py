@@ -37,6 +37,7 @@ STAGES = (2, 8)
 MAX_SPLIT_K = 8  # the portable size of a thread-block cluster
 MAX_MIN_BLOCKS = 8
 PACKED_K = {4: 64, 8: 32}
+LEAST_K_INT8 = 64  # of x of int8 one ldmatrix brings as much
 # Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of
 # four, an SM a block, took two waves: 4096 x 14336 at m = 16, 25.8 us against 15.4 for clusters of
 # two).
@@ -54,20 +55,20 @@ LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
 STATIC_SMEM = 16  # the ticket of gemm_stream
 
 
-def x_pitch(schedule: Schedule) -> int:
+def x_pitch(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a row of x in a slot: with 16 bytes of padding ``ldmatrix`` meets no bank twice."""
-    return schedule.block_k * 2 + 16
+    return schedule.block_k * workload.x_bytes + 16
 
 
-def x_bytes(schedule: Schedule) -> int:
+def x_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a slot's x, whole lines."""
-    return _whole_lines(schedule.block_m * x_pitch(schedule), schedule)
+    return _whole_lines(schedule.block_m * x_pitch(workload, schedule), schedule)
 
 
 def warp_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a slot's weights, scales and zero points of one warp, whole lines."""
     f, s = workload.format, schedule
-    parameters = step_groups(f, s) * warp_rows(s) * 2 * (1 if f.symmetric else 2)
+    parameters = step_groups(f, s) * warp_rows(s) * f.group_bytes
     return _whole_lines(weight_bytes(f, s) // warps_n(s) + parameters, s)
 
 
@@ -78,7 +79,7 @@ def step_groups(format: GemmFormat, schedule: Schedule) -> int:
 
 def slot_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of one slot of the ring: x, then what each of the warps that share it has for itself."""
-    return x_bytes(schedule) + warps_n(schedule) * warp_bytes(workload, schedule)
+    return x_bytes(workload, schedule) + warps_n(schedule) * warp_bytes(workload, schedule)
 
 
 def _whole_lines(size: int, schedule: Schedule) -> int:
@@ -177,6 +178,8 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         reasons.append(
             f"block_k is {s.block_k}; accepted for k {workload.k} at {f.bits} bits: multiples of {packed_k} that divide {k_pad} (k padded)."
         )
+    if f.integer_sums and s.block_k < LEAST_K_INT8:
+        reasons.append(f"block_k is {s.block_k}; accepted for x of int8: from {LEAST_K_INT8} on.")
     if f.group_size != PER_CHANNEL and s.block_k % f.group_size and f.group_size % s.block_k:
         reasons.append(f"block_k is {s.block_k}; accepted: a multiple or a divisor of group_size {f.group_size}.")
     if s.num_warps % warps_n(s):
@@ -214,7 +217,7 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
     ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
     their way to an SM. Blocks in turn, the likely winners first."""
-    if not 0 < workload.m <= MAX_M:
+    if not 0 < workload.m <= MAX_M or workload.format.integer_sums:  # int8 x: legal, not tried before a GPU has timed it
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
     block_m = next(b for b in BLOCK_M if b >= workload.m)

@@ -10,17 +10,19 @@ nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 
 first of these that divides block_n; where that is not all of them, neighbouring warps share the
 slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
 (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are
-applied to the fp32 sums once a group. Every sum has a fixed order. There is no path for CUDA cores:
-in fp32 a word of eight codes would take them eight conversions and eight FMAs where the tensor core
-takes one instruction, seven of whose eight columns are idle at m = 1 at no cost (fp16 sums would do
-with four FMAs, and lose what subnormal codes stand for).
+applied to the fp32 sums once a group. Of int8 x the codes become int8 operands
+(``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up. Every sum has a fixed
+order. There is no path for CUDA cores: in fp32 a word of eight codes would take them eight
+conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns
+are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose what subnormal codes stand
+for).
 
 ``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other
 their shares of k, and weights are requested before the wait of a dependent launch. ``gemm_stream``
 (sm_80 and later): cp.async, and a workspace.
 
 The grid, the loop, its rings (``stream_ring.py``) and the sums at its end (``stream_sums.py``) are
-Python. What a thread computes is CUDA, in ``device/codecs/raw_product.cuh``: operands are exchanged
+Python. What a thread computes is CUDA, in ``device/codecs/*_product.cuh``: operands are exchanged
 between a warp's lanes by ``mma.sync`` and ``ldmatrix``. So are copies of several rows: as TIR every
 row's address is found anew in every step (m = 16: 546 instructions, so 446).
 """
@@ -40,8 +42,8 @@ from .stream_ring import ring_macros
 from .stream_sums import sum_macros
 
 HEADERS = (
-    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/raw_product.cuh", "pipeline/copies.cuh",
-    "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/raw_product.cuh", "codecs/byte_product.cuh",
+    "pipeline/copies.cuh", "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
 )  # fmt: skip
 
 # Warps loop for different lengths: nothing may be moved, shared or guarded behind the program's
@@ -54,8 +56,13 @@ PASS_CONFIGS = {
 
 
 def product_type(workload: Workload, schedule: Schedule) -> str:
-    """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``)."""
+    """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``), or
+    ``tilebit::ByteProduct`` (``byte_product.cuh``)."""
     f, s = workload.format, schedule
+    if f.integer_sums:
+        k32_steps = 0 if f.group_size == PER_CHANNEL else f.group_size // 32
+        of_bytes = (codec_of(f).device(f), k32_steps, rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256)
+        return f"tilebit::ByteProduct<{', '.join(map(str, of_bytes))}>"
     arguments = (
         TYPES[workload.dtype], codec_of(f).device(f), str(f.symmetric).lower(), 0 if f.group_size == PER_CHANNEL else f.group_size // 16,
         rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256,
@@ -77,6 +84,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     import tilelang.language as T
 
     p, s, dtype, bulk = Operands(workload, schedule), schedule, workload.dtype, schedule.program == rules.BULK
+    integer = workload.format.integer_sums
+    zero = 0 if integer else 0.0
     splits, stages, rings, warps_n, rows = s.split_k, s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
     threads, apart = s.num_warps * 32, warps_apart(s)
     row_tiles, column_tiles = rows // 16, max(1, s.block_m // 8)
@@ -134,9 +143,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.prim_func
     def main(
-        x: T.Tensor((m, p.kx), dtype),
+        x: T.Tensor((m, p.kx), workload.x_dtype),
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
-        scales: T.Tensor((p.groups, p.n_pad), dtype),
+        scales: T.Tensor((p.groups, p.n_pad), p.parameter_dtype),
         zeros: Zeros,
         row_scales: RowScales,
         token_scales: TokenScales,
@@ -147,12 +156,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(s.min_blocks)
-            shared = T.alloc_shared((rules.shared_words(workload, s, target),), "float32")  # rings and barriers, then sums
-            sums, products = (T.alloc_local((row_tiles * column_tiles * 4,), "float32") for _ in range(2))
-            x_sums = T.alloc_local((column_tiles * 4,), "float32")
+            shared = T.alloc_shared((rules.shared_words(workload, s, target),), p.sums_dtype)  # rings and barriers, then sums
+            sums = T.alloc_local((row_tiles * column_tiles * 4,), p.sums_dtype)
+            products = T.alloc_local((row_tiles * column_tiles * 4,), "float32") if not integer else None
+            x_sums = T.alloc_local((column_tiles * 4,), "float32") if not integer else None
             thread = T.get_thread_binding()
-            # Per-channel scales need the sum of x: ``RawProduct::finish``.
-            after = p.after(("scales",), row_scales=row_scales, token_scales=token_scales, bias=bias)
+            # Of 16-bit x per-channel scales need its sum: ``RawProduct::finish``.
+            after = p.after(() if integer else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
@@ -163,18 +173,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 open_rings(shared, own)
                 T.call_extern("handle", "tilebit::launch_dependents")
             for i in T.unroll(row_tiles * column_tiles * 4):
-                sums[i] = 0.0
-                products[i] = 0.0
-            for i in T.unroll(column_tiles * 4):
-                x_sums[i] = 0.0
+                sums[i] = zero
+                if not integer:
+                    products[i] = 0.0
+            if not integer:
+                for i in T.unroll(column_tiles * 4):
+                    x_sums[i] = 0.0
             fill_rings(x, weight, scales, zeros, shared, own, step, end)
 
             while step < end:  # the ring's share of the block's steps
                 await_slot(shared, own, slot, phase)
                 T.call_extern(
                     "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own, slot),
-                    ring.weights_at(shared, own, slot), ring.parameters_at(shared, own, slot), sums.access_ptr("rw"),
-                    products.access_ptr("rw"), x_sums.access_ptr("rw"), own.lane, ring.x_read(shared, own, slot),
+                    ring.weights_at(shared, own, slot), ring.parameters_at(shared, own, slot),
+                    *(kept.access_ptr("rw") for kept in (sums, products, x_sums) if kept is not None), own.lane,
+                    ring.x_read(shared, own, slot),
                 )  # fmt: skip
                 T.sync_warp()  # all lanes have read the weights, which are the warp's own
                 if step + stages * rings < end:
@@ -188,11 +201,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 step = step + rings
                 phase = T.if_then_else(slot == stages - 1, phase ^ 1, phase)
                 slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-            T.call_extern(
-                "handle", f"{product}::finish", sums.access_ptr("rw"), products.access_ptr("rw"), x_sums.access_ptr("rw"),
-                T.address_of(scales[0, own.row]), T.address_of(zeros[0, own.row]) if p.asymmetric else T.address_of(scales[0, own.row]),
-                own.lane,
-            )  # fmt: skip
+            if not integer:
+                T.call_extern(
+                    "handle", f"{product}::finish", sums.access_ptr("rw"), products.access_ptr("rw"), x_sums.access_ptr("rw"),
+                    T.address_of(scales[0, own.row]), T.address_of(zeros[0, own.row]) if p.asymmetric else T.address_of(scales[0, own.row]),
+                    own.lane,
+                )  # fmt: skip
 
             T.sync_threads()  # the rings become sums [ring][column][sum_pitch]
             own_sums = thread // 32 // warps_n * (s.block_m * sum_pitch) + thread // 32 % warps_n * rows

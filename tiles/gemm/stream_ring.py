@@ -15,7 +15,7 @@ from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from .operands import Operands
 
-CHUNK = 8  # elements of 16 bytes, which one thread copies at a time
+CHUNK_BYTES = 16  # which one thread copies at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,16 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     p, s, bulk = Operands(workload, schedule), schedule, schedule.program == rules.BULK
     stages, rings, warps_n, rows = s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
-    slot_bytes, x_bytes, warp_bytes = rules.slot_bytes(workload, s), rules.x_bytes(s), rules.warp_bytes(workload, s)
+    slot_bytes, x_bytes, warp_bytes = rules.slot_bytes(workload, s), rules.x_bytes(workload, s), rules.warp_bytes(workload, s)
     weight_bytes, barriers_at = rules.weight_bytes(workload.format, s) // warps_n, rules.ring_bytes(workload, s) // 4
-    x_chunks, x_pitch = s.block_k // CHUNK, rules.x_pitch(s)
+    parameter_bytes = workload.format.group_bytes // (2 if p.asymmetric else 1)  # of a scale, or a zero point or offset
+    x_chunk_k, chunk_rows = CHUNK_BYTES // workload.x_bytes, CHUNK_BYTES // parameter_bytes
+    x_chunks, x_pitch = s.block_k // x_chunk_k, rules.x_pitch(workload, s)
     x_rows = 32 * warps_n // x_chunks  # that the ring's warps copy in one pass
     copy_weights = f"tilebit::{'bulk' if bulk else 'async'}_copy_weights<{rows}, {p.records}>"
     copy_x = f"tilebit::async_copy_rows<{s.block_m}, {x_rows}, {x_pitch}>"
     whole = p.kx % s.block_k == 0  # no step reaches past k
-    groups, row_chunks = rules.step_groups(workload.format, s), rows // CHUNK
+    groups, row_chunks = rules.step_groups(workload.format, s), rows // chunk_rows
     scale_chunks = groups * row_chunks  # which those of zero points follow
     chunks = scale_chunks * (2 if p.asymmetric else 1)
 
@@ -83,7 +85,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     def parameter_at(row, chunk):
         """The first element of a step's chunk of scales or zero points, in [groups, n_pad]."""
-        return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * CHUNK if groups else 0
+        return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * chunk_rows if groups else 0
 
     def variable(dtype, value):
         return T.alloc_var(dtype, init=value)[0]
@@ -103,8 +105,9 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         lane, row = kept(thread % 32), kept(bx * s.block_n + member * rows)
         x_row, x_chunk = (member * 32 + lane) // x_chunks, lane % x_chunks
         return Own(
-            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)) if groups else 0, kept(x_row * p.kx + x_chunk * CHUNK),
-            kept(x_row * x_pitch + x_chunk * 16), variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
+            lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)) if groups else 0,
+            kept(x_row * p.kx + x_chunk * x_chunk_k), kept(x_row * x_pitch + x_chunk * 16),
+            variable("uint64", T.call_extern("uint64", "tilebit::evict_first")) if bulk else 0,
         )  # fmt: skip
 
     @T.macro
@@ -152,9 +155,10 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         """The warp's share of a step's x. Rows past the last are left as they are (their columns of
         y are not stored), k past the last is zero."""
         T.call_extern(
-            "handle", copy_x, x_at(shared, own, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]), p.kx * 2,
-            (own.member * 32 + own.lane) // x_chunks, x.shape[0] - own.column, own.column + s.block_m <= x.shape[0],
-            True if whole else step * s.block_k + own.lane % x_chunks * CHUNK < p.kx,
+            "handle", copy_x, x_at(shared, own, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]),
+            p.kx * workload.x_bytes, (own.member * 32 + own.lane) // x_chunks, x.shape[0] - own.column,
+            own.column + s.block_m <= x.shape[0],
+            True if whole else step * s.block_k + own.lane % x_chunks * x_chunk_k < p.kx,
         )  # fmt: skip
         if bulk:
             T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own, slot))

@@ -13,13 +13,13 @@ from .operands import Operands, finish
 
 def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
-    holds the sums of the block's rings, float ``[ring][column][sum_pitch]``; an element of the tile
+    holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``; an element of the tile
     is numbered ``column * block_n + row``; ``after`` is what follows."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
     threads, rings, pitch, elements = s.num_warps * 32, rules.rings(s), rules.sum_pitch(s), s.block_n * s.block_m
-    n_blocks = p.n_pad // bn
+    n_blocks, sums_dtype, zero = p.n_pad // bn, p.sums_dtype, 0 if p.workload.format.integer_sums else 0.0
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
     # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what
     # this block stores / 4].
@@ -33,17 +33,17 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     def store(y, after, bx, by, element, value):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
             y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
-                finish(value, after, m=by * s.block_m + element // bn, n=bx * bn + element % bn), workload.dtype
+                finish(T.cast(value, "float32"), after, m=by * s.block_m + element // bn, n=bx * bn + element % bn), workload.dtype
             )
 
     @T.macro
     def store_alone(shared, y, after, bx, by, thread):
         """The block has all of k."""
-        total = T.alloc_var("float32")
+        total = T.alloc_var(sums_dtype)
         for i in T.serial(T.ceildiv(elements, threads)):
             element = i * threads + thread
             if element < elements:
-                total = 0.0
+                total = zero
                 for ring in T.unroll(rings):
                     total = total + ring_sum(shared, ring, element)
                 store(y, after, bx, by, element, total)
@@ -52,12 +52,12 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     def store_by_ticket(shared, workspace, y, after, bx, by, bz, thread):
         """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes
         last stores the tile."""
-        total = T.alloc_var("float32")
+        total = T.alloc_var(sums_dtype)
         tile = by * n_blocks + bx
         for i in T.serial(T.ceildiv(elements, threads)):
             element = i * threads + thread
             if element < elements:
-                total = 0.0
+                total = zero
                 for ring in T.unroll(rings):
                     total = total + ring_sum(shared, ring, element)
                 T.call_extern(
@@ -68,10 +68,10 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
             for i in T.serial(T.ceildiv(elements, threads)):
                 element = i * threads + thread
                 if element < elements:
-                    total = 0.0
+                    total = zero
                     for block in T.serial(splits):
                         at = TICKETS + (tile * splits + block) * elements + element
-                        total = total + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), "float32")
+                        total = total + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
                     store(y, after, bx, by, element, total)
 
     @T.macro
@@ -87,7 +87,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         """Each block of the cluster stores a share of the tile, of which the others send it their
         parts and tell it (meeting twice, with fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200).
         """
-        total, quad = T.alloc_var("float32"), T.alloc_local((4,), "float32")
+        total, quad = T.alloc_var(sums_dtype), T.alloc_local((4,), sums_dtype)
         own = T.max(0, T.min(each, elements // 4 - bz * each))
         if thread == 0:
             T.call_extern("handle", "tilebit::mbarrier_expect", T.address_of(shared[told]), own * (splits - 1) * 16)
@@ -96,7 +96,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
             piece = i * threads + thread
             if piece < elements // 4:
                 for j in T.unroll(4):
-                    quad[j] = 0.0
+                    quad[j] = zero
                     for ring in T.unroll(rings):
                         quad[j] = quad[j] + ring_sum(shared, ring, piece * 4 + j)
                 T.call_extern(

@@ -168,8 +168,8 @@ def test_rule_and_device_code_agree_on_a_slot():
     pairs = sized_pairs()
     for (workload, s), sizes in zip(pairs, product_sizes(pairs), strict=True):
         f = workload.format
-        assert sizes == [s.block_k, warp_rows(s), x_pitch(s), step_groups(f, s) * warp_rows(s) * 2]
-        assert x_bytes(s) >= s.block_m * x_pitch(s)
+        assert sizes == [s.block_k, warp_rows(s), x_pitch(workload, s), step_groups(f, s) * warp_rows(s) * 2]
+        assert x_bytes(workload, s) >= s.block_m * x_pitch(workload, s)
         assert warp_bytes(workload, s) >= weight_bytes(f, s) // warps_n(s) + sizes[-1] * (1 if f.symmetric else 2)
 
 

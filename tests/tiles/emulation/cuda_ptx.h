@@ -180,6 +180,25 @@ inline uint32_t __cvta_generic_to_shared(const void* p) {
   }
 TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, half)
 TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
+inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                                uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int) {
+  struct Lane {
+    uint32_t a[4], b[2];
+    int d[4];
+  } mine = {{a0, a1, a2, a3}, {b0, b1}, {d0, d1, d2, d3}};
+  tilebit_host::collective("mma", &mine, [](void** lanes) {
+    int8_t a[16][32], b[8][32];  // of b a row is a column of the product
+    for (int lane = 0; lane < 32; ++lane) {
+      const auto* o = static_cast<const Lane*>(lanes[lane]);
+      for (int i = 0; i < 4; ++i) memcpy(&a[lane / 4 + 8 * (i & 1)][lane % 4 * 4 + 16 * (i >> 1)], &o->a[i], 4);
+      for (int i = 0; i < 2; ++i) memcpy(&b[lane / 4][lane % 4 * 4 + 16 * i], &o->b[i], 4);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k) static_cast<Lane*>(lanes[lane])->d[i] += a[lane / 4 + 8 * (i >> 1)][k] * b[lane % 4 * 2 + (i & 1)][k];
+  });
+  d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
+}
 
 // Lane l addresses row l % 8 of matrix l / 8 and receives elements (l / 4, 2 (l % 4) + half) of each.
 inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {

@@ -7,8 +7,8 @@ namespace tilebit {
 
 // sums [TILES][column tile][4] of TILES tiles of 16 rows and COLUMNS columns, to [column][PITCH]
 // from the first row on.
-template <int TILES, int COLUMNS, int PITCH>
-__device__ __forceinline__ void store_sums(const float* sums, float* to, int lane) {
+template <int TILES, int COLUMNS, int PITCH, typename S>
+__device__ __forceinline__ void store_sums(const S* sums, S* to, int lane) {
   constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
@@ -21,10 +21,13 @@ __device__ __forceinline__ void store_sums(const float* sums, float* to, int lan
       }
 }
 
-// Four values to the same place in block `owner` of the cluster, whose barrier is told of them; at
-// once where that is this block.
-__device__ __forceinline__ void keep_or_send(void* place, const float* values, void* barrier, int owner, int rank) {
-  const float4 v = make_float4(values[0], values[1], values[2], values[3]);
+// Four values (of integers their bits) to the same place in block `owner` of the cluster, whose
+// barrier is told of them; at once where that is this block.
+__device__ __forceinline__ float as_float(float v) { return v; }
+__device__ __forceinline__ float as_float(int v) { return __int_as_float(v); }
+template <typename S>
+__device__ __forceinline__ void keep_or_send(void* place, const S* values, void* barrier, int owner, int rank) {
+  const float4 v = make_float4(as_float(values[0]), as_float(values[1]), as_float(values[2]), as_float(values[3]));
   if (owner == rank)
     *static_cast<float4*>(place) = v;
   else

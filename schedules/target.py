@@ -20,8 +20,8 @@ class Target:
     cores that work), ``smem`` is the shared memory one block may use and ``smem_per_sm`` what one
     SM has, in bytes, ``l2`` the last cache in bytes, ``read_gbps`` the measured read rate in GB/s,
     ``mma_tflops`` the measured dense fp16 rate in TFLOP/s, ``dequant_gops`` the rate of scalar
-    integer/half operations of the whole device in G/s, ``features`` the instruction set a CPU
-    kernel may use ("avx512_bf16", "avx512", "avx2").
+    integer/half operations of the whole device in G/s, ``features`` the instruction sets a CPU
+    kernel may use, the best first (of "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2").
     """
 
     arch: str
@@ -89,9 +89,11 @@ def _cpu_features() -> tuple[str, ...]:
         flags = set()
     found = []
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
-        found += ["avx512_bf16", "avx512"] if "avx512_bf16" in flags else ["avx512"]
+        if "avx512_vnni" in flags:  # whoever has vdpbf16ps has vpdpbusd
+            found += ["avx512_bf16", "avx512_vnni"] if "avx512_bf16" in flags else ["avx512_vnni"]
+        found.append("avx512")
     if {"avx2", "fma", "f16c"} <= flags:
-        found.append("avx2")
+        found += ["avx_vnni", "avx2"] if "avx_vnni" in flags else ["avx2"]
     return tuple(found)
 
 

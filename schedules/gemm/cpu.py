@@ -28,25 +28,29 @@ DECODE_COST = 1.75  # of decoding a vector of weights, in multiplications by one
 class Isa:
     """A vector instruction set: ``registers`` vector registers of ``lanes`` 32-bit lanes, of which
     ``reserved`` hold a packed word, one x and the look-up table or four masks; ``bf16_dot``:
-    vdpbf16ps, two products a lane."""
+    vdpbf16ps, two products a lane; ``byte_dot``: vpdpbusd, four."""
 
     name: str
     lanes: int
     registers: int
     reserved: int
     bf16_dot: bool = False
+    byte_dot: bool = False
 
 
 _ISAS = (
-    ("avx512_bf16", Isa("avx512_bf16", 16, 32, 3, bf16_dot=True)),
+    ("avx512_bf16", Isa("avx512_bf16", 16, 32, 3, bf16_dot=True, byte_dot=True)),
+    ("avx512_vnni", Isa("avx512_vnni", 16, 32, 3, byte_dot=True)),
     ("avx512", Isa("avx512", 16, 32, 3)),
+    ("avx_vnni", Isa("avx_vnni", 8, 16, 6, byte_dot=True)),
     ("avx2", Isa("avx2", 8, 16, 6)),
 )
 
 
 def isa(target: Target) -> Isa | None:
     """The widest instruction set of ``target`` that the program has code for; None without one."""
-    if "avx512_bf16" in target.features and "avx512" not in target.features:
+    features = set(target.features)
+    if features & {"avx512_bf16", "avx512_vnni"} and "avx512" not in features:
         return None
     return next((found for feature, found in _ISAS if feature in target.features), None)
 
@@ -105,6 +109,8 @@ def cpu_candidates(workload: Workload, target: Target) -> list[Schedule]:
     # want short code, or sums leave registers.
     splits = {1: (4, 2, 1) if vectors.lanes == 16 else (1, 4, 2), 2: (2, 1) if vectors.lanes == 16 else (1, 2)}
     depths = (32, 64, 16) if rows <= 2 else (8, 4, 32)
+    if workload.format.integer_sums:  # of a whole tile products are added up in 16 bits
+        depths = (32, 16)
     threads = min(max(1, target.units), THREADS_MAX)
     # Long streams of weights, but enough tasks that no thread waits for another.
     block_ns = [b for b in (4 * TILE, 2 * TILE) if workload.n >= 8 * threads * b] + [TILE]

@@ -11,14 +11,17 @@ from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, target_from_name
 
+# Those in which only products of integers differ are INTEGER_FEATURES.
+INTEGER_FEATURES = {"avx512_vnni": ("avx512_vnni", "avx512", "avx2"), "avx_vnni": ("avx_vnni", "avx2")}
 FEATURES = {"avx512_bf16": ("avx512_bf16", "avx512", "avx2"), "avx512": ("avx512", "avx2"), "avx2": ("avx2",)}
 _FLAGS = {"avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}, "avx2": {"avx2", "fma", "f16c"}}
 _FLAGS["avx512"] = _FLAGS["avx512_bf16"] - {"avx512_bf16"}
+_FLAGS |= {"avx512_vnni": _FLAGS["avx512"] | {"avx512_vnni"}, "avx_vnni": _FLAGS["avx2"] | {"avx_vnni"}}
 
 
 def target(isa: str) -> Target:
     """This machine as if ``isa`` were the best it has."""
-    return replace(target_from_name("cpu"), features=FEATURES[isa])
+    return replace(target_from_name("cpu"), features=(FEATURES | INTEGER_FEATURES)[isa])
 
 
 def runs_here(isa: str) -> bool:

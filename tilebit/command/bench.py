@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..autotune.problems.gemm import Problem, random_problem, unpack_tiles
 from ..autotune.problems.verify import worst_tile_error
 from ..autotune.provenance import now, package_versions, source_commit
 from ..kernels import find_kernel
-from ..ops import gemm as _ops  # noqa: F401  registers torch.ops.tilebit
+from ..ops import gemm as _gemm  # noqa: F401  registers torch.ops.tilebit.gemm
+from ..ops import gemm_int8 as _gemm_int8  # noqa: F401  and gemm_int8
 from ..runtime import LoadedKernel
 from ..schedules.gemm.workload import Workload
 from ..schedules.target import Target, detect_target, driver_version
@@ -30,8 +32,9 @@ Call = Callable[[], Tensor]
 
 
 def measure_workloads(workloads: Iterable[Workload], device: str) -> Iterator[list[dict[str, Any]]]:
-    """For each workload, its rows: tilebit's op, torch's linear in 16 bits (cuBLAS on a GPU), and on the CPU torch's own int4 kernel
-    where it can serve the format. Every row has the fields of results/report/rows.py; ``us`` is the median of one call in microseconds,
+    """For each workload, its rows: tilebit's op, torch's linear in 16 bits (cuBLAS on a GPU), and on the CPU torch's own kernel of that
+    kind where it has one: int4 weights, or of int8 x its dynamically quantized linear, which takes fp32 and quantizes x at each call.
+    Every row has the fields of results/report/rows.py; ``us`` is the median of one call in microseconds,
     operands rotate so that none stays in a cache; ``others`` is the share of the cores that other processes had meanwhile (None on a GPU).
 
     ``device`` is "cpu" or "cuda[:i]". Raises ``KernelUnavailable`` when a kernel cannot be had.
@@ -80,9 +83,10 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
         "tilebit": ([_ours(p) for p in problems], _our_fields(workload, target)),
         "cublas" if target.is_cuda else "torch": ([_dense(first, w) for w in weights], _dense_fields(workload)),
     }
-    peer = _int4_peer(first, copies) if not target.is_cuda else None
-    if peer is not None:
-        implementations["torch-int4"] = (peer, {**_format_fields(workload), "schedule": None})
+    if not target.is_cuda:
+        name, make = ("torch-int8", _int8_peer) if workload.format.x else ("torch-int4", _int4_peer)
+        if (peer := make(first, copies)) is not None:
+            implementations[name] = (peer, {**_format_fields(workload), "schedule": None})
     reference = first.reference()
     timings = time_calls({name: calls for name, (calls, _) in implementations.items()}, device)
     return [
@@ -105,7 +109,11 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
 
 def _ours(problem: Problem) -> Call:
     w, o = problem.workload, problem.operands
-    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o.get("bias"), w.n, w.format.name)
+    weight = (o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"))
+    if w.format.x:
+        codes = (problem.x, *weight, o["token_scales"], o.get("bias"), w.n, w.k, w.format.name, TORCH_DTYPES[w.dtype])
+        return lambda: torch.ops.tilebit.gemm_int8.default(*codes)
+    arguments = (problem.x, *weight, o.get("bias"), w.n, w.format.name)
     return lambda: torch.ops.tilebit.gemm.default(*arguments)
 
 
@@ -120,12 +128,32 @@ def _format_fields(workload: Workload) -> dict[str, Any]:
 
 
 def _dense(problem: Problem, weight: Tensor) -> Call:
-    x, bias = problem.x, problem.operands.get("bias")
+    x, bias = _floats(problem).to(weight.dtype), problem.operands.get("bias")
     return lambda: torch.nn.functional.linear(x, weight, bias)
+
+
+def _floats(problem: Problem) -> Tensor:
+    """x, of int8 what its codes stand for in fp32."""
+    return problem.x.float() * problem.operands["token_scales"][:, None] if problem.workload.format.x else problem.x
 
 
 def _dense_fields(workload: Workload) -> dict[str, Any]:
     return {"format": {"float16": "fp16", "bfloat16": "bf16"}[workload.dtype], "group_size": None, "schedule": None}
+
+
+def _int8_peer(problem: Problem, copies: int) -> list[Call] | None:
+    """Calls of torch's dynamically quantized linear: int8 weights with a scale for each output channel, x quantized as a whole; None
+    where this torch has none."""
+    prepack, multiply = (getattr(torch.ops.quantized, name, None) for name in ("linear_prepack", "linear_dynamic"))
+    if prepack is None or multiply is None:
+        return None
+    weight, bias = problem.dequantized().float(), problem.operands.get("bias")
+    scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).double()
+    with warnings.catch_warnings():  # deprecated, and still torch's fastest
+        warnings.simplefilter("ignore", UserWarning)
+        codes = torch.quantize_per_channel(weight, scales, torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8)
+    x, bias = _floats(problem), None if bias is None else bias.float()
+    return [partial(multiply, x, prepack(codes, bias), True) for _ in range(copies)]  # 7 bits of x: 8 saturate without VNNI
 
 
 def _codes(problem: Problem) -> Tensor:

@@ -25,7 +25,13 @@ COMPILERS = ("cc", "gcc", "clang")
 EXPORTS = "{ global: __tvm_ffi_run; local: *; };\n"  # two kernels in one process must not find each other's loops
 # LLVM's processor levels: x86-64-v4 has AVX-512 F, BW, CD, DQ, VL; v3 has AVX2, FMA, F16C. Not one
 # model's: kernels travel in packs.
-_LLVM_CPU = {"avx512_bf16": ("x86-64-v4", ["+avx512bf16"]), "avx512": ("x86-64-v4", []), "avx2": ("x86-64-v3", [])}
+_LLVM_CPU = {
+    "avx512_bf16": ("x86-64-v4", ["+avx512bf16", "+avx512vnni"]),
+    "avx512_vnni": ("x86-64-v4", ["+avx512vnni"]),
+    "avx512": ("x86-64-v4", []),
+    "avx_vnni": ("x86-64-v3", ["+avxvnni"]),
+    "avx2": ("x86-64-v3", []),
+}
 
 
 class CpuCompileError(Exception):
@@ -115,13 +121,13 @@ def read_assembly(assembly: str, vectors: Isa, local_arrays: bool = False) -> di
     innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
 
     def mix(rows: list[str]) -> Counter[str]:
-        return Counter(row.split()[0] for row in rows if row and row[0] not in ".#" and not row.endswith(":"))
+        return Counter(row.removeprefix("{vex}").split()[0] for row in rows if row and row[0] not in ".#" and not row.endswith(":"))
 
     def spills(rows: list[str]) -> int:
         return sum(1 for row in rows if wide in row and re.search(r"\(%rsp[,)]", row))
 
     def products(rows: list[str]) -> int:
-        return sum(count for name, count in mix(rows).items() if name.startswith(("vfmadd", "vdpbf16")))
+        return sum(count for name, count in mix(rows).items() if name.startswith(("vfmadd", "vdpbf16", "vpmadd", "vpdp")))
 
     hot = max((lines[begin : end + 1] for begin, end in innermost), key=products, default=[])
     scalar = [name for name in mix(hot) if re.fullmatch(r"v(fm|mul|add|sub|cvt)\w*s[sd]", name)]

@@ -49,11 +49,11 @@ def local(count: int, dtype: str) -> Any:
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
-def sums(count: int, lanes: int) -> Any:
-    """``count`` fp32 vectors in registers, all zero."""
-    buffer = local(count, f"float32x{lanes}")
+def sums(count: int, lanes: int, dtype: str = "float32") -> Any:
+    """``count`` vectors in registers, all zero."""
+    buffer = local(count, f"{dtype}x{lanes}")
     for i in range(count):
-        T.buffer_store(buffer, splat(0.0, "float32", lanes), [i])
+        T.buffer_store(buffer, splat(0, dtype, lanes), [i])
     return buffer
 
 
@@ -117,6 +117,27 @@ def dot_bf16(a: Any, b: Any, c: Any) -> Any:
     return tirx.call_extern("float32x16", _BF16_DOT, c, a, b)
 
 
+def multiply_bytes(a: Any, b: Any, lanes: int) -> Any:
+    """Unsigned bytes ``a`` times signed bytes ``b``, both as ``lanes`` int32; neighbours added, as
+    twice as many int16, which saturate (vpmaddubsw)."""
+    name = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}[lanes]
+    a, b = (T.reinterpret(f"int8x{4 * lanes}", operand) for operand in (a, b))
+    return tirx.call_llvm_pure_intrin(f"int16x{2 * lanes}", name, a, b)
+
+
+def multiply_shorts(a: Any, b: Any, lanes: int) -> Any:
+    """int16 times int16, neighbours added, as ``lanes`` int32 (vpmaddwd)."""
+    name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[lanes]
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, a, b)
+
+
+def dot_bytes(a: Any, b: Any, c: Any, lanes: int) -> Any:
+    """c plus four unsigned bytes of ``a`` times signed ones of ``b``, in each of ``lanes`` int32
+    (vpdpbusd)."""
+    a, b = (T.reinterpret(f"int8x{4 * lanes}", operand) for operand in (a, b))
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", c, a, b)
+
+
 def permute16(table: Any, index: Any) -> Any:
     """int16x32: ``table[index & 31]`` (vpermw)."""
     return tirx.call_llvm_pure_intrin("int16x32", "llvm.x86.avx512.permvar.hi.512", table, index)
@@ -128,9 +149,9 @@ def permute32(table: Any, index: Any) -> Any:
     return tirx.call_llvm_pure_intrin(str(table.dtype), name, table, index)
 
 
-def lane_sum(value: Any, lanes: int) -> Any:
+def lane_sum(value: Any, lanes: int, dtype: str = "float32") -> Any:
     """Sum of the lanes, as a balanced tree (a fixed order)."""
-    stage = local(lanes, "float32")
+    stage = local(lanes, dtype)
     store(stage, 0, value, lanes)
     terms = [stage[lane] for lane in range(lanes)]
     while len(terms) > 1:

@@ -112,6 +112,16 @@ def test_bench_writes_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_of_int8_activations(tmp_path):
+    """Beside what torch has of that kind, which quantizes x itself, to 7 bits."""
+    rows = parsed("bench", "--n", "256", "--k", "256", "--m", "3", "--device", "cpu", "--format", "w4a8_lqq_g64")
+    assert {row["impl"]: row["rel_err"] < (0.05 if row["impl"] == "torch-int8" else 0.01) for row in rows} == dict.fromkeys(
+        ("tilebit", "torch", "torch-int8"), True
+    )
+    assert next(row for row in rows if row["impl"] == "tilebit")["format"] == "w4a8_lqq"
+
+
+@pytest.mark.slow
 def test_tune_records_and_continues(monkeypatch, tmp_path):
     path = tmp_path / "records.jsonl"
     monkeypatch.setenv("TILEBIT_RECORDS", str(path))

@@ -24,7 +24,7 @@ from .planted import Edit, swap
 
 NAME = "emulation.planted_cpu"
 PACKAGE = "tilebit.tiles.cpu.gemm"
-MODULES = ("inner", "loops")  # edited copies of these, in the order in which they import each other
+MODULES = ("inner", "integers", "loops")  # edited copies of these, in the order in which they import each other
 
 COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"
 SUM = "v.fma(joined, scale, total[slot])"
@@ -52,11 +52,29 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
     "n tail not masked": ("loops", swap(("T.max(n - column, 0)", "T.max(n + 1 - column, 0)")), "after the output"),
 }
 
+# Of products of int8 x. name -> (module, edit, bits of the weight, sets of sums)
+INT8_BUGS: dict[str, tuple[str, Edit, int, int]] = {
+    "halves of a tile exchanged": ("integers", swap(("% parts], row // parts)", "% parts], 1 - row // parts)")), 4, 1),
+    "k of a word in the order of x": ("integers", swap(("QUAD = (0, 2, 1, 3)", "QUAD = (0, 1, 2, 3)")), 4, 1),
+    "offset less nothing": ("integers", swap(('offset - v.splat(OFFSET_ZERO, "int32", lanes)', "offset")), 4, 1),
+    "sum of x of the first group": ("integers", swap(("(block * plan.groups + group) * mb", "block * plan.groups * mb")), 4, 1),
+    "scale of the first group": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1),
+    "split sums lost": ("integers", swap(("range(1, plan.schedule.split_k)", "range(0)")), 4, 2),
+    "middle of bytes stays": ("integers", swap(('splat(OFFSET_ZERO, "int16"', 'splat(0, "int16"')), 8, 1),
+    "neighbours in k exchanged": (
+        "integers",
+        swap(("codes(2 * pair, row) | codes(2 * pair + 1, row)", "codes(2 * pair + 1, row) | codes(2 * pair, row)")),
+        8,
+        1,
+    ),
+    "scales of channels applied to nothing": ("loops", swap(('() if plan.integers else ("scales",)', '("scales",)')), 8, 1),
+}
+
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     if schedule.raster == 0:
         return gemm.build(workload, schedule, target)
-    module, edit, _ = list(BUGS.values())[schedule.raster - 1]
+    module, edit, *_ = [*BUGS.values(), *INT8_BUGS.values()][schedule.raster - 1]
     with _edited(module, edit):
         return gemm.build(workload, schedule, target)
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ....layouts.formats import OFFSET_ZERO
 from ....schedules.gemm.cpu import TILE
 from ....schedules.gemm.parts import Part, parts
 from .. import vectors as v
 from ..vectors import T
+from . import integers
 from .inner import accumulate_step
 from .plan import Plan
 
 
 def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
-    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (bf16 pairs or fp32)
-    and its sums over each group into sums [m blocks, groups, block_m]. Rows from m and columns from
+    """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (fp32, bf16 pairs,
+    bytes or 16-bit integers) and its sums over each group into sums [m blocks, groups, block_m]. Rows from m and columns from
     k on are zeros."""
     k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
     block, i = T.bind(row // mb), T.bind(row % mb)
     for count, first, depth in plan.sum_runs:
         with T.serial(count) as index:
             group = T.bind(index + first)
-            total = v.sums(1, lanes) if plan.needs_sums else None
+            total = v.sums(1, lanes, plan.sums_dtype) if plan.needs_sums else None
             with T.serial(depth // TILE) as step:
                 kt = T.bind(group * (plan.group_k // TILE) + step)
                 stage = v.local(TILE, str(arg["x"].dtype))
@@ -38,14 +38,18 @@ def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
                     with T.Else(), T.serial(TILE) as j:
                         inside = (row < m) & (kt * TILE + j < k)
                         T.buffer_store(stage, T.if_then_else(inside, arg["x"][start + j], v.tirx.const(0, str(stage.dtype))), [j])
-                values = [T.bind(v.to_float(v.load(stage, part * lanes, lanes), lanes)) for part in range(plan.vectors)]
+                numbers = [v.load(stage, part * lanes, lanes) for part in range(plan.vectors)]
+                values = [T.bind(x.astype(f"int32x{lanes}") if plan.integers else v.to_float(x, lanes)) for x in numbers]
                 if total is not None:
                     for value in values:
                         T.buffer_store(total, total[0] + value, [0])
                 offset = T.bind(((block * plan.k_tiles + kt) * plan.planes * mb + i) * plan.row_words)
-                _STORE_X[plan.dot, plan.planes](plan, arg["xs"], offset, values, stage)
+                if plan.integers:
+                    integers.store_x(plan, arg["xs"], offset, stage)
+                else:
+                    _STORE_X[plan.dot, plan.planes](plan, arg["xs"], offset, values, stage)
             if total is not None:
-                T.buffer_store(arg["sums"], v.lane_sum(total[0], lanes), [(block * plan.groups + group) * mb + i])
+                T.buffer_store(arg["sums"], v.lane_sum(total[0], lanes, plan.sums_dtype), [(block * plan.groups + group) * mb + i])
 
 
 def _store_float(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
@@ -57,12 +61,6 @@ def _store_float(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any
 
 
 def _store_bf16(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
-    if plan.workload.format.x:  # a code's bf16 is the upper half of its fp32
-        codes, stage = values, v.local(TILE, "uint16")
-        for part, value in enumerate(codes):
-            lanes = plan.isa.lanes
-            bits = T.reinterpret(f"uint32x{lanes}", value) >> v.splat(16, "uint32", lanes)
-            v.store(stage, part * lanes, bits.astype(f"uint16x{lanes}"), lanes)
     v.store(xs, offset, _pairs(stage), plan.row_words)
 
 
@@ -98,17 +96,18 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
     with T.serial(per_task) as inner:
         nt, block = T.bind(task // blocks * per_task + inner), T.bind(task % blocks)
         with T.If(nt < plan.n_tiles), T.Then():
-            total = v.sums(mb * plan.vectors, lanes)
+            total = v.sums(mb * plan.vectors, lanes, plan.sums_dtype)
+            accumulate, apply = (integers.accumulate, integers.apply_group) if plan.integers else (accumulate_step, _apply_scales)
             for count, first, run in plan.group_runs:
                 with T.serial(count) as index:
                     group = T.bind(index + first)
                     for rows in plan.row_passes:
-                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes)
+                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)
                         for kt, k, depth in _steps(plan, group, run):
                             words = T.bind((nt * plan.k_tiles + kt) * plan.tile_words + k * (plan.tile_words // TILE))
                             x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
-                            accumulate_step(plan, arg, words, x, depth, rows, sums)
-                        _apply_scales(plan, arg, group, nt, block, rows, sums, total)
+                            accumulate(plan, arg, words, x, depth, rows, sums)
+                        apply(plan, arg, group, nt, block, rows, sums, total)
             _write(plan, arg, nt, block, m, total)
 
 
@@ -134,17 +133,13 @@ def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
 
 
 def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
-    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order; where there
-    are offsets z = (128 - offset) / s."""
+    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order."""
     lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
     for position, vector in enumerate(rows):
         column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
         scale = T.bind(v.to_float(v.load(arg["scales"], column, lanes), lanes))
         zero = v.splat(float(plan.center - weight_format.symmetric_zero_point), "float32", lanes)
-        if weight_format.offset:
-            offset = v.to_float(v.load(arg["zeros"], column, lanes), lanes) - v.splat(float(OFFSET_ZERO), "float32", lanes)
-            zero = T.bind(v.fma(scale, v.splat(float(plan.center), "float32", lanes), offset))
-        elif not weight_format.symmetric:
+        if not weight_format.symmetric:
             zero = T.bind(v.splat(float(plan.center), "float32", lanes) - v.to_float(v.load(arg["zeros"], column, lanes), lanes))
         for i in range(mb):
             joined = sums[i * len(rows) + position]
@@ -152,9 +147,6 @@ def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: A
                 joined = joined + sums[(split * mb + i) * len(rows) + position]
             slot = i * plan.vectors + vector
             of_x = v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "float32", lanes) if plan.needs_sums else None
-            if weight_format.offset:
-                T.buffer_store(total, v.fma(zero, of_x, v.fma(joined, scale, total[slot])), [slot])
-                continue
             if plan.needs_sums:
                 joined = v.fma(zero, of_x, joined)
             T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
@@ -179,12 +171,14 @@ def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: 
     ragged = n % TILE != 0
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
-        after = parts(plan.workload, applied=("scales",))
+        after = parts(plan.workload, applied=() if plan.integers else ("scales",))
         of_channels = {part: _of_channels(plan, arg[part.operand], part, column) for part in after if part.axis == "n"}
         for i in range(plan.block_m):
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
                 value = total[i * plan.vectors + vector]
+                if plan.integers:
+                    value = value.astype(f"float32x{lanes}")
                 for part in after:
                     if part.axis == "m":
                         number = v.splat(arg[part.operand][row], "float32", lanes)

@@ -17,7 +17,7 @@ class Plan:
     """Everything that ``prepare`` and ``tile`` are built from.
 
     ``dot`` is "pairs" (vdpbf16ps: x as bf16, two neighbouring k a lane) or "float" (fused
-    multiply-add: x as fp32).
+    multiply-add: x as fp32); of int8 x "bytes" or "shorts" (``integers.py``).
     """
 
     workload: Workload
@@ -91,13 +91,24 @@ class Plan:
         return self.group_runs if self.needs_sums else ((1, 0, self.k_tiles * TILE),)
 
     @property
+    def integers(self) -> bool:
+        """Sums are int32, as x and weights are integers."""
+        return self.workload.format.integer_sums
+
+    @property
+    def sums_dtype(self) -> str:
+        return "int32" if self.integers else "float32"
+
+    @property
     def dot(self) -> str:
+        if self.integers:
+            return "bytes" if self.bits == 4 else "shorts"
         exact = all(struct.pack("<f", value)[:2] == b"\0\0" for value in self.values)
         return "pairs" if self.isa.bf16_dot and exact and (self.bits == 4 or self.x_is_bf16) else "float"
 
     @property
     def x_is_bf16(self) -> bool:
-        """Every number of x is one of bf16's: int8 codes are, too."""
+        """Every number of x is one of bf16's."""
         return self.workload.x_dtype != "float16"
 
     @property
@@ -124,9 +135,13 @@ class Plan:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether zero points differ from ``center``, so that the sum of x over each group is
-        needed."""
-        return not (self.workload.format.symmetric and self.workload.format.symmetric_zero_point == self.center)
+        """Whether zero points differ from ``center``, or offsets are added, so that the sum of x over
+        each group is needed."""
+        return (
+            self.workload.format.offset
+            if self.integers
+            else not (self.workload.format.symmetric and self.workload.format.symmetric_zero_point == self.center)
+        )
 
     @property
     def masks_in_place(self) -> bool:
@@ -136,7 +151,7 @@ class Plan:
     @property
     def row_words(self) -> int:
         """32-bit words of one row of x in a tile's 32 k."""
-        return TILE // 2 if self.dot == "pairs" else TILE
+        return {"float": TILE, "pairs": TILE // 2, "shorts": TILE // 2, "bytes": TILE // 4}[self.dot]
 
     @property
     def row_block_words(self) -> int:

@@ -18,14 +18,14 @@ integers and 0 elsewhere. All sums are fp32. Three ways to multiply, by what the
 
 That is 3 (fp16: 4), 6 and 13 vector instructions per 32 integers and row of x. Eight bits are
 extended and converted to fp32 and multiplied as that; with vdpbf16ps and bf16 x as bf16, whose 8
-significant bits they fit. int8 x is multiplied as fp32 or bf16, too, which hold it; sums are exact
-up to 2^24.
+significant bits they fit. Of int8 x codes are multiplied as integers, by vpdpbusd where the
+processor has it, else by vpmaddubsw or vpmaddwd, and sums are int32 (``integers.py``).
 
 A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with
 zeros; a second one multiplies. Each becomes a plain C function over a range of its iterations
 (``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM runtime is needed.
-Workspace of a call: x once more, as bf16 or fp32, and one fp32 per row and group, rows rounded up
-to ``block_m``.
+Workspace of a call: x once more, as it is multiplied, and one sum per row and group, rows rounded
+up to ``block_m``.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         buffers, sizes = bind_operands(workload.operands(target.arch))
         m = sizes["m"]
         blocks = (m + (mb - 1)) // mb
-        buffers["xs"] = T.alloc_buffer((blocks * plan.row_block_words,), "int32" if plan.dot == "pairs" else "float32")
+        buffers["xs"] = T.alloc_buffer((blocks * plan.row_block_words,), "float32" if plan.dot == "float" else "int32")
         if plan.needs_sums:
-            buffers["sums"] = T.alloc_buffer((blocks * (mb * plan.groups),), "float32")
+            buffers["sums"] = T.alloc_buffer((blocks * (mb * plan.groups),), plan.sums_dtype)
 
         def views() -> dict[str, Any]:
             """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as

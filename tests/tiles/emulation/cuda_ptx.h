@@ -160,8 +160,8 @@ void mma(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4], con
 
 extern "C" __attribute__((visibility("default"))) int64_t host_copied_bytes(int tensor) { return tilebit_host::copied_bytes[tensor]; }
 // What Python does to a barrier.
-extern "C" void host_mbarrier_init(void* barrier, int arrivals) { static_cast<tilebit_host::Mbarrier*>(barrier)->init(arrivals); }
-extern "C" int host_mbarrier_change(void* barrier, int arrivals, int bytes) {
+extern "C" __attribute__((visibility("default"))) void host_mbarrier_init(void* barrier, int arrivals) { static_cast<tilebit_host::Mbarrier*>(barrier)->init(arrivals); }
+extern "C" __attribute__((visibility("default"))) int host_mbarrier_change(void* barrier, int arrivals, int bytes) {
   tilebit_host::fault = nullptr;
   static_cast<tilebit_host::Mbarrier*>(barrier)->change(arrivals, bytes);
   return tilebit_host::fault != nullptr;

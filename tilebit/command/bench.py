@@ -105,8 +105,11 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
 
 def _ours(problem: Problem) -> Call:
     w, o = problem.workload, problem.operands
-    arguments = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o.get("bias"), w.n, w.format.name)
-    return lambda: torch.ops.tilebit.gemm.default(*arguments)
+    held = (problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"))
+    if w.format.x:  # codes, as whoever quantizes them passes them
+        codes = (*held, o["token_scales"], o.get("bias"), w.n, w.k, w.format.name, TORCH_DTYPES[w.dtype])
+        return lambda: torch.ops.tilebit.gemm_int8.default(*codes)
+    return lambda: torch.ops.tilebit.gemm.default(*held, o.get("bias"), w.n, w.format.name)
 
 
 def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
@@ -120,8 +123,10 @@ def _format_fields(workload: Workload) -> dict[str, Any]:
 
 
 def _dense(problem: Problem, weight: Tensor) -> Call:
-    x, bias = problem.x, problem.operands.get("bias")
-    return lambda: torch.nn.functional.linear(x, weight, bias)
+    x, o = problem.x, problem.operands
+    if problem.workload.format.x:
+        x = (x.float() * o["token_scales"][:, None]).to(weight.dtype)
+    return lambda: torch.nn.functional.linear(x, weight, o.get("bias"))
 
 
 def _dense_fields(workload: Workload) -> dict[str, Any]:

@@ -98,9 +98,12 @@ def test_show_writes_pictures(tmp_path):
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_bench_writes_rows(tmp_path):
+@pytest.mark.parametrize(
+    "format", ["w4a16_g128", *(pytest.param(name, marks=pytest.mark.slow) for name in ("w4a8_lqq_g64", "w4a8_channel_asym"))]
+)
+def test_bench_writes_rows(format, tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = parsed("bench", "--n", "256", "--k", "256", "--m", "1", "--device", "cpu", "--out", str(path))
+    rows = parsed("bench", "--n", "256", "--k", "256", "--m", "1", "--format", format, "--device", "cpu", "--out", str(path))
     assert rows == [json.loads(line) for line in path.read_text().splitlines()]
     assert {"tilebit", "torch"} <= {row["impl"] for row in rows} and len({row["run"] for row in rows}) == 1
     fields = {"op", "impl", "format", "group_size", "dtype", "m", "n", "k", "us", "us_p20", "us_p80", "rel_err", "run"}

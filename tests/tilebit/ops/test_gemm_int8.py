@@ -55,10 +55,10 @@ def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
 @pytest.mark.parametrize(("dtype", "name"), [*zip(cycle(("float16", "bfloat16")), INT8)], ids=str)
 def test_products_are_exact(dtype: str, name: str):
     """Codes of 8 bits, any zero points and offsets, scales of each channel: sums that fp32 holds."""
-    for seed, (m, n, k) in enumerate(((1, 70, 200), (33, 130, 1000))):
-        problem = exact_problem(Workload(m, n, k, FORMATS[name], dtype, bias=True), seed)
+    for seed in range(20):
+        problem = exact_problem(Workload(6, N, K, FORMATS[name], dtype, bias=True), seed)
         o, kept = problem.operands, getattr(torch, dtype)
-        y = OP(problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o["token_scales"], o["bias"], n, k, name, kept)
+        y = OP(problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o["token_scales"], o["bias"], N, K, name, kept)
         assert torch.equal(y, problem.reference().to(kept))
 
 

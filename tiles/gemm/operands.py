@@ -52,8 +52,13 @@ class Operands:
 
     @property
     def parameter_dtype(self) -> str:
-        """Of scales and of zero points or offsets."""
+        """Of scales."""
         return self.workload.format.parameter_dtype(self.workload.dtype)
+
+    @property
+    def zero_dtype(self) -> str:
+        """Of zero points or offsets."""
+        return self.workload.format.zero_dtype(self.workload.dtype)
 
     @property
     def record_k(self) -> int:
@@ -101,7 +106,7 @@ class Operands:
 
     @property
     def stage_groups(self) -> int:
-        """Rows of scales that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
+        """Rows of scales and of zero points that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
         where its bytes would be no multiple of the 128 that TMA's places are aligned to."""
         return stage_groups(self.workload.format, self.schedule)
 

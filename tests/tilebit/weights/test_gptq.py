@@ -9,7 +9,7 @@ import torch
 
 from tilebit.layouts.formats import FORMATS as EVERY
 from tilebit.layouts.formats import GemmFormat, QuantFormat
-from tilebit.weights.gptq import gptq
+from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.packed import pack
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
@@ -44,7 +44,7 @@ def test_beats_rounding_to_nearest(format: GemmFormat, k: int) -> None:
     w, x = _problem(24, k)
     nearest = _error(quantize(w, format), w, x)
     for act_order in (False, True):
-        assert _error(gptq(w, x.t() @ x, format, act_order), w, x) < 0.6 * nearest
+        assert _error(gptq(w, x.t() @ x, format, act_order, damping=0.01), w, x) < 0.6 * nearest
 
 
 @pytest.mark.parametrize("clip_search", [False, True])
@@ -63,7 +63,7 @@ def test_follows_the_paper_s_formula(block: int, monkeypatch: pytest.MonkeyPatch
     w, x = _problem(3, 40, seed=2)
     format, hessian = QuantFormat(4, -1, True), (x.t() @ x).double()
     got = gptq(w, hessian, format, act_order=False)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(40)
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(40)
     inverse, left, step = torch.linalg.inv(damped), w.double().clone(), got.scales[:, 0].double()
     for j in range(40):
         code = ((left[:, j] / step).round() + 8).clamp(0, 15)
@@ -84,6 +84,18 @@ def test_act_order_sorts_columns_and_says_so(format: GemmFormat) -> None:
     assert torch.equal(q.codes, sorted_.codes) and torch.equal(q.scales, sorted_.scales)
     assert torch.equal(q.dequantize()[:, order], sorted_.dequantize())
     assert torch.equal(pack(q, torch.float16, arch="cpu").unpack().dequantize(), q.dequantize())
+
+
+@pytest.mark.parametrize("format", [EVERY[name] for name in ("w4a16_g64_asym", "w4a8_lqq_g64", "w8a8_channel")], ids=repr)
+def test_few_inputs_help_with_others_too(format: GemmFormat) -> None:
+    """Hardly more tokens than columns: what is made up for must hold for tokens that were not seen."""
+    generator = torch.Generator().manual_seed(11)
+    directions = torch.linalg.qr(torch.randn(128, 128, generator=generator))[0] * torch.arange(1.0, 129)[:, None] ** -0.6
+    x, w = torch.randn(3000, 128, generator=generator) @ directions, torch.randn(24, 128, generator=generator)
+    seen, others = x[:160], x[160:]
+    lost = _error(gptq(w, seen.t() @ seen, format), w, others)
+    assert lost < 0.8 * _error(quantize(w, format), w, others)
+    assert lost < 0.95 * _error(gptq(w, seen.t() @ seen, format, damping=0.01), w, others)
 
 
 def test_one_scale_a_channel_needs_no_order() -> None:
@@ -131,7 +143,7 @@ def test_columns_that_nothing_reached_are_rounded_to_nearest() -> None:
     w, x = _problem(6, 96, seed=8)
     dead = torch.tensor([0, 5, 50, 95])
     x[:, dead] = 0
-    q = gptq(w, x.t() @ x, "w8a16_g32", act_order=False)
+    q = gptq(w, x.t() @ x, "w8a16_g32", act_order=False, damping=0.01)
     step = q.scales.float().repeat_interleave(32, 1)
     assert bool(((q.dequantize() - w)[:, dead].abs() <= step[:, dead] / 2 * 1.0001).all())
     assert torch.isfinite(q.dequantize()).all() and _error(q, w, x) < 0.6 * _error(quantize(w, q.format), w, x)

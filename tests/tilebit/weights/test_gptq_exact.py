@@ -12,14 +12,13 @@ from torch import Tensor
 from tilebit.layouts.formats import FORMATS as EVERY
 from tilebit.layouts.formats import GemmFormat
 from tilebit.weights import gptq as module
-from tilebit.weights.gptq import gptq
+from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.packed import pack
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
 FORMATS = [format for format in EVERY.values() if format.integer]
 INT8 = [format for format in FORMATS if format.x]
 LQQ = [format for format in INT8 if format.offset]
-DAMPING = 0.01
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +160,6 @@ def test_planted_mistakes_of_the_way_there_are_seen(format: GemmFormat, monkeypa
     mistakes = {
         "nearest_codes": lambda values, step, zero, format: (nearest(values, step, zero, format) - 1).clamp_(min=0),
         "_inverse_factor": lambda h, *_: torch.linalg.cholesky(torch.linalg.inv(h + torch.eye(len(h))), upper=True).float(),
-        "DAMPING": None,
     }
     for name in ("nearest_codes", "_inverse_factor"):
         with monkeypatch.context() as patch:

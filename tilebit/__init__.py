@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .weights.precision import PrecisionPlan, select_channels
     from .weights.quantize import QuantizedTensor
     from .weights.salience import channel_salience
+    from .weights.smooth import search_smoothing
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ _HOME = {
     "prepare": "ops.prepare",
     "quantize_activations": "ops.quantize",
     "quantize_model": "weights.modules",
+    "search_smoothing": "weights.smooth",
     "select_channels": "weights.precision",
 }
 _MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")
@@ -73,6 +75,7 @@ __all__ = [
     "prepare",
     "quantize_activations",
     "quantize_model",
+    "search_smoothing",
     "select_channels",
 ]
 

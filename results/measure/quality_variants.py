@@ -53,10 +53,22 @@ def variants() -> list[Variant]:
     mixed = Variant(MIXED[0], "round", MIXED[1], choice="global", terms="both", samples=128)
     four, eight = [f"w4a16_{group}_asym" for group in ("g64", "g32", "channel")], [f"w8a16_{group}" for group in ("channel", "g64", "g32")]
     tenth = replace(mixed, share=0.1)
+    integers = {group: Variant(f"w4a8_lqq_{group}", "round", activations="a8_token") for group in ("g64", "g128")}
+    bytes_ = Variant("w8a8_channel", "clip", activations="a8_token")  # to nearest it is w8a16_channel with such activations
     return [
         Variant(),
         *(Variant(four[0], method) for method in ("round", "gptq")),
         replace(mixed, share=0.0),
+        integers["g64"],
+        Variant(four[0], "gptq_clip"),
+        replace(integers["g64"], method="gptq_clip"),
+        integers["g128"],
+        replace(integers["g128"], method="gptq_clip"),
+        replace(mixed, share=0.0, method="gptq_clip"),
+        replace(bytes_, method="gptq"),
+        bytes_,
+        *(replace(variant, method=method) for method in ("clip", "gptq") for variant in integers.values()),
+        replace(bytes_, method="gptq_clip"),
         tenth,
         replace(tenth, choice="random"),
         replace(tenth, choice="layer"),
@@ -71,10 +83,9 @@ def variants() -> list[Variant]:
         replace(mixed, share=1.0),
         Variant(eight[0], "round"),
         *(Variant(format, "round") for format in four[1:]),
-        replace(mixed, share=0.0, method="gptq_clip"),
         replace(tenth, activations="a8_g128"),
         *(Variant(format, "clip") for format in four),
-        *(Variant(format, "gptq_clip") for format in four),
+        *(Variant(format, "gptq_clip") for format in four[1:]),
         *(Variant(format, "round") for format in eight[1:]),
         *(Variant(format, method) for method in ("clip", "gptq") for format in eight),
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..accepted import expect, expect_tensors
 from ..layouts.formats import PER_CHANNEL, GemmFormat
 from .quantize_float import numbers, round_floats, row_scale
-from .quantize_lqq import MOST_K, two_levels
+from .quantize_lqq import MOST_K, nearest_levels, row_scales, two_levels
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shrink factors tried by the clipping search, 1.0 first: a factor replaces an earlier one only if
@@ -148,8 +148,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
     scale_dtype = scale_dtype_of(w, scale_dtype)
     n, k = w.shape
-    if format.integer_sums and k > MOST_K:
-        raise ValueError(f"k is {k}; accepted for int32 sums: up to {MOST_K}")
+    check_sums(format, k)
     groups = format.groups(k)
     if format.offset:
         return _two_levels(w, format, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
@@ -181,19 +180,20 @@ def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> Qu
     groups = format.groups(k)
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     scales, zeros = (torch.empty(n, groups, dtype=torch.uint8, device=w.device) for _ in range(2))
-    row_scales = torch.empty(n, dtype=torch.float32, device=w.device)
+    rows_held = torch.empty(n, dtype=torch.float32, device=w.device)
     columns = torch.arange(groups * group, device=w.device)
-    valid = (columns < k).view(groups, group)
+    valid = (columns < k).view(groups, group).float()
     rows = max(1, _CHUNK_ELEMENTS // (groups * group))
     for start in range(0, n, rows):
         part = slice(start, min(n, start + rows))
         block = w[part].float()
         check_finite(block, start)
+        rows_held[part] = row_scales(block)
         # a short last group repeats its last weight, which is in its range
-        block = block.index_select(1, columns.clamp(max=k - 1)).view(-1, groups, group)
-        found, scales[part], zeros[part], row_scales[part] = two_levels(block, valid, factors)
+        levels = (block / rows_held[part, None]).index_select(1, columns.clamp(max=k - 1)).view(-1, groups, group)
+        found, scales[part], zeros[part] = two_levels(levels, factors, valid)
         codes[part] = found.view(block.shape[0], -1)[:, :k]
-    return QuantizedTensor(codes, scales, zeros, format, row_scales=row_scales)
+    return QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held)
 
 
 def scale_dtype_of(w: Tensor, chosen: torch.dtype | None) -> torch.dtype:
@@ -214,9 +214,12 @@ def search_groups(
     factors: tuple[float, ...] = CLIP_FACTORS,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [rows, groups, group], scales [rows, groups], zero points uint8 [rows, groups]) of
-    ``block`` fp32 [rows, groups, group] with the least squared error over ``factors``; errors
-    weigh ``importance`` fp32 [group] where it is given."""
+    """(codes [rows, groups, group], scales [rows, groups], zero points or offsets uint8 [rows,
+    groups]) of ``block`` fp32 [rows, groups, group] with the least squared error over ``factors``;
+    errors weigh ``importance`` fp32 [group] where it is given. Of a format with offsets ``block`` is
+    of weights over their row's scale."""
+    if format.offset:
+        return two_levels(block, factors, importance)
     low, high = block.amin(-1).clamp_(max=0), block.amax(-1).clamp_(min=0)
     best = _round(block, low, high, format, scale_dtype, row)
     if len(factors) == 1:
@@ -257,8 +260,17 @@ def _round(
 
 def nearest_codes(values: Tensor, step: Tensor, zero: Tensor, format: GemmFormat) -> Tensor:
     """The codes, as fp32 whole numbers, of integer weights: ``values``, ``step`` (the stored scale)
-    and ``zero`` are fp32 and broadcast."""
+    and ``zero`` are fp32 and broadcast. With offsets, ``zero`` is one, and values are over their
+    row's scale."""
+    if format.offset:
+        return nearest_levels(values, step, zero)
     return (values / step).round_().add_(zero).clamp_(0, format.max_code)
+
+
+def check_sums(format: GemmFormat, k: int) -> None:
+    """Raise ``ValueError`` where int32 sums of ``k`` products may overflow."""
+    if format.integer_sums and k > MOST_K:
+        raise ValueError(f"k is {k}; accepted for int32 sums: up to {MOST_K}")
 
 
 def check_scales(scales: Tensor, first_row: int = 0) -> None:

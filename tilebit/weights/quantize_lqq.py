@@ -26,28 +26,34 @@ MOST_K = 131072  # sums of more products may not fit int32
 CODES = 15
 
 
-def two_levels(block: Tensor, valid: Tensor, factors: Sequence[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes uint8 [rows, groups, group], scales and offsets uint8 [rows, groups], row scales fp32
-    [rows] of ``block``, fp32 of the codes' shape.
+def row_scales(w: Tensor) -> Tensor:
+    """The first level: r of each row, fp32 [rows], of ``w`` fp32 [rows, ...]. An all-zero row has
+    scale 1."""
+    rows = w.abs().flatten(1).amax(1) / LARGEST
+    return torch.where(rows > 0, rows, 1.0)
+
+
+def two_levels(levels: Tensor, factors: Sequence[float], importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [rows, groups, group], scales and offsets uint8 [rows, groups] of ``levels``, fp32
+    of the codes' shape: weights over their row's scale.
 
     Of each group the scale errs least among R / 15 rounded and rounded up and among ``factors`` of
-    its range (1.0 first: a later one only if its squared error is smaller). ``valid`` bool [groups,
-    group] says what is no padding: that must hold values of its group, and counts as no error. An
-    all-zero row has scale 1.
+    its range (1.0 first: a later one only if its squared error is smaller). Errors weigh
+    ``importance``, which broadcasts to ``levels`` (0: padding, which must hold values of its
+    group). Where levels exceed 119, as those that make up for others' errors may, ranges end
+    there, so that the proof above holds.
     """
-    rows = block.abs().amax((1, 2)) / LARGEST
-    rows = torch.where(rows > 0, rows, 1.0)
-    levels = block / rows[:, None, None]
-    low, high = levels.amin(-1).round_(), levels.amax(-1).round_()
+    low, high = (end.round_().clamp_(-LARGEST, LARGEST) for end in (levels.amin(-1), levels.amax(-1)))
     best: tuple[Tensor, Tensor, Tensor] | None = None
     least = low
     for factor in factors:
         bottom, top = (low * factor).round_(), (high * factor).round_()
         for scale in (((top - bottom) / CODES).round_().clamp_(min=1), ((top - bottom) / CODES).ceil_().clamp_(min=1)):
             offset = OFFSET_ZERO + bottom - ((CODES * scale - (top - bottom)) / 2).floor_()
-            place = (offset - OFFSET_ZERO)[..., None]
-            codes = ((levels - place) / scale[..., None]).round_().clamp_(0, CODES)
-            error = (codes * scale[..., None]).add_(place).sub_(levels).square_().mul_(valid).sum(-1)
+            step, place = scale[..., None], offset[..., None]
+            codes = nearest_levels(levels, step, place)
+            squares = (codes * step).add_(place - OFFSET_ZERO).sub_(levels).square_()
+            error = (squares if importance is None else squares.mul_(importance)).sum(-1)
             if best is None:
                 best, least = (codes, scale, offset), error
                 continue
@@ -60,4 +66,9 @@ def two_levels(block: Tensor, valid: Tensor, factors: Sequence[float]) -> tuple[
             )
     assert best is not None
     codes, scale, offset = (found.to(torch.uint8) for found in best)
-    return codes, scale, offset, rows
+    return codes, scale, offset
+
+
+def nearest_levels(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """The codes, as fp32 whole numbers, of ``levels``; all are fp32 and broadcast."""
+    return ((levels - (offset - OFFSET_ZERO)) / scale).round_().clamp_(0, CODES)

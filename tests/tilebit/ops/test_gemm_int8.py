@@ -109,6 +109,24 @@ def test_a_model_is_quantized():
         assert float((model(x) - expected).norm() / expected.norm()) < 0.03
 
 
+@pytest.mark.parametrize("name", INT8)
+def test_a_model_is_calibrated(name: str):
+    """Columns in the order of their inputs' size: codes and 16-bit x are both brought into it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(K, N)).half()
+    x = torch.randn(300, K).half() * torch.exp(torch.randn(K)).half()
+    weights = tilebit.calibrate(model, [x[:200], x[200:]], name, clip_search=True)
+    assert (weights["0"].perm is None) == (name == "w8a8_channel")
+    tilebit.quantize_model(model, name, weights=weights)
+    codes, scales = tilebit.quantize_activations(x[:6])
+    expected = (codes.double() * scales[:, None]) @ weights["0"].dequantize().double().T
+    layer = model[0]
+    assert isinstance(layer, tilebit.QuantLinear) and layer.bias is not None
+    y = layer(x[:6])
+    assert float((y.double() - expected - layer.bias.double()).norm() / expected.norm()) < 1e-3
+    assert torch.equal(tilebit.gemm(codes, layer.packed, layer.bias, token_scales=scales), y)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INT8)
 def test_it_is_an_operator_and_compiles(name: str):

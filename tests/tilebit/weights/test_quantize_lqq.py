@@ -9,8 +9,8 @@ import torch
 
 import tilebit
 from tilebit.layouts.formats import GemmFormat
-from tilebit.weights.quantize import QuantizedTensor, quantize
-from tilebit.weights.quantize_lqq import CODES, LARGEST, two_levels
+from tilebit.weights.quantize import CLIP_FACTORS, QuantizedTensor, quantize
+from tilebit.weights.quantize_lqq import CODES, LARGEST, row_scales, two_levels
 
 LQQ = [GemmFormat.parse(name) for name in ("w4a8_lqq_g64", "w4a8_lqq_g128")]
 
@@ -18,16 +18,57 @@ LQQ = [GemmFormat.parse(name) for name in ("w4a8_lqq_g64", "w4a8_lqq_g128")]
 def test_no_group_overflows_a_byte():
     """Every least and largest first-level weight of a group that there can be: all 16 codes of it stay in a byte."""
     pairs = [(low, high) for low in range(-LARGEST, LARGEST + 1) for high in range(low, LARGEST + 1)]
-    ends = torch.tensor(pairs, dtype=torch.float32)
-    block = torch.cat((ends, torch.tensor([[-LARGEST, LARGEST]]).float()))[None]  # the last keeps the row's scale at 1
-    codes, scale, offset, rows = two_levels(block, torch.ones(len(pairs) + 1, 2, dtype=torch.bool), (1.0,))
-    assert float(rows[0]) == 1.0 and len(pairs) == 239 * 240 // 2
+    block = torch.tensor(pairs, dtype=torch.float32)[None]
+    codes, scale, offset = two_levels(block, (1.0,))
+    assert float(row_scales(block)[0]) == 1.0 and len(pairs) == 239 * 240 // 2
     top = offset.int() + CODES * scale.int()
     assert int(scale.min()) == 1 and int(scale.max()) == 16 and int(offset.min()) >= 2 and int(top.max()) <= 255
     restored = codes.int() * scale[..., None] + offset[..., None].int() - 128
     assert int(restored.min()) >= -128 and int(restored.max()) <= 127
     # the ends of a range are met to half of what the scale is short of or over a fifteenth of it, and rounding
     assert int((restored - block.int()).abs().max()) <= 8
+
+
+@pytest.mark.parametrize("factors", [(1.0,), CLIP_FACTORS])
+def test_levels_beyond_the_row_s_own_do_not_overflow_a_byte(factors: tuple[float, ...]):
+    """What makes up for the errors of other columns may exceed the largest weight of its row, by any amount."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, places = torch.logspace(-1, 4, 20)[:, None], 300 * torch.randn(100, 20, 1, generator=generator)
+    levels = torch.randn(100, 20, 64, generator=generator) * sizes + places
+    codes, scale, offset = two_levels(levels, factors, torch.rand(64, generator=generator))
+    assert int(scale.min()) >= 1 and int(offset.min()) >= 2 and int((offset.int() + CODES * scale.int()).max()) <= 255
+    restored = codes * scale[..., None].float() + offset[..., None].float() - 128
+    for beyond, sign in ((levels.amin(-1) > LARGEST, 1), (levels.amax(-1) < -LARGEST, -1)):
+        assert int(beyond.sum()) > 50
+        # as near as bytes come, at least where no other range was searched for
+        assert bool((sign * restored[beyond] >= (LARGEST - 8 if len(factors) == 1 else LARGEST / 2)).all())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_search_is_near_the_best_of_every_scale_and_offset(weighted: bool):
+    """Brute force over every scale and offset that a byte holds: the nearest codes of each are known."""
+    generator = torch.Generator().manual_seed(1)
+    levels = torch.randn(12, 8, generator=generator) * torch.linspace(2, 50, 12)[:, None]
+    counts = torch.rand(8, generator=generator) if weighted else torch.ones(8)
+    scales, offsets = torch.meshgrid(torch.arange(1.0, 17), torch.arange(256.0), indexing="ij")
+    legal = offsets + 15 * scales <= 255
+    grid = (offsets - 128)[..., None] + scales[..., None] * torch.arange(16.0)
+
+    def error(group: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (((values[..., None, :] - group[:, None]) ** 2).amin(-1) * counts).sum(-1)
+
+    best = torch.stack([error(group, grid)[legal].amin() for group in levels])
+    found = {}
+    for factors in ((1.0,), CLIP_FACTORS):
+        codes, scale, offset = (t[:, 0].float() for t in two_levels(levels[:, None], factors, counts))
+        values = offset[:, None] - 128 + scale[:, None] * torch.arange(16.0)
+        errors = torch.stack([error(group, own) for group, own in zip(levels, values, strict=True)])
+        restored = codes * scale[:, None] + offset[:, None] - 128
+        assert torch.allclose(((restored - levels) ** 2 * counts).sum(-1), errors)  # codes are the nearest
+        found[factors] = errors
+    assert bool((found[CLIP_FACTORS] <= found[(1.0,)]).all()) and bool((found[CLIP_FACTORS] >= best * 0.9999).all())
+    assert float(found[CLIP_FACTORS].sum()) < 0.9 * float(found[(1.0,)].sum())
+    assert float(found[CLIP_FACTORS].sum()) < 2 * float(best.sum())
 
 
 @pytest.mark.parametrize("format", LQQ, ids=lambda f: f.name)

@@ -56,6 +56,20 @@ class Operands:
         return self.workload.format.parameter_dtype(self.workload.dtype)
 
     @property
+    def copied_parameters(self) -> tuple[str, int]:
+        """How cp.async takes a tile's row of scales, zero points or offsets: the dtype of what it
+        copies, and how many there are. Bytes go by fours, the least that it copies."""
+        per_copy = 4 if self.parameter_dtype == "uint8" else 1
+        return "int32" if per_copy == 4 else self.parameter_dtype, self.schedule.block_n // per_copy
+
+    def copied(self, T: Any, parameters: Any) -> Any:
+        """The tensor of ``parameters`` as ``copied_parameters`` says."""
+        dtype, columns = self.copied_parameters
+        if dtype == self.parameter_dtype:
+            return parameters
+        return T.view(parameters, (self.groups, self.n_pad * columns // self.schedule.block_n), dtype)
+
+    @property
     def record_k(self) -> int:
         """k of one 2,048-byte record: 64 at 4 bits, 32 at 8."""
         return 256 // self.workload.format.bits
@@ -168,8 +182,11 @@ class Operands:
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
-        sums = ", int" if w.format.integer_sums else ""
-        return f"tilebit::Store<{', '.join(map(str, arguments))}{sums}>"
+        return f"tilebit::Store<{', '.join(map(str, arguments))}{self.sum_type()}>"
+
+    def sum_type(self) -> str:
+        """The accumulators' type as a further template argument, where it is not fp32."""
+        return ", int" if self.workload.format.integer_sums else ""
 
     def part_types(self) -> str:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further

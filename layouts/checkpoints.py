@@ -16,6 +16,9 @@ which of eight neighbouring output channels each nibble holds, lowest nibble fir
 compressed-tensors codes are signed integers stored with an offset of 2**(bits-1): unsigned codes
 here.
 
+QServe keeps 4-bit codes in the order of its kernel's loads (``qserve_layout``), compressed-tensors'
+int-quantized weights and their scales as they are.
+
 4-bit floats store two codes a byte along k, that of the lower k in the low bits, whatever tool
 writes them: compressed-tensors weight_packed uint8 [n, k/2], gpt-oss *_blocks uint8 [n, groups,
 16]. Four such bytes are a word of "compressed-tensors".
@@ -72,6 +75,17 @@ def checkpoint_layout(storage: str, bits: int) -> CheckpointLayout:
         )
     offset = 1 if storage == "gptq" else 0
     return CheckpointLayout(storage, bits, _along_k("gptq.qweight", bits, "k_major"), _along_n("gptq.qzeros", bits, "k_major"), offset)
+
+
+@cache
+def qserve_layout() -> PackedLayout:
+    """QServe's qweight, int8 [n, k/2]: of tiles of 32 x 32 codes, one row of tiles after another. A
+    word's bytes are four neighbouring k, whose low nibbles are of row r and whose high ones of row r
+    + 16; words follow each other by r + 8, then by k + 16, then by the next four of 16 k, then by r +
+    1 of eight."""
+    row, quad, half, eight, byte, high = np.indices((8, 4, 2, 2, 4, 2))
+    order = (16 * high + 8 * eight + row) * 32 + 16 * half + 4 * quad + byte
+    return PackedLayout("qserve.qweight", 4, 32, 32, order.reshape(-1, 8))
 
 
 def _along_k(name: str, bits: int, outer: str) -> PackedLayout:

@@ -22,7 +22,7 @@ class Scale:
     "none", "middle" of the codes, or "stored" with the scale; or an "offset" that is added to the
     product of number and factor (see ``GemmFormat``). Kernels read factors of groups in the
     product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
-    powers of two, or "e4m3"; "": any of that type. Of "uint8" factors and offsets are bytes."""
+    powers of two, or "e4m3"; "": any of that type; "uint8": bytes."""
 
     group: int
     zero: str = "none"
@@ -108,8 +108,13 @@ class GemmFormat:
         return self.x == INT8
 
     def parameter_dtype(self, dtype: str) -> str:
-        """Of scales, zero points and offsets of groups, in a product of 16-bit ``dtype``."""
+        """Of the inner level's scales, in a product of 16-bit ``dtype``."""
         return "uint8" if self.weight.scales[0].of == "uint8" else dtype
+
+    def zero_dtype(self, dtype: str) -> str:
+        """Of zero points and offsets, in a product of 16-bit ``dtype``: bytes where they are added to
+        bytes."""
+        return "uint8" if self.integer_sums else dtype
 
     @property
     def row_scaled(self) -> bool:
@@ -164,7 +169,8 @@ class GemmFormat:
     @property
     def group_bytes(self) -> int:
         """Of the scale of a group and of what is stored beside it."""
-        return (1 if self.weight.scales[0].of == "uint8" else 2) * (1 if self.symmetric else 2)
+        zero = 0 if self.symmetric else 1 if self.integer_sums else 2
+        return zero + (1 if self.weight.scales[0].of == "uint8" else 2)
 
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
@@ -267,6 +273,8 @@ FORMATS: dict[str, GemmFormat] = {
     "w4a16_nvfp4": GemmFormat(Numbers("e2m1", 4, (Scale(16, of="e4m3"), Scale(PER_CHANNEL)))),
     "w4a8_lqq_g64": _lqq(64),
     "w4a8_lqq_g128": _lqq(128),
+    # QServe's per channel: 4-bit codes with a scale and a zero point for each output channel.
+    "w4a8_channel_asym": GemmFormat(Numbers("uint", 4, (Scale(PER_CHANNEL, "stored"),)), x=INT8),
     # SmoothQuant's: 8 bits on both sides, a scale for each output channel and each row of x.
     "w8a8_channel": GemmFormat(Numbers("uint", 8, (Scale(PER_CHANNEL, "middle"),)), x=INT8),
 }

@@ -74,7 +74,7 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
     found: dict[int, Kernel] = {}
     reasons: list[str] = []
     waiting = list(range(len(wanted)))
-    with CompilePool(jobs, cache=cache) as pool:
+    with CompilePool(jobs, cache=cache, keep=True) as pool:
         while waiting:
             requests: dict[int, CompileRequest] = {}
             for index in waiting:

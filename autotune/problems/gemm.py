@@ -146,7 +146,8 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)  # and token scales
     if workload.format.x:
         largest, unit = _exact_integers(workload)
-        row_scales, scales = row_scales * unit, (unit,)
+        row_scales = row_scales * unit
+        scales = row_scales.tolist()  # of channels, where they have no row scales
     else:
         largest, scales = _exact_ranges(workload)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)

@@ -81,6 +81,7 @@ PEER_KINDS = {
     "tilebit_w4a8_lqq_g64": PeerKind("tilebit", "w4a8_lqq", False, group_size=64),
     "tilebit_w4a8_lqq_g128": PeerKind("tilebit", "w4a8_lqq", False),
     "tilebit_w8a8_channel": PeerKind("tilebit", "w8a8_channel", True, group_size=None),
+    "tilebit_w4a8_channel_asym": PeerKind("tilebit", "w4a8_channel", False, group_size=None),
     "marlin_mxfp4": PeerKind("marlin", "w4a16_mxfp4", dtype="bfloat16", group_size=32),
     "marlin_nvfp4": PeerKind("marlin", "w4a16_nvfp4", dtype="bfloat16", group_size=16),
 }

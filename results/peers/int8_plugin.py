@@ -1,6 +1,6 @@
 """Products of int8 x as plug-ins of the peer harness: tilebit's kernels of LiquidGEMM's two-level
-weights and of W8A8, on the harness's weight and on its int8 activations, which every peer gets
-quantized beforehand.
+weights, of W8A8 and of QServe's per-channel W4A8, on the harness's weight and on its int8
+activations, which every peer gets quantized beforehand.
 
     PYTHONPATH=$PWD gemm_peers.py --plugin results/peers/int8_plugin.py --methods torch_fp16,humming_w4a8_int8,vllm_int8
     python -m results.peers.int8_plugin --compile 4096x4096,28672x4096 1,16,256
@@ -29,7 +29,7 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import detect_target
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
-FORMATS = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel")
+FORMATS = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")
 BASELINE = "tilebit_w4a16_sym"  # tilebit's own W4A16 in the same process
 
 

@@ -78,7 +78,7 @@ E2M1 = Codec(
 BYTES = Codec(
     "uint",
     x=INT8,
-    device=lambda f: "tilebit::Lqq" if f.offset else "tilebit::Centered",
+    device=lambda f: "tilebit::Lqq" if f.offset else "tilebit::Centered" if f.symmetric else "tilebit::Shifted",
     headers=("codecs/int8.cuh",),
     programs=_PROGRAMS,
     group_sizes=(64, 128, -1),

@@ -136,7 +136,8 @@ def stage_groups(format: GemmFormat, schedule: Schedule) -> int:
     """Rows of group parameters of a stage: those that a step touches; of bytes an even number where a
     row is no multiple of TMA_ALIGNMENT."""
     groups = 1 if format.group_size == PER_CHANNEL else -(-schedule.block_k // format.group_size)
-    return groups + groups % 2 if format.offset and schedule.block_n % TMA_ALIGNMENT else groups
+    of_bytes = format.integer_sums and not format.symmetric
+    return groups + groups % 2 if of_bytes and schedule.block_n % TMA_ALIGNMENT else groups
 
 
 def x_stage_bytes(format: GemmFormat, schedule: Schedule) -> int:

@@ -92,14 +92,13 @@ class Workload:
         f, layout = self.format, packed_layout(arch, self.format)
         whole = 1 if arch == "cpu" else X_ROW_BYTES // self.x_bytes
         columns = -(-self.k // whole) * whole
-        parameters = f.parameter_dtype(self.dtype)
         groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
         packing = f"pack the weight for this device and dtype with tilebit.pack ({arch})"
         return (
             Operand("x", self.x_dtype, ("m", columns)),
             Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
-            Operand("scales", parameters, groups, advice=packing),
-            Operand("zeros", parameters, groups, optional=True, absent=f.symmetric, advice=packing),
+            Operand("scales", f.parameter_dtype(self.dtype), groups, advice=packing),
+            Operand("zeros", f.zero_dtype(self.dtype), groups, optional=True, absent=f.symmetric, advice=packing),
             *part_operands(self, groups[1], packing),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),
         )

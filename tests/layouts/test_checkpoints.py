@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilebit.layouts.checkpoints import STORAGES, checkpoint_layout
+from tilebit.layouts.checkpoints import STORAGES, checkpoint_layout, qserve_layout
 from tilebit.layouts.packing import compose, gemm_layout
 
 CASES = [(storage, bits) for storage in STORAGES for bits in (4, 8) if (storage, bits) != ("awq", 8)]
@@ -65,11 +65,22 @@ def test_compressed_tensors_agrees_with_its_library(bits: int, n: int, k: int, g
         assert np.array_equal(packing.unpack(stored.numpy(), *codes.shape), codes)
 
 
-@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
-@pytest.mark.parametrize("storage,bits", CASES)
+def test_qserve_packs_tiles_of_32_by_32() -> None:
+    """As in the comments of its converter: [n / 32, k / 32, row of 8, quad of 4, half of 16 k, half of 16 rows, k of 4], 16 rows a byte."""
+    codes = _codes(64, 96, 4)
+    stored = qserve_layout().pack(codes).view(np.uint8).reshape(2, 3, 8, 4, 2, 2, 4)
+    for place in np.ndindex(stored.shape):
+        tile_n, tile_k, row, quad, half_k, half_n, column = place
+        i, j = tile_n * 32 + half_n * 8 + row, tile_k * 32 + half_k * 16 + quad * 4 + column
+        assert stored[place] == codes[i, j] | codes[i + 16, j] << 4
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a", "sm_90a int8"])
+@pytest.mark.parametrize("storage,bits", [*CASES, ("qserve", 4)])
 def test_importing_is_composing(storage: str, bits: int, arch: str) -> None:
     n, k = 72, 80
-    source, target = checkpoint_layout(storage, bits).weight, gemm_layout(arch, bits)
+    source = qserve_layout() if storage == "qserve" else checkpoint_layout(storage, bits).weight
+    target = gemm_layout(arch.partition(" ")[0], bits, arch.endswith("int8"))
     codes = _codes(n, k, bits)
     words = source.pack(codes).ravel()
     slots = (words[:, None] >> (np.arange(source.slots, dtype=np.uint32) * np.uint32(bits))) & np.uint32((1 << bits) - 1)

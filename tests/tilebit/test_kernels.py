@@ -34,7 +34,7 @@ def attempts(monkeypatch, tmp_path):
     seen = Attempts()
 
     class Pool:
-        def __init__(self, jobs: int | None, cache: ArtifactCache):
+        def __init__(self, jobs: int | None, cache: ArtifactCache, keep: bool = False):
             self.cache = cache
 
         def __enter__(self):

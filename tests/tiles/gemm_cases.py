@@ -18,7 +18,7 @@ from tilebit.schedules.target import Target
 
 Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
-INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel")))
+INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")))
 
 
 def in_turn(

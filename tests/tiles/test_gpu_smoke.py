@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from gpu_kernels import Built, Case
 
 W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
-MXFP4, NVFP4, LQQ, W8A8 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128", "w8a8_channel"))
+MXFP4, NVFP4, LQQ = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128"))
+W8A8, ASYM = map(QuantFormat.parse, ("w8a8_channel", "w4a8_channel_asym"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -52,6 +53,8 @@ CASES: tuple[Case, ...] = (
     (Workload(33, 320, 1000, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),
     (Workload(33, 320, 576, LQQ, bias=True), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
     (Workload(5, 505, 1001, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
+    (Workload(130, 505, 1001, ASYM, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
+    (Workload(33, 320, 1000, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 4, 4, stream_k=True)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=4)),

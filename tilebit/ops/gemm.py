@@ -62,7 +62,7 @@ def gemm(
     launched. It hides the start of a launch behind the end of the previous one; where the kernel or
     the device has no dependent launch (CPU, sm_80 to sm_89) it does nothing. Results are the same.
 
-    A weight whose format has int8 x (``w4a8_lqq_g128``, ``w8a8_channel``) multiplies codes, summed in
+    A weight whose format has int8 x (``w4a8_lqq_g128``, ``w4a8_channel_asym``) multiplies codes, summed in
     int32: ``x`` int8 with ``token_scales`` fp32 [...], a scale for each row, as
     ``tilebit.quantize_activations`` gives them; or x in ``packed.dtype``, which is quantized so
     first, by a launch of its own. ``token_scales`` is for these weights alone.

@@ -1,6 +1,7 @@
 """Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized,
-and 4-bit floats: its mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense
-layers; from safetensors files or sharded indexes. Checkpoints of 4-bit floats that quantize
+its int-quantized W8A8, QServe's W4A8 per channel and by groups, and 4-bit floats:
+mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense layers; from safetensors
+files, sharded indexes or one pickled state_dict. Checkpoints of 4-bit floats that quantize
 activations too are read weight-only: x stays in 16 bits, input_global_scale is not used.
 
 Tensors are read one layer at a time; files are opened, and their headers checked, when the
@@ -15,23 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..accepted import expect
 from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
-from .checkpoint_files import find_config, tensor_dtype, tensor_files, tensor_shape
+from .checkpoint_files import find_config, tensor_dtypes, tensor_files, tensor_shape
 from .checkpoint_floats import decode_floats, float_format, refuse_stack
+from .checkpoint_int8 import decode_int8
 from .checkpoint_layers import PARTS, REQUIRED, StoredLayer, stored_name
-from .checkpoint_report import report
+from .checkpoint_open import UNREADABLE, TensorFile, open_tensors
+from .checkpoint_qserve import decode_qserve
+from .checkpoint_report import check_kind, report
 from .quantize import QuantizedTensor
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
 
 
 def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None, checkpoint_format: str | None = None) -> Checkpoint:
-    """Open a checkpoint: a directory as saved for Hugging Face, or one .safetensors file (with the
-    config of its directory, if there is one).
+    """Open a checkpoint: a directory as saved for Hugging Face, or one file, .safetensors or a pickled
+    state_dict (with the config of its directory, if there is one). Of pickles only tensors are read
+    (``weights_only=True``).
 
     ``config`` replaces the quantization config on disk. ``checkpoint_format`` ("gptq" or "gptq_v2")
     replaces what a GPTQ config says of its zero points (v1 stores them minus one). Without any
@@ -56,30 +60,32 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
 
 class Checkpoint:
     """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq",
-    "compressed-tensors" or "mxfp4" (gpt-oss). Keeps its files memory-mapped.
+    "compressed-tensors", "mxfp4" (gpt-oss) or "qserve". Keeps its files memory-mapped.
     """
 
     def __init__(self, path: Path, files: dict[str, Path], family: str, schemes: Schemes | None, checkpoint_format: str | None) -> None:
         self.path, self.family = path, family
         self._files, self._schemes, self._checkpoint_format = files, schemes, checkpoint_format
-        self._open: dict[Path, Any] = {}
-        suffix = stored_name("", family, PARTS[family][0])
-        self._layers = sorted((name.removesuffix(suffix) for name in files if name.endswith(suffix)), key=_natural)
+        self._open: dict[Path, TensorFile] = {}
+        found = _kinds(files, family)
+        self._layers = {name: found[name] for name in sorted(found, key=_natural)}  # and the kind of each: a key of PARTS
         if not self._layers:
+            suffix = stored_name("", family, PARTS[family][0])
             raise CheckpointError(
                 f"{path} is labelled {family} but holds no tensor named *{suffix}; correct quant_method, or check that it was saved "
                 "quantized"
             )
-        for layer in self._layers:
-            missing = [name for part in REQUIRED[family] if (name := stored_name(layer, family, part)) not in files]
-            if missing == [f"{layer}.weight_shape"] and tensor_dtype(files[f"{layer}.weight_packed"], f"{layer}.weight_packed") == "U8":
+        for layer, kind in self._layers.items():
+            missing = [name for part in REQUIRED[kind] if (name := stored_name(layer, kind, part)) not in files]
+            packed = f"{layer}.weight_packed"
+            if missing == [f"{layer}.weight_shape"] and tensor_dtypes(files, [packed])[packed] == "U8":
                 missing = []  # bytes of 4-bit floats say their shape
             if missing:
+                held = next(name for part in PARTS[kind] if (name := stored_name(layer, kind, part)) in files)
                 raise CheckpointError(
-                    f"{path} has {layer}{suffix} but not {', '.join(missing)}; a {family} layer needs all of them: copy the checkpoint "
-                    "again"
+                    f"{path} has {held} but not {', '.join(missing)}; a {family} layer needs all of them: copy the checkpoint again"
                 )
-        report(path, family, self._layers, files, schemes)
+        report(path, self._layers, files, schemes)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, family={self.family!r}, layers={len(self._layers)})"
@@ -99,49 +105,70 @@ class Checkpoint:
         file = self._files[name]
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            return self._open[file].get_tensor(name).to(device)
-        except (SafetensorError, OSError) as error:
+                self._open[file] = open_tensors(file)
+            return self._open[file].tensor(name).to(device)
+        except UNREADABLE as error:
             raise CheckpointError(f"cannot read {name} from {file}: {error}; copy the file again") from error
 
     def bias(self, name: str, device: torch.device | str = "cpu") -> Tensor | None:
         """The bias [n] of a quantized layer, or None. Raises ``CheckpointError`` if it does not fit
         the layer's scales."""
-        self._check_layer(name)
-        stored = stored_name(name, self.family, "bias")
+        kind = self._kind(name)
+        stored = stored_name(name, kind, "bias")
         if stored not in self._files:
             return None
         bias = self.tensor(stored, device)
-        weight, scales = (stored_name(name, self.family, part) for part in PARTS[self.family][:2])
-        if self.family == "mxfp4":
+        weight, scales = (stored_name(name, kind, part) for part in PARTS[kind][:2])
+        if kind == "mxfp4":
             refuse_stack(name, tuple(tensor_shape(self._files[weight], weight)))
-        n = tensor_shape(self._files[scales], scales)[0 if self.family in ("compressed-tensors", "mxfp4") else -1]
+        counted = weight if kind == "int-quantized" else scales  # whose scale may be one for all channels
+        n = tensor_shape(self._files[counted], counted)[-1 if kind in ("awq", "gptq") else 0]
         if list(bias.shape) != [n] or not bias.is_floating_point():
             raise CheckpointError(f"{stored} is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again")
         return bias
 
     def quantized(self, name: str, device: torch.device | str = "cpu") -> QuantizedTensor:
         """One layer, unpacked on ``device``: the stored codes, scales and zero points unchanged,
-        act-order columns grouped through ``perm``.
+        act-order columns grouped through ``perm``. Of QServe's the same weights
+        (``checkpoint_qserve.py``).
 
         Raises ``CheckpointError`` when its tensors do not fit each other or the config.
         """
-        self._check_layer(name)
-        parts = {part: stored_name(name, self.family, part) for part in PARTS[self.family]}
+        kind, scheme = self._kind(name), None if self._schemes is None else self._schemes(name)
+        check_kind(name, kind, scheme)
+        parts = {part: stored_name(name, kind, part) for part in PARTS[kind]}
         tensors = {part: self.tensor(stored, device) for part, stored in parts.items() if stored in self._files}
-        weight, scales = (tensors.get(part) for part in PARTS[self.family][:2])
-        if self._schemes is not None:
-            format = self._schemes(name).format
+        if kind == "qserve":
+            return decode_qserve(name, tensors, None if scheme is None else scheme.format)
+        if kind == "int-quantized":
+            return decode_int8(name, tensors)
+        weight, scales = (tensors.get(part) for part in PARTS[kind][:2])
+        if scheme is not None:
+            format = scheme.format
         else:
             format = float_format(scales) if weight is not None and weight.dtype == torch.uint8 else None
         if format is not None and not format.integer:
             return decode_floats(name, weight, scales, tensors.get("weight_global_scale"), format)
-        layer = StoredLayer.read(name, self.family, tensors)
-        return layer.decode(layer.infer(self.family, self._checkpoint_format) if self._schemes is None else self._schemes(name))
+        layer = StoredLayer.read(name, kind, tensors)
+        return layer.decode(layer.infer(kind, self._checkpoint_format) if scheme is None else scheme)
 
-    def _check_layer(self, name: str) -> None:
-        if stored_name(name, self.family, PARTS[self.family][0]) not in self._files:
+    def _kind(self, name: str) -> str:
+        if name not in self._layers:
             raise CheckpointError(f"{name!r} is not a quantized layer of {self.path}; layers() lists them, tensor() reads the rest")
+        return self._layers[name]
+
+
+def _kinds(files: Mapping[str, Path], family: str) -> dict[str, str]:
+    """The quantized layers that tensors' names point to, and the kind of each. compressed-tensors' are
+    packed or plain: a plain weight is one that has scales, or is int8 and lacks them."""
+    suffix = stored_name("", family, PARTS[family][0])
+    found = {name.removesuffix(suffix): family for name in files if name.endswith(suffix)}
+    if family != "compressed-tensors":
+        return found
+    plain = {layer for name in files if (layer := name.removesuffix(".weight_scale")) != name and layer not in found}
+    others = {name for name in files if name.endswith(".weight") and name.removesuffix(".weight") not in {*found, *plain}}
+    plain |= {name.removesuffix(".weight") for name, dtype in tensor_dtypes(files, others).items() if dtype == "I8"}
+    return found | dict.fromkeys(plain, "int-quantized")
 
 
 def _guess_family(path: Path, files: dict[str, Path]) -> str:
@@ -151,6 +178,8 @@ def _guess_family(path: Path, files: dict[str, Path]) -> str:
             return "compressed-tensors"
         if name.endswith("_blocks") and f"{name.removesuffix('blocks')}scales" in files:
             return "mxfp4"
+        if name.endswith(".qweight") and f"{name.removesuffix('qweight')}s1_scales" in files:
+            return "qserve"
         if name.endswith(".qweight") and f"{name.removesuffix('qweight')}scales" in files:
             if f"{name.removesuffix('qweight')}g_idx" in files:
                 return "gptq"
@@ -158,8 +187,8 @@ def _guess_family(path: Path, files: dict[str, Path]) -> str:
             # GPTQ packs along k, so its qweight is as wide as its scales; AWQ packs along n.
             return "gptq" if tensor_shape(file, name)[-1:] == tensor_shape(files[scales], scales)[-1:] else "awq"
     raise CheckpointError(
-        f"{path} has no quantization config and no quantized layer (*.qweight with *.scales, *.weight_packed, or "
-        "*_blocks with *_scales); accepted: AutoAWQ, GPTQ, compressed-tensors and gpt-oss "
+        f"{path} has no quantization config and no quantized layer (*.qweight with *.scales or *.s1_scales, *.weight_packed, or "
+        "*_blocks with *_scales); accepted: AutoAWQ, GPTQ, compressed-tensors, gpt-oss and QServe "
         "checkpoints: quantize the model first, or pass config="
     )
 

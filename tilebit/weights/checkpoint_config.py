@@ -1,5 +1,5 @@
 """What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's,
-compressed-tensors' and gpt-oss's, brought to one form.
+compressed-tensors', gpt-oss's and QServe's, brought to one form.
 
 compressed-tensors configs are parsed by that library where it is installed (presets, defaults,
 validation, target matching); without it, the JSON fields are read as they stand.
@@ -16,16 +16,25 @@ from typing import Any, NoReturn
 
 from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
 
-FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4")
+FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4", "qserve")
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 # Formats of compressed-tensors that hold 4-bit floats. Where they quantize activations too, that is
 # left out: their weights are what they are, and products with 16-bit activations are what other
 # libraries run on hardware without 4-bit ones.
 _FLOATS = {"mxfp4-pack-quantized": "w4a16_mxfp4", "nvfp4-pack-quantized": "w4a16_nvfp4"}
+_INT8 = "int-quantized"
 _PACKED = ("pack-quantized", *_FLOATS)
+_ACCEPTED = (*_PACKED, _INT8)
 _ACTIVATIONS = (
-    "quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16: quantize the model again with one of those"
+    "quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16, or W8A8 of int8 (format 'int-quantized', "
+    "activations dynamic per token): quantize the model again with one of those"
 )
+# Of int8 weights and activations: what each field must be (None: left out says the same as the first).
+_INT8_WEIGHTS = {"type": ("int",), "num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor"), "group_size": (None, -1)}
+_INT8_ACTIVATIONS = {"type": ("int",), "num_bits": (8,), "symmetric": (True,), "strategy": ("token",), "dynamic": (True,)}
+_DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None}
+QSERVE_METHODS = ("qserve", "qoq")  # as its own library and as sglang calls it
+QSERVE_GROUPS = {PER_CHANNEL: "w4a8_channel_asym", 128: "w4a8_lqq_g128"}
 
 
 class CheckpointError(ValueError):
@@ -35,8 +44,8 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerScheme:
-    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, the format, and
-    whether its columns are in act-order (None: not declared).
+    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, "int-quantized" or
+    "qserve", the format, and whether its columns are in act-order (None: not declared).
     """
 
     storage: str
@@ -68,6 +77,8 @@ def parse_quantization(config: Mapping[str, Any], checkpoint_format: str | None 
         return "compressed-tensors", _compressed_tensors(config)
     if method == "mxfp4":
         return "mxfp4", _gpt_oss(config)
+    if method in QSERVE_METHODS:
+        return "qserve", _qserve(config)
     _refuse("quant_method", method, FAMILIES, "quantize the model with AutoAWQ, GPTQModel or llm-compressor")
 
 
@@ -137,13 +148,13 @@ def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
     groups, storage_format = _config_groups(config), config.get("format")
-    if storage_format not in (*_PACKED, "mixed-precision"):
+    if storage_format not in (*_ACCEPTED, "mixed-precision"):
         if any(group.get("input_activations") for group in groups):
             raise CheckpointError(f"compressed-tensors format is {storage_format!r}, which {_ACTIVATIONS}")
         _refuse(
             "compressed-tensors format",
             storage_format,
-            _PACKED,
+            _ACCEPTED,
             "save the model again with quantization_format='pack-quantized'",
         )
     if config.get("quantization_status", "compressed") != "compressed":
@@ -160,8 +171,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
     def scheme(name: str) -> LayerScheme:
         group = _group_of(name, groups)
         packing = group.get("format") or storage_format
-        if packing not in _PACKED:
-            _refuse(f"compressed-tensors format of {name}", group.get("format"), _PACKED, "save the model again in it")
+        if packing not in _ACCEPTED:
+            if group.get("input_activations"):
+                raise CheckpointError(f"compressed-tensors format of {name} is {packing!r}, which {_ACTIVATIONS}")
+            _refuse(f"compressed-tensors format of {name}", group.get("format"), _ACCEPTED, "save the model again in it")
+        if packing == _INT8:
+            return _int8_scheme(name, group)
         if packing in _FLOATS:
             return _float_scheme(name, GemmFormat.parse(_FLOATS[packing]), group.get("weights") or {})
         if group.get("input_activations"):
@@ -177,6 +192,36 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
         return LayerScheme("compressed-tensors", format, weights.get("actorder") in ("group", "dynamic"))
 
     return scheme
+
+
+def _int8_scheme(name: str, group: Mapping[str, Any]) -> LayerScheme:
+    """SmoothQuant's: int8 weights with a scale for each output channel or for all, x quantized row by
+    row at a call."""
+    for part, expected in (("weights", _INT8_WEIGHTS), ("input_activations", _INT8_ACTIVATIONS)):
+        given = group.get(part)
+        if not given:
+            raise CheckpointError(
+                f"{name}: format is {_INT8!r} but its {part} are not quantized; accepted in that format: int8 weights and activations; "
+                "weights alone are read as 'pack-quantized': save the model again in it"
+            )
+        for field, accepted in expected.items():
+            value = _DEFAULTS[field] if given.get(field) is None else given[field]
+            if isinstance(value, bool) != isinstance(accepted[0], bool) or value not in accepted:
+                _refuse(f"{name}: {field} of {part}", value, accepted, f"format {_INT8!r} has no other here; quantize the model again so")
+    if group.get("output_activations"):
+        raise CheckpointError(f"{name} quantizes its outputs; accepted: weights and input activations alone: quantize the model again so")
+    return LayerScheme(_INT8, GemmFormat.parse("w8a8_channel"), None)
+
+
+def _qserve(config: Mapping[str, Any]) -> Schemes:
+    bits = next((config[field] for field in ("wbits", "w_bit", "bits", "weight_bits") if field in config), None)
+    if isinstance(bits, bool) or bits != 4:
+        _refuse("QServe wbits", bits, (4,), "8-bit weights are read from compressed-tensors' 'int-quantized' W8A8")
+    group = config.get("group_size")
+    if isinstance(group, bool) or group not in QSERVE_GROUPS:
+        _refuse("QServe group_size", group, tuple(QSERVE_GROUPS), "quantize the model again with one of these (-1: per channel)")
+    scheme = LayerScheme("qserve", GemmFormat.parse(QSERVE_GROUPS[group]), None)
+    return lambda name: scheme
 
 
 def _float_scheme(name: str, format: GemmFormat, weights: Mapping[str, Any]) -> LayerScheme:

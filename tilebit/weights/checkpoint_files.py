@@ -1,16 +1,15 @@
 """Where a checkpoint's tensors and its quantization config are: safetensors files, sharded indexes,
-config.json and its older siblings."""
+one pickle, config.json and its older siblings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from ..json_reader import JsonError, read_json
 from .checkpoint_config import CheckpointError
+from .checkpoint_open import PICKLES, UNREADABLE, open_tensors
 
 INDEX = "model.safetensors.index.json"
 # Newest first: AutoGPTQ and AutoAWQ wrote their own files before transformers' config.json took the
@@ -19,13 +18,14 @@ _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, for a directory or one .safetensors file. Opens every
-    file, so truncated and missing ones are reported here.
+    """Tensor name -> the file that holds it, for a directory or one file, .safetensors or a pickle.
+    Opens every file, so truncated and missing ones are reported here.
     """
     if path.is_file():
-        if path.suffix != ".safetensors":
+        if path.suffix not in (".safetensors", *PICKLES):
             raise CheckpointError(
-                f"{path} is not a .safetensors file; accepted: one of those or a directory: convert the model with save_pretrained()"
+                f"{path} is not a .safetensors file; accepted: one of those, a pickled state_dict ({', '.join(PICKLES)}) or a directory: "
+                "convert the model with save_pretrained()"
             )
         return dict.fromkeys(_names(path), path)
     if not path.is_dir():
@@ -42,11 +42,13 @@ def tensor_files(path: Path) -> dict[str, Path]:
             f"{path} has {len(files)} .safetensors files ({files[0].name}, ...) and no {INDEX}; copy the index too, or pass one file"
         )
     if not files:
-        pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
-        raise CheckpointError(
-            f"{path} has no .safetensors file{f', only {pickles[0]}' if pickles else ''}; accepted: safetensors: convert the model with "
-            "save_pretrained()"
-        )
+        files = sorted(file for kind in PICKLES for file in path.glob(f"*{kind}"))
+        if len(files) != 1:
+            found = f", but {len(files)} pickles ({files[0].name}, ...)" if files else ""
+            raise CheckpointError(
+                f"{path} has no .safetensors file{found}; accepted: safetensors, or one pickled state_dict ({', '.join(PICKLES)}): convert "
+                "the model with save_pretrained()"
+            )
     return dict.fromkeys(_names(files[0]), files[0])
 
 
@@ -70,14 +72,20 @@ def find_config(directory: Path) -> dict[str, Any] | None:
 
 def tensor_shape(file: Path, name: str) -> list[int]:
     """The shape of a stored tensor, read from the header."""
-    with safe_open(file, framework="pt") as opened:
-        return list(opened.get_slice(name).get_shape())
+    return open_tensors(file).shape(name)
 
 
-def tensor_dtype(file: Path, name: str) -> str:
-    """The dtype of a stored tensor in safetensors' words ("U8", "I32"), read from the header."""
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_slice(name).get_dtype()
+def tensor_dtypes(files: Mapping[str, Path], names: Collection[str]) -> dict[str, str]:
+    """The dtypes of stored tensors in safetensors' words ("U8", "I32"), read from the headers; each
+    file is opened once."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    found = {}
+    for file, held in by_file.items():
+        opened = open_tensors(file)
+        found |= {name: opened.dtype(name) for name in held}
+    return found
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -111,9 +119,13 @@ def _indexed(path: Path) -> dict[str, Path]:
 
 def _names(file: Path) -> list[str]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
+        return open_tensors(file).names()
+    except UNREADABLE as error:
+        if file.suffix in PICKLES:
+            raise CheckpointError(
+                f"{file} ({file.stat().st_size} bytes) is no pickle of tensors alone ({type(error).__name__}); accepted: safetensors, or a "
+                "state_dict that torch.load reads with weights_only=True: copy it again, or convert the model with save_pretrained()"
+            ) from error
         raise CheckpointError(
             f"{file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}; copy or download it again"
         ) from error

@@ -15,25 +15,30 @@ from .checkpoint_config import GPTQ_FORMATS, CheckpointError, LayerScheme, quant
 from .packed import unpack_words
 from .quantize import SCALE_DTYPES, QuantizedTensor
 
-# The tensors of a layer: packed weight, scales; of integers zero points, group of each column,
-# shape; of 4-bit floats the factor of the whole weight.
+# The tensors of a layer, by its kind: the family, or "int-quantized" of compressed-tensors. Weight,
+# scales; of packed integers zero points, group of each column, shape; of 4-bit floats the factor of
+# the whole weight.
 PARTS = {
     "awq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
     "mxfp4": ("blocks", "scales"),
+    "int-quantized": ("weight", "weight_scale", "weight_zero_point", "input_scale"),
+    "qserve": ("qweight", "s1_scales", "s1_szeros", "s2_scales", "s2_zeros"),
 }
 REQUIRED = {
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
     "mxfp4": ("blocks", "scales"),
+    "int-quantized": ("weight", "weight_scale"),
+    "qserve": ("qweight", "s1_scales"),
 }
 
 
-def stored_name(layer: str, family: str, part: str) -> str:
+def stored_name(layer: str, kind: str, part: str) -> str:
     """gpt-oss holds parameters, not modules: ``gate_up_proj_blocks``, ``gate_up_proj_bias``."""
-    return f"{layer}{'_' if family == 'mxfp4' else '.'}{part}"
+    return f"{layer}{'_' if kind == 'mxfp4' else '.'}{part}"
 
 
 @dataclass(frozen=True, slots=True)

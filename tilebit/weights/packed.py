@@ -37,7 +37,7 @@ class PackedWeight:
 
     ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``;
     ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
-    holding integers, or None for a symmetric format; both uint8 where the format says so. n_pad is
+    holding integers, or None for a symmetric format; uint8 where the format says so. n_pad is
     n rounded up to whole tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
     x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
     None. Raises ``ValueError`` for anything else.
@@ -123,11 +123,15 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     scales = _scales(q, dtype)
     if q.row_scales is not None and not bool(torch.isfinite(q.row_scales).all()):
         raise ValueError("row_scales hold NaN or infinite values; accepted: finite ones: quantize the weight again")
+    zeros = None
+    if q.zeros is not None:
+        held = q.zeros.to(getattr(torch, q.format.zero_dtype(str(dtype).removeprefix("torch."))))
+        zeros = _by_group(held, n_pad, OFFSET_ZERO if q.format.offset else 0)
     rows = None if q.row_scales is None else torch.nn.functional.pad(q.row_scales, (0, n_pad - q.n))
     return PackedWeight(
         weight=pack_codes(q.codes, layout),
         scales=_by_group(scales, n_pad),
-        zeros=None if q.zeros is None else _by_group(q.zeros.to(scales.dtype), n_pad, OFFSET_ZERO if q.format.offset else 0),
+        zeros=zeros,
         n=q.n,
         k=q.k,
         format=q.format,

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..programs import program
+from . import kept_workers
 from .cache import ArtifactCache
 from .kernel import Kernel
 from .request import CompileFailure, CompileRequest
@@ -42,6 +43,7 @@ class _Worker:
 
     def __init__(self, compiler: str, cache: ArtifactCache) -> None:
         self.compiler = compiler
+        self.surroundings: object = kept_workers.surroundings(str(cache.root))
         self.ready = False
         self.job: int | None = None
         self.timeout = 0.0
@@ -81,6 +83,10 @@ class _Worker:
         answer, self.received = self.received[HEADER.size :], b""
         return pickle.loads(answer)
 
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
     def last_words(self) -> str:
         self.stderr.seek(0)
         return self.stderr.read()[-STDERR_TAIL:].decode(errors="replace").strip()
@@ -101,18 +107,20 @@ class CompilePool:
     """Up to ``jobs`` worker processes that turn requests into kernels of ``cache``; they start on
     demand and stay warm until ``close()``.
 
-    ``timeout`` is the time one request may take, in seconds (without its worker's start). Use it in
-    a ``with`` statement.
+    ``timeout`` is the time one request may take, in seconds (without its worker's start). ``keep``:
+    one worker stays for the next such pool (``kept_workers.py``). Use it in a ``with`` statement.
     """
 
-    def __init__(self, jobs: int | None = None, cache: ArtifactCache | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, jobs: int | None = None, cache: ArtifactCache | None = None, timeout: float = TIMEOUT_SECONDS, keep: bool = False
+    ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.jobs = cores if jobs is None else jobs
         if self.jobs < 1:
             raise ValueError(f"jobs is {jobs}; accepted: at least 1")
         self.cache = cache or ArtifactCache()
         self.cache.remove_stale()
-        self.timeout = timeout
+        self.timeout, self.keep = timeout, keep
         self.workers: list[_Worker] = []
 
     def __enter__(self) -> CompilePool:
@@ -122,9 +130,11 @@ class CompilePool:
         self.close()
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, or all but an idle one."""
         while self.workers:
-            self.workers.pop().end()
+            worker = self.workers.pop()
+            if not (self.keep and worker.ready and worker.job is None and worker.lives and kept_workers.keep(worker)):
+                worker.end()
 
     def compile(self, requests: Sequence[CompileRequest], progress: Progress | None = None) -> list[Kernel | CompileFailure]:
         """One result per request, in order; a failed request is a ``CompileFailure`` there.
@@ -160,7 +170,8 @@ class CompilePool:
                 self._assign(requests, waiting, finish)
                 self._collect(requests, finish)
         except BaseException:
-            self.close()  # an interrupted pool has half-read answers: its workers are not reused
+            self.keep = False  # an interrupted pool has half-read answers: its workers are not reused
+            self.close()
             raise
         return [result for result in results if result is not None]
 
@@ -180,7 +191,7 @@ class CompilePool:
                     self.workers.remove(idle[0])
                     idle[0].end()
                 try:
-                    worker = _Worker(compiler, self.cache)
+                    worker = self._new(compiler)
                 except OSError as error:
                     waiting.remove(job)
                     finish(job, CompileFailure(requests[job], "crash", (f"the compiler's process did not start: {error}",)))
@@ -191,6 +202,10 @@ class CompilePool:
                 worker.send(job, requests[job], self.timeout)
             except OSError:  # it died while idle
                 self._bury(worker, requests, finish)
+
+    def _new(self, compiler: str) -> _Worker:
+        kept = kept_workers.take(compiler, kept_workers.surroundings(str(self.cache.root))) if self.keep else None
+        return kept if isinstance(kept, _Worker) else _Worker(compiler, self.cache)
 
     def _collect(self, requests: Sequence[CompileRequest], finish: Callable[[int, Kernel | CompileFailure], None]) -> None:
         """Wait for an answer, a death or the next deadline."""

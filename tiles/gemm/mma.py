@@ -1,7 +1,7 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
-                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128
+                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128, or q - z
 
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
 its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32, of
@@ -47,7 +47,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p = Operands(workload, schedule)
     bn, bm, bk, splits, dtype = schedule.block_n, schedule.block_m, schedule.block_k, schedule.split_k, workload.dtype
     x_dtype, parameter_dtype = workload.x_dtype, p.parameter_dtype
-    stored, columns = p.copied_parameters
+    (scale_dtype, scale_columns), (zero_dtype, zero_columns) = p.copied_as(parameter_dtype), p.copied_as(p.zero_dtype)
     threads = schedule.num_warps * 32
     n_blocks, steps = p.n_pad // bn, -(-p.steps // splits)
     split, staged, integer = splits > 1, bm >= STAGED_BLOCK_M, workload.format.integer_sums
@@ -76,8 +76,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Xs = T.alloc_shared((bm, bk), x_dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
-            Ss = T.alloc_shared((p.step_groups, columns), stored)
-            Zs = T.alloc_shared((p.step_groups, columns), stored) if p.asymmetric else Ss
+            Ss = T.alloc_shared((p.step_groups, scale_columns), scale_dtype)
+            Zs = T.alloc_shared((p.step_groups, zero_columns), zero_dtype) if p.asymmetric else Ss
             W = T.alloc_fragment((bn, bk), x_dtype)
             sums = T.alloc_fragment((bn, bm), p.sums_dtype)
             Y = T.alloc_fragment((bn, bm), "float32") if integer else sums
@@ -96,9 +96,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 step = bz * steps + i
                 T.copy(halves[bx * (bn // 64), step * p.records * 2, 0], Ws)
                 if p.grouped or not integer:
-                    T.copy(p.copied(T, scales)[p.group_of(step), bx * columns], Ss)
+                    T.copy(p.copied(T, scales, parameter_dtype)[p.group_of(step), bx * scale_columns], Ss)
                 if p.asymmetric:
-                    T.copy(p.copied(T, zeros)[p.group_of(step), bx * columns], Zs)
+                    T.copy(p.copied(T, zeros, p.zero_dtype)[p.group_of(step), bx * zero_columns], Zs)
                 T.copy(x[by * bm, step * bk], Xs)
                 T.call_extern(
                     "handle",

@@ -52,22 +52,24 @@ class Operands:
 
     @property
     def parameter_dtype(self) -> str:
-        """Of scales and of zero points or offsets."""
+        """Of scales."""
         return self.workload.format.parameter_dtype(self.workload.dtype)
 
     @property
-    def copied_parameters(self) -> tuple[str, int]:
-        """How cp.async takes a tile's row of scales, zero points or offsets: the dtype of what it
-        copies, and how many there are. Bytes go by fours, the least that it copies."""
-        per_copy = 4 if self.parameter_dtype == "uint8" else 1
-        return "int32" if per_copy == 4 else self.parameter_dtype, self.schedule.block_n // per_copy
+    def zero_dtype(self) -> str:
+        """Of zero points or offsets."""
+        return self.workload.format.zero_dtype(self.workload.dtype)
 
-    def copied(self, T: Any, parameters: Any) -> Any:
-        """The tensor of ``parameters`` as ``copied_parameters`` says."""
-        dtype, columns = self.copied_parameters
-        if dtype == self.parameter_dtype:
+    def copied_as(self, dtype: str) -> tuple[str, int]:
+        """How cp.async takes a tile's row of scales, zero points or offsets of ``dtype``: as what it
+        copies them, and how many of these there are. Bytes go by fours, the least that it copies."""
+        return ("int32", self.schedule.block_n // 4) if dtype == "uint8" else (dtype, self.schedule.block_n)
+
+    def copied(self, T: Any, parameters: Any, dtype: str) -> Any:
+        """The tensor ``parameters`` of ``dtype``, as ``copied_as`` says."""
+        if dtype != "uint8":
             return parameters
-        return T.view(parameters, (self.groups, self.n_pad * columns // self.schedule.block_n), dtype)
+        return T.view(parameters, (self.groups, self.n_pad // 4), "int32")
 
     @property
     def record_k(self) -> int:
@@ -115,7 +117,7 @@ class Operands:
 
     @property
     def stage_groups(self) -> int:
-        """Rows of scales that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
+        """Rows of scales and of zero points that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
         where its bytes would be no multiple of the 128 that TMA's places are aligned to."""
         return stage_groups(self.workload.format, self.schedule)
 

@@ -93,6 +93,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     product, sum_pitch = product_type(workload, s), rules.sum_pitch(s)
     store_sums = f"tilebit::store_sums<{row_tiles}, {s.block_m}, {sum_pitch}>"
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
+    shifted = integer and p.asymmetric and not p.grouped  # zero points of channels, which no slot holds
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
@@ -185,7 +186,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 await_slot(shared, own, slot, phase)
                 T.call_extern(
                     "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own, slot),
-                    ring.weights_at(shared, own, slot), ring.parameters_at(shared, own, slot),
+                    ring.weights_at(shared, own, slot),
+                    T.address_of(zeros[0, own.row]) if shifted else ring.parameters_at(shared, own, slot),
                     *(kept.access_ptr("rw") for kept in (sums, products, x_sums) if kept is not None), own.lane,
                     ring.x_read(shared, own, slot),
                 )  # fmt: skip

@@ -1,7 +1,7 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
-                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128
+                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128, or q - z (* s[n])
 
 computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared
 memory, the other: tokens are the instruction's n, from 16 up (TurboMind sections 4.1-4.3).
@@ -188,7 +188,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
             Ss = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype)
-            Zs = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype) if p.asymmetric else Ss
+            Zs = T.alloc_shared((stages, p.stage_groups, bn), p.zero_dtype) if p.asymmetric else Ss
             staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))

@@ -17,7 +17,7 @@ from tilebit.autotune.problems.verify import (
     guarded_output,
     worst_tile_error,
 )
-from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.workload import Workload
 
@@ -48,6 +48,19 @@ def test_reference_is_the_formula(format, arch):
         w, _ = dense(problem)
         expected = problem.x.double() @ w.t() + problem.operands["bias"].double()
         torch.testing.assert_close(problem.reference(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+@pytest.mark.parametrize("name", ["w4a8_channel_asym", "w8a8_channel"])
+def test_reference_of_int8_x_is_the_formula(name, arch):
+    for make in (exact_problem, random_problem):
+        problem = make(Workload(*ODD, GemmFormat.parse(name), "float16", bias=True), 3, arch)
+        w, _ = dense(problem)
+        o = problem.operands
+        expected = problem.x.double() @ w.t() * o["token_scales"][:, None].double() + o["bias"].double()
+        torch.testing.assert_close(problem.reference(), expected, rtol=1e-12, atol=1e-12)
+        assert problem.x.dtype is torch.int8 and len(o["scales"][0, :200].unique()) > 1  # or a neighbour's scale would do
+        assert "zeros" not in o or (o["zeros"].dtype is torch.uint8 and len(o["zeros"][0, :200].unique()) == 16)
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_90a"])

@@ -79,7 +79,7 @@ def test_every_shape_has_candidates_of_every_family(arch, format):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", ["w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel"])
+@pytest.mark.parametrize("name", ["w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"])
 def test_every_shape_of_int8_x_has_tiles(arch: str, name: str):
     """k of an odd number of packed tiles of 32 among them, which only steps of 32 divide."""
     target = target_from_name(arch)

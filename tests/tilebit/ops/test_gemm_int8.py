@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 import tilebit
+from tilebit.autotune.problems.gemm import exact_problem
 from tilebit.layouts.formats import FORMATS
 from tilebit.ops import gemm_int8
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.weights.quantize import quantize
 
 OP = torch.ops.tilebit.gemm_int8
@@ -47,6 +50,32 @@ def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
     layer = tilebit.QuantLinear(packed, bias)
     assert torch.equal(layer(x), y) and torch.equal(copy.deepcopy(layer)(x), y)
     assert tilebit.gemm(x[:0], packed).shape == (0, 3, N)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [*zip(cycle(("float16", "bfloat16")), INT8)], ids=str)
+def test_products_are_exact(dtype: str, name: str):
+    """Codes of 8 bits, any zero points and offsets, scales of each channel: sums that fp32 holds."""
+    for seed in range(20):
+        problem = exact_problem(Workload(6, N, K, FORMATS[name], dtype, bias=True), seed)
+        o, kept = problem.operands, getattr(torch, dtype)
+        y = OP(problem.x, o["weight"], o["scales"], o.get("zeros"), o.get("row_scales"), o["token_scales"], o["bias"], N, K, name, kept)
+        assert torch.equal(y, problem.reference().to(kept))
+
+
+def test_zero_points_are_bytes_and_scales_follow_the_module():
+    layer = tilebit.QuantLinear(made("w4a8_channel_asym")[0])
+    x, state = torch.randn(4, K), layer.state_dict()
+    before = layer(x.half())
+    assert (state["scales"].dtype, state["zeros"].dtype) == (torch.float16, torch.uint8)
+    layer.to(torch.bfloat16)
+    assert layer.scales.dtype is layer.dtype is torch.bfloat16 and layer.zeros is not None and layer.zeros.dtype is torch.uint8
+    assert float((layer(x.bfloat16()).float() - before.float()).norm() / before.float().norm()) < 0.02
+    other = tilebit.QuantLinear(tilebit.pack(quantize(torch.ones(N, K), FORMATS["w4a8_channel_asym"]), torch.float16))
+    with pytest.raises(RuntimeError, match=r"zeros is float16 \[1, 96\]; this module needs uint8"):
+        other.load_state_dict({**state, "zeros": state["zeros"].half()})
+    moved = tilebit.QuantLinear(tilebit.pack(tilebit.QuantLinear(made("w4a8_channel_asym")[0]).unpack(), torch.float16, arch="sm_90a"))
+    other.load_state_dict(moved.state_dict())  # another layout is repacked
+    assert torch.equal(other(x.half()), before)
 
 
 def test_the_module_keeps_its_dtype_without_a_buffer_that_tells():

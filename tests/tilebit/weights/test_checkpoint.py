@@ -308,7 +308,7 @@ BROKEN: dict[str, tuple[Written, Callable[[Path], object], str]] = {
     ),
     "shards without index": (SHARDED, lambda p: (p / "model.safetensors.index.json").unlink(), "copy the index too"),
     "no weights": (AWQ, lambda p: (p / "model.safetensors").unlink(), "no .safetensors file"),
-    "pickled weights": (AWQ, lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "only pytorch_model.bin"),
+    "pickled weights": (AWQ, lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "no pickle of tensors alone"),
     "torn config": (AWQ, lambda p: (p / "config.json").write_text('{"quant'), "cannot read"),
     "config that is a list": (AWQ, lambda p: (p / "config.json").write_text("[]"), "accepted: a JSON object"),
     "quantization config that is a string": (
@@ -374,7 +374,7 @@ BROKEN: dict[str, tuple[Written, Callable[[Path], object], str]] = {
     "compressed-tensors int-quantized": (
         CT,
         lambda p: _quantization(p, format="int-quantized"),
-        "format is 'int-quantized'",
+        "num_bits of weights is 4; accepted: 8",
     ),
     "compressed-tensors not compressed": (
         CT,
@@ -467,9 +467,9 @@ def test_broken_bias(family: str, bias: torch.Tensor, tmp_path: Path) -> None:
 def test_bad_paths_and_arguments(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(tmp_path / "nowhere")
-    (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"not a \.safetensors file"):
-        load_checkpoint(tmp_path / "model.bin")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"not a \.safetensors file; accepted: one of those, a pickled state_dict \(\.pt, "):
+        load_checkpoint(tmp_path / "model.gguf")
     save_file({"linear.weight": torch.zeros(4, 4)}, tmp_path / "plain.safetensors")
     with pytest.raises(CheckpointError, match="no quantization config and no quantized layer"):
         load_checkpoint(tmp_path / "plain.safetensors")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilebit.layouts.checkpoints import checkpoint_layout
+from tilebit.layouts.checkpoints import checkpoint_layout, qserve_layout
 from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.layouts.packing import PackedLayout, gemm_layout
 from tilebit.weights.packed import PackedWeight, arch_of, pack, pack_codes, unpack_words
@@ -18,6 +18,7 @@ LAYOUTS = [
     *(gemm_layout(arch, bits) for arch in ("cpu", "sm_80", "sm_90a") for bits in BITS),
     *(checkpoint_layout(storage, bits).weight for storage in ("gptq", "compressed-tensors") for bits in BITS),
     checkpoint_layout("awq", 4).weight,
+    qserve_layout(),
     checkpoint_layout("gptq", 8).zeros,
     *(
         PackedLayout(f"random.{outer}", bits, 4, 8, np.random.default_rng(0).permutation(32).reshape(-1, 32 // bits), outer)
@@ -47,6 +48,18 @@ def test_agrees_with_the_layout(layout: PackedLayout, chunk: int, monkeypatch: p
 def _quantized(format: GemmFormat, n: int, k: int) -> QuantizedTensor:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(7)) * 0.02 + 0.005
     return quantize(weight, format)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+def test_zero_points_of_int8_products_are_bytes(arch: str) -> None:
+    q = _quantized(GemmFormat.parse("w4a8_channel_asym"), 75, 150)
+    packed = pack(q, torch.bfloat16, arch=arch)
+    back = packed.unpack()
+    assert packed.zeros is not None and packed.zeros.dtype is torch.uint8 and packed.scales.dtype is torch.bfloat16
+    assert not packed.zeros[:, 75:].any() and not packed.scales[:, 75:].any()  # padding codes are 0, too
+    assert back.zeros is not None and q.zeros is not None and torch.equal(back.zeros, q.zeros) and torch.equal(back.codes, q.codes)
+    with pytest.raises(ValueError, match=r"zeros is torch\.bfloat16 \[1, \d+\] .*needs contiguous torch\.uint8"):
+        replace(packed, zeros=packed.zeros.bfloat16())
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_86", "sm_90a"])

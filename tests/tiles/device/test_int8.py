@@ -70,6 +70,20 @@ def test_two_groups_of_a_record_have_their_own():
 
 
 @needs_host_compiler
+def test_every_code_less_every_zero_point():
+    device, layout = DeviceCode(SOURCE, CUDA_ARCH["gemm_wgmma"]), gemm_layout("sm_90a", 4, int8=True)
+    codes = ((np.arange(K) + 5 * np.arange(ROWS)[:, None]) % 16).astype(np.uint8)
+    zeros = (np.arange(ROWS) * 7 % 16).astype(np.uint8)  # no row's is that of the row eight further
+    words, out = layout.pack(codes), np.empty((128, K // 8), np.uint32)
+    not_read = np.full(2, 255, np.uint8)  # scales are of 16 bits and belong to the sums
+    arguments = [(out.ctypes.data, out.strides[0]), *((a.ctypes.data, 0) for a in (words, not_read, zeros)), (0, 1)]
+    device.call("tilebit::dequantize_bytes<tilebit::Shifted, 1, 0, 1, 2, 64>", arguments, 128)
+    assert np.array_equal(operand(out, K), codes.astype(int) - zeros[:, None])
+    met = set(zip(codes.ravel().tolist(), np.repeat(zeros, K).tolist(), strict=True))
+    assert len(met) == 16 * 16
+
+
+@needs_host_compiler
 def test_bytes_less_their_middle():
     device, layout = DeviceCode(SOURCE, CUDA_ARCH["gemm_wgmma"]), gemm_layout("sm_90a", 8, int8=True)
     codes = ((np.arange(32) * 8 + np.arange(ROWS)[:, None]) % 256).astype(np.uint8)
@@ -81,31 +95,37 @@ def test_bytes_less_their_middle():
 
 KERNEL = """
 extern "C" __global__ void kernel(const uint32_t* words, const uint32_t* parameters, uint4* out) {
-  tilebit::Lqq low(0, 0), high(0, 0);
-  low.scale = parameters[0], low.offsets = parameters[1], high.scale = parameters[2], high.offsets = parameters[3];
+  tilebit::CODE low(0, 0), high(0, 0);
+  SCALES
+  low.offsets = parameters[1], high.offsets = parameters[3];
   uint32_t taken[2] = {words[0], words[1]}, a[4];
-  tilebit::Lqq::unpack(taken, low, high, a);
+  tilebit::CODE::unpack(taken, low, high, a);
   out[0] = make_uint4(a[0], a[1], a[2], a[3]);
 }
 """
+LQQ = KERNEL.replace("SCALES", "low.scale = parameters[0], high.scale = parameters[2];").replace("CODE", "Lqq")
+SHIFTED = KERNEL.replace("SCALES", "").replace("CODE", "Shifted")
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_eight_weights_take_seven_instructions(tmp_path: Path, arch: str):
-    """LiquidGEMM 4.3: three to unpack a word, one multiplication and one exclusive or for each four weights. In PTX, and in machine code
-    where a tool reads it."""
+@pytest.mark.parametrize(
+    ("kernel", "arch"), [(LQQ, "sm_80"), (LQQ, "sm_90a"), (SHIFTED, "sm_90a")], ids=["lqq-sm_80", "lqq-sm_90a", "shifted"]
+)
+def test_eight_weights_take_seven_instructions(tmp_path: Path, kernel: str, arch: str):
+    """LiquidGEMM 4.3: three to unpack a word, one multiplication (or addition) and one exclusive or for each four weights. In PTX, and
+    in machine code where a tool reads it."""
     source, cubin = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
-    source.write_text(SOURCE + KERNEL)
+    source.write_text(SOURCE + kernel)
     for kind, made in (("-ptx", tmp_path / "kernel.ptx"), ("-cubin", cubin)):
         subprocess.run([find_nvcc(), f"-arch={arch}", kind, "-o", str(made), str(source)], check=True, capture_output=True)
     text = (tmp_path / "kernel.ptx").read_text()
     found = Counter(
         re.findall(r"\b(and|or|shr|shl|xor|lop3|mul|mad|add|sub|prmt|bfe)\b[.\w]*\s+%r\d", text)
     )  # of 32 bits, not of addresses
-    assert sum(found.values()) == 14 and found["mad"] + found["mul"] == 4 and found["xor"] == 4, (found, text)
+    assert sum(found.values()) == 14 and found["mad"] + found["mul"] + found["add"] == 4 and found["xor"] == 4, (found, text)
     listing = disassemble(cubin, Path(find_nvcc()).resolve().parent)
     if listing is not None:
         found = Counter(re.findall(r"\b(LOP3|SHF|PRMT|IMAD(?:\.MOV)?|IADD3|LEA)\b", listing.partition("EXIT")[0]))
         found.pop("IMAD.MOV", 0)
-        assert found["IMAD"] == 4 and found["LOP3"] + found["SHF"] == 10 and sum(found.values()) == 14, (found, listing)
+        combined = found["IMAD"] + found["IADD3"] + found["LEA"]
+        assert combined == 4 and found["LOP3"] + found["SHF"] == 10 and sum(found.values()) == 14, (found, listing)

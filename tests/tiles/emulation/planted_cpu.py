@@ -56,7 +56,7 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
 INT8_BUGS: dict[str, tuple[str, Edit, int, int]] = {
     "halves of a tile exchanged": ("integers", swap(("% parts], row // parts)", "% parts], 1 - row // parts)")), 4, 1),
     "k of a word in the order of x": ("integers", swap(("QUAD = (0, 2, 1, 3)", "QUAD = (0, 1, 2, 3)")), 4, 1),
-    "offset less nothing": ("integers", swap(('offset - v.splat(OFFSET_ZERO, "int32", lanes)', "offset")), 4, 1),
+    "offset less nothing": ("integers", swap(("if weight_format.offset:", "if False:")), 4, 1),
     "sum of x of the first group": ("integers", swap(("(block * plan.groups + group) * mb", "block * plan.groups * mb")), 4, 1),
     "scale of the first group": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1),
     "split sums lost": ("integers", swap(("range(1, plan.schedule.split_k)", "range(0)")), 4, 2),

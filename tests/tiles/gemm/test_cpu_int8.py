@@ -26,13 +26,14 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
 pytestmark = pytest.mark.xdist_group("cpu_int8")
-LQQ64, LQQ128, W8A8 = INT8_FORMATS
+LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
 ISAS = tuple(FEATURES | INTEGER_FEATURES)
 Case = tuple[Workload, Schedule]
 CASES: tuple[Case, ...] = (
     (Workload(9, 100, 500, LQQ128, "bfloat16", bias=True), Schedule("gemm_cpu", 32, 4, 32, num_warps=2)),
     (Workload(5, 257, 200, LQQ64), Schedule("gemm_cpu", 64, 1, 16, num_warps=2, split_k=2)),
     (Workload(3, 33, 1000, W8A8, bias=True), Schedule("gemm_cpu", 32, 3, 32, num_warps=2)),
+    (Workload(6, 100, 300, ASYM, bias=True), Schedule("gemm_cpu", 32, 2, 32, num_warps=2)),
     (Workload(7, 64, 31, W8A8, "bfloat16"), Schedule("gemm_cpu", 64, 1, 8, num_warps=2, split_k=4)),
 )
 

@@ -30,7 +30,7 @@ from tilebit.tiles.compiler.pool import CompilePool
 
 HALF, BFLOAT = "float16", "bfloat16"
 MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
-LQQ64, LQQ128, W8A8 = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel"))
+LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -67,6 +67,7 @@ CASES = (
     ("sm_90a", Workload(1, 4096, 4096, LQQ128, HALF), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
     ("sm_90a", Workload(16, 4096, 4096, W8A8, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
     ("sm_80", Workload(8, 505, 960, LQQ64, BFLOAT), Schedule("gemm_stream", 64, 8, 64, 3, 4)),
+    ("sm_90a", Workload(300, 505, 1001, ASYM, BFLOAT, bias=True), Schedule("gemm_wgmma", 64, 128, 128, 4, 4)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
     ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
     ("sm_86", Workload(300, 505, 1001, W8A8, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),

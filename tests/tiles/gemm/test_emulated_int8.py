@@ -25,7 +25,7 @@ from gemm_cases import INT8_FORMATS, label
 pytestmark = needs_host_compiler
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
 TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80")}
-LQQ64, LQQ128, W8A8 = INT8_FORMATS
+LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
 
 CASES = (
     (Workload(13, 192, 448, LQQ64), Schedule("gemm_wgmma", 64, 16, 64, 4, 4)),
@@ -43,6 +43,12 @@ CASES = (
     # strips of a last wave; blocks that share x
     (Workload(100, 190, 512, LQQ128, bias=True), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),
     (Workload(150, 384, 1150, W8A8), Schedule("gemm_wgmma", 64, 64, 32, 4, 4, cluster=2, tail=4)),
+    # zero points of channels: places of whole 128 bytes and of half as many, blocks that share a tile
+    (Workload(40, 250, 1000, ASYM, "bfloat16", bias=True), Schedule("gemm_wgmma", 256, 32, 256, 2, 8)),
+    (Workload(13, 505, 448, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 4, 4)),
+    (Workload(20, 190, 896, ASYM, bias=True), Schedule("gemm_wgmma", 192, 16, 128, 3, 12, split_k=3)),
+    (Workload(40, 128, 512, ASYM, "bfloat16"), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
+    (Workload(60, 256, 1472, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
 )
 # stored through shared memory and directly; steps of a part of a group, of one and of two; a last group that is shorter; shared tiles
 MMA_CASES = (
@@ -56,6 +62,8 @@ MMA_CASES = (
     (Workload(35, 190, 576, LQQ128, "bfloat16"), Schedule("gemm_mma", 64, 32, 64, 2, 4, split_k=3)),
     (Workload(5, 250, 1056, W8A8, bias=True), Schedule("gemm_mma", 256, 8, 32, 3, 16, split_k=11)),
     (Workload(150, 64, 512, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 128, 64, 2, 4, split_k=2)),
+    (Workload(20, 190, 576, ASYM, bias=True), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
+    (Workload(40, 250, 1000, ASYM, "bfloat16"), Schedule("gemm_mma", 256, 32, 128, 2, 16, split_k=2)),
 )
 ALL = (*CASES, *MMA_CASES)
 
@@ -78,7 +86,7 @@ def test_exact(case: Case):
     assert check_exact(output.y, reference) == []
 
 
-@pytest.mark.parametrize("case", [CASES[8], CASES[9], MMA_CASES[7]], ids=label)
+@pytest.mark.parametrize("case", [CASES[8], CASES[9], CASES[15], MMA_CASES[7]], ids=label)
 def test_the_order_of_blocks_does_not_show(case: Case):
     """int32 sums have no order; fp32 ones after them have one."""
     problem, results = random_problem(case[0], 3, "sm_90a"), []
@@ -89,7 +97,7 @@ def test_the_order_of_blocks_does_not_show(case: Case):
     assert results[0].isfinite().all() and all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[9], *MMA_CASES[2:8:2]], ids=label)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[9], CASES[13], *MMA_CASES[2:5:2], MMA_CASES[10]], ids=label)
 def test_the_tuner_s_gate_accepts(case: Case):
     gate = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a"))
     verdict = gate.verify(emulated(case))
@@ -142,18 +150,31 @@ def test_the_largest_sum_is_rounded_once(schedule: Schedule):
     assert torch.equal(y, torch.full_like(y, float(torch.tensor(total * 2.0**-30).bfloat16())))
 
 
-LQQ_CASE, W8A8_CASE, SHARED_CASE = CASES[1], CASES[4], CASES[8]
-MMA_LQQ, MMA_W8A8, MMA_SHARED = MMA_CASES[1], MMA_CASES[4], MMA_CASES[6]
+LQQ_CASE, W8A8_CASE, SHARED_CASE, ASYM_CASE = CASES[1], CASES[4], CASES[8], CASES[13]
+MMA_LQQ, MMA_W8A8, MMA_SHARED, MMA_ASYM = MMA_CASES[1], MMA_CASES[4], MMA_CASES[6], MMA_CASES[11]
 PLANTED = {
-    "the exclusive or is missing": (LQQ_CASE, "device", "+ offsets) ^ 0x80808080u", "+ offsets)"),
+    "the exclusive or is missing": (LQQ_CASE, "device", "(codes * scale + offsets) ^ 0x80808080u", "(codes * scale + offsets)"),
     "nibbles are exchanged": (
         LQQ_CASE,
         "device",
         "a[2 * i] = low(words[i] & 0x0f0f0f0fu);",
         "a[2 * i] = low(words[i] >> 4 & 0x0f0f0f0fu);",
     ),
-    "the row's scale is its neighbour's": (LQQ_CASE, "device", "GROUPED ? scales[g + 8]", "GROUPED ? scales[g + 7]"),
-    "the offset is another row's": (LQQ_CASE, "device", "GROUPED ? offsets[g] :", "GROUPED ? offsets[g + 8] :"),
+    "the row's scale is its neighbour's": (LQQ_CASE, "device", "SCALED ? scales[g + 8]", "SCALED ? scales[g + 7]"),
+    "the offset is another row's": (LQQ_CASE, "device", "SHIFTED ? offsets[g] :", "SHIFTED ? offsets[g + 8] :"),
+    "the exclusive or of zero points is missing": (ASYM_CASE, "device", "(codes + offsets) ^ 0x80808080u", "codes + offsets"),
+    "the zero point is its neighbour's": (ASYM_CASE, "device", "SHIFTED ? offsets[g + 8]", "SHIFTED ? offsets[g + 7]"),
+    "the zero point is that of an earlier slab": (CASES[15], "device", "GROUP_STEPS * STRIDE + r;", "GROUP_STEPS * STRIDE + row;"),
+    "zero points are added": (ASYM_CASE, "device", "(128u - z) * 0x01010101u", "(128u + z) * 0x01010101u"),
+    "a zero point reaches one weight of four": (ASYM_CASE, "device", "(128u - z) * 0x01010101u", "0x80808080u - z"),
+    "zero points of the step's group": (CASES[13], "operands.py", "return 0\n        return step", "return step\n        return step"),
+    "places of zero points that TMA cannot write to": (CASES[14], "wgmma.py", "p.stage_groups, bn), p.zero", "1, bn), p.zero"),
+    "a channel's scale is its neighbour's": (
+        CASES[3],
+        "device",
+        "? 0.0f : number_of<Parts>(operands, row))",
+        "? 0.0f : number_of<Parts>(operands, row ^ 1))",
+    ),
     "the group before": (CASES[2], "device", "* STEPS + step) / GROUP_STEPS * STRIDE", "* STEPS + step - 1) / GROUP_STEPS * STRIDE"),
     "the middle of bytes stays": (W8A8_CASE, "device", "a[i] = words[i] ^ 0x80808080u", "a[i] = words[i]"),
     "parts are added as floats": (
@@ -169,7 +190,8 @@ PLANTED = {
         "sum_of(int v) { return __int2float_rn(v); }",
         "sum_of(int v) { return __int_as_float(v); }",
     ),
-    "mma.sync: the exclusive or is missing": (MMA_LQQ, "device", "+ offsets) ^ 0x80808080u", "+ offsets)"),
+    "mma.sync: the exclusive or is missing": (MMA_LQQ, "device", "(codes * scale + offsets) ^ 0x80808080u", "(codes * scale + offsets)"),
+    "mma.sync: the zero point is that of row r": (MMA_ASYM, "device", "SHIFTED ? offsets[g + 8]", "SHIFTED ? offsets[g]"),
     "mma.sync: registers of rows r and r + 8 are exchanged": (MMA_W8A8, "device", "a[i] = words[i] ^", "a[i ^ 1] = words[i] ^"),
     "mma.sync: registers of k and k + 16 are exchanged": (MMA_W8A8, "device", "a[i] = words[i] ^", "a[i ^ 2] = words[i] ^"),
     "mma.sync: nibbles of rows r and r + 8 are exchanged": (
@@ -186,8 +208,8 @@ PLANTED = {
     ),
     "mma.sync: groups of a step are one": (MMA_CASES[2], "device", "/ GROUP_STEPS * STRIDE", "/ GROUP_STEPS / 2 * STRIDE"),
     "mma.sync: the slab is its neighbour": (MMA_LQQ, "device", "+ group * SLABS + slab) *", "+ (1 - group) * SLABS + slab) *"),
-    "mma.sync: offsets are scales": (MMA_LQQ, "mma.py", "p.copied(T, zeros)", "p.copied(T, scales)"),
-    "mma.sync: bytes of scales are counted as words": (MMA_CASES[0], "mma.py", "bx * columns], Ss", "bx * bn], Ss"),
+    "mma.sync: offsets are scales": (MMA_LQQ, "mma.py", "p.copied(T, zeros,", "p.copied(T, scales,"),
+    "mma.sync: bytes of scales are counted as words": (MMA_CASES[0], "mma.py", "bx * scale_columns], Ss", "bx * bn], Ss"),
     "mma.sync: x of 16 bits a number": (MMA_LQQ, "mma.py", "x[by * bm, step * bk]", "x[by * bm, step * bk // 2]"),
     "mma.sync: a part is lost": (MMA_SHARED, "device", "for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)"),
     "mma.sync: the last part twice": (MMA_SHARED, "device", "accumulators[i] = A(0);", ";"),

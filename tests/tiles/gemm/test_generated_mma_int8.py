@@ -26,12 +26,13 @@ from gemm_cases import INT8_FORMATS, Case, label
 
 pytestmark = needs_host_compiler
 TARGET = target_from_name("sm_80")
-LQQ64, LQQ128, W8A8 = INT8_FORMATS
+LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
 CASES = (
     (Workload(13, 100, 500, LQQ64, bias=True), Schedule("gemm_mma", 64, 8, 128, 2, 4)),  # stored directly
     (Workload(35, 190, 576, LQQ128, "bfloat16"), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
     (Workload(40, 128, 300, W8A8, bias=True), Schedule("gemm_mma", 128, 32, 32, 4, 8)),
     (Workload(20, 128, 384, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 16, 128, 2, 4)),
+    (Workload(9, 100, 320, ASYM), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
 )
 
 

@@ -25,7 +25,7 @@ from gemm_cases import INT8_FORMATS, Case, label
 
 pytestmark = needs_host_compiler
 HOPPER = target_from_name("sm_90a")
-LQQ64, LQQ128, W8A8 = INT8_FORMATS
+LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
 
 CASES = (
     (Workload(13, 192, 448, LQQ64), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 3)),
@@ -37,6 +37,8 @@ CASES = (
     (Workload(11, 100, 512, LQQ64, "bfloat16"), Schedule("gemm_stream", 64, 16, 64, 2, 4, split_k=3)),
     (Workload(4, 192, 1150, LQQ128, bias=True), Schedule("gemm_stream", 96, 4, 64, 3, 4)),
     (Workload(7, 64, 310, W8A8), Schedule("gemm_stream", 16, 8, 64, 2, 2, split_k=2)),
+    (Workload(5, 100, 500, ASYM, "bfloat16", bias=True), Schedule("gemm_stream_bulk", 64, 8, 128, 2, 2)),
+    (Workload(12, 300, 448, ASYM), Schedule("gemm_stream", 80, 16, 64, 2, 4, split_k=2)),
 )
 
 
@@ -101,9 +103,9 @@ def test_sums_are_exact_where_fp32_would_round(program: str) -> None:
 LQQ_CASE, W8A8_CASE, SHARED_CASE = CASES[0], CASES[4], CASES[1]
 PLANTED = {
     "the exclusive or is missing": (LQQ_CASE, "device", "+ offsets) ^ 0x80808080u", "+ offsets)"),
-    "the row's scale is its neighbour's": (LQQ_CASE, "device", "GROUPS ? scales[row + 8]", "GROUPS ? scales[row + 7]"),
-    "the offset is the scale": (LQQ_CASE, "device", "GROUPS ? scales[row + SCALE_BYTES]", "GROUPS ? scales[row]"),
-    "a group's scales for all": (CASES[2], "device", "r * ATOMS / GROUP * ROWS + t * 16", "t * 16"),
+    "the row's scale is its neighbour's": (LQQ_CASE, "device", "CODE::SCALED ? scales[row + 8]", "CODE::SCALED ? scales[row + 7]"),
+    "the offset is the scale": (LQQ_CASE, "device", "CODE::SHIFTED ? scales[shift]", "CODE::SHIFTED ? scales[row]"),
+    "a group's scales for all": (CASES[2], "device", "(GROUPS ? r * ATOMS / GROUP * ROWS : 0) + t * 16", "t * 16"),
     "k32 steps of x exchanged": (LQQ_CASE, "device", "b[c][(r * ATOMS + atom) % 2]", "b[c][(r * ATOMS + atom + 1) % 2]"),
     "the second half of a slot's x is the first": (CASES[5], "device", "* PITCH + r * RECORD_K, &b", "* PITCH, &b"),
     "the middle of bytes stays": (W8A8_CASE, "device", "a[i] = words[i] ^ 0x80808080u", "a[i] = words[i]"),
@@ -115,6 +117,8 @@ PLANTED = {
     ),
     "rows of x twice as far apart": (LQQ_CASE, "stream_ring.py", "p.kx * workload.x_bytes,", "p.kx * 2,"),
     "parameters by chunks of eight": (LQQ_CASE, "stream_ring.py", "CHUNK_BYTES // parameter_bytes", "8"),
+    "zero points are another warp's": (CASES[10], "stream.py", "zeros[0, own.row]) if shifted", "zeros[0, 0]) if shifted"),
+    "zero points of rows r and r + 8 exchanged": (CASES[9], "device", "scales[shift + 8]", "scales[shift]"),
     "scales are applied to nothing": (W8A8_CASE, "stream.py", '() if integer else ("scales",)', '("scales",)'),
 }
 

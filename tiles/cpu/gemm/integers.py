@@ -2,9 +2,11 @@
 imports tvm.
 
 Of 4 bits the codes are multiplied as they are, as unsigned bytes, four neighbouring k a 32-bit lane;
-scale and offset of a group (LiquidGEMM section 4) are applied to its int32 sum:
+scale and offset of a group (LiquidGEMM section 4), or a channel's zero point, are applied to its
+int32 sum:
 
     sum x (q s + o - 128) = s * sum(q x) + (o - 128) * sum(x)
+    sum x (q - z) = sum(q x) - z * sum(x)
 
 vpdpbusd adds such a product to int32 sums. Without it vpmaddubsw leaves pairs in 16 bits, where the
 32 k of a tile fit: 32 x 15 x 128 / 2 < 2^15; vpmaddwd by ones joins them. Bytes less 128 are
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....layouts.formats import OFFSET_ZERO
+from ....layouts.formats import OFFSET_ZERO, GemmFormat
 from ....schedules.gemm.cpu import TILE
 from .. import vectors as v
 from ..vectors import T
@@ -92,18 +94,29 @@ def _accumulate_shorts(plan: Plan, arg: dict[str, Any], words: Any, x: Any, dept
 
 
 def apply_group(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
-    """total += s * sums + (offset - 128) * sum of x, or sums, the split ones joined."""
-    lanes, mb, offsets = plan.isa.lanes, plan.block_m, plan.workload.format.offset
+    """total += s * sums + (offset - 128) * sum of x, or sums - zero * sum of x, the split ones
+    joined."""
+    lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
     for position, vector in enumerate(rows):
         column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
-        if offsets:
-            scale, offset = (T.bind(v.load(arg[name], column, lanes).astype(f"int32x{lanes}")) for name in ("scales", "zeros"))
+        scale, shift = (_of_rows(arg, name, column, lanes) if there else None for name, there in _parameters(weight_format))
+        if weight_format.offset:
+            shift = T.bind(v.splat(OFFSET_ZERO, "int32", lanes) - shift)
         for i in range(mb):
             joined = sums[i * len(rows) + position]
             for split in range(1, plan.schedule.split_k):
                 joined = joined + sums[(split * mb + i) * len(rows) + position]
-            if offsets:
-                of_x = v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "int32", lanes)
-                joined = joined * scale + (offset - v.splat(OFFSET_ZERO, "int32", lanes)) * of_x
+            joined = joined if scale is None else joined * scale
+            if shift is not None:
+                joined = joined - shift * v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "int32", lanes)
             slot = i * plan.vectors + vector
             T.buffer_store(total, total[slot] + joined, [slot])
+
+
+def _parameters(weight_format: GemmFormat) -> tuple[tuple[str, bool], ...]:
+    """Operands by groups, and whether they are applied to integer sums."""
+    return ("scales", weight_format.offset), ("zeros", not weight_format.symmetric)
+
+
+def _of_rows(arg: dict[str, Any], name: str, column: Any, lanes: int) -> Any:
+    return T.bind(v.load(arg[name], column, lanes).astype(f"int32x{lanes}"))

@@ -138,7 +138,7 @@ class Plan:
         """Whether zero points differ from ``center``, or offsets are added, so that the sum of x over
         each group is needed."""
         return (
-            self.workload.format.offset
+            not self.workload.format.symmetric
             if self.integers
             else not (self.workload.format.symmetric and self.workload.format.symmetric_zero_point == self.center)
         )

@@ -6,7 +6,7 @@
 namespace tilebit {
 
 // TILES tiles of 16 rows, COLUMNS columns (rows of x), RECORDS packed records a step. GROUP_STEPS:
-// k32 steps of a scale group, 0: nothing is scaled here. A thread keeps sums [TILES][NT][4].
+// k32 steps of a group, 0: of all k. A thread keeps sums [TILES][NT][4].
 template <typename CODE, int GROUP_STEPS, int TILES, int COLUMNS, int RECORDS>
 struct ByteProduct {
   static constexpr int RECORD_K = 256 / CODE::BITS, STEP_K = RECORDS * RECORD_K, ROWS = 16 * TILES;
@@ -21,7 +21,8 @@ struct ByteProduct {
   using Sums = int[TILES][NT][4];
 
   // Adds the product of a step. x: [COLUMNS][PITCH bytes]; weights: the 512-byte lines of TILES
-  // tiles, record by record; parameters: scales, bytes [GROUPS][ROWS], then offsets. Where other
+  // tiles, record by record; parameters, of codes that have them: scales, bytes [GROUPS][ROWS], then
+  // offsets, or zero points of all k [ROWS]. Where other
   // warps read the same x (SHARED_X), the barrier x_read is told as soon as this one has.
   template <bool SHARED_X>
   __device__ __forceinline__ static void multiply(const void* x, const void* weights, const void* parameters, int* sums_, int lane, const void* x_read) {
@@ -47,9 +48,9 @@ struct ByteProduct {
         }
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        const int row = r * ATOMS / GROUP * ROWS + t * 16;
-        const CODE low(GROUPS ? scales[row] : uint8_t(0), GROUPS ? scales[row + SCALE_BYTES] : uint8_t(0));
-        const CODE high(GROUPS ? scales[row + 8] : uint8_t(0), GROUPS ? scales[row + SCALE_BYTES + 8] : uint8_t(0));
+        const int row = (GROUPS ? r * ATOMS / GROUP * ROWS : 0) + t * 16, shift = row + SCALE_BYTES;
+        const CODE low(CODE::SCALED ? scales[row] : uint8_t(0), CODE::SHIFTED ? scales[shift] : uint8_t(0));
+        const CODE high(CODE::SCALED ? scales[row + 8] : uint8_t(0), CODE::SHIFTED ? scales[shift + 8] : uint8_t(0));
 #pragma unroll
         for (int atom = 0; atom < ATOMS; ++atom) {
           uint32_t a[4];

@@ -10,29 +10,48 @@
 
 namespace tilebit {
 
+// The registers of a k32 step from its two words of 4-bit codes: those of row r by ``low``, of row
+// r + 8 by ``high``.
+template <typename CODE>
+__device__ __forceinline__ void unpack_nibbles(const uint32_t* words, const CODE& low, const CODE& high, uint32_t* a) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    a[2 * i] = low(words[i] & 0x0f0f0f0fu);
+    a[2 * i + 1] = high(words[i] >> 4 & 0x0f0f0f0fu);
+  }
+}
+
 // LiquidGEMM's two levels (section 4): q8 = q4 * s + o - 128, where q4 * s + o is at most 255 for
 // every code, so that four weights are one multiplication and one exclusive or: no byte carries into
 // the next.
 struct Lqq {
   static constexpr int BITS = 4;
-  static constexpr bool GROUPED = true;
+  static constexpr bool SCALED = true, SHIFTED = true;
   uint32_t scale, offsets;
   __device__ __forceinline__ Lqq(uint8_t s, uint8_t o) : scale(s), offsets(o * 0x01010101u) {}
   __device__ __forceinline__ uint32_t operator()(uint32_t codes) const { return (codes * scale + offsets) ^ 0x80808080u; }
-  // The registers of a k32 step from its two words.
   __device__ __forceinline__ static void unpack(const uint32_t* words, const Lqq& low, const Lqq& high, uint32_t* a) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      a[2 * i] = low(words[i] & 0x0f0f0f0fu);
-      a[2 * i + 1] = high(words[i] >> 4 & 0x0f0f0f0fu);
-    }
+    unpack_nibbles(words, low, high, a);
+  }
+};
+
+// q - z of codes and zero points from 0 to 15, as (q + (128 - z)) - 128: a sum from 113 to 143 carries
+// into no other byte, and the exclusive or takes 128 away. The scale, a channel's, belongs to the sums.
+struct Shifted {
+  static constexpr int BITS = 4;
+  static constexpr bool SCALED = false, SHIFTED = true;
+  uint32_t offsets;
+  __device__ __forceinline__ Shifted(uint8_t, uint8_t z) : offsets((128u - z) * 0x01010101u) {}
+  __device__ __forceinline__ uint32_t operator()(uint32_t codes) const { return (codes + offsets) ^ 0x80808080u; }
+  __device__ __forceinline__ static void unpack(const uint32_t* words, const Shifted& low, const Shifted& high, uint32_t* a) {
+    unpack_nibbles(words, low, high, a);
   }
 };
 
 // Bytes less 128; their scale belongs to the sums.
 struct Centered {
   static constexpr int BITS = 8;
-  static constexpr bool GROUPED = false;
+  static constexpr bool SCALED = false, SHIFTED = false;
   __device__ __forceinline__ Centered(uint8_t, uint8_t) {}
   __device__ __forceinline__ static void unpack(const uint32_t* words, const Centered&, const Centered&, uint32_t* a) {
 #pragma unroll
@@ -41,8 +60,8 @@ struct Centered {
 };
 
 // As dequantize, of bytes. a: this thread's A registers, by k32 step, then slab, four registers
-// each. GROUP_STEPS k32 steps share a scale; scales, offsets: bytes [groups of the stage][STRIDE
-// rows of the tile].
+// each. GROUP_STEPS k32 steps share a scale and an offset (or zero point); where the code has them
+// (SCALED, SHIFTED) they are bytes [groups of the stage][STRIDE rows of the tile].
 template <typename CODE, int SLABS, int PART, int RECORDS, int GROUP_STEPS, int STRIDE>
 __device__ __forceinline__ void dequantize_bytes(void* a, const void* stage, const void* scale_rows, const void* offset_rows, int thread) {
   constexpr int WORDS = CODE::BITS / 2;  // words per k32 step
@@ -62,8 +81,8 @@ __device__ __forceinline__ void dequantize_bytes(void* a, const void* stage, con
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int g = ((PART * RECORDS + record) * STEPS + step) / GROUP_STEPS * STRIDE + r;
-        const CODE low(CODE::GROUPED ? scales[g] : uint8_t(0), CODE::GROUPED ? offsets[g] : uint8_t(0));
-        const CODE high(CODE::GROUPED ? scales[g + 8] : uint8_t(0), CODE::GROUPED ? offsets[g + 8] : uint8_t(0));
+        const CODE low(CODE::SCALED ? scales[g] : uint8_t(0), CODE::SHIFTED ? offsets[g] : uint8_t(0));
+        const CODE high(CODE::SCALED ? scales[g + 8] : uint8_t(0), CODE::SHIFTED ? offsets[g + 8] : uint8_t(0));
         CODE::unpack(words + step * WORDS, low, high, out + ((record * STEPS + step) * SLABS + slab) * 4);
       }
     }

@@ -80,7 +80,7 @@ BYTES = Codec(
     x=INT8,
     device=lambda f: "tilebit::Lqq" if f.offset else "tilebit::Centered" if f.symmetric else "tilebit::Shifted",
     headers=("codecs/int8.cuh",),
-    programs=frozenset({"gemm_wgmma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu"}),
+    programs=_PROGRAMS,
     group_sizes=(64, 128, -1),
     # Counted: seven instructions for eight weights, or one for four, and their loads.
     ops_per_weight={4: 1.2, 8: 0.6},

@@ -30,10 +30,11 @@ ROOM = 0.9  # of the places of whole waves that such tiles must fill
 # = 512, 128 tiles of 128 columns: 65,600 cycles, 128 x 256 84,600, H200).
 TILES = {"gemm_wgmma": ((128, 8), (256, 8), (128, 4), (64, 4), (192, 12)), "gemm_mma": ((128, 8), (256, 16), (64, 4))}
 BLOCK_K = (128, 64, 32)
-BLOCK_K_INT8 = (256, 128, 64)
+BLOCK_K_INT8 = (256, 128, 64, 32)
 # Of these, how many legal ones are tried: half as deep was 3 to 32 % slower with wgmma (H200, m =
 # 64 and 4096); mma.sync's targets have less shared memory and may want more stages instead.
 BLOCK_KS = {"gemm_wgmma": 1, "gemm_mma": 2}
+BLOCK_KS_INT8 = 2  # deep and long steps are close
 MIN_BLOCKS = (1, 2, 4)
 FEWEST_WARPS = 8  # computing warps of an SM: four dequantize while four multiply
 STAGES = range(8, 1, -1)
@@ -94,7 +95,7 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
             continue
         if not odd and (num_warps * min_blocks < FEWEST_WARPS or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
-        left = BLOCK_KS[program] + (workload.format.x != "")  # of int8 x deep and long steps are close
+        left = BLOCK_KS_INT8 if workload.format.x else BLOCK_KS[program]
         for block_k in BLOCK_K_INT8 if workload.format.x else BLOCK_K:
             base = Schedule(program, block_n, block_m, block_k, 1, num_warps, 1, min_blocks)
             depths = [depth for depth in STAGES if not legal(workload, replace(base, num_stages=depth), target)]

@@ -51,6 +51,8 @@ CASES: tuple[Case, ...] = (
     (Workload(130, 505, 1001, LQQ, bias=True), Schedule("gemm_wgmma", 128, 128, 256, 2, 8)),
     (Workload(130, 505, 1001, LQQ, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
     (Workload(33, 320, 1000, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),
+    (Workload(33, 320, 576, LQQ, bias=True), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
+    (Workload(5, 505, 1001, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
     (Workload(130, 505, 1001, ASYM, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
     (Workload(33, 320, 1000, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 4, 4, stream_k=True)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),

@@ -1,13 +1,15 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
     y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+                                                  of int8 x (* token_scales[m])   w = q * s + offset - 128, or q - z
 
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
-its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32;
-per-group scales are applied to the weights, per-channel ones to the accumulators (TurboMind
-sections 4.1-4.3). cp.async fills ``num_stages`` buffers, each warp dequantizes its own 16 rows of a
-64-row slab into mma.m16n8k16's A registers and multiplies with x from ldmatrix. The packed records
-are the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
+its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32, of
+int8 x int32, which becomes fp32 once all parts of a tile are added up; per-group scales are applied
+to the weights, per-channel ones to the accumulators (TurboMind sections 4.1-4.3). cp.async fills
+``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into the A registers
+of mma.m16n8k16, of int8 x mma.m16n8k32, and multiplies with x from ldmatrix. The packed records are
+the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
 checkpoint packed once serves every NVIDIA target. One slab per four warps (block_n = 16 *
 num_warps): with two, mma.sync would give a warp 32 neighbouring rows where the record has rows of
 two slabs.
@@ -34,20 +36,22 @@ STAGED_BLOCK_M = 32
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule). Parameters, absent ones left out:
 
-    x ``[m, kx]`` (kx: k rounded up to 8, TMA rows are whole 16 bytes), weight int32 ``[n_tiles,
+    x ``[m, kx]`` (kx: k rounded up to whole 16 bytes), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
     n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets,
-    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    then sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout
 
     p = Operands(workload, schedule)
     bn, bm, bk, splits, dtype = schedule.block_n, schedule.block_m, schedule.block_k, schedule.split_k, workload.dtype
+    x_dtype, parameter_dtype = workload.x_dtype, p.parameter_dtype
+    (scale_dtype, scale_columns), (zero_dtype, zero_columns) = p.copied_as(parameter_dtype), p.copied_as(p.zero_dtype)
     threads = schedule.num_warps * 32
     n_blocks, steps = p.n_pad // bn, -(-p.steps // splits)
-    split, staged = splits > 1, bm >= STAGED_BLOCK_M
-    reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}>"
+    split, staged, integer = splits > 1, bm >= STAGED_BLOCK_M, workload.format.integer_sums
+    reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
     dequantize, stage = p.dequantize_call(), p.stage_call()
 
     m, words = T.dynamic("m"), T.dynamic("words")
@@ -56,9 +60,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.prim_func
     def main(
-        x: T.Tensor((m, p.kx), dtype),
+        x: T.Tensor((m, p.kx), x_dtype),
         weight: T.Tensor((p.n_tiles, p.k_tiles, 512), "int32"),
-        scales: T.Tensor((p.groups, p.n_pad), dtype),
+        scales: T.Tensor((p.groups, p.n_pad), parameter_dtype),
         zeros: Zeros,
         row_scales: RowScales,
         token_scales: TokenScales,
@@ -69,13 +73,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
             after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
-            Xs = T.alloc_shared((bm, bk), dtype)
+            Xs = T.alloc_shared((bm, bk), x_dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
-            Ss = T.alloc_shared((p.step_groups, bn), dtype)
-            Zs = T.alloc_shared((p.step_groups, bn), dtype) if p.asymmetric else Ss
-            W = T.alloc_fragment((bn, bk), dtype)
-            Y = T.alloc_fragment((bn, bm), "float32")
+            Ss = T.alloc_shared((p.step_groups, scale_columns), scale_dtype)
+            Zs = T.alloc_shared((p.step_groups, zero_columns), zero_dtype) if p.asymmetric else Ss
+            W = T.alloc_fragment((bn, bk), x_dtype)
+            sums = T.alloc_fragment((bn, bm), p.sums_dtype)
+            Y = T.alloc_fragment((bn, bm), "float32") if integer else sums
             if split:
                 last = T.alloc_local((1,), "int32")
             if staged:
@@ -86,13 +91,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if schedule.raster > 0:
                 T.use_swizzle(schedule.raster)
 
-            T.clear(Y)
+            T.clear(sums)
             for i in T.Pipelined(T.min(steps, p.steps - bz * steps), num_stages=schedule.num_stages):
                 step = bz * steps + i
                 T.copy(halves[bx * (bn // 64), step * p.records * 2, 0], Ws)
-                T.copy(scales[p.group_of(step), bx * bn], Ss)
+                if p.grouped or not integer:
+                    T.copy(p.copied(T, scales, parameter_dtype)[p.group_of(step), bx * scale_columns], Ss)
                 if p.asymmetric:
-                    T.copy(zeros[p.group_of(step), bx * bn], Zs)
+                    T.copy(p.copied(T, zeros, p.zero_dtype)[p.group_of(step), bx * zero_columns], Zs)
                 T.copy(x[by * bm, step * bk], Xs)
                 T.call_extern(
                     "handle",
@@ -103,14 +109,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.address_of(Zs[0, 0]),
                     thread,
                 )
-                T.gemm(W, Xs, Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
             if split:
                 T.call_extern(
-                    "handle", reduce, Y.access_ptr("rw"), T.address_of(workspace[0]),
+                    "handle", reduce, sums.access_ptr("rw"), T.address_of(workspace[0]),
                     by * n_blocks + bx, bz, splits, thread, T.address_of(last[0]),
                 )  # fmt: skip
             if not split or last[0] == 1:
+                if integer:
+                    T.copy(sums, Y)
                 if staged:
                     if len(after) > 0:
                         for r, c in T.Parallel(bn, bm):

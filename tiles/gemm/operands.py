@@ -60,6 +60,17 @@ class Operands:
         """Of zero points or offsets."""
         return self.workload.format.zero_dtype(self.workload.dtype)
 
+    def copied_as(self, dtype: str) -> tuple[str, int]:
+        """How cp.async takes a tile's row of scales, zero points or offsets of ``dtype``: as what it
+        copies them, and how many of these there are. Bytes go by fours, the least that it copies."""
+        return ("int32", self.schedule.block_n // 4) if dtype == "uint8" else (dtype, self.schedule.block_n)
+
+    def copied(self, T: Any, parameters: Any, dtype: str) -> Any:
+        """The tensor ``parameters`` of ``dtype``, as ``copied_as`` says."""
+        if dtype != "uint8":
+            return parameters
+        return T.view(parameters, (self.groups, self.n_pad // 4), "int32")
+
     @property
     def record_k(self) -> int:
         """k of one 2,048-byte record: 64 at 4 bits, 32 at 8."""
@@ -173,8 +184,11 @@ class Operands:
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
-        sums = ", int" if w.format.integer_sums else ""
-        return f"tilebit::Store<{', '.join(map(str, arguments))}{sums}>"
+        return f"tilebit::Store<{', '.join(map(str, arguments))}{self.sum_type()}>"
+
+    def sum_type(self) -> str:
+        """The accumulators' type as a further template argument, where it is not fp32."""
+        return ", int" if self.workload.format.integer_sums else ""
 
     def part_types(self) -> str:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further

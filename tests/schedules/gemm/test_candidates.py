@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.schedules.gemm.stream import cluster_sms, stream_candidates
 from tilebit.schedules.gemm.tiles import in_turn, tile_candidates
 from tilebit.schedules.gemm.workload import Workload
@@ -76,6 +76,22 @@ def test_every_shape_has_candidates_of_every_family(arch, format):
             workload = Workload(m, n, k, format)
             assert tile_candidates(tiled, workload, target, legal), workload
             assert bool(stream_candidates(workload, target)) == (m <= 16), workload
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", ["w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"])
+def test_every_shape_of_int8_x_has_tiles(arch: str, name: str):
+    """k of an odd number of packed tiles of 32 among them, which only steps of 32 divide."""
+    target = target_from_name(arch)
+    tiled = "gemm_wgmma" if arch == "sm_90a" else "gemm_mma"
+    for n, k in ((1, 1), (64, 64), (576, 576), (4160, 1056), (1000, 500), (4096, 4096)):
+        for m in (1, 16, 17, 300, 5000):
+            workload = Workload(m, n, k, GemmFormat.parse(name))
+            found = candidates(workload, target) or []
+            assert found and all(not legal(workload, s, target) for s in found), workload
+            assert tile_candidates(tiled, workload, target, legal), workload
+            if arch != "sm_90a" and k == 4096:
+                assert {s.block_k for s in found if s.program == tiled} >= {64, 128}
 
 
 def test_grids_are_nearly_whole_waves_where_they_can_be():

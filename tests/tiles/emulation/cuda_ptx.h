@@ -213,6 +213,11 @@ inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t&
   });
   r0 = mine.r[0], r1 = mine.r[1], r2 = mine.r[2], r3 = mine.r[3];
 }
+// As many of them as registers: lanes 0 to 15 address.
+inline void ptx_ldmatrix_sync_aligned_m8n8_x2_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t address) {
+  uint32_t r2, r3;
+  ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(r0, r1, r2, r3, address);
+}
 // .trans: lane l receives elements (2 (l % 4) + half, l / 4) of each.
 inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
   struct Lane {
@@ -352,10 +357,14 @@ inline void ptx_elect_sync() { elected = tilebit_host::me().thread % tilebit_hos
 inline void ptx_selp_u32(uint32_t& chosen, uint32_t a, uint32_t b) { chosen = elected ? a : b; }
 
 // ---- copies ----
-inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
+inline void ptx_cp_async_ca_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
   using namespace tilebit_host;
-  if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) fault = "a copy is not aligned to 16 bytes";
+  if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) fault = "a copy is not aligned to its bytes";
   me().copies.push_back(issue(to, from, bytes, valid_bytes == bytes, nullptr));
+}
+inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
+  if (bytes != 16) tilebit_host::fault = "a copy past the first cache is of 16 bytes";
+  ptx_cp_async_ca_shared_global(to, from, bytes, valid_bytes);
 }
 inline void ptx_cp_async_commit_group() { tilebit_host::me().groups.push_back(tilebit_host::me().copies.size()); }
 inline void ptx_cp_async_wait_group(int groups_left) {

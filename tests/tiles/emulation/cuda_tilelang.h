@@ -5,6 +5,9 @@ using half_t = half;
 using bfloat16_t = __nv_bfloat16;
 using uint = unsigned;
 using uchar = unsigned char;
+struct uint1 {
+  uint32_t x;
+};
 
 // A barrier in shared memory (CUTLASS's ClusterTransactionBarrier).
 struct Barrier {
@@ -18,7 +21,7 @@ struct Barrier {
 
 namespace tl {
 
-enum class DataType { kFloat16, kBFloat16, kFloat32 };
+enum class DataType { kFloat16, kBFloat16, kFloat32, kInt8, kInt32 };
 template <DataType>
 struct Stored;
 template <>
@@ -33,6 +36,12 @@ struct Stored<DataType::kBFloat16> {
 inline void cp_async_commit() { ptx_cp_async_commit_group(); }
 template <int N>
 void cp_async_wait() { ptx_cp_async_wait_group(N); }
+template <int BYTES>
+void cp_async_gs_conditional(const void* to, const void* from, bool there) {
+  ptx_cp_async_ca_shared_global(__cvta_generic_to_shared(to), from, BYTES, there ? BYTES : 0);
+}
+template <int BYTES>
+void cp_async_gs(const void* to, const void* from) { cp_async_gs_conditional<BYTES>(to, from, true); }
 inline void __sync_thread_partial(int barrier, int threads) { ptx_bar_sync(barrier, threads); }
 inline void cluster_arrive_relaxed() { ptx_barrier_cluster_arrive_relaxed_aligned(); }
 inline void cluster_wait() { ptx_barrier_cluster_wait_acquire_aligned(); }
@@ -55,6 +64,16 @@ inline void ptx_ldmatrix_x4(const void* from, void* to) {
 inline void ptx_ldmatrix_x4_trans(const void* from, void* to) {
   uint32_t* r = static_cast<uint32_t*>(to);
   ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(r[0], r[1], r[2], r[3], __cvta_generic_to_shared(from));
+}
+inline void ptx_ldmatrix_x2(const void* from, void* to) {
+  uint32_t* r = static_cast<uint32_t*>(to);
+  ptx_ldmatrix_sync_aligned_m8n8_x2_shared_b16(r[0], r[1], __cvta_generic_to_shared(from));
+}
+template <DataType A, DataType B, DataType C, int M, int N, int K, bool, bool>
+void mma_sync(unsigned* sums, const unsigned* a, const unsigned* b) {
+  static_assert(A == DataType::kInt8 && A == B && C == DataType::kInt32 && M == 16 && N == 8 && K == 32, "a product that the emulation does not know");
+  int* d = reinterpret_cast<int*>(sums);
+  ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], 0, 0, 0, 0);
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool, bool>
 void mma_sync(float* d, const unsigned* a, const unsigned* b) {

@@ -41,17 +41,18 @@ UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two o
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) main_kernel\((.*?)\) \{')
 SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 STATIC = re.compile(r"  __shared__ __align__\(16\) uint64_t (\w+)\[(\d+)\];")  # barriers
-LOCAL = re.compile(r"^  (?:float|int|uint|half_t|bfloat16_t|int64_t) (\w+)\[\d+\];", re.MULTILINE)  # a thread's own arrays
+LOCAL = re.compile(r"^  (?:float|int|uint|signed char|half_t|bfloat16_t|int64_t) (\w+)\[\d+\];", re.MULTILINE)  # a thread's own arrays
 MAP = re.compile(r"__grid_constant__ const CUtensorMap (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A generated kernel: its CUDA, the names of its tensors in call order, its symbols, (name, tensor, dimension) each, and its launch: a
-    grid of C expressions of ``dim_<symbol>``, blocks of a cluster in each direction, threads and bytes of shared memory of a block."""
+    """A generated kernel: its CUDA, its pointers, (name, tensor) each (a view of a tensor has a name of its own), its symbols, (name,
+    tensor, dimension) each, and its launch: a grid of C expressions of ``dim_<symbol>``, blocks of a cluster in each direction, threads
+    and bytes of shared memory of a block."""
 
     cuda: str
-    tensors: tuple[str, ...]
+    pointers: tuple[tuple[str, int], ...]
     symbols: tuple[tuple[str, int, int], ...]
     grid: tuple[str, ...]
     cluster: tuple[int, ...]
@@ -143,7 +144,7 @@ class GeneratedKernel:
         grid = lowered.grid_of(values)
         maps = lowered.maps_of(values, passed)
         values |= {name: ctypes.addressof(map) for name, map in maps.items()}
-        values |= {name: tensor.data_ptr() for name, tensor in zip(lowered.tensors, passed, strict=True)}
+        values |= {name: passed[tensor].data_ptr() for name, tensor in lowered.pointers}
         readable = [_extent(tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
         before = [code.copied_bytes("main_kernel", i) for i in range(len(names))]
         clusters = lowered.clusters(grid)
@@ -208,8 +209,12 @@ def compiled(cuda: str, arch: int, shared_bytes: int) -> tuple[DeviceCode, tuple
     body = SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(tilebit_host::place.shared[tilebit_host::rank()]);", body)
     body = LOCAL.sub(r"\g<0> memset(\1, 0xff, sizeof \1);", body)  # NaN until it is written
     functions = cuda[: cuda.index("#if defined(_MSC_VER)")]
-    params = tuple(param.replace("*", " ").split()[-1] for param in found[1].split(","))
-    return DeviceCode(functions + body, arch, ["main_kernel"]), params, max(shared_bytes, 1)
+    return DeviceCode(functions + body, arch, ["main_kernel"]), _names(found[1]), max(shared_bytes, 1)
+
+
+def _names(parameters: str) -> tuple[str, ...]:
+    """Of a kernel's parameters, in order."""
+    return tuple(parameter.replace("*", " ").split()[-1] for parameter in parameters.split(","))
 
 
 @cache
@@ -241,7 +246,6 @@ def _lower_here(workload: Any, schedule: Schedule, target: Target, edited: tuple
         function = build(workload, schedule, target)
     artifact = lower_cuda(function, lowered_arch(tile_program, target), dict(tile_program.pass_configs))
     # plain Python all of it: TVM's own strings and numbers would load TVM where they arrive
-    names = tuple(str(function.buffer_map[param].name) for param in function.params)
     declared = operands(workload, schedule.program, target.arch)
     described = describe_params(function, params(workload, schedule, target), declared)
     plan = read_host(artifact.host_mod, artifact.device_mod, described)
@@ -251,9 +255,10 @@ def _lower_here(workload: Any, schedule: Schedule, target: Target, edited: tuple
     cuda = str(artifact.kernel_source)
     signature = KERNEL.search(cuda)
     assert signature is not None, "the generated source has no main_kernel"
+    pointers = tuple((name, int(arg.value)) for name, arg in zip(_names(signature[1]), launch.args, strict=True) if arg.kind == "pointer")
     mapped = [arg.value for arg in launch.args if arg.kind == "map"]
     maps = tuple((name, plan.maps[int(value)]) for name, value in zip(MAP.findall(signature[1]), mapped, strict=True))
-    return Lowered(cuda, names, symbols, grid, cluster, int(launch.block[0]), int(launch.smem), maps)
+    return Lowered(cuda, pointers, symbols, grid, cluster, int(launch.block[0]), int(launch.smem), maps)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ FP16_UNPACK = "scaled<SCALED>(__hsub2({0}, r0.low), r0.scale)"
 UNSCALED_ZERO = "__hsub2(scaled<SCALED>(__hsub2({0}, as_pair<half2>(0x64006400u)), r0.scale), __hsub2(r0.low, as_pair<half2>(0x64006400u)))"
 UPPER = "__hneg(__hadd(__ushort_as_half(0x5400), z))"
 PARTS = "for part in parts(self.workload, applied)"
-SUMS = "make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3])"
+SUMS = "four(accumulators + 4 * i)"
 HALF_SUMS = "make_float4(" + ", ".join(f"__half2float(__float2half_rn(accumulators[4 * i + {j}]))" for j in range(4)) + ")"
 SOURCE = "group * SLABS + slab) * RECORDS"
 
@@ -189,7 +189,7 @@ BUGS = (
     ),
     # the sum of a tile's shares, mma.sync
     device("split lost", work(W4, k=576), SPLIT, ("for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)")),
-    device("last split counted twice", work(W4, k=576), SPLIT, ("accumulators[i] = 0.0f;", ";")),
+    device("last split counted twice", work(W4, k=576), SPLIT, ("accumulators[i] = A(0);", ";")),
     device("fp16 partial sums", work(W4, k=576), SPLIT, (SUMS, HALF_SUMS)),
     device("ticket left behind", work(W4, k=576), SPLIT, ("+ tile, splits - 1, thread)", "+ tile, splits, thread)"), sign=""),
 )  # fmt: skip

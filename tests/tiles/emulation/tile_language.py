@@ -25,7 +25,7 @@ from .crew import Crew
 from .device_code import Argument, DeviceCode, Place
 from .launch import Block, Cluster, Group, Plan, TensorType, ThreadIndex
 from .shared_memory import BARRIER, Barrier, issue
-from .tile_memory import Buffer, Element, IllegalAccess, RegisterTile, ThreadLocal
+from .tile_memory import STORED, Buffer, Element, IllegalAccess, RegisterTile, ThreadLocal
 
 WAIT = "tilebit::wait_for_predecessor"
 AWAIT = "tilebit::await_stage"  # what other groups of threads must do first
@@ -129,6 +129,12 @@ class TileLanguage:
         assert view.size == buffer.size
         return view
 
+    def view(self, buffer: Buffer, shape: tuple[int, ...], dtype: str) -> Buffer:
+        size, own = (np.dtype(STORED[name]).itemsize for name in (buffer.dtype, dtype))
+        view = Buffer(shape, dtype, buffer.data.view(STORED[dtype]), buffer.start * size // own, buffer.late)
+        assert view.size * own == buffer.size * size
+        return view
+
     def address_of(self, element: Element | Barrier) -> tuple[int, int]:
         if isinstance(element, Barrier):
             return element.address, 0
@@ -185,8 +191,13 @@ class TileLanguage:
     def clear(self, tile: RegisterTile) -> None:
         tile.registers[:] = 0
 
-    def copy(self, source: Element, target: Buffer) -> None:
-        assert source.buffer.dtype == target.dtype
+    def copy(self, source: Element | RegisterTile, target: Buffer | RegisterTile) -> None:
+        """From memory to memory; or from registers to those of another dtype, each thread its own."""
+        if isinstance(source, RegisterTile) and isinstance(target, RegisterTile):
+            assert source.shape == target.shape
+            target.place = source.place
+            return target.fill(source.matrix())
+        assert isinstance(source, Element) and isinstance(target, Buffer) and source.buffer.dtype == target.dtype
         target.data[:] = source.buffer.window(source.start, target.shape).ravel()
 
     def tma_copy(self, source: Element, target: Element, barrier: Barrier, cluster_mask: int | None = None) -> None:

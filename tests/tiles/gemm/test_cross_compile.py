@@ -23,7 +23,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
-from tilebit.tiles.compiler.cuda import find_nvcc
+from tilebit.tiles.compiler.cuda import find_nvcc, run_nvcc
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
@@ -69,6 +69,10 @@ CASES = (
     ("sm_80", Workload(8, 505, 960, LQQ64, BFLOAT), Schedule("gemm_stream", 64, 8, 64, 3, 4)),
     ("sm_90a", Workload(300, 505, 1001, ASYM, BFLOAT, bias=True), Schedule("gemm_wgmma", 64, 128, 128, 4, 4)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
+    ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
+    ("sm_86", Workload(300, 505, 1001, W8A8, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
+    ("sm_89", Workload(4096, 4096, 4096, LQQ64, HALF), Schedule("gemm_mma", 256, 128, 128, 2, 16, raster=4)),
+    ("sm_90a", Workload(64, 576, 576, LQQ128, BFLOAT), Schedule("gemm_mma", 64, 64, 64, 4, 4, split_k=3)),
     ("sm_90a", Workload(8, 4096, 4096, NVFP4, BFLOAT), Schedule("gemm_stream_bulk", 64, 8, 128, 2, 8)),
     ("sm_89", Workload(4, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(16, 4096, 4096, MXFP4, HALF), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
@@ -137,10 +141,41 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     rows = ["row_scales"] if workload.format.row_scaled else []
     tokens = ["token_scales"] if workload.token_scales else []
     assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *workspace, "y")
+    if schedule.program == "gemm_mma" and workload.format.integer_sums:
+        check_integer_products(kernel, schedule)
     if schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text())
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
+
+
+def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
+    """Bytes are multiplied as bytes, sums become floats once; nothing that is to be on its way early is a plain load."""
+    source = (kernel.path / "kernel.cu").read_text()
+    body = source[source.rindex("main_kernel(") :]
+    assert set(re.findall(r"mma_sync<(.*?), (?:true|false)", body)) == {
+        "tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32"
+    }
+    sums = schedule.block_n * schedule.block_m // (schedule.num_warps * 32)
+    assert len(re.findall(r"\(float\)\(?v_", body)) == 4 and f"float Y[{sums}];" in body and f"int sums[{sums}];" in body
+    assert not re.search(r"\*\)(?:Ss|Zs|Xs|Ws)\)\[[^;]*\] = ", body)
+    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
+    if sass is not None:
+        assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_integer_products_in_ptx(tmp_path: Path):
+    """What the compiler is given, also where no tool reads machine code: mma.m16n8k32 of bytes, no other."""
+    arch, workload, schedule = next(case for case in CASES if case[2].program == "gemm_mma" and case[1].format == LQQ128)
+    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
+        (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target_from_name(arch))])
+    assert isinstance(kernel, Kernel), kernel
+    (tmp_path / "kernel.cu").write_text((kernel.path / "kernel.cu").read_text())
+    _, ptx = run_nvcc(tmp_path, arch)
+    assert set(re.findall(r"mma\.sync[.\w]*", ptx)) == {"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"}
+    assert len(re.findall(r"cvt\.rn\.f32\.s32", ptx)) == schedule.block_n * schedule.block_m // (schedule.num_warps * 32)
 
 
 def check_pipeline(source: str) -> None:

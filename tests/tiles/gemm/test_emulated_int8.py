@@ -1,4 +1,4 @@
-"""``gemm_wgmma`` on int8 x without a GPU: as ``test_emulated_gemm.py``, with int32 sums."""
+"""``gemm_wgmma`` and ``gemm_mma`` on int8 x without a GPU: as ``test_emulated_gemm.py``, with int32 sums."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from gemm_cases import INT8_FORMATS, label
 
 pytestmark = needs_host_compiler
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
+TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80")}
 LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
 
 CASES = (
@@ -49,17 +50,35 @@ CASES = (
     (Workload(40, 128, 512, ASYM, "bfloat16"), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(60, 256, 1472, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
 )
+# stored through shared memory and directly; steps of a part of a group, of one and of two; a last group that is shorter; shared tiles
+MMA_CASES = (
+    (Workload(13, 192, 448, LQQ64), Schedule("gemm_mma", 64, 8, 64, 3, 4)),
+    (Workload(40, 100, 500, LQQ128, "bfloat16", bias=True), Schedule("gemm_mma", 128, 32, 128, 3, 8)),
+    (Workload(33, 250, 1000, LQQ64, bias=True), Schedule("gemm_mma", 256, 48, 128, 2, 16)),
+    (Workload(9, 64, 300, W8A8), Schedule("gemm_mma", 64, 16, 32, 4, 4)),
+    (Workload(40, 190, 1000, W8A8, "bfloat16", bias=True), Schedule("gemm_mma", 64, 32, 128, 2, 4)),
+    (Workload(70, 505, 576, LQQ128), Schedule("gemm_mma", 128, 64, 64, 4, 8, raster=2)),
+    (Workload(20, 100, 896, LQQ64, bias=True), Schedule("gemm_mma", 128, 16, 128, 2, 8, split_k=7)),
+    (Workload(35, 190, 576, LQQ128, "bfloat16"), Schedule("gemm_mma", 64, 32, 64, 2, 4, split_k=3)),
+    (Workload(5, 250, 1056, W8A8, bias=True), Schedule("gemm_mma", 256, 8, 32, 3, 16, split_k=11)),
+    (Workload(150, 64, 512, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 128, 64, 2, 4, split_k=2)),
+    (Workload(20, 190, 576, ASYM, bias=True), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
+    (Workload(40, 250, 1000, ASYM, "bfloat16"), Schedule("gemm_mma", 256, 32, 128, 2, 16, split_k=2)),
+)
+ALL = (*CASES, *MMA_CASES)
 
 
 def emulated(case: Case, order: str = "shuffled", seed: int = 0, edits: Edits | None = None) -> EmulatedGemm:
     workload, schedule = case
-    return EmulatedGemm(workload, schedule, edits, together=CASES if edits is None else (), target=HOPPER, order=order, seed=seed)
+    return EmulatedGemm(
+        workload, schedule, edits, together=ALL if edits is None else (), target=TARGET[schedule.program], order=order, seed=seed
+    )
 
 
-@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("case", ALL, ids=label)
 def test_exact(case: Case):
-    assert legal(case[0], case[1], HOPPER) == []
-    problem = exact_problem(case[0], CASES.index(case), "sm_90a")
+    assert legal(case[0], case[1], TARGET[case[1].program]) == []
+    problem = exact_problem(case[0], ALL.index(case), "sm_90a")
     reference, output = problem.reference(), guarded_output((case[0].m, case[0].n), getattr(torch, case[0].dtype))
     assert reference.to(output.y.dtype).isfinite().all()
     emulated(case)(problem, output.y)
@@ -67,7 +86,7 @@ def test_exact(case: Case):
     assert check_exact(output.y, reference) == []
 
 
-@pytest.mark.parametrize("case", [CASES[8], CASES[9], CASES[15]], ids=label)
+@pytest.mark.parametrize("case", [CASES[8], CASES[9], CASES[15], MMA_CASES[7]], ids=label)
 def test_the_order_of_blocks_does_not_show(case: Case):
     """int32 sums have no order; fp32 ones after them have one."""
     problem, results = random_problem(case[0], 3, "sm_90a"), []
@@ -78,33 +97,61 @@ def test_the_order_of_blocks_does_not_show(case: Case):
     assert results[0].isfinite().all() and all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[9], CASES[13]], ids=label)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[9], CASES[13], *MMA_CASES[2:5:2], MMA_CASES[10]], ids=label)
 def test_the_tuner_s_gate_accepts(case: Case):
     gate = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a"))
     verdict = gate.verify(emulated(case))
     assert verdict.ok, verdict.reasons
 
 
-def test_sums_are_exact_where_fp32_would_round():
-    """Every product at its largest: sums of 8,192 x 127 x 128 > 2^24, whose parts two blocks add up."""
-    workload = Workload(16, 64, 8192, LQQ128, "bfloat16")
-    schedule = Schedule("gemm_wgmma", 64, 16, 128, 2, 4, split_k=3)
-    problem = random_problem(workload, 1, "sm_90a")
-    problem.x.fill_(127)
+LONG = Workload(16, 64, 8192, LQQ128, "bfloat16")
+SPLITS = (Schedule("gemm_wgmma", 64, 16, 128, 2, 4, split_k=3), Schedule("gemm_mma", 64, 16, 128, 2, 4, split_k=4))
+FP32_PARTS = (("as_bits(int v) { return __int_as_float(v); }", "as_bits(int v) { return __int2float_rn(v); }"),
+              ("of_bits(float bits, int& v) { v = __float_as_int(bits); }", "of_bits(float bits, int& v) { v = int(bits); }"))  # fmt: skip
+
+
+def large_parts(schedule: Schedule, edits: Edits | None = None) -> torch.Tensor:
+    """y of sums whose parts, odd ones over 2^24, cancel but for -127."""
+    problem = random_problem(LONG, 1, "sm_90a")
+    problem.x[:, : LONG.k // 2] = 127
+    problem.x[:, LONG.k // 2 :] = -127
+    problem.x[:, 0] = 126
     problem.operands["weight"].fill_(-1)  # codes of 15
     problem.operands["scales"].fill_(1)
     problem.operands["zeros"].fill_(240)  # 127 in all
-    problem.operands["zeros"][:1] = 239  # but for a group, so that the sum is odd
-    problem.operands["row_scales"].fill_(2.0**-30)
+    problem.operands["row_scales"].fill_(1.0)
     problem.operands["token_scales"].fill_(1.0)
-    total = 127 * 127 * 8064 + 127 * 126 * 128
-    assert total > 1 << 24
-    y = torch.empty(16, 64, dtype=torch.bfloat16)
-    emulated((workload, schedule))(problem, y)
+    assert LONG.k // schedule.split_k * 127 * 127 - 127 > 1 << 24
+    y = torch.empty(LONG.m, LONG.n, dtype=torch.bfloat16)
+    emulated((LONG, schedule), edits=edits)(problem, y)
+    return y
+
+
+@pytest.mark.parametrize("schedule", SPLITS, ids=lambda s: s.program)
+def test_parts_are_added_as_integers(schedule: Schedule):
+    """Where fp32 would round them: shown by a kernel that lets it."""
+    y = large_parts(schedule)
+    assert torch.equal(y, torch.full_like(y, -127))
+    rounded = large_parts(schedule, {"device": swap(*FP32_PARTS)})
+    assert not torch.equal(rounded, y)
+
+
+@pytest.mark.parametrize("schedule", [replace(s, split_k=1) for s in SPLITS], ids=lambda s: s.program)
+def test_the_largest_sum_is_rounded_once(schedule: Schedule):
+    """Every product at its largest: 8,192 x 127 x 127 > 2^24, and odd."""
+    problem = random_problem(LONG, 1, "sm_90a")
+    problem.x.fill_(127)
+    problem.x[:, 0] = 126
+    for name, value in (("weight", -1), ("scales", 1), ("zeros", 240), ("row_scales", 1.0), ("token_scales", 2.0**-30)):
+        problem.operands[name].fill_(value)
+    total = 127 * 127 * 8192 - 127
+    y = torch.empty(LONG.m, LONG.n, dtype=torch.bfloat16)
+    emulated((LONG, schedule))(problem, y)
     assert torch.equal(y, torch.full_like(y, float(torch.tensor(total * 2.0**-30).bfloat16())))
 
 
 LQQ_CASE, W8A8_CASE, SHARED_CASE, ASYM_CASE = CASES[1], CASES[4], CASES[8], CASES[13]
+MMA_LQQ, MMA_W8A8, MMA_SHARED, MMA_ASYM = MMA_CASES[1], MMA_CASES[4], MMA_CASES[6], MMA_CASES[11]
 PLANTED = {
     "the exclusive or is missing": (LQQ_CASE, "device", "(codes * scale + offsets) ^ 0x80808080u", "(codes * scale + offsets)"),
     "nibbles are exchanged": (
@@ -143,6 +190,37 @@ PLANTED = {
         "sum_of(int v) { return __int2float_rn(v); }",
         "sum_of(int v) { return __int_as_float(v); }",
     ),
+    "mma.sync: the exclusive or is missing": (MMA_LQQ, "device", "(codes * scale + offsets) ^ 0x80808080u", "(codes * scale + offsets)"),
+    "mma.sync: the zero point is that of row r": (MMA_ASYM, "device", "SHIFTED ? offsets[g + 8]", "SHIFTED ? offsets[g]"),
+    "mma.sync: registers of rows r and r + 8 are exchanged": (MMA_W8A8, "device", "a[i] = words[i] ^", "a[i ^ 1] = words[i] ^"),
+    "mma.sync: registers of k and k + 16 are exchanged": (MMA_W8A8, "device", "a[i] = words[i] ^", "a[i ^ 2] = words[i] ^"),
+    "mma.sync: nibbles of rows r and r + 8 are exchanged": (
+        MMA_LQQ,
+        "device",
+        "a[2 * i + 1] = high(words[i] >> 4 & 0x0f0f0f0fu);",
+        "a[2 * i + 1] = a[2 * i], a[2 * i] = high(words[i] >> 4 & 0x0f0f0f0fu);",
+    ),
+    "mma.sync: the group is its neighbour": (
+        MMA_CASES[5],
+        "operands.py",
+        "return step * self.schedule.block_k //",
+        "return (step + 1) * self.schedule.block_k //",
+    ),
+    "mma.sync: groups of a step are one": (MMA_CASES[2], "device", "/ GROUP_STEPS * STRIDE", "/ GROUP_STEPS / 2 * STRIDE"),
+    "mma.sync: the slab is its neighbour": (MMA_LQQ, "device", "+ group * SLABS + slab) *", "+ (1 - group) * SLABS + slab) *"),
+    "mma.sync: offsets are scales": (MMA_LQQ, "mma.py", "p.copied(T, zeros,", "p.copied(T, scales,"),
+    "mma.sync: bytes of scales are counted as words": (MMA_CASES[0], "mma.py", "bx * scale_columns], Ss", "bx * bn], Ss"),
+    "mma.sync: x of 16 bits a number": (MMA_LQQ, "mma.py", "x[by * bm, step * bk]", "x[by * bm, step * bk // 2]"),
+    "mma.sync: a part is lost": (MMA_SHARED, "device", "for (int s = 0; s < splits; ++s)", "for (int s = 1; s < splits; ++s)"),
+    "mma.sync: the last part twice": (MMA_SHARED, "device", "accumulators[i] = A(0);", ";"),
+    "mma.sync: parts are added as floats": (MMA_SHARED, "operands.py", 'return ", int" if', 'return ", float" if'),
+    "mma.sync: sums are floats already": (
+        MMA_W8A8,
+        "mma.py",
+        "T.copy(sums, Y)",
+        "Y.place, Y.registers[:] = sums.place, sums.registers.view('float32')",
+    ),
+    "mma.sync: no scale of a token": (MMA_W8A8, "mma.py", "token_scales=token_scales, bias", "token_scales=row_scales or scales, bias"),
 }
 
 

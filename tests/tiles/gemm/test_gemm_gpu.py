@@ -80,6 +80,10 @@ INT8_SCHEDULES = [
     ((505, 1001, True), Schedule("gemm_wgmma", 128, 64, 128, 3, 8, stream_k=True)),
     ((1280, 512, True), Schedule("gemm_wgmma", 64, 16, 64, 4, 4, raster=3, stream_k=True, cluster=2)),
     ((1280, 512, False), Schedule("gemm_wgmma", 64, 32, 128, 4, 4, raster=2, cluster=2, tail=2)),
+    ((505, 1001, True), Schedule("gemm_mma", 64, 8, 64, 3, 4)),
+    ((320, 576, False), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
+    ((512, 1024, True), Schedule("gemm_mma", 256, 64, 128, 2, 16)),
+    ((256, 2048, False), Schedule("gemm_mma", 128, 16, 128, 3, 8, split_k=4, min_blocks=2)),
 ]
 
 

@@ -15,20 +15,7 @@ __device__ __forceinline__ float* share_of(void* workspace, int block, bool firs
   return static_cast<float*>(workspace) + TICKETS + (ONE ? block : 2 * block + first) * int64_t(TILE);
 }
 
-// Accumulators are fp32 or (A) int32, which become fp32 when all parts of a tile are added up. They
-// travel four at a time, integers as the bits of a float4.
-__device__ __forceinline__ float as_bits(float v) { return v; }
-__device__ __forceinline__ float as_bits(int v) { return __int_as_float(v); }
-__device__ __forceinline__ void of_bits(float bits, float& v) { v = bits; }
-__device__ __forceinline__ void of_bits(float bits, int& v) { v = __float_as_int(bits); }
-template <typename A>
-__device__ __forceinline__ float4 four(const A* v) {
-  return make_float4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
-}
-template <typename A>
-__device__ __forceinline__ void of_four(float4 bits, A* v) {
-  of_bits(bits.x, v[0]), of_bits(bits.y, v[1]), of_bits(bits.z, v[2]), of_bits(bits.w, v[3]);
-}
+// What is stored of a sum.
 __device__ __forceinline__ float sum_of(float v) { return v; }
 __device__ __forceinline__ float sum_of(int v) { return __int2float_rn(v); }
 

@@ -1,5 +1,5 @@
-// Deterministic split-k: every block stores its fp32 partial tile, the last to arrive sums all of
-// them in split order.
+// Deterministic split-k: every block stores its partial tile, the last to arrive sums all of them in
+// split order.
 //
 // A workspace is TICKETS words, one per output tile, zero between launches (atomicInc wraps, so a
 // launch needs no memset and a captured graph can be replayed), then partial tiles [register /
@@ -29,30 +29,43 @@ __device__ __forceinline__ int take_ticket(void* ticket, int others, int thread)
   return arrived;
 }
 
+// Accumulators are fp32 or (A) int32, which become fp32 when all parts of a tile are added up. They
+// travel four at a time, integers as the bits of a float4.
+__device__ __forceinline__ float as_bits(float v) { return v; }
+__device__ __forceinline__ float as_bits(int v) { return __int_as_float(v); }
+__device__ __forceinline__ void of_bits(float bits, float& v) { v = bits; }
+__device__ __forceinline__ void of_bits(float bits, int& v) { v = __float_as_int(bits); }
+template <typename A>
+__device__ __forceinline__ float4 four(const A* v) {
+  return make_float4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+}
+template <typename A>
+__device__ __forceinline__ void of_four(float4 bits, A* v) {
+  of_bits(bits.x, v[0]), of_bits(bits.y, v[1]), of_bits(bits.z, v[2]), of_bits(bits.w, v[3]);
+}
+
 // THREADS threads (id `thread`, 0..THREADS-1) of the block call this with their REGISTERS accumulators.
 // *last becomes 1 in the block that must store the tile, whose accumulators then hold the whole sum, and 0 in every other.
-template <int REGISTERS, int THREADS, int BARRIER>
-__device__ __forceinline__ void reduce_split_k(float* accumulators, void* workspace, int tile, int split, int splits, int thread, int* last) {
+template <int REGISTERS, int THREADS, int BARRIER, typename A = float>
+__device__ __forceinline__ void reduce_split_k(A* accumulators, void* workspace, int tile, int split, int splits, int thread, int* last) {
   static_assert(REGISTERS % 4 == 0, "accumulators move as float4");
   constexpr int CHUNK = REGISTERS * THREADS;
   float* partials = static_cast<float*>(workspace) + TICKETS;
   float4* mine = reinterpret_cast<float4*>(partials + (int64_t(tile) * splits + split) * CHUNK);
 #pragma unroll
   for (int i = 0; i < REGISTERS / 4; ++i)
-    __stcg(mine + i * THREADS + thread, make_float4(accumulators[4 * i], accumulators[4 * i + 1], accumulators[4 * i + 2], accumulators[4 * i + 3]));
+    __stcg(mine + i * THREADS + thread, four(accumulators + 4 * i));
   *last = take_ticket<THREADS, BARRIER>(static_cast<unsigned int*>(workspace) + tile, splits - 1, thread) == splits - 1;
   if (!*last) return;
 #pragma unroll
-  for (int i = 0; i < REGISTERS; ++i) accumulators[i] = 0.0f;
+  for (int i = 0; i < REGISTERS; ++i) accumulators[i] = A(0);
   for (int s = 0; s < splits; ++s) {
     const float4* theirs = reinterpret_cast<const float4*>(partials + (int64_t(tile) * splits + s) * CHUNK);
 #pragma unroll
     for (int i = 0; i < REGISTERS / 4; ++i) {
-      const float4 v = __ldcg(theirs + i * THREADS + thread);
-      accumulators[4 * i] += v.x;
-      accumulators[4 * i + 1] += v.y;
-      accumulators[4 * i + 2] += v.z;
-      accumulators[4 * i + 3] += v.w;
+      A v[4];
+      of_four(__ldcg(theirs + i * THREADS + thread), v);
+      accumulators[4 * i] += v[0], accumulators[4 * i + 1] += v[1], accumulators[4 * i + 2] += v[2], accumulators[4 * i + 3] += v[3];
     }
   }
 }

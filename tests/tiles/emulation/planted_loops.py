@@ -49,10 +49,10 @@ BUGS = (
     # mma.sync
     loop("k stage lost", work(W4), DIRECT, (TRIPS, TRIPS + " - 1")),
     loop("k stage repeated", work(W4), DIRECT, ("bz * steps + i", "bz * steps + i - (i == 1)")),
-    loop("accumulators not cleared", work(W4), DIRECT, ("T.clear(Y)", "pass")),
-    loop("fp16 accumulators", work(W4), DIRECT, ('T.alloc_fragment((bn, bm), "float32")', 'T.alloc_fragment((bn, bm), "float16")')),
+    loop("accumulators not cleared", work(W4), DIRECT, ("T.clear(sums)", "pass")),
+    loop("fp16 accumulators", work(W4), DIRECT, ("T.alloc_fragment((bn, bm), p.sums_dtype)", 'T.alloc_fragment((bn, bm), "float16")')),
     loop("tile lost", work(W4), DIRECT, ("T.ceildiv(m, bm), splits", "T.ceildiv(m, bm) - (m > bm), splits"), sign="NaN"),
-    loop("scales of the wrong tile", work(W4), DIRECT, ("scales[p.group_of(step), bx * bn]", "scales[p.group_of(step), by * bn]")),
+    loop("scales of the wrong tile", work(W4), DIRECT, ("bx * scale_columns], Ss", "by * scale_columns], Ss")),
     loop("split's own k forgotten", work(W4, k=576), SPLIT, ("x[by * bm, step * bk]", "x[by * bm, i * bk]")),
     loop("n tail not masked, mma.sync", work(W4, n=100), MMA, ("bx * bn + r < p.n", "bx * bn + r < p.n_pad"), sign="after the output"),
     # wgmma: the pipeline

@@ -23,7 +23,7 @@ OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packe
 MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
-AFTER = "finish(value, after, m="
+AFTER = 'finish(T.cast(value, "float32"), after, m='
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
 READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"

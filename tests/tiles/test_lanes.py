@@ -21,6 +21,6 @@ def test_the_fast_lane_leaves_out_what_is_slow_and_ci_nothing() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.findall(r"^([a-z-]+): SELECTED = (.*)$", makefile, re.M) == [("test", '-m "not slow"')]
     for lane in ("test", "test-all"):
-        assert re.search(rf"^{lane}: \$\(SETUP\)\n\t\$\(tests\)$", makefile, re.M)
+        assert re.search(rf"^{lane}: \$\(SETUP\) links\n\t\$\(tests\)$", makefile, re.M)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "make test-all"
     assert all(f"make {lane}`" in (ROOT / page).read_text() for lane in ("test-all",) for page in ("README.md", "CONTRIBUTING.md"))

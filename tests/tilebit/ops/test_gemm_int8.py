@@ -116,7 +116,7 @@ def test_a_model_is_calibrated(name: str):
     model = torch.nn.Sequential(torch.nn.Linear(K, N)).half()
     x = torch.randn(300, K).half() * torch.exp(torch.randn(K)).half()
     weights = tilebit.calibrate(model, [x[:200], x[200:]], name, clip_search=True)
-    assert (weights["0"].perm is None) == (name == "w8a8_channel")
+    assert (weights["0"].perm is None) == ("channel" in name)
     tilebit.quantize_model(model, name, weights=weights)
     codes, scales = tilebit.quantize_activations(x[:6])
     expected = (codes.double() * scales[:, None]) @ weights["0"].dequantize().double().T

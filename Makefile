@@ -67,9 +67,9 @@ lint: $(SETUP) links
 define tests
 @start=$$(date +%s); mkdir -p build; \
 $(PY) -m ruff check . && $(PY) -m ruff format --check --quiet . || exit 1; \
-$(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
+$(PY) -m pyright --pythonpath $(PY) > build/pyright.log 2>&1 & lint=$$!; \
 $(PY) -m pytest -q -n $(JOBS) --dist worksteal $(SELECTED); tests=$$?; \
-wait $$lint; lint=$$?; cat build/lint.log; \
+wait $$lint; lint=$$?; cat build/pyright.log; \
 test $$tests = 0 && test $$lint = 0 && \
 echo "make $@: ruff, pyright and pytest passed in $$(( $$(date +%s) - start )) s"
 endef

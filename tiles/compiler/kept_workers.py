@@ -84,4 +84,11 @@ def end_all() -> None:
         worker.end()
 
 
-os.register_at_fork(after_in_child=_kept.clear)  # they are the parent's
+def _forget() -> None:
+    """In a forked child: they are the parent's, one of whose threads may hold the lock."""
+    global _lock
+    _kept.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -117,8 +117,9 @@ class Operands:
 
     @property
     def stage_groups(self) -> int:
-        """Rows of scales and of zero points that a stage of ``gemm_wgmma`` has room for: ``step_groups``, or one more
-        where its bytes would be no multiple of the 128 that TMA's places are aligned to."""
+        """Rows of scales and of zero points that a stage of ``gemm_wgmma`` has room for:
+        ``step_groups``, or one more where its bytes would be no multiple of the 128 that TMA's places
+        are aligned to."""
         return stage_groups(self.workload.format, self.schedule)
 
     def group_of(self, step: Any) -> Any:

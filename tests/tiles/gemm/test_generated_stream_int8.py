@@ -112,8 +112,8 @@ PLANTED = {
     "parts are sent as floats": (
         SHARED_CASE,
         "device",
-        "as_float(int v) { return __int_as_float(v); }",
-        "as_float(int v) { return float(v); }",
+        "as_bits(int v) { return __int_as_float(v); }",
+        "as_bits(int v) { return float(v); }",
     ),
     "rows of x twice as far apart": (LQQ_CASE, "stream_ring.py", "p.kx * workload.x_bytes,", "p.kx * 2,"),
     "parameters by chunks of eight": (LQQ_CASE, "stream_ring.py", "CHUNK_BYTES // parameter_bytes", "8"),

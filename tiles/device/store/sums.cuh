@@ -1,5 +1,5 @@
 // A warp's sums, left for others to add up: in its own block's shared memory, in another block's.
-// Comes after ptx/instructions.cuh.
+// Comes after ptx/instructions.cuh and store/split_k.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -23,11 +23,9 @@ __device__ __forceinline__ void store_sums(const S* sums, S* to, int lane) {
 
 // Four values (of integers their bits) to the same place in block `owner` of the cluster, whose
 // barrier is told of them; at once where that is this block.
-__device__ __forceinline__ float as_float(float v) { return v; }
-__device__ __forceinline__ float as_float(int v) { return __int_as_float(v); }
 template <typename S>
 __device__ __forceinline__ void keep_or_send(void* place, const S* values, void* barrier, int owner, int rank) {
-  const float4 v = make_float4(as_float(values[0]), as_float(values[1]), as_float(values[2]), as_float(values[3]));
+  const float4 v = four(values);
   if (owner == rank)
     *static_cast<float4*>(place) = v;
   else

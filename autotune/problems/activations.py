@@ -72,7 +72,7 @@ def quantized(x: Tensor, w: QuantizeWorkload, columns: dict[str, Tensor]) -> tup
     y = x.float()
     if w.norm:
         total = y.square().double().sum(1, keepdim=True).float()
-        inverse_root = torch.where(total.isfinite(), 1.0 / (total / w.k + w.eps).sqrt(), torch.nan)
+        inverse_root = torch.where(total.isfinite(), 1.0 / (_over(total, w.k) + w.eps).sqrt(), torch.nan)
         y = y * inverse_root * columns["norm_weight"][: w.k].float()
     if w.smooth:
         y = y * columns["smooth"][: w.k]
@@ -80,13 +80,18 @@ def quantized(x: Tensor, w: QuantizeWorkload, columns: dict[str, Tensor]) -> tup
     y = torch.nn.functional.pad(y, (0, w.groups * size - w.k)).unflatten(1, (w.groups, size))
     amax = y.abs().amax(2, keepdim=True).clamp(min=w.floor)
     finite = amax < torch.inf  # false for NaN
-    scales = torch.where(finite, amax / w.largest, torch.nan)[..., 0].t()
-    inverse = torch.full_like(amax, w.largest) / amax  # a number over a tensor is a product with its reciprocal in torch
+    scales = torch.where(finite, _over(amax, w.largest), torch.nan)[..., 0].t()
+    inverse = torch.full_like(amax, w.largest) / amax
     if w.out == "int8":
         codes = (y.double() * inverse.double()).round().masked_fill(~finite, 0.0).to(torch.int8)
     else:
         codes = (y * inverse).clamp(-w.largest, w.largest).masked_fill(~finite, 0.0).to(torch.float8_e4m3fn).view(torch.int8)
     return codes.flatten(1)[:, : w.k], scales[0] if w.group == PER_TOKEN else scales
+
+
+def _over(tensor: Tensor, number: float) -> Tensor:
+    """Rounded once: on a GPU torch multiplies by the reciprocal of a number that is no tensor."""
+    return tensor / torch.full_like(tensor, number)
 
 
 def quantize_problem(workload: QuantizeWorkload, x: Tensor, seed: int, arch: str = "cpu") -> QuantizeProblem:

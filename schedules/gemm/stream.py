@@ -217,7 +217,7 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
     ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
     their way to an SM. Blocks in turn, the likely winners first."""
-    if not 0 < workload.m <= MAX_M or workload.format.integer_sums:  # int8 x: legal, not tried before a GPU has timed it
+    if not 0 < workload.m <= MAX_M:
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
     block_m = next(b for b in BLOCK_M if b >= workload.m)

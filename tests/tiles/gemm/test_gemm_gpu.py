@@ -84,6 +84,14 @@ INT8_SCHEDULES = [
     ((320, 576, False), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
     ((512, 1024, True), Schedule("gemm_mma", 256, 64, 128, 2, 16)),
     ((256, 2048, False), Schedule("gemm_mma", 128, 16, 128, 3, 8, split_k=4, min_blocks=2)),
+    ((505, 1001, True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
+    ((512, 2112, False), Schedule("gemm_stream", 32, 2, 64, 4, 4, split_k=2)),
+    ((320, 1024, True), Schedule("gemm_stream_bulk", 16, 1, 128, 2, 16)),
+    ((505, 1001, False), Schedule("gemm_stream_bulk", 32, 2, 64, 4, 8, split_k=2)),
+    ((256, 1001, True), Schedule("gemm_stream_bulk", 256, 16, 64, 2, 8)),
+    ((384, 1024, False), Schedule("gemm_stream", 96, 4, 128, 2, 8)),
+    ((256, 1001, False), Schedule("gemm_stream_bulk", 128, 8, 64, 4, 4, split_k=3)),
+    ((448, 1088, True), Schedule("gemm_stream_bulk", 112, 16, 64, 2, 8)),
 ]
 
 

@@ -38,7 +38,7 @@ CASES: tuple[Case, ...] = (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 

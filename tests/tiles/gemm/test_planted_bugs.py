@@ -157,7 +157,7 @@ def pool() -> Iterator[CompilePool]:
         pytest.skip("needs a processor with AVX2 or AVX-512")
     if find_spec("tvm") is None:
         pytest.skip("apache-tvm is not installed (pip install tilebit[compile])")
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 

@@ -44,8 +44,8 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"make: PYTHON is {sys.version.split()[0]}; accepted: 3.11 or 3.12; name one: make PYTHON=python3.12")'
 	@echo "setup: installing into $(VENV) (once; a few minutes where torch comes with CUDA)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 endif
 

@@ -76,6 +76,7 @@ def test_another_environment_path_or_folder_has_its_own(cache: ArtifactCache, mo
     assert len(set(processes)) == 4 and [lives(process) for process in processes] == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_it_serves_another_cache_and_writes_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each kernel is published in its own pool's cache, whichever the worker was started for; what no worker reads makes no other one."""
     pytest.importorskip("tvm_ffi")

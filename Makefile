@@ -1,7 +1,7 @@
 # One command each; whatever it needs is installed first, into .venv (once: a stamp makes later calls instant).
 #
 #   make demo      a 4-bit checkpoint made, imported, packed, compiled, tuned, called, checked and timed on this machine
-#   make test      ruff, pyright and the tests that take little time: what to run at each edit (six to nine minutes on two cores)
+#   make test      ruff, pyright and the tests that take little time: what to run at each edit (about six minutes on two cores)
 #   make test-all  ruff, pyright and all tests: what a change must pass
 #   make lint      ruff and pyright alone
 #   make gpu-smoke every CUDA program on this machine's NVIDIA GPU, against the exact oracle (minutes)
@@ -44,8 +44,8 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"make: PYTHON is {sys.version.split()[0]}; accepted: 3.11 or 3.12; name one: make PYTHON=python3.12")'
 	@echo "setup: installing into $(VENV) (once; a few minutes where torch comes with CUDA)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 endif
 

@@ -131,7 +131,7 @@ def tune(
         if measurer is None:
             measurer = stack.enter_context(DeviceWorker(_device(target), cache.root / "locks"))
         if compiler is None:
-            compiler = stack.enter_context(CompilePool(jobs=jobs, cache=cache))
+            compiler = stack.enter_context(CompilePool(jobs=jobs, cache=cache, keep=True))
         bar = stack.enter_context(TuningBar(progress))
         run = _Run(target, store or RecordStore(), compiler, measurer, bar, jobs or os.cpu_count() or 1, patience)
         for position, workload in enumerate(todo):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -37,12 +37,12 @@ def supported(format: GemmFormat, arch: str, dtype: str) -> bool:
     return True
 
 
-def claims() -> Iterator[tuple[GemmFormat, str, tuple[str, ...]]]:
+@cache
+def claims() -> tuple[tuple[GemmFormat, str, tuple[str, ...]], ...]:
     """(format, arch, dtypes) for every pair of a format and an architecture; no dtypes where it is
     not supported."""
-    for format in FORMATS.values():
-        for arch in ARCHES:
-            yield format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))
+    pairs = ((format, arch) for format in FORMATS.values() for arch in ARCHES)
+    return tuple((format, arch, tuple(dtype for dtype in DTYPES if supported(format, arch, dtype))) for format, arch in pairs)
 
 
 @cache

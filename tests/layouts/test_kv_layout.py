@@ -136,7 +136,7 @@ def test_equation_1_gives_one_window_for_every_width():
 
 
 @pytest.mark.parametrize(("index", "form"), list(enumerate(KVFormat.all())), ids=lambda part: getattr(part, "name", ""))
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", [PAGE_SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in PAGE_SIZES[1:])])
 def test_every_bit_of_a_group_of_pages_has_one_owner(index, form, page_size):
     """Codes and parameters of the pages of a group fill their records exactly, nothing twice."""
     head_dim = HEAD_DIMS[index % 3]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from lanes import one_of_each
 
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import Workload
@@ -33,7 +34,7 @@ OTHERS: dict[str, tuple[Target, dict[str, Any], bool]] = {
 }
 
 
-@pytest.fixture(params=OTHERS)
+@pytest.fixture(params=one_of_each(OTHERS, lambda name: (OTHERS[name][0].arch, OTHERS[name][2])))
 def other(request: pytest.FixtureRequest) -> tuple[Target, dict[str, Any], bool]:
     return OTHERS[request.param]
 

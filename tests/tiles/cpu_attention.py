@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cpu_cases import runs_here, target
@@ -41,11 +40,11 @@ def name_of(one: Case) -> str:
     return f"{w.format.name}-{w.dtype}-{w.heads_q}/{w.heads_kv}x{w.head_dim}-page{w.page_size}-{flags}-step{s.block_n}-{s.num_warps}-{isa}"
 
 
-def compiled(cases: Iterable[Case], folder: Path) -> dict[Case, Kernel]:
+def compiled(cases: Iterable[Case]) -> dict[Case, Kernel]:
     """The kernels of those cases that this machine can run."""
     runnable = [one for one in dict.fromkeys(cases) if runs_here(one[2])]
     requests = [CompileRequest(s.program, w, s, target(isa)) for w, s, isa in runnable]
-    with CompilePool(jobs=1, cache=ArtifactCache(folder)) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         results = pool.compile(requests)
     failures = [str(result) for result in results if isinstance(result, CompileFailure)]
     assert not failures

@@ -1,9 +1,9 @@
 """A worker process that outlives its pool for a while: whoever compiles one kernel after another,
 each at its first call, starts the compiler once (seconds each time otherwise).
 
-A kept worker serves only what its own start would have: the same environment, search path, folder
-and cache. One of each compiler is kept; it ends with this process, or after ``SECONDS`` in which
-nobody asked for it.
+A kept worker serves only what its own start would have: the same environment, search path and
+folder; requests name their cache. One of each compiler is kept; it ends with this process, or after
+``SECONDS`` in which nobody asked for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from typing import Protocol
 
 SECONDS = 60.0
+UNREAD = ("TILEBIT_CACHE", "TILEBIT_RECORDS", "PYTEST_")  # beginnings of what no worker reads: pytest notes each test there
 
 
 class Worker(Protocol):
@@ -33,11 +34,10 @@ _kept: dict[str, tuple[Worker, threading.Timer]] = {}
 _lock = threading.Lock()
 
 
-def surroundings(cache_root: str) -> tuple[object, ...]:
-    """All that a worker has from the process that starts it (but what pytest notes there of each
-    test)."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return environment, list(sys.path), os.getcwd(), cache_root
+def surroundings() -> tuple[object, ...]:
+    """All that a worker has from the process that starts it, and reads."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(UNREAD)}
+    return environment, list(sys.path), os.getcwd()
 
 
 def keep(worker: Worker) -> bool:

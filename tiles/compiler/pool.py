@@ -41,9 +41,9 @@ Progress = Callable[[int, int, "Kernel | CompileFailure"], None]
 class _Worker:
     """One worker process, its pipes and the request it is busy with."""
 
-    def __init__(self, compiler: str, cache: ArtifactCache) -> None:
+    def __init__(self, compiler: str) -> None:
         self.compiler = compiler
-        self.surroundings: object = kept_workers.surroundings(str(cache.root))
+        self.surroundings: object = kept_workers.surroundings()
         self.ready = False
         self.job: int | None = None
         self.timeout = 0.0
@@ -51,7 +51,7 @@ class _Worker:
         self.received = b""
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
         path = [entry or os.getcwd() for entry in sys.path]  # the caller's own search order
-        start = f"import sys; sys.path[:] = {path!r}; from tilebit.tiles.compiler.pool_worker import main; main({str(cache.root)!r})"
+        start = f"import sys; sys.path[:] = {path!r}; from tilebit.tiles.compiler.pool_worker import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", start],
             stdin=subprocess.PIPE,
@@ -62,8 +62,8 @@ class _Worker:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
 
-    def send(self, job: int, request: CompileRequest, timeout: float) -> None:
-        data = pickle.dumps(request)
+    def send(self, job: int, request: CompileRequest, cache_root: str, timeout: float) -> None:
+        data = pickle.dumps((cache_root, request))
         self.job, self.timeout = job, timeout
         self.deadline = time.monotonic() + (timeout if self.ready else START_SECONDS)
         self.input.write(HEADER.pack(len(data)) + data)
@@ -199,13 +199,13 @@ class CompilePool:
                 self.workers.append(worker)
             waiting.remove(job)
             try:
-                worker.send(job, requests[job], self.timeout)
+                worker.send(job, requests[job], str(self.cache.root), self.timeout)
             except OSError:  # it died while idle
                 self._bury(worker, requests, finish)
 
     def _new(self, compiler: str) -> _Worker:
-        kept = kept_workers.take(compiler, kept_workers.surroundings(str(self.cache.root))) if self.keep else None
-        return kept if isinstance(kept, _Worker) else _Worker(compiler, self.cache)
+        kept = kept_workers.take(compiler, kept_workers.surroundings()) if self.keep else None
+        return kept if isinstance(kept, _Worker) else _Worker(compiler)
 
     def _collect(self, requests: Sequence[CompileRequest], finish: Callable[[int, Kernel | CompileFailure], None]) -> None:
         """Wait for an answer, a death or the next deadline."""

@@ -24,19 +24,20 @@ def _answer(request: CompileRequest, cache: ArtifactCache) -> Kernel | CompileFa
         return CompileFailure(request, "build", (f"{type(error).__name__}: {error}",))
 
 
-def serve(requests: BinaryIO, results: BinaryIO, cache: ArtifactCache) -> None:
-    """Say that this worker has started, then answer requests until the input ends."""
+def serve(requests: BinaryIO, results: BinaryIO) -> None:
+    """Say that this worker has started, then answer requests, each with its cache's folder, until the
+    input ends."""
     results.write(READY)
     results.flush()
     while header := requests.read(HEADER.size):
-        request = pickle.loads(requests.read(HEADER.unpack(header)[0]))
-        data = pickle.dumps(_answer(request, cache))
+        root, request = pickle.loads(requests.read(HEADER.unpack(header)[0]))
+        data = pickle.dumps(_answer(request, ArtifactCache(root)))
         results.write(HEADER.pack(len(data)) + data)
         results.flush()
 
 
-def main(cache_root: str) -> None:
+def main() -> None:
     """A worker's whole life."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a compiler prints must not end up between two answers
-    serve(sys.stdin.buffer, answers, ArtifactCache(cache_root))
+    serve(sys.stdin.buffer, answers)

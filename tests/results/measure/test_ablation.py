@@ -166,7 +166,7 @@ def test_the_naive_program_compiles() -> None:
         CompileRequest(naive.NAME, Workload(64, 256, 512, FORMAT), Schedule(naive.NAME, 64, 64, 64, 2, 4), target_from_name(arch))
         for arch in ("sm_80", "sm_90a")
     ]
-    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         for kernel in pool.compile(requests):
             assert isinstance(kernel, Kernel), kernel
             assert kernel.params == ("x", "weight", "scales", "zeros", "y") and kernel.resources["spills"] == 0

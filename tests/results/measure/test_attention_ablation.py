@@ -130,7 +130,7 @@ def test_the_row_major_program_compiles() -> None:
     schedules = [Schedule(row_major.NAME, 128, 8, 128, SHALLOW, 1, min_blocks=8), Schedule(row_major.NAME, 32, 8, 128, SHALLOW, 1)]
     targets = map(target_from_name, ("sm_90a", "sm_80"))
     requests = [CompileRequest(row_major.NAME, workload, s, target) for s, target in zip(schedules, targets, strict=True)]
-    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         for kernel, target in zip(pool.compile(requests), map(target_from_name, ("sm_90a", "sm_80")), strict=True):
             assert isinstance(kernel, Kernel), kernel
             assert kernel.params == params(workload, kernel.schedule, target) and kernel.resources["spills"] == 0

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -75,10 +75,11 @@ def test_the_grid_leaves_out_nothing_legal() -> None:
 
 
 @pytest.mark.slow
-def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states() -> None:
+def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Workload(1, 32, 64, FORMAT)
     assert scanned(few, CPU, 10**6) == ((all_of := full_grid(few, CPU)), len(all_of), "all legal schedules")
-    every = full_grid(SMALL, HOPPER)
+    monkeypatch.setattr(grid, "full_grid", cache(full_grid))  # the large one takes seconds each time
+    every = grid.full_grid(SMALL, HOPPER)
     legal = len(every)
     offered = candidates(SMALL, HOPPER) or []
     places = len(offered) + 61

@@ -111,7 +111,7 @@ COMPILED = (("sm_80", Schedule("gemm_mma", 64, 16, 128, 3, 4)), ("sm_90a", Sched
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 

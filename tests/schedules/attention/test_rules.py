@@ -29,7 +29,7 @@ def target(name: str):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(d, marks=pytest.mark.slow) for d in (64, 256))])
 @pytest.mark.parametrize("op", OPS)
 def test_every_format_has_legal_candidates_on_every_target(op, head_dim, arch):
     for index, format in enumerate(KVFormat.all()):

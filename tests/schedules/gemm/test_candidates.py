@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from lanes import one_of_each
 
 from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.schedules.gemm.stream import cluster_sms, stream_candidates
@@ -67,7 +68,9 @@ def test_a_cut_leaves_both_families(arch, n):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("format", [W4, QuantFormat(8, 32), QuantFormat(4, PER_CHANNEL), QuantFormat(8, 64, False)], ids=str)
+@pytest.mark.parametrize(
+    "format", one_of_each([W4, QuantFormat(8, 32), QuantFormat(4, PER_CHANNEL), QuantFormat(8, 64, False)], lambda f: f.bits), ids=str
+)
 def test_every_shape_has_candidates_of_every_family(arch, format):
     target = target_from_name(arch)
     tiled = "gemm_wgmma" if arch == "sm_90a" else "gemm_mma"
@@ -79,7 +82,7 @@ def test_every_shape_has_candidates_of_every_family(arch, format):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", ["w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"])
+@pytest.mark.parametrize("name", one_of_each(["w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"], lambda name: name[:8]))
 def test_every_shape_of_int8_x_has_tiles(arch: str, name: str):
     """k of an odd number of packed tiles of 32 among them, which only steps of 32 divide."""
     target = target_from_name(arch)

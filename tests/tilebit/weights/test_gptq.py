@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from lanes import one_of_each
 
 from tilebit.layouts.formats import FORMATS as EVERY
 from tilebit.layouts.formats import GemmFormat, QuantFormat
@@ -105,7 +106,7 @@ def test_one_scale_a_channel_needs_no_order() -> None:
     assert _error(q, w, x) != _error(gptq(w, x.t() @ x, "w4a16_channel", act_order=False), w, x)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("format", one_of_each(FORMATS, lambda format: (format.bits, format.symmetric, bool(format.x))), ids=repr)
 def test_clip_search_helps_and_never_hurts_much(format: GemmFormat) -> None:
     """Where some columns are large; what remains to be made up for decides, not how large inputs are."""
     plain = searched = 0.0

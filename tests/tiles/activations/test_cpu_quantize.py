@@ -42,7 +42,7 @@ def kind(w: QuantizeWorkload) -> tuple[str, bool]:
 
 @pytest.fixture(scope="module")
 def pool():
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 

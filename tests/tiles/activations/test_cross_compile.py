@@ -38,12 +38,12 @@ CASES: tuple[Case, ...] = (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 
 @needs_nvcc
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0] == "sm_80"), ids=lambda case: f"{case[0]}-{case[1].served}")
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: "any"), ids=lambda case: f"{case[0]}-{case[1].served}")
 def test_compiles_as_promised(pool: CompilePool, case: Case):
     arch, workload, schedule = case
     target = target_from_name(arch)

@@ -37,8 +37,8 @@ EVERY_NUMBER = [case(workload("append", "kvfp8", heads_q=1, dtype=dtype)) for dt
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return compiled([*CASES, *STEPWISE, *EVERY_NUMBER], tmp_path_factory.mktemp("cpu_append"))
+def kernels():
+    return compiled([*CASES, *STEPWISE, *EVERY_NUMBER])
 
 
 @pytest.mark.parametrize("one", CASES, ids=name_of)

@@ -39,8 +39,8 @@ SPEED = [case(workload("decode", name, heads_q=8, heads_kv=2, head_dim=128)) for
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return compiled([*CASES, *SCORES, *SPEED], tmp_path_factory.mktemp("cpu_decode"))
+def kernels():
+    return compiled([*CASES, *SCORES, *SPEED])
 
 
 @pytest.mark.parametrize("one", CASES, ids=name_of)

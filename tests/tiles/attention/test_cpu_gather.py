@@ -20,8 +20,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return compiled(CASES, tmp_path_factory.mktemp("cpu_gather"))
+def kernels():
+    return compiled(CASES)
 
 
 @pytest.mark.parametrize("one", CASES, ids=name_of)

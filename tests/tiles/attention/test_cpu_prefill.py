@@ -30,8 +30,8 @@ CASES = _cases()
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return compiled(CASES, tmp_path_factory.mktemp("cpu_prefill"))
+def kernels():
+    return compiled(CASES)
 
 
 @pytest.mark.parametrize("one", CASES, ids=name_of)

@@ -38,14 +38,14 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 
 @needs_nvcc
 @pytest.mark.parametrize(
     ("arch", "workload"),
-    one_of_each(CASES, lambda case: case[1].op, several=True),
+    one_of_each(CASES, lambda case: "any", several=True),
     ids=[f"{arch}-{w.op}-{w.format.name}" for arch, w in CASES],
 )
 def test_compiles_as_promised(pool: CompilePool, arch: str, workload: AttentionWorkload):

@@ -133,6 +133,7 @@ def tensors(kernel: Kernel, m: int) -> list[dict[str, Any]]:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, driver: Path, tmp_path: Path) -> None:
     recording = assert_plays(kernel, SAMPLE_REQUEST, driver, tmp_path)
     launches, encodes = recording.calls("launch"), recording.calls("encode")

@@ -63,6 +63,8 @@ struct Pair {
 
 using half = tilebit_host::Float16<10, -14, 0x7c00>;
 using __nv_bfloat16 = tilebit_host::Float16<7, -126, 0x7f80>;
+extern template struct tilebit_host::Float16<10, -14, 0x7c00>;
+extern template struct tilebit_host::Float16<7, -126, 0x7f80>;
 using half2 = tilebit_host::Pair<half>;
 using __nv_bfloat162 = tilebit_host::Pair<__nv_bfloat16>;
 struct uint2 {

@@ -110,14 +110,12 @@ void wait_wgmma() { tilebit_host::await_products(LEFT); }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool A_ACROSS, bool B_ACROSS, int, int>
 void wgmma_ss(uint64_t a, uint64_t b, uint32_t* d, bool keep) {
   static_assert(A == B && C == DataType::kFloat32 && M == 64 && K == 16 && !A_ACROSS, "a product that the emulation does not know");
-  const int warp = threadIdx.x / 32 % 4;
-  tilebit_host::me().issued.push_back({tilebit_host::wgmma_rows<typename Stored<A>::T, N, B_ACROSS>, warp, nullptr, a, b, reinterpret_cast<float*>(d), keep});
+  tilebit_host::issue_product<typename Stored<A>::T>(N, B_ACROSS, nullptr, a, b, reinterpret_cast<float*>(d), keep);
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool A_ACROSS, bool B_ACROSS, int, int>
 void wgmma_rs(const uint32_t* a, uint64_t b, uint32_t* d, bool keep) {
   static_assert(A == B && C == DataType::kFloat32 && M == 64 && K == 16 && !A_ACROSS, "a product that the emulation does not know");
-  const int warp = threadIdx.x / 32 % 4;
-  tilebit_host::me().issued.push_back({tilebit_host::wgmma_rows<typename Stored<A>::T, N, B_ACROSS>, warp, a, 0, b, reinterpret_cast<float*>(d), keep});
+  tilebit_host::issue_product<typename Stored<A>::T>(N, B_ACROSS, a, 0, b, reinterpret_cast<float*>(d), keep);
 }
 
 }  // namespace tl

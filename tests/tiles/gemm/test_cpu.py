@@ -85,9 +85,9 @@ SPEED = [
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[CompileRequest, Kernel]:
+def compiled() -> dict[CompileRequest, Kernel]:
     requests = [case.request for case in CASES + [case for case, _ in SPEED]]
-    with CompilePool(jobs=1, cache=ArtifactCache(tmp_path_factory.mktemp("cpu_kernels"))) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         results = pool.compile(requests)
     failures = [str(result) for result in results if isinstance(result, CompileFailure)]
     assert not failures

@@ -40,7 +40,7 @@ CASES: tuple[Case, ...] = (
 
 @pytest.fixture(scope="module")
 def pool():
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 

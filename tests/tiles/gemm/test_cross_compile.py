@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from goldens import check_source
 from lanes import one_of_each
 from toolchain import needs_nvcc
 
@@ -115,18 +116,19 @@ def test_the_cases_use_every_value_and_are_legal():
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CompilePool]:
-    with CompilePool(jobs=1, cache=ArtifactCache()) as one:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as one:
         yield one
 
 
 @needs_nvcc
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[2].program), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[2].program in TILED), ids=label)
 def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Schedule]):
     arch, workload, schedule = case
     target = target_from_name(arch)
     (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target)])
     assert isinstance(kernel, Kernel), kernel
     resources, code = kernel.resources, kernel.resources["instructions"]
+    check_source(case, (kernel.path / "kernel.cu").read_text())
     assert kernel.manifest["lint"] == []  # not even a warning: these schedules are the ones we would ship
     assert resources["spills"] == 0 and resources["stack"] == 0
     assert 0 < resources["smem"] <= target.smem
@@ -169,7 +171,7 @@ def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
 def test_integer_products_in_ptx(tmp_path: Path):
     """What the compiler is given, also where no tool reads machine code: mma.m16n8k32 of bytes, no other."""
     arch, workload, schedule = next(case for case in CASES if case[2].program == "gemm_mma" and case[1].format == LQQ128)
-    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target_from_name(arch))])
     assert isinstance(kernel, Kernel), kernel
     (tmp_path / "kernel.cu").write_text((kernel.path / "kernel.cu").read_text())

@@ -1,0 +1,100 @@
+// The bodies of cuda_wgmma.h. Comes after cuda_ptx.cc.
+
+namespace tilebit_host {
+// Where byte `address` of shared memory lies under the swizzle of 128 bytes.
+static uint32_t swizzled(uint32_t address) { return address ^ (address / SWIZZLED_ROW % 8 * 16); }
+void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_list<int> corner) {
+  const int* first = corner.begin();
+  Mbarrier& told = mbarrier(__cvta_generic_to_shared(barrier));
+  const uint32_t target = __cvta_generic_to_shared(to);
+  if (int(corner.size()) != map.rank) fault = "a load has another rank than its tensor map";
+  if (map.swizzle != CUtensorMap::SWIZZLE_128B || map.box[0] * map.element_bytes != SWIZZLED_ROW) fault = "a tensor map that the emulation does not know";
+  if (target % (8 * SWIZZLED_ROW)) fault = "a box is not aligned to what its swizzle repeats after";
+  if (fault) return;
+  int64_t rows = 1;
+  for (int d = 1; d < map.rank; ++d) rows *= map.box[d];
+  for (int64_t row = 0; row < rows; ++row) {
+    const char* from = map.base + first[0] * map.element_bytes;
+    bool inside = first[0] >= 0 && first[0] + map.box[0] <= map.dims[0];
+    for (int64_t d = 1, rest = row; d < map.rank; rest /= map.box[d++]) {
+      const int64_t at = first[d] + rest % map.box[d];
+      inside &= 0 <= at && at < map.dims[d], from += at * map.strides[d];
+    }
+    for (int chunk = 0; chunk < SWIZZLED_ROW; chunk += 16)
+      bulk_copies.push_back(issue(swizzled(target + row * SWIZZLED_ROW + chunk), from + chunk, 16, inside, &told));
+  }
+}
+// The lower 32 bits of a matrix descriptor are changed as numbers; here they are the address in units of 16 bytes, then those of 14 bits each.
+struct Matrix {
+  uint32_t address, leading, stride;
+  explicit Matrix(uint64_t descriptor) : address((descriptor & 0x3fff) * 16), leading((descriptor >> 16 & 0x3fff) * 16), stride((descriptor >> 32 & 0x3fff) * 16) {
+    if (descriptor >> 62 != 1) fault = "a matrix descriptor whose swizzle the emulation does not know";
+  }
+  // Element (row, k) of 16 bits; rows lie along k, 64 elements each, eight rows together (PTX ISA: K-major), ...
+  uint32_t along_k(int row, int k) const { return swizzled(address + row / 8 * stride + row % 8 * SWIZZLED_ROW + k * 2); }
+  // ... or k is the row, and 64 elements of a line are together (MN-major).
+  uint32_t across_k(int row, int k) const { return swizzled(address + row / 64 * leading + k / 8 * stride + k % 8 * SWIZZLED_ROW + row % 64 * 2); }
+};
+
+template <typename T>
+static float element(uint32_t address) {
+  if (address + 2 > SHARED_BYTES) {
+    fault = "a product reads past the end of shared memory";
+    return 0;
+  }
+  uint16_t bits;
+  memcpy(&bits, async_view[rank()].data() + address, 2);
+  return number<T>(bits, 0);
+}
+
+// A warp's 16 rows of d [64, columns] (+)= a [64, 16] @ b [16, columns]; where a lane has what of a and d is mma.m16n8k16's place, column by column.
+template <typename T>
+static void wgmma_rows(void** lanes) {
+  const auto lane_of = [&](int lane) { return *static_cast<const WarpProduct*>(lanes[lane]); };
+  const WarpProduct& first = *static_cast<const WarpProduct*>(lanes[0]);
+  const Matrix b(first.b);
+  static float left[16][16], right[16][256];
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k) {
+      const int lane = row % 8 * 4 + k % 8 / 2;
+      left[row][k] = first.registers ? number<T>(lane_of(lane).registers[row / 8 + k / 8 * 2], k % 2)
+                                     : element<T>(Matrix(first.a).along_k(first.warp * 16 + row, k));
+    }
+  for (int k = 0; k < 16; ++k)
+    for (int column = 0; column < first.columns; ++column) right[k][column] = element<T>(first.across ? b.across_k(column, k) : b.along_k(column, k));
+  for (int lane = 0; lane < WARP; ++lane) {
+    const WarpProduct o = lane_of(lane);
+    for (int i = 0; i < first.columns / 2; ++i) {
+      const int row = lane / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      double sum = o.keep ? o.d[i] : 0.0f;
+      for (int k = 0; k < 16; ++k) sum += double(left[row][k]) * right[k][column];
+      o.d[i] = float(sum);
+    }
+  }
+}
+
+template <typename T>
+void issue_product(int columns, bool across, const uint32_t* registers, uint64_t a, uint64_t b, float* d, bool keep) {
+  me().issued.push_back({wgmma_rows<T>, columns, across, me().thread / WARP % 4, registers, a, b, d, keep});
+}
+template void issue_product<half>(int, bool, const uint32_t*, uint64_t, uint64_t, float*, bool);
+template void issue_product<__nv_bfloat16>(int, bool, const uint32_t*, uint64_t, uint64_t, float*, bool);
+
+void commit_products() {
+  Fiber& fiber = me();
+  fiber.product_groups.push_back(fiber.issued.size());
+  if (late_products) return;
+  for (WarpProduct& product : fiber.issued) collective("wgmma", &product, product.rows);
+  fiber.issued.clear(), fiber.product_groups.back() = 0;
+}
+void await_products(size_t left) {
+  Fiber& fiber = me();
+  if (fiber.product_groups.size() <= left) return;
+  if (late_products) let_others_go_first();
+  const size_t done = fiber.product_groups[fiber.product_groups.size() - 1 - left];
+  for (size_t i = 0; i < done; ++i) collective("wgmma", &fiber.issued[i], fiber.issued[i].rows);
+  fiber.issued.erase(fiber.issued.begin(), fiber.issued.begin() + done);
+  fiber.product_groups.erase(fiber.product_groups.begin(), fiber.product_groups.end() - left);
+  for (size_t& count : fiber.product_groups) count -= done;
+}
+}  // namespace tilebit_host

@@ -65,7 +65,8 @@ class GemmFormat:
 
     The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
     ``x``: "", or "int8": codes, each row with an fp32 scale of its own (``token_scales``); then
-    sums are int32, else fp32.
+    sums are int32, else fp32. ``x_group``: values of k that share such a scale, those of the weight's
+    groups; then sums are int32 within a group, and fp32 over groups.
 
     ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a
     format of another package is defined (as ``FORMAT``), which is its name too. Raises
@@ -75,12 +76,15 @@ class GemmFormat:
     weight: Numbers
     module: str = ""
     x: str = ""
+    x_group: int = PER_CHANNEL
 
     def __post_init__(self) -> None:
         if not self.weight.scales:
             raise ValueError(f"weight is {self.weight}; accepted: numbers with at least one level of scales")
         if self.x not in ("", INT8):
             raise ValueError(f"x is {self.x!r}; accepted: '' (the product's 16-bit type) and {INT8!r}")
+        if self.x_grouped and (self.x != INT8 or self.x_group != self.group_size or self.offset):
+            raise ValueError(f"x_group is {self.x_group}; accepted: {PER_CHANNEL}, or with x of int8 and no offset the weight's groups")
 
     @property
     def bits(self) -> int:
@@ -106,6 +110,11 @@ class GemmFormat:
     def integer_sums(self) -> bool:
         """x is integers as the weight is: sums are int32."""
         return self.x == INT8
+
+    @property
+    def x_grouped(self) -> bool:
+        """Rows of x have a scale for each group of the weight."""
+        return self.x_group != PER_CHANNEL
 
     def parameter_dtype(self, dtype: str) -> str:
         """Of the inner level's scales, in a product of 16-bit ``dtype``."""
@@ -179,7 +188,7 @@ class GemmFormat:
     @property
     def kind(self) -> str:
         """The class of numbers that measurements must share to speak of each other: "w4", "w8"."""
-        x = f"a8{'lqq' * self.offset}" if self.x else ""
+        x = f"a8{'lqq' * self.offset}{'g' * self.x_grouped}" if self.x else ""
         return f"w{self.bits}{'' if self.integer else self.weight.kind}{x}"
 
     @property
@@ -264,6 +273,11 @@ def _lqq(group: int) -> GemmFormat:
     return GemmFormat(Numbers("uint", 4, (Scale(group, "offset", of="uint8"), Scale(PER_CHANNEL))), x=INT8)
 
 
+def _group_wise(bits: int, zero: str) -> GemmFormat:
+    """MixLLM's (section 3.3): weights and x both with a scale for each group of 128."""
+    return GemmFormat(Numbers("uint", bits, (Scale(128, zero),)), x=INT8, x_group=128)
+
+
 # Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
 FORMATS: dict[str, GemmFormat] = {
     **_integer_formats(),
@@ -277,4 +291,6 @@ FORMATS: dict[str, GemmFormat] = {
     "w4a8_channel_asym": GemmFormat(Numbers("uint", 4, (Scale(PER_CHANNEL, "stored"),)), x=INT8),
     # SmoothQuant's: 8 bits on both sides, a scale for each output channel and each row of x.
     "w8a8_channel": GemmFormat(Numbers("uint", 8, (Scale(PER_CHANNEL, "middle"),)), x=INT8),
+    "w8a8_g128": _group_wise(8, "middle"),
+    "w4a8_g128_asym": _group_wise(4, "stored"),
 }

@@ -47,7 +47,8 @@ class Problem:
     ``x`` is [m, k] in the workload's dtype, or int8 codes where the format says so; ``operands``
     holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad]
     (asymmetric formats; of two integer levels the offsets), ``row_scales`` fp32
-    [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m] and ``bias`` [n] (if the
+    [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m], or [groups, m]
+    where groups of x have scales, and ``bias`` [n] (if the
     workload has them), as the kernels take them. Padding codes and scales are 0.
     """
 
@@ -59,7 +60,8 @@ class Problem:
     def named(self, y: Tensor) -> dict[str, Tensor]:
         """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the
         names of a kernel's parameters."""
-        rows = {TOKEN_SCALES: self.operands[TOKEN_SCALES][: y.shape[0]]} if self.workload.token_scales else {}
+        held = self.operands.get(TOKEN_SCALES)
+        rows = {} if held is None else {TOKEN_SCALES: held[..., : y.shape[0]].contiguous()}
         return {**self.operands, **rows, "x": self.x[: y.shape[0]], "y": y}
 
     def outputs(self) -> Tensor:
@@ -88,15 +90,23 @@ class Problem:
         operands."""
         return Problem(self.workload, self.layout, self.x.clone(), {name: t.clone() for name, t in self.operands.items()})
 
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """x [m, k] in ``dtype``, of codes what they stand for."""
+        x, w = self.x.to(dtype), self.workload
+        if not w.format.x:
+            return x
+        scales = self.operands[TOKEN_SCALES].to(dtype)
+        return x * (_per_column(scales, w.format.x_group, w.k, dtype) if w.format.x_grouped else scales[:, None])
+
     def _product(self, dtype: torch.dtype) -> Tensor:
         w = self.workload
-        x = self.x.to(dtype)
+        x = self.floats(dtype) if w.format.x_grouped else self.x.to(dtype)
         y = torch.empty(w.m, w.n, dtype=dtype, device=x.device)
         rows = max(1, CHUNK_ELEMENTS // (self.layout.tile_n * w.k)) * self.layout.tile_n
         for start in range(0, w.n, rows):
             stop = min(start + rows, w.n)
             y[:, start:stop] = x @ self._weight_rows(start, stop, dtype).t()
-        if w.token_scales:
+        if w.token_scales and not w.format.x_grouped:
             y *= self.operands[TOKEN_SCALES][:, None].to(dtype)
         if "bias" in self.operands:
             y += self.operands["bias"].to(dtype)
@@ -204,14 +214,14 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
 def _exact_integers(workload: Workload) -> tuple[int, float]:
     """(largest x, unit of row and token scales) of int8 x: int32 sums that fp32 holds, with the bias
     at the unit that scales make, and where possible results that fp16 holds. All of int8 where k
-    is short enough."""
-    smallest = min(_EXACT_ROW_SCALES) ** 2
+    is short enough. Of groups, whose scales differ, sums are multiples of the least of them."""
+    f, smallest = workload.format, min(_EXACT_ROW_SCALES) ** 2
     for largest in (LARGEST_INT8, 31, 7, 4, 2, 1):
-        most = workload.k * largest * 128
+        most = workload.k * largest * (f.largest / smallest if f.x_grouped else 128)
         unit = 2.0 ** -max(0, ceil(log2(most / 8 / MAX_HALF) / 2)) if workload.dtype == "float16" else 1.0
         if most + MAX_BIAS / (smallest * unit * unit) < EXACT_INTEGERS:
             return largest, unit
-    raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {workload.format.name}: up to {EXACT_INTEGERS // 256}")
+    raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {EXACT_INTEGERS // 256}")
 
 
 def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
@@ -254,7 +264,8 @@ def _problem(
     if f.row_scaled:
         operands["row_scales"] = drawn("row_scales", row_scales)
     if workload.token_scales:
-        picked = torch.randint(0, row_scales.numel(), (workload.m,), generator=generator, device=device)
+        rows = (f.groups(workload.k), workload.m) if f.x_grouped else (workload.m,)
+        picked = torch.randint(0, row_scales.numel(), rows, generator=generator, device=device)
         operands[TOKEN_SCALES] = row_scales[picked]
     if workload.bias:
         operands["bias"] = bias.to(dtype)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from ...layouts.formats import INT8, GemmFormat
+from ...layouts.formats import INT8, PER_CHANNEL, GemmFormat
 from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
 
@@ -24,8 +24,8 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``), ``x`` those of x as the
-    format says them. ``layout(arch,
+    """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``), ``x`` and ``x_group``
+    those of x as the format says them. ``layout(arch,
     format)`` packs codes; ``device(format)`` is the C++ type whose functions turn a packed word
     into operand registers, ``programs`` those that have them, ``headers`` the files that hold them,
     under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
@@ -43,6 +43,7 @@ class Codec:
     largest_scale: float = inf
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
     x: str = ""
+    x_group: int = PER_CHANNEL
 
     def unserved(self, format: GemmFormat, program: str) -> list[str]:
         """Why ``program`` does not take weights of ``format``: sentences, empty when it does."""
@@ -86,18 +87,20 @@ BYTES = Codec(
     ops_per_weight={4: 1.2, 8: 0.6},
     cpu_ops_per_weight={4: 0.25, 8: 0.5},
 )
-CODECS: dict[tuple[str, str], Codec] = {(codec.kind, codec.x): codec for codec in (UINT, E2M1, BYTES)}
+# Sums that are scaled group by group are those of CPUs so far.
+GROUPED_BYTES = replace(BYTES, x_group=128, group_sizes=(128,), programs=frozenset({"gemm_cpu"}))
+CODECS: dict[tuple[str, str, int], Codec] = {(codec.kind, codec.x, codec.x_group): codec for codec in (UINT, E2M1, BYTES, GROUPED_BYTES)}
 
 
 def codec_of(format: GemmFormat) -> Codec:
     """The codec of a format: by the kind of its weight's numbers and x's, or the ``CODEC`` of the
     module that the kind names. Raises ``ValueError`` for a kind without one."""
     kind = format.weight.kind
-    if (kind, format.x) in CODECS:
-        return CODECS[kind, format.x]
+    if (kind, format.x, format.x_group) in CODECS:
+        return CODECS[kind, format.x, format.x_group]
     if "." in kind:
         return stated(kind, "CODEC")
-    known = ", ".join(repr(kind) for kind, x in CODECS if x == format.x)
+    known = ", ".join(repr(kind) for kind, *x in CODECS if x == [format.x, format.x_group])
     raise ValueError(f"weights are {kind!r} numbers; accepted: {known}, or a module path with a CODEC")
 
 

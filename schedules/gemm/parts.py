@@ -19,7 +19,7 @@ from ..operands import Operand
 if TYPE_CHECKING:
     from .workload import Workload
 
-TOKEN_SCALES = "token_scales"
+TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
 SCALES = "scales"  # per-channel ones are a part; those of groups are the weight's own, and the same operand
 
 
@@ -51,24 +51,30 @@ def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
 def parts(workload: Workload, applied: Collection[str] = ()) -> tuple[Part, ...]:
     """What follows a product of ``workload``, in order, but for the parts whose operands are
     ``applied`` in the program's loop."""
-    return tuple(part for part, there in _known(workload) if there and part.operand not in applied)
+    grouped = (TOKEN_SCALES,) if workload.format.x_grouped else ()
+    return tuple(part for part, there in _known(workload) if there and part.operand not in (*applied, *grouped))
 
 
-def part_operands(workload: Workload, n_pad: int, packing: str) -> tuple[Operand, ...]:
+def part_operands(w: Workload, n_pad: int, packing: str) -> tuple[Operand, ...]:
     """The operands that only parts read, in call order, absent ones too, but for token scales: those
     are operands of the workloads that have them. ``n_pad``: n of the packed weight; ``packing`` is
     advice on what belongs to it."""
     return tuple(
-        Operand(part.operand, part.dtype, _shape(part, workload.n, n_pad), optional=True, absent=not there, advice=_advice(part, packing))
-        for part, there in _known(workload)
+        Operand(part.operand, part.dtype, _shape(part, w, n_pad), optional=True, absent=not there, advice=_advice(part, w, packing))
+        for part, there in _known(w)
         if part.operand != SCALES and (there or part.axis == "n")
     )
 
 
-def _shape(part: Part, n: int, n_pad: int) -> tuple[int | str, ...]:
-    return ("m",) if part.axis == "m" else (n_pad if part.packed else n,)
+def _shape(part: Part, w: Workload, n_pad: int) -> tuple[int | str, ...]:
+    if part.axis == "m":
+        return (w.format.groups(w.k), "m") if w.format.x_grouped else ("m",)
+    return (n_pad if part.packed else w.n,)
 
 
-def _advice(part: Part, packing: str) -> str:
+def _advice(part: Part, w: Workload, packing: str) -> str:
+    if part.axis == "m" and w.format.x_grouped:
+        group = w.format.x_group
+        return f"pass a value for each group of {group} of each row of x: tilebit.quantize_activations(x, group={group})"
     whose = "a value for each row of x" if part.axis == "m" else "a value for each output channel"
     return packing if part.packed else f"pass {whose} in {part.dtype}"

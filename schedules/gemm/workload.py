@@ -24,7 +24,8 @@ class Workload:
 
     ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation and
     ``token_scales`` are fp32. Where the format's x is int8, x holds codes, ``token_scales`` (always
-    there) are their scales, and sums are int32.
+    there) are their scales, and sums are int32; of x whose groups have scales ``token_scales`` is
+    [groups, m], and sums over groups are fp32.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
@@ -76,8 +77,13 @@ class Workload:
     @property
     def bytes(self) -> int:
         """Bytes that one call must move at least: weights once, x once, y once."""
-        after = (2 * self.n if self.bias else 0) + (4 * self.m if self.token_scales else 0)
+        after = (2 * self.n if self.bias else 0) + (4 * self.m * self._row_scales if self.token_scales else 0)
         return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * self.n) + after
+
+    @property
+    def _row_scales(self) -> int:
+        """Of each row of x."""
+        return self.format.groups(self.k) if self.format.x_grouped else 1
 
     @property
     def kind(self) -> str:

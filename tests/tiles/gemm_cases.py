@@ -19,6 +19,7 @@ from tilebit.schedules.target import Target
 Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
 INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")))
+GROUP_WISE = tuple(map(GemmFormat.parse, ("w8a8_g128", "w4a8_g128_asym")))  # x has scales of groups, too
 
 
 def in_turn(

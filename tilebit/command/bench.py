@@ -134,7 +134,7 @@ def _dense(problem: Problem, weight: Tensor) -> Call:
 
 def _floats(problem: Problem) -> Tensor:
     """x, of int8 what its codes stand for in fp32."""
-    return problem.x.float() * problem.operands["token_scales"][:, None] if problem.workload.format.x else problem.x
+    return problem.floats(torch.float32) if problem.workload.format.x else problem.x
 
 
 def _dense_fields(workload: Workload) -> dict[str, Any]:

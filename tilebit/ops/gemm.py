@@ -65,7 +65,9 @@ def gemm(
     A weight whose format has int8 x (``w4a8_lqq_g128``, ``w4a8_channel_asym``) multiplies codes, summed in
     int32: ``x`` int8 with ``token_scales`` fp32 [...], a scale for each row, as
     ``tilebit.quantize_activations`` gives them; or x in ``packed.dtype``, which is quantized so
-    first, by a launch of its own. ``token_scales`` is for these weights alone.
+    first, by a launch of its own. Group-wise formats (``w8a8_g128``, ``w4a8_g128_asym``) take
+    ``token_scales`` [ceil(k / 128), ...], those of ``quantize_activations(x, group=128)``; their
+    sums are int32 within a group and fp32 over groups. ``token_scales`` is for weights of int8 x alone.
 
     Differentiable (but for int8 x) with respect to x and bias, in reverse and forward mode (``derivatives.py``).
     Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.formats import GemmFormat
-from ..schedules.activations.workload import EPS, PER_TOKEN
+from ..schedules.activations.workload import EPS
 from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
 from . import dispatch
@@ -40,7 +40,9 @@ def _gemm_int8(
 ) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T * token_scales[...] (+ bias[n]) in ``dtype`` (fp16 or bf16).
 
-    ``x`` int8 with any leading dimensions, ``token_scales`` fp32 of these. Rows of x may be as wide as
+    ``x`` int8 with any leading dimensions, ``token_scales`` fp32 of these; of a format whose groups
+    of x have scales (``w4a8_g128_asym``) fp32 [ceil(k / 128), ...], by which sums of groups are
+    multiplied. Rows of x may be as wide as
     kernels read them, on CUDA k rounded up to a multiple of 16 with zeros behind k
     (``torch.ops.tilebit.quantize`` makes them so); narrower ones, and rows that are not contiguous,
     cost one copy of x. The others are those
@@ -58,8 +60,12 @@ def _gemm_int8(
     m = x.numel() // columns
     if not m:
         return y
-    if token_scales is not None and token_scales.shape == x.shape[:-1]:
-        token_scales = token_scales.reshape(m).contiguous()
+    if token_scales is not None:
+        if plan.workload.format.x_grouped:
+            if token_scales.ndim and token_scales.shape[1:] == x.shape[:-1]:
+                token_scales = token_scales.reshape(token_scales.shape[0], m).contiguous()
+        elif token_scales.shape == x.shape[:-1]:
+            token_scales = token_scales.reshape(m).contiguous()
     rows = x.reshape(m, columns)
     rows = torch.nn.functional.pad(rows, (0, plan.kx - k)) if columns != plan.kx else rows.contiguous()
     operands = (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n))
@@ -85,19 +91,27 @@ def _gemm_int8(
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: bool, token_scales: Tensor | None) -> Tensor:
     """``tilebit.gemm`` for a weight whose format has int8 x: of codes with ``token_scales``, or of x
-    in ``packed.dtype``, which is quantized first, a scale for each row."""
+    in ``packed.dtype``, which is quantized first, a scale for each row or each group of it."""
     held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
     rest = (packed.n, packed.k, packed.format_name, packed.dtype, dependent)
     codes = x.dtype is torch.int8
     if codes != (token_scales is not None):
         given = "without" if codes else "with"
+        group, shape = packed.format.x_group, "[groups, ...]" if packed.format.x_grouped else "[...]"
+        made = f"tilebit.quantize_activations{f'(x, group={group})' if packed.format.x_grouped else ''}"
+        floats = str(packed.dtype).removeprefix("torch.")
         raise ValueError(
-            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: int8 codes with fp32 token_scales [...] "
-            f"(tilebit.quantize_activations gives both), or {str(packed.dtype).removeprefix('torch.')} [..., {packed.k}] without"
+            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: int8 codes with fp32 token_scales {shape} "
+            f"({made} gives both), or {floats} [..., {packed.k}] without"
         )
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:
             _reject_x(x, packed.device, packed.k)
+        if codes and packed.format.x_grouped:
+            raise ValueError(
+                f"x is {describe(x)} and the weight's columns are reordered (act order): groups of {packed.format.x_group} are those of "
+                f"x[..., packed.perm]; accepted: {str(packed.dtype).removeprefix('torch.')} [..., {packed.k}] without token_scales"
+            )
         x = x.index_select(-1, packed.perm)
     return gemm_int8(x, *held, token_scales, bias, *rest) if codes else of_rows(x, *held, bias, *rest)
 
@@ -115,13 +129,14 @@ def of_rows(
     dtype: torch.dtype,
     dependent: bool,
 ) -> Tensor:
-    """``gemm_int8`` of x [..., k] in ``dtype``, quantized first with a scale for each row."""
+    """``gemm_int8`` of x [..., k] in ``dtype``, quantized first with a scale for each row, or
+    for each group of it where the format says so."""
     if x.ndim < 1 or x.device != weight.device or x.dtype is not dtype or x.shape[-1] != k:
         accepted = str(dtype).removeprefix("torch.")
         raise ValueError(
             f"x is {describe(x)}; accepted: {accepted} [..., {k}] on {weight.device}; convert it with x.to(...) or pass what fits"
         )
-    codes, token_scales = QUANTIZE(x, None, None, "int8", PER_TOKEN, EPS, dependent)
+    codes, token_scales = QUANTIZE(x, None, None, "int8", GemmFormat.parse(format).x_group, EPS, dependent)
     return gemm_int8(codes, weight, scales, zeros, row_scales, token_scales, bias, n, k, format, dtype, dependent)
 
 

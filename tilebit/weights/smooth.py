@@ -4,7 +4,8 @@ the weight multiplied, by what makes both easy to round, with the strength that 
     y = x w^T = (x / s) (w s)^T,   s_j = max |x_j|^a / max |w_j|^(1 - a)        (equation 4)
 
 LiquidGEMM searches the strength a on a grid (section 4); so does this, for the least error of the
-layer's output, x rounded to int8 a token and the weight in its format, as they will be multiplied.
+layer's output, x rounded to int8 a token (or a group of it) and the weight in its format, as they
+will be multiplied.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def search_smoothing(
     size = float(expected.double().square().sum()) or 1.0
 
     def error(factors: Tensor) -> float:
-        got = _rounded(x / factors) @ quantize(w * factors, format, clip_search, torch.float32).dequantize().t()
+        got = _rounded(x / factors, format) @ quantize(w * factors, format, clip_search, torch.float32).dequantize().t()
         return float(got.sub_(expected).double().square().sum()) / size
 
     best, strength = torch.ones(w.shape[1], device=w.device), None
@@ -94,11 +95,15 @@ def smoothing_factors(w: Tensor, x: Tensor, strength: float) -> Tensor:
     return (logs - logs.mean()).exp().float()
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """``x`` fp32 [rows, k] as ``tilebit.quantize_activations`` has it: int8, a scale for each row."""
-    scale = x.abs().amax(1, keepdim=True) / LARGEST
+def _rounded(x: Tensor, format: GemmFormat) -> Tensor:
+    """``x`` fp32 [rows, k] as ``tilebit.quantize_activations`` has it: int8, a scale for each row, or
+    for each group of it where ``format`` says so."""
+    rows, k = x.shape
+    group = format.x_group if format.x_grouped else k
+    blocks = torch.nn.functional.pad(x, (0, -k % group)).view(rows, -1, group)
+    scale = blocks.abs().amax(-1, keepdim=True) / LARGEST
     scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale).round_().clamp_(-LARGEST, LARGEST).mul_(scale)
+    return (blocks / scale).round_().clamp_(-LARGEST, LARGEST).mul_(scale).view(rows, -1)[:, :k]
 
 
 def _check(w: Tensor, x: Tensor, format: GemmFormat, strengths: Sequence[float]) -> None:

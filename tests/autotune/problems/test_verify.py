@@ -63,6 +63,23 @@ def test_reference_of_int8_x_is_the_formula(name, arch):
         assert "zeros" not in o or (o["zeros"].dtype is torch.uint8 and len(o["zeros"][0, :200].unique()) == 16)
 
 
+@pytest.mark.parametrize("name", ["w8a8_g128", "w4a8_g128_asym"])
+def test_reference_of_groups_is_the_formula(name):
+    """Group by group, as MixLLM's equation has it; the last group is shorter."""
+    for make in (exact_problem, random_problem):
+        problem = make(Workload(*ODD, GemmFormat.parse(name), "float16", bias=True), 3, "cpu")
+        o, (m, n, k) = problem.operands, ODD
+        codes = unpack_tiles(o["weight"], problem.layout)[:n, :k].double()
+        expected = o["bias"].double().repeat(m, 1)
+        for group, first in enumerate(range(0, k, 128)):
+            zero = o["zeros"][group, :n, None].double() if "zeros" in o else 128.0
+            sums = problem.x[:, first : first + 128].double() @ (codes[:, first : first + 128] - zero).t()
+            expected += sums * o["scales"][group, :n].double() * o["token_scales"][group, :, None].double()
+        torch.testing.assert_close(problem.reference(), expected, rtol=1e-12, atol=1e-12)
+        assert o["token_scales"].shape == (-(-k // 128), m) and len(o["token_scales"].unique()) > 1
+        assert "zeros" not in o or (o["zeros"].dtype is torch.uint8 and len(o["zeros"][0, :n].unique()) == 16)
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
 @pytest.mark.parametrize("bits", BITS)
 def test_padding_is_zero(bits, arch):

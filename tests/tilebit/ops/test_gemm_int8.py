@@ -32,14 +32,24 @@ def operands(packed: tilebit.PackedWeight, x: Tensor, scales: Tensor | None, bia
     return x, *held, scales, bias, packed.n, packed.k, packed.format_name, packed.dtype
 
 
+def coded(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of ``x`` as a product with a weight in format ``name`` takes them, and what
+    they stand for in fp64."""
+    grouped = FORMATS[name].x_grouped
+    codes, scales = tilebit.quantize_activations(x, group=128 if grouped else None)
+    if not grouped:
+        return codes, scales, codes.double() * scales[..., None]
+    return codes, scales, codes.double() * scales.movedim(0, -1).repeat_interleave(128, -1)[..., :K]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", INT8)
 def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
     packed, w = made(name, dtype)
     x, bias = torch.randn(2, 3, K).to(dtype), torch.randn(N).to(dtype)
-    codes, scales = tilebit.quantize_activations(x)
+    codes, scales, floats = coded(x, name)
     y = tilebit.gemm(x, packed, bias)
-    expected = (codes.double() * scales[..., None]) @ w.T + bias.double()
+    expected = floats @ w.T + bias.double()
     assert y.dtype is dtype and y.shape == (2, 3, N)
     assert float((y.double() - expected).norm() / expected.norm()) < (1e-3 if dtype is torch.float16 else 4e-3)
     wide = torch.zeros(2, 3, 2 * K, dtype=torch.int8)
@@ -118,12 +128,22 @@ def test_a_model_is_calibrated(name: str):
     weights = tilebit.calibrate(model, [x[:200], x[200:]], name, clip_search=True)
     assert (weights["0"].perm is None) == ("channel" in name)
     tilebit.quantize_model(model, name, weights=weights)
-    codes, scales = tilebit.quantize_activations(x[:6])
-    expected = (codes.double() * scales[:, None]) @ weights["0"].dequantize().double().T
+    perm, grouped = weights["0"].perm, FORMATS[name].x_grouped
+    if grouped:  # groups are those of reordered columns
+        assert perm is not None
+        codes, scales, floats = coded(x[:6].index_select(-1, perm), name)
+        floats = torch.empty_like(floats).index_copy_(-1, perm, floats)
+    else:
+        codes, scales, floats = coded(x[:6], name)
+    expected = floats @ weights["0"].dequantize().double().T
     layer = model[0]
     assert isinstance(layer, tilebit.QuantLinear) and layer.bias is not None
     y = layer(x[:6])
     assert float((y.double() - expected - layer.bias.double()).norm() / expected.norm()) < 1e-3
+    if grouped:
+        with pytest.raises(ValueError, match=r"columns are reordered \(act order\).*accepted: float16 \[..., 200\] without token_scales"):
+            tilebit.gemm(codes, layer.packed, layer.bias, token_scales=scales)
+        return
     assert torch.equal(tilebit.gemm(codes, layer.packed, layer.bias, token_scales=scales), y)
 
 
@@ -132,7 +152,7 @@ def test_a_model_is_calibrated(name: str):
 def test_it_is_an_operator_and_compiles(name: str):
     packed, _ = made(name)
     x = torch.randn(6, K).half()
-    codes, scales = tilebit.quantize_activations(x)
+    codes, scales, _ = coded(x, name)
     torch.library.opcheck(OP.default, operands(packed, codes, scales))
     compiled = torch.compile(lambda x: tilebit.gemm(x, packed) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (6, 3):
@@ -194,6 +214,42 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, change: dic
     given = {"x": torch.zeros(2, K).half(), **change}
     with pytest.raises(ValueError, match=words):
         tilebit.gemm(given.pop("x"), packed, **given)
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        (torch.ones(6), r"token_scales is float32 \[6\].*needs float32 \[2, m\].*m = 6; pass a value for each group of 128 of each row"),
+        (torch.ones(6, 2), r"token_scales is float32 \[6, 2\].*group=128"),
+        (torch.ones(1, 6), r"token_scales is float32 \[1, 6\]"),
+        (torch.ones(2, 6).half(), r"token_scales is float16 \[2, 6\]"),
+        (torch.tensor(1.0), r"token_scales is float32 \[\]"),
+        (None, r"without token_scales; accepted by w8a8_g128: int8 codes with fp32 token_scales \[groups, ...\] .*\(x, group=128\)"),
+    ],
+)
+def test_scales_of_groups_that_do_not_fit_are_named(scales: Tensor | None, words: str):
+    packed, codes = made("w8a8_g128")[0], torch.zeros(6, K, dtype=torch.int8)
+    for _ in range(2):  # before and after a call that fits
+        with pytest.raises(ValueError, match=words):
+            tilebit.gemm(codes, packed, token_scales=scales)
+        tilebit.gemm(codes, packed, token_scales=torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"token_scales is float32 \[2, 6\]"):
+        tilebit.gemm(codes, made("w8a8_channel")[0], token_scales=torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("name", ["w8a8_g128", "w4a8_g128_asym"])
+def test_scales_of_groups_may_have_any_strides_and_leading_dimensions(name: str):
+    packed, x = made(name)[0], torch.randn(2, 3, K).half()
+    codes, scales, _ = coded(x, name)
+    assert scales.shape == (2, 2, 3)
+    y = tilebit.gemm(codes, packed, token_scales=scales)
+    strided = scales.movedim(0, -1).contiguous().movedim(-1, 0)
+    wide = torch.full((4, 2, 6), 7.0)
+    wide[::2, :, ::2] = scales
+    for given in (strided, wide[::2, :, ::2]):
+        assert not given.is_contiguous() and torch.equal(tilebit.gemm(codes, packed, token_scales=given), y)
+    assert torch.equal(tilebit.gemm(codes[1, 2], packed, token_scales=scales[:, 1, 2]), y[1, 2])
+    assert tilebit.gemm(codes[:0], packed, token_scales=scales[:, :0]).shape == (0, 3, N)
 
 
 def test_the_other_operator_is_named():

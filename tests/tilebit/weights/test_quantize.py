@@ -11,7 +11,7 @@ from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.weights.quantize import CLIP_FACTORS, QuantizedTensor, quantize
 
 FORMATS = [QuantFormat(bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)]
-FORMATS.append(GemmFormat.parse("w4a8_channel_asym"))
+FORMATS += map(GemmFormat.parse, ("w4a8_channel_asym", "w8a8_g128", "w4a8_g128_asym"))
 
 
 def _weight(n: int, k: int, seed: int = 0, offset: float = 0.0) -> torch.Tensor:

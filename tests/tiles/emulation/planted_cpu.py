@@ -52,22 +52,56 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
     "n tail not masked": ("loops", swap(("T.max(n - column, 0)", "T.max(n + 1 - column, 0)")), "after the output"),
 }
 
-# Of products of int8 x. name -> (module, edit, bits of the weight, sets of sums)
-INT8_BUGS: dict[str, tuple[str, Edit, int, int]] = {
-    "halves of a tile exchanged": ("integers", swap(("% parts], row // parts)", "% parts], 1 - row // parts)")), 4, 1),
-    "k of a word in the order of x": ("integers", swap(("QUAD = (0, 2, 1, 3)", "QUAD = (0, 1, 2, 3)")), 4, 1),
-    "offset less nothing": ("integers", swap(("if weight_format.offset:", "if False:")), 4, 1),
-    "sum of x of the first group": ("integers", swap(("(block * plan.groups + group) * mb", "block * plan.groups * mb")), 4, 1),
-    "scale of the first group": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1),
-    "split sums lost": ("integers", swap(("range(1, plan.schedule.split_k)", "range(0)")), 4, 2),
-    "middle of bytes stays": ("integers", swap(('splat(OFFSET_ZERO, "int16"', 'splat(0, "int16"')), 8, 1),
+# Of products of int8 x. name -> (module, edit, bits of the weight, sets of sums, whether rows of x have scales of groups)
+INT8_BUGS: dict[str, tuple[str, Edit, int, int, bool]] = {
+    "halves of a tile exchanged": ("integers", swap(("% parts], row // parts)", "% parts], 1 - row // parts)")), 4, 1, False),
+    "k of a word in the order of x": ("integers", swap(("QUAD = (0, 2, 1, 3)", "QUAD = (0, 1, 2, 3)")), 4, 1, False),
+    "offset less nothing": ("integers", swap(("if weight_format.offset:", "if False:")), 4, 1, False),
+    "sum of x of the first group": ("integers", swap(("(block * plan.groups + group) * mb", "block * plan.groups * mb")), 4, 1, False),
+    "scale of the first group": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1, False),
+    "split sums lost": ("integers", swap(("range(1, plan.schedule.split_k)", "range(0)")), 4, 2, False),
+    "middle of bytes stays": ("integers", swap(('splat(OFFSET_ZERO, "int16"', 'splat(0, "int16"')), 8, 1, False),
     "neighbours in k exchanged": (
         "integers",
         swap(("codes(2 * pair, row) | codes(2 * pair + 1, row)", "codes(2 * pair + 1, row) | codes(2 * pair, row)")),
         8,
         1,
+        False,
     ),
-    "scales of channels applied to nothing": ("loops", swap(('() if plan.integers else ("scales",)', '("scales",)')), 8, 1),
+    "scales of channels applied to nothing": ("loops", swap(('() if plan.integers else ("scales",)', '("scales",)')), 8, 1, False),
+    "scale of x of the neighbour group": ("integers", swap(("[group * m + row]", "[T.max(group - 1, 0) * m + row]")), 4, 2, True),
+    "scale of x of the neighbour row": ("integers", swap(("[group * m + row]", "[group * m + T.max(row - 1, 0)]")), 8, 1, True),
+    "scale of x of the padded rows": ("integers", swap(("[group * m + row]", "[group * (m + 1) + row]")), 8, 1, True),
+    "scale of the weight forgotten": ("integers", swap(("of_weight * of_x", "of_x")), 8, 1, True),
+    "scale of the first group of the weight": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1, True),
+    "zero points added": ("integers", swap(("joined - shift", "joined + shift")), 4, 1, True),
+    "zero points times x of the first group": (
+        "integers",
+        swap(("(block * plan.groups + group) * mb", "block * plan.groups * mb")),
+        4,
+        1,
+        True,
+    ),
+    "groups before this one lost": ("integers", swap(("of_weight * of_x, total[slot])", "of_weight * of_x, total[slot] * 0)")), 4, 2, True),
+    "sums of the group before stay": (
+        "loops",
+        swap(
+            ("                    for rows in plan.row_passes:\n", ""),
+            (
+                "            for count, first, run in plan.group_runs:\n",
+                "            rows = plan.row_passes[0]\n"
+                "            sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n"
+                "            for count, first, run in plan.group_runs:\n",
+            ),
+            (
+                "                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n",
+                "                    if True:\n",
+            ),
+        ),
+        8,
+        1,
+        True,
+    ),
 }
 
 

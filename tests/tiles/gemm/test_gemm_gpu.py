@@ -20,6 +20,7 @@ from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, gu
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import BITS, FORMATS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.schedules.gemm import rules as rules
+from tilebit.schedules.gemm.codecs import codec_of
 from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import legal, programs
 from tilebit.schedules.schedule import Schedule
@@ -126,6 +127,7 @@ CHAINS = [
     ((16, 4096, 4096), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
 ]
 LAYERS, CHAIN_LAUNCHES = 8, 8000
+ON_GPUS = [f for f in FORMATS.values() if codec_of(f).programs > {"gemm_cpu"}]
 
 
 def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Workload, Schedule]]:
@@ -133,7 +135,7 @@ def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Wor
 
 
 def _every_case() -> list[tuple[Workload, Schedule]]:
-    cases = [case for format in FORMATS.values() for dtype in DTYPES for case in _cases(format, dtype)]
+    cases = [case for format in ON_GPUS for dtype in DTYPES for case in _cases(format, dtype)]
     return cases + [case for shape, s, *_ in (*RACES, *CHAINS) for case in _of_shape(shape, s)]
 
 
@@ -180,7 +182,7 @@ def _check_tickets(workspace: dict[str, Tensor]) -> None:
 @pytest.mark.gpu
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("format", ON_GPUS, ids=lambda f: f.name)
 def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """At least 200 seeds a format (100 a dtype) shared by its schedules, every one bit for bit what fp64 says, whatever m."""
     mine = [(w, s) for w, s in _cases(format, dtype) if (w, s) in kernels]
@@ -200,7 +202,7 @@ def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None
 @pytest.mark.gpu
 @pytest.mark.kernels(of=_cases)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("format", ON_GPUS, ids=lambda f: f.name)
 def test_worst_tile_on_random_floats(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """The whole gate of the tuner (twice the same bits, the worst tile within twice torch's error) for each kernel."""
     for workload, schedule in _cases(format, dtype):

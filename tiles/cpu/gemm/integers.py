@@ -8,6 +8,10 @@ int32 sum:
     sum x (q s + o - 128) = s * sum(q x) + (o - 128) * sum(x)
     sum x (q - z) = sum(q x) - z * sum(x)
 
+Where rows of x have scales of groups, a group's sum (of 128 products, less than 2^24) becomes fp32,
+exactly, and is multiplied by both scales and added to those of the groups before it, rounded once
+each.
+
 vpdpbusd adds such a product to int32 sums. Without it vpmaddubsw leaves pairs in 16 bits, where the
 32 k of a tile fit: 32 x 15 x 128 / 2 < 2^15; vpmaddwd by ones joins them. Bytes less 128 are
 multiplied as 16-bit pairs of neighbouring k by vpmaddwd: vpmaddubsw would saturate.
@@ -93,13 +97,17 @@ def _accumulate_shorts(plan: Plan, arg: dict[str, Any], words: Any, x: Any, dept
                 T.buffer_store(sums, sums[slot] + v.multiply_shorts(weight, factor, lanes), [slot])
 
 
-def apply_group(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
+def apply_group(
+    plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any, m: Any
+) -> None:
     """total += s * sums + (offset - 128) * sum of x, or sums - zero * sum of x, the split ones
-    joined."""
+    joined; of x whose groups have scales, times s and x's scale of the group."""
     lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
     for position, vector in enumerate(rows):
         column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
         scale, shift = (_of_rows(arg, name, column, lanes) if there else None for name, there in _parameters(weight_format))
+        if weight_format.x_grouped:
+            of_weight = T.bind(v.to_float(v.load(arg["scales"], column, lanes), lanes))
         if weight_format.offset:
             shift = T.bind(v.splat(OFFSET_ZERO, "int32", lanes) - shift)
         for i in range(mb):
@@ -110,7 +118,12 @@ def apply_group(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any
             if shift is not None:
                 joined = joined - shift * v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "int32", lanes)
             slot = i * plan.vectors + vector
-            T.buffer_store(total, total[slot] + joined, [slot])
+            if weight_format.x_grouped:
+                row = T.min(block * mb + i, m - 1)  # rows behind the last are not written: any scale will do
+                of_x = v.splat(arg["token_scales"][group * m + row], "float32", lanes)
+                T.buffer_store(total, v.fma(joined.astype(f"float32x{lanes}"), of_weight * of_x, total[slot]), [slot])
+            else:
+                T.buffer_store(total, total[slot] + joined, [slot])
 
 
 def _parameters(weight_format: GemmFormat) -> tuple[tuple[str, bool], ...]:

@@ -7,6 +7,7 @@ Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ....schedules.gemm.cpu import TILE
@@ -96,8 +97,9 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
     with T.serial(per_task) as inner:
         nt, block = T.bind(task // blocks * per_task + inner), T.bind(task % blocks)
         with T.If(nt < plan.n_tiles), T.Then():
-            total = v.sums(mb * plan.vectors, lanes, plan.sums_dtype)
-            accumulate, apply = (integers.accumulate, integers.apply_group) if plan.integers else (accumulate_step, _apply_scales)
+            total = v.sums(mb * plan.vectors, lanes, plan.total_dtype)
+            accumulate = integers.accumulate if plan.integers else accumulate_step
+            apply = partial(integers.apply_group, m=m) if plan.integers else _apply_scales
             for count, first, run in plan.group_runs:
                 with T.serial(count) as index:
                     group = T.bind(index + first)
@@ -177,7 +179,7 @@ def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: 
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
                 value = total[i * plan.vectors + vector]
-                if plan.integers:
+                if plan.total_dtype == "int32":
                     value = value.astype(f"float32x{lanes}")
                 for part in after:
                     if part.axis == "m":

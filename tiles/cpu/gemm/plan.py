@@ -100,6 +100,11 @@ class Plan:
         return "int32" if self.integers else "float32"
 
     @property
+    def total_dtype(self) -> str:
+        """Of sums over groups."""
+        return "float32" if self.workload.format.x_grouped else self.sums_dtype
+
+    @property
     def dot(self) -> str:
         if self.integers:
             return "bytes" if self.bits == 4 else "shorts"

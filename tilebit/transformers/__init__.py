@@ -9,9 +9,10 @@ Only this package imports transformers.
 
 from __future__ import annotations
 
+from .cache import TilebitCache
 from .config import TilebitConfig
 from .registry import register
 
-__all__ = ["TilebitConfig", "register"]
+__all__ = ["TilebitCache", "TilebitConfig", "register"]
 
 register()

@@ -19,7 +19,7 @@
 VENV = .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 4 ? 4 : n)))
-EXTRAS = compile,draw,checkpoints,dev
+EXTRAS = compile,draw,checkpoints,transformers,dev
 
 ifneq ($(strip $(VENV)),)
 PY := $(VENV)/bin/python

@@ -225,7 +225,7 @@ class QuantLinear(nn.Module):
         described = state_dict.get(prefix + _EXTRA)
         if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
             try:
-                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, _parse(described))}
+                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, parse_described(described))}
             except ValueError as error:
                 errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
                 return
@@ -263,7 +263,9 @@ def _same_layout(a: str, b: str, format: GemmFormat) -> bool:
     return a == b or packed_layout(a, format).name == packed_layout(b, format).name
 
 
-def _parse(state: Any) -> dict[str, Any]:
+def parse_described(state: Any) -> dict[str, Any]:
+    """What the extra state of a ``state_dict`` says of a layer: n, k, format and arch. Raises
+    ``ValueError``."""
     try:
         described = parse_json(bytes(state.tolist()))
         packed_layout(described["arch"], GemmFormat.from_json(described["format"]))

@@ -1,0 +1,230 @@
+"""Models quantized while they load, and directories of packed ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import gemma2, llama, made, qwen3, saved
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tilebit.layouts.formats import QuantFormat
+from tilebit.transformers import TilebitConfig, quantizer, register, sources
+from tilebit.weights import modules
+from tilebit.weights.modules import QuantLinear
+from tilebit.weights.packed import pack
+from tilebit.weights.quantize import quantize
+
+BIASED = llama(attention_bias=True)
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def packed_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+
+
+def same(model: nn.Module, other: nn.Module) -> None:
+    a, b = model.state_dict(), other.state_dict()
+    assert list(a) == list(b)
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+
+
+@pytest.mark.parametrize("format", ["w4a16_g64", "w8a16_channel", "w4a16_mxfp4", "w4a8_lqq_g64", "w8a8_channel"])
+def test_weights_are_quantized_while_they_load(tmp_path: Path, format: str):
+    """As ``quantize`` and ``pack`` do it, layer by layer; everything else is what was saved."""
+    model, read = made(BIASED), loaded(saved(tmp_path, BIASED), quantization_config=TilebitConfig(format))
+    layers = packed_layers(read)
+    assert len(layers) == 14 and type(read.lm_head) is nn.Linear
+    for name, layer in layers.items():
+        float_layer: Any = model.get_submodule(name)
+        expected = QuantLinear(pack(quantize(float_layer.weight.detach(), QuantFormat.parse(format)), torch.bfloat16), float_layer.bias)
+        same(layer, expected)
+        assert not layer.training
+    for name, value in read.named_parameters():
+        assert torch.equal(value, model.get_parameter(name)), name
+
+
+def test_layers_have_formats_of_their_own(tmp_path: Path):
+    formats = {"o_proj": "w8a16_g32", "layers.1.self_attn.o_proj": None, "lm_head": "w8a16_channel"}
+    config = TilebitConfig("w4a16_g64", skip=["k_proj"], per_layer=formats)
+    read = loaded(saved(tmp_path, BIASED), quantization_config=config)
+    held = {name: layer.format.name for name, layer in packed_layers(read).items()}
+    assert held["model.layers.0.self_attn.o_proj"] == "w8a16_g32" and held["lm_head"] == "w8a16_channel"
+    assert held["model.layers.1.mlp.up_proj"] == "w4a16_g64" and len(held) == 15 - 3
+    assert type(read.model.layers[1].self_attn.o_proj) is nn.Linear and type(read.model.layers[0].self_attn.k_proj) is nn.Linear
+    read.save_pretrained(tmp_path / "packed")
+    same(read, loaded(tmp_path / "packed"))
+
+
+def test_the_floats_of_one_layer_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(tmp_path, BIASED)
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    counts = []
+
+    def counted(weight: torch.Tensor, *options: Any):
+        alive.append(weakref.ref(weight.untyped_storage()))
+        counts.append(sum(held() is not None for held in alive))
+        return quantize(weight, *options)
+
+    monkeypatch.setattr(quantizer, "quantize", counted)
+    read = loaded(tmp_path, quantization_config=TilebitConfig("w4a16_g64"))
+    assert counts == [1] * 14
+    assert not any(held() is not None for held in alive) and len(packed_layers(read)) == 14
+
+
+@pytest.mark.parametrize("config", [BIASED, qwen3(), gemma2()], ids=["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("shard", ["5GB", "100KB"])
+def test_a_saved_model_loads_without_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, shard: str):
+    read = loaded(saved(tmp_path / "float", config), quantization_config=TilebitConfig("w4a16_g64_asym"))
+    read.save_pretrained(tmp_path / "packed", max_shard_size=shard)
+    assert (len(list((tmp_path / "packed").glob("*.safetensors"))) > 1) == (shard != "5GB")
+
+    def refused(*_: Any, **__: Any):
+        raise AssertionError("packed again")
+
+    for module in (quantizer, sources, modules):
+        monkeypatch.setattr(module, "pack", refused)
+    again, info = loaded(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()), info
+    same(read, again)
+    assert all(layer.weight.data_ptr() % 64 == 0 for layer in packed_layers(again).values())  # as kernels ask for
+    assert again.config.quantization_config.to_dict() == {"quant_method": "tilebit", "format": "w4a16_g64_asym"}
+
+
+def test_what_was_packed_for_another_architecture_is_packed_again(tmp_path: Path):
+    read = loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64"))
+    expected = {name: layer.unpack().codes for name, layer in packed_layers(read).items()}
+    for layer in packed_layers(read).values():
+        layer._repack_for("sm_90a")
+    read.save_pretrained(tmp_path / "packed")
+    again = packed_layers(loaded(tmp_path / "packed"))
+    assert all(layer.arch == "cpu" and torch.equal(layer.unpack().codes, expected[name]) for name, layer in again.items())
+
+
+def test_scales_are_cast_to_the_dtype_asked_for(tmp_path: Path):
+    loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64")).save_pretrained(tmp_path / "packed")
+    read = loaded(tmp_path / "packed", dtype=torch.float16)
+    assert {layer.dtype for layer in packed_layers(read).values()} == {torch.float16} == {value.dtype for value in read.parameters()}
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = 1e-30  # of bfloat16: nothing in float16
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="do not fit"):
+        loaded(tmp_path / "packed", dtype=torch.float16)
+
+
+def rewritten(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= values.pop("quantization_config", {})
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+LIES = {
+    "format": ({"quantization_config": {"format": "w4a16_g128"}}, "config.json says w4a16_g128"),
+    "bits": ({"quantization_config": {"format": "w8a16_g64"}}, "config.json says w8a16_g64"),
+    "no format": ({"quantization_config": {"format": "w5a16"}}, "w5a16"),
+    "another layer": ({"quantization_config": {"skip": []}}, "lm_head"),
+    "no such layer": ({"quantization_config": {"per_layer": {"q_prj": "w8a16_g64"}}}, "per_layer names 'q_prj'"),
+    "newer": ({"quantization_config": {"rotation": 1}}, "rotation"),
+    "shape": ({"intermediate_size": 512}, r"config.json says w4a16_g64 \[128, 512\]"),
+    "fewer layers": ({"num_hidden_layers": 1}, r"layers\.1\..*is no linear layer"),
+    "more layers": ({"num_hidden_layers": 3}, r"layers\.2\."),
+    "dtype": ({"dtype": "float32"}, "accepted: float16 and bfloat16"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_config_that_lies_is_refused_before_tensors_are_read(tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch):
+    values, message = LIES[lie]
+    loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64")).save_pretrained(tmp_path / "packed")
+    rewritten(tmp_path / "packed", **values)
+    monkeypatch.setattr(sources._Packed, "read", lambda *_: pytest.fail("a layer was read"))
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / "packed")
+
+
+def changed(folder: Path, change: str) -> str:
+    """Damages a directory of two shards; returns what the error says."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = "model.layers.1.mlp.down_proj.scales"
+    file = folder / index["weight_map"][name]
+    tensors = load_file(file)
+    if change == "no shard":
+        file.unlink()
+        return file.name
+    if change == "torn":
+        file.write_bytes(file.read_bytes()[:-100])
+        return "not a whole safetensors file|deserializing header"
+    if change == "cast":
+        tensors[name] = tensors[name].float()
+    elif change == "shape":
+        tensors[name] = tensors[name][:-1].contiguous()
+    elif change == "renamed":
+        tensors[name + "s"] = tensors.pop(name)
+    save_file(tensors, file, {"format": "pt"})
+    return "does not hold it" if change == "renamed" else "down_proj cannot be loaded"
+
+
+@pytest.mark.parametrize("change", ["no shard", "torn", "cast", "shape", "renamed"])
+def test_a_damaged_directory_is_refused(tmp_path: Path, change: str):
+    packed = tmp_path / "packed"
+    read = loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64"))
+    read.save_pretrained(packed, max_shard_size="100KB")
+    message = changed(packed, change)
+    with pytest.raises((ValueError, OSError), match=message):
+        loaded(packed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "w3a16"}, "w3a16"),
+        ({"per_layer": {"q_proj": "w4"}}, "w4"),
+        ({"per_layer": {"no_such": None}}, "per_layer names 'no_such'"),
+        ({"skip": ["proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]}, "not skipped"),
+        ({"group_size": 64}, "group_size"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        loaded(saved(tmp_path, BIASED), quantization_config=TilebitConfig(**options))
+
+
+def test_a_tied_output_layer_and_float32_are_refused(tmp_path: Path):
+    folder = saved(tmp_path, qwen3())
+    with pytest.raises(ValueError, match="lm_head shares its weight"):
+        loaded(folder, quantization_config=TilebitConfig(skip=[]))
+    with pytest.raises(ValueError, match="accepted: float16 and bfloat16"):
+        loaded(folder, quantization_config=TilebitConfig(), dtype=torch.float32)
+
+
+def test_a_missing_weight_is_refused(tmp_path: Path):
+    file = saved(tmp_path, BIASED) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no weight for 1 layers .*layers\.1\.mlp\.down_proj"):
+        loaded(tmp_path, quantization_config=TilebitConfig())
+
+
+def test_registering_again_changes_nothing():
+    register()
+    register()
+
+
+def test_transformers_is_imported_with_its_package_alone():
+    code = "import sys, tilebit, tilebit.weights.modules, tilebit.cache.kvcache, tilebit.command.cli; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,18 @@
+"""Whole models of Hugging Face transformers (5.17 or newer) with tilebit's linear layers.
+
+    import tilebit.transformers  # registers quantization method and attention "tilebit"
+
+    model = AutoModelForCausalLM.from_pretrained(DIR, quantization_config=TilebitConfig("w4a16_g128"), dtype=torch.bfloat16)
+
+Only this package imports transformers.
+"""
+
+from __future__ import annotations
+
+from .cache import TilebitCache
+from .config import TilebitConfig
+from .registry import register
+
+__all__ = ["TilebitCache", "TilebitConfig", "register"]
+
+register()

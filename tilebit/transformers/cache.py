@@ -1,0 +1,255 @@
+"""``TilebitCache``: the cache that transformers' ``generate`` is given, over a ``KVCache``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
+
+from ..layouts.kv_formats import KVFormat
+from .masks import Visible
+from .pool import Pool
+from .rollback import Undo, drop
+from .step import Step, padding_of
+
+HEAD_DIMS = (64, 128, 256)
+NAME = "tilebit"  # of the attention
+
+
+class TilebitLayer(CacheLayerMixin):
+    """One layer's part: it marks new keys as its own, which tilebit's attention then writes."""
+
+    is_croppable = True
+
+    def __init__(self, owner: TilebitCache, index: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        self.seen = 0  # columns, padding among them
+        self._marked: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self._marked is not None or self.owner.attention != NAME:
+            self._marked = None
+            raise ValueError(
+                f"a TilebitCache was given to a model whose attention is {self.owner.attention!r}; accepted: 'tilebit': load the model "
+                "with attn_implementation='tilebit', or call model.set_attn_implementation('tilebit'), and reset() the cache"
+            )
+        marked = self._marked = key_states.view_as(key_states)
+        marked.tilebit_layer = self  # type: ignore[attr-defined]
+        return marked, value_states
+
+    def taken(self) -> None:
+        """The marked keys have come to tilebit's attention."""
+        self._marked = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.owner.rows
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.owner.max_tokens
+
+    def reset(self) -> None:
+        self.seen, self._marked = 0, None
+
+
+class TilebitCache(Cache):
+    """Keys and values of a model of ``config`` in ``format`` ("kv4_channel"), for ``generate``:
+
+        model.set_attn_implementation("tilebit")
+        model.generate(**inputs, past_key_values=TilebitCache(model.config, format="kv4_channel"))
+
+    ``max_tokens`` bounds a sequence (default: the model's own bound). With ``sequences`` the memory
+    for as many of them (rows of the batch: beams and returned sequences, too) is taken at the
+    first call and never grows; without, it doubles when it is full. ``head_scales`` are fp8's, as
+    ``KVCache`` takes them. The newest 0 to 127 tokens of a sequence are in 16 bits. Padding never
+    enters the cache.
+
+    Layers that tilebit has no attention for are kept in 16 bits and attended to by transformers'
+    own; one warning names them. Raises ``ValueError`` where that is every layer. ``generate`` in
+    every mode, ``crop``, ``reset`` and continued prompts work as on ``DynamicCache``; ``crop``
+    raises ``ValueError`` where it would take packed tokens apart (``activate_past_recording``,
+    which assisted decoding calls, makes a step revocable).
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        format: KVFormat | str = "kv4_channel",
+        max_tokens: int | None = None,
+        sequences: int | None = None,
+        page_size: int = 128,
+        head_scales: Tensor | None = None,
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        self._config = text
+        kinds, options = get_layer_types_and_kwargs(text)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layers: list[Any] = list(DynamicCache(config=text).layers)
+        lacking = {i: reason for i, kind in enumerate(kinds) if (reason := _lacking(text, kind, head_dim)) is not None}
+        self.own = [TilebitLayer(self, place) for place, _ in enumerate(i for i in range(len(layers)) if i not in lacking)]
+        if not self.own:
+            raise ValueError(f"no layer can use a TilebitCache: {lacking[0]}; accepted: a model with one that can, or a DynamicCache")
+        for layer, i in zip(self.own, (i for i in range(len(layers)) if i not in lacking), strict=True):
+            layers[i] = layer
+        if lacking:
+            i, reason = next(iter(lacking.items()))
+            warnings.warn(f"{len(lacking)} of {len(layers)} layers keep a cache in 16 bits, layer {i} first: {reason}", stacklevel=2)
+        self.windowed = bool(options.get("sliding_window"))
+        self.max_tokens = max_tokens or getattr(text, "max_position_embeddings", None) or 1 << 17
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.pool = Pool(
+            self.max_tokens, sequences, page_size, format=format, heads_kv=heads, head_dim=head_dim, num_layers=len(self.own),
+            head_scales=head_scales,
+        )  # fmt: skip
+        self.format = KVFormat.from_name(format) if isinstance(format, str) else format
+        self.seen = 0
+        self.step: Step | None = None
+        self._undo: Undo | None = None
+        self._recording = self._broken = False
+        self._padding: list[tuple[int, Tensor]] = []  # (first column, bool [rows, columns], true where one is padding) of steps with some
+        super().__init__(layers=layers)
+
+    @property
+    def attention(self) -> str:
+        return str(self._config._attn_implementation)
+
+    @property
+    def rows(self) -> int:
+        return len(self.pool.handles) or -1
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are allocated for keys and values."""
+        return self.pool.memory_bytes
+
+    def begin(self, visible: Visible, k: Tensor) -> Step:
+        """The step that new keys ``k`` [rows, heads, columns, head_dim] belong to: at a forward call's
+        first layer a new one, with room for its tokens. Raises before anything has changed."""
+        rows, _, columns, _ = k.shape
+        if self._broken:
+            raise ValueError("an earlier call failed between two layers, and the cache holds half of its tokens; accepted: reset() first")
+        if any(layer.seen != self.seen for layer in self.own):
+            raise ValueError("a layer was called out of order: a forward call did not end; accepted: reset() first")
+        self.pool.begin(rows, k.dtype, k.device)
+        padding = padding_of(visible, columns, self.seen, self.pool.lengths())
+        if padding is not None and self.windowed and self._inside(padding):
+            raise ValueError(
+                "attention_mask has padding between tokens, and the model has sliding windows, which count it; accepted: padding before "
+                "the first token of a row"
+            )
+        counts = [columns] * rows if padding is None else [columns - n for n in padding.sum(1).tolist()]
+        self._undo = Undo(self.pool.cache, self.pool.handles, counts) if self._recording else None
+        batch = self.pool.advance(counts)
+        if self._undo is not None:  # it may have grown
+            self._undo.cache = self.pool.cache
+        if padding is not None:
+            self._padding.append((self.seen, padding))
+        self.step = Step(batch, columns, counts, padding, k.device)
+        self.seen += columns
+        return self.step
+
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._undo is not None:
+            self._undo.keep(layer, k, v)
+
+    def abandon(self) -> None:
+        """A layer of the step has failed."""
+        assert self.step is not None
+        if self.step.batch.written:
+            self._broken = True
+            return
+        self.pool.cache.table.retract(self.pool.handles, self.step.counts)
+        self.seen -= self.step.columns
+        self._padding = [(start, padding) for start, padding in self._padding if start < self.seen]
+
+    def _inside(self, padding: Tensor) -> bool:
+        """Whether a row has padding after a token."""
+        before = torch.tensor(self.pool.lengths()) > 0
+        tokens = before[:, None] | ((~padding).cumsum(1) > 0)
+        return bool((padding & tokens).any())
+
+    # ---- what generate asks for ----
+
+    def crop(self, tokens_to_remove: int) -> None:
+        given = int(tokens_to_remove)  # generate passes a tensor; above 0 it is what is left, as of old
+        removed = min(-given if given <= 0 else max(0, self.seen - given), self.seen)
+        if removed and self.pool.handles:
+            left = self.seen - removed
+            counts = [removed - n for n in self._padded(left)]
+            drop(self.pool.cache, self.pool.handles, counts, self._undo)
+            self.seen = left
+            for layer in self.own:
+                layer.seen = left
+            self._padding = [(start, padding[:, : left - start]) for start, padding in self._padding if start < left]
+        self._undo = None
+        for layer in self._others():
+            layer.crop(-removed)
+
+    def _padded(self, first: int) -> list[int]:
+        """Columns of padding from ``first`` on, of each row."""
+        counts = torch.zeros(len(self.pool.handles), dtype=torch.int64)
+        for start, padding in self._padding:
+            counts += padding[:, max(0, first - start) :].sum(1)
+        return counts.tolist()
+
+    def activate_past_recording(self) -> None:
+        self._recording = True
+        super().activate_past_recording()
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self.seen, self._padding, self._undo, self._broken = 0, [], None, False
+        for layer in self.layers:
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx.tolist())
+        for layer in self._others():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([row for row in range(len(self.pool.handles)) for _ in range(repeats)])
+        for layer in self._others():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(len(self.pool.handles))[indices.cpu()]  # indices, or a mask
+        self._select(rows.tolist())
+        for layer in self._others():
+            layer.batch_select_indices(indices)
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if not self.pool.handles:
+            return
+        self.pool.select(rows)
+        self._padding = [(start, padding[list(rows)]) for start, padding in self._padding]
+        self._undo = None
+
+    def _others(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, TilebitLayer)]
+
+
+def _lacking(config: PreTrainedConfig, kind: str, head_dim: int) -> str | None:
+    """What a layer of ``kind`` needs that tilebit's attention lacks."""
+    if kind not in ("full_attention", "sliding_attention"):
+        return f"its kind is {kind}"
+    if head_dim not in HEAD_DIMS:
+        return f"its heads have {head_dim} channels, and attention is for {', '.join(map(str, HEAD_DIMS))}"
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None):
+        return "its keys are compressed, or shared with another layer"
+    return None

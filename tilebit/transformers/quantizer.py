@@ -1,0 +1,152 @@
+"""transformers' quantizer of the method "tilebit": which modules a model has before its weights are
+loaded, and what becomes of them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from ..layouts.formats import GemmFormat
+from ..schedules.gemm.workload import Workload
+from ..weights.modules import QuantLinear
+from ..weights.packed import DTYPES, pack
+from ..weights.quantize import quantize
+from .config import TilebitConfig
+from .sources import Source, open_source
+
+
+class Awaited(nn.Module):
+    """In place of a linear layer whose packed weight is read when everything else has been: without
+    parameters, so that transformers takes none of the layer's tensors for another one's."""
+
+
+class TilebitQuantizer(HfQuantizer):
+    """Float weights are quantized one by one as transformers reads them: beside what is packed, one
+    layer's floats are in memory. Packed ones are read after the others, layer by layer, by
+    ``sources.py``."""
+
+    quantization_config: TilebitConfig
+
+    def __init__(self, quantization_config: TilebitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.formats: dict[str, GemmFormat] = {}  # of layers whose floats are still to be quantized
+        self.dtype = torch.float16
+        self._source: Source | None = None
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"the model would be loaded as {dtype}; accepted: float16 and bfloat16, which products are computed in: pass "
+                f"dtype=torch.bfloat16 to from_pretrained"
+            )
+        self.dtype = dtype
+        return dtype
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        found = self.formats.get(param_name.removesuffix(".weight"))
+        return super().param_element_size(model, param_name, param) if found is None else found.bits / 8
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: Any = None, **_: Any) -> None:
+        left = [name for name, value in model.named_parameters() if value.ndim == 3 and "expert" in name]
+        if left:
+            warnings.warn(f"{len(left)} stacks of experts stay in 16 bits, {left[0]} first: only linear layers are quantized", stacklevel=2)
+        if not self.pre_quantized:
+            self._expect_floats(model)
+            return
+        if not checkpoint_files:
+            raise ValueError("a packed model has no files; accepted: a directory that save_pretrained wrote, not state_dict=")
+        self._source = open_source(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
+        with torch.device("meta"):
+            for name in self._source.layers:
+                _put(model, name, Awaited())
+        held = "|".join(re.escape(name) for name in self._source.layers)
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"^(?:{held})\.[^.]+$"}
+
+    def _expect_floats(self, model: PreTrainedModel) -> None:
+        self.formats = self.quantization_config.formats_of(model)
+        tied = {name.removesuffix(".weight") for names in model.all_tied_weights_keys.items() for name in names}
+        for name, format in self.formats.items():
+            if name in tied:
+                raise ValueError(f"{name} shares its weight with another module; accepted: layers with one of their own: add it to skip")
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            Workload(0, layer.out_features, layer.in_features, format, str(self.dtype).removeprefix("torch."))
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        return param_name.removesuffix(".weight") in self.formats and param_name.endswith(".weight")
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        if self.formats:
+            names = list(self.formats)
+            raise ValueError(
+                f"the directory holds no weight for {len(names)} layers that are quantized, {', '.join(names[:3])} first; accepted: one "
+                "with all of them: copy it again, or name the model that it is of"
+            )
+        if self._source is None:
+            return
+        for name in self._source.layers:
+            _put(model, name, self._source.read(name, _device_near(model, name)).eval())
+        self.quantization_config = model.config.quantization_config = self._source.config
+        self._source = None
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Quantize(ConversionOps):
+    """A weight's floats, as they were read, become a ``QuantLinear`` in the model."""
+
+    def __init__(self, quantizer: TilebitQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: PreTrainedModel, missing_keys: set[str], **_: Any
+    ) -> dict[str, Tensor]:
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        name, chosen = full_layer_name.removesuffix(".weight"), self._quantizer
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        if tuple(weight.shape) != (linear.out_features, linear.in_features):
+            raise ValueError(
+                f"{full_layer_name} is {list(weight.shape)} and the model needs {[linear.out_features, linear.in_features]}; accepted: the "
+                "shape that config.json says"
+            )
+        codes = quantize(weight, chosen.formats[name], chosen.quantization_config.clip_search, chosen.dtype)
+        bias = linear.bias
+        if bias is not None and bias.is_meta:  # read later; or never, and then it is nothing
+            bias = weight.new_zeros(linear.out_features)
+        _put(model, name, QuantLinear(pack(codes, chosen.dtype), bias).eval())
+        del chosen.formats[name]
+        missing_keys.discard(full_layer_name)
+        return {}
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+def _device_near(model: nn.Module, name: str) -> torch.device:
+    """Where the parameters are of what encloses a layer."""
+    while name:
+        name = name.rpartition(".")[0]
+        for parameter in model.get_submodule(name).parameters():
+            if not parameter.is_meta:
+                return parameter.device
+    return torch.device("cpu")

@@ -1,0 +1,164 @@
+"""Directories with packed weights, opened and checked before any tensor is read: tilebit's own, and
+those of other tools."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..layouts.formats import GemmFormat
+from ..weights.checkpoint import Checkpoint, load_checkpoint
+from ..weights.checkpoint_config import CheckpointError
+from ..weights.checkpoint_files import tensor_files
+from ..weights.checkpoint_open import TensorFile, open_tensors
+from ..weights.modules import QuantLinear, parse_described
+from ..weights.packed import WEIGHTS, PackedWeight, pack
+from .config import TilebitConfig
+
+_EXTRA = "_extra_state"
+_DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+class Source(Protocol):
+    """Packed layers of a directory: their names, and the config that says so from now on."""
+
+    layers: list[str]
+    config: TilebitConfig
+
+    def read(self, name: str, device: torch.device) -> QuantLinear:
+        """The layer ``name`` on ``device``."""
+        ...
+
+
+def open_source(folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> Source:
+    """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``.
+    Raises ``CheckpointError`` (a ``ValueError``)."""
+    if config.source is not None:
+        return _Foreign(load_checkpoint(folder, config=config.source), model, dtype)
+    return _Packed(folder, model, config, dtype)
+
+
+class _Packed:
+    """tilebit's own: the entries of ``QuantLinear.state_dict``, packed for the architecture that
+    each layer's extra state names."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
+        self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
+        self._open: dict[Path, TensorFile] = {}
+        self.layers = [name.removesuffix("." + _EXTRA) for name in self._files if name.endswith("." + _EXTRA)]
+        wanted = config.formats_of(model)
+        lacking = [name for name in wanted if name not in self.layers]
+        if lacking:
+            raise CheckpointError(
+                f"{folder} says that {len(lacking)} layers are packed which it does not hold, {lacking[0]} first; accepted: what "
+                "save_pretrained wrote: copy it again"
+            )
+        fitting(self.layers, model, folder)
+        for name in self.layers:
+            self._check(name, model, wanted.get(name))
+
+    def _check(self, name: str, model: PreTrainedModel, wanted: GemmFormat | None) -> None:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        try:
+            packed = _packed_of(self._state(name, meta=True), self._dtype)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{name} cannot be loaded: {error}; copy the directory again") from None
+        if (packed.n, packed.k) != (layer.out_features, layer.in_features) or packed.format != wanted:
+            said = "none" if wanted is None else wanted.name
+            raise CheckpointError(
+                f"{name} is {packed.format.name} [{packed.n}, {packed.k}] and config.json says {said} [{layer.out_features}, "
+                f"{layer.in_features}]; accepted: the config that was saved with the weights: copy the directory again"
+            )
+
+    def read(self, name: str, device: torch.device) -> QuantLinear:
+        # Copied: tensors lie anywhere in a mapped file, and kernels ask for whole cache lines.
+        state = {part: tensor.clone() for part, tensor in self._state(name).items()}
+        packed = _packed_of(state, self._dtype)
+        if packed.dtype != self._dtype:
+            packed = pack(packed.unpack(), self._dtype, arch=packed.arch)
+        return QuantLinear(packed, state.get("bias")).to(device)  # which packs again where the device reads another layout
+
+    def _state(self, name: str, meta: bool = False) -> dict[str, Tensor]:
+        """The layer's tensors; with ``meta`` none is read but the one that describes it."""
+        state = {}
+        for part in (_EXTRA, *WEIGHTS, "perm", "bias"):
+            stored = f"{name}.{part}"
+            if stored not in self._files:
+                continue
+            file = self._files[stored]
+            if file not in self._open:
+                self._open[file] = open_tensors(file)
+            opened = self._open[file]
+            if meta and part != _EXTRA:
+                state[part] = torch.empty(opened.shape(stored), dtype=_DTYPES[opened.dtype(stored)], device="meta")
+            else:
+                state[part] = opened.tensor(stored)
+        return state
+
+
+class _Foreign:
+    """Another tool's, imported layer by layer."""
+
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self.layers = checkpoint.layers()
+        fitting(self.layers, model, checkpoint.path)
+        self._shapes = {name: _shape(model.get_submodule(name)) for name in self.layers}
+        linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
+        self._kept = [name for name in linear if name not in self._shapes]
+        self._formats: dict[str, str] = {}
+
+    @property
+    def config(self) -> TilebitConfig:
+        """What was read, as tilebit saves it."""
+        return config_of(self._formats, self._kept)
+
+    def read(self, name: str, device: torch.device) -> QuantLinear:
+        layer = QuantLinear.from_checkpoint(self._checkpoint, name, self._dtype, device)
+        if (layer.out_features, layer.in_features) != self._shapes[name]:
+            raise CheckpointError(
+                f"{name} is [{layer.out_features}, {layer.in_features}] and config.json says {list(self._shapes[name])}; accepted: the "
+                "config that was saved with the weights: copy the directory again"
+            )
+        self._formats[name] = layer.format.name
+        return layer
+
+
+def config_of(formats: dict[str, str], kept: Iterable[str]) -> TilebitConfig:
+    """The config of a model whose layers have ``formats``, by name, and whose other linear layers are
+    ``kept``."""
+    ((most, _),) = Counter(formats.values()).most_common(1)
+    return TilebitConfig(most, skip=kept, per_layer={name: format for name, format in formats.items() if format != most})
+
+
+def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:
+    """Raise ``CheckpointError`` for a layer that is no linear layer of ``model``."""
+    linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    for name in layers:
+        if name not in linear:
+            raise CheckpointError(
+                f"{folder} has a packed layer {name}, which is no linear layer of {type(model).__name__}; accepted: the model that was "
+                "saved: correct config.json"
+            )
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, nn.Linear)
+    return layer.out_features, layer.in_features
+
+
+def _packed_of(state: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
+    said = parse_described(state[_EXTRA])
+    format, scales = GemmFormat.from_json(said["format"]), state["scales"]
+    held = scales.dtype if scales.dtype.is_floating_point else dtype
+    return PackedWeight(
+        state["weight"], scales, state.get("zeros"), said["n"], said["k"], format, held, said["arch"], state.get("perm"),
+        state.get("row_scales"),
+    )  # fmt: skip

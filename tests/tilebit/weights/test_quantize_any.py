@@ -1,0 +1,203 @@
+"""Any-precision quantization: codes of b bits are prefixes, errors near those of exact clustering."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tilebit.weights.kmeans import SortedRows, cluster, split
+from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
+
+LARGEST_RATIO = 1.25  # of an upscaled weight's squared error to the exact optimum's at the same width
+
+
+def _layer(kind: str, n: int, k: int, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k, generator=made)
+    if kind == "outliers":
+        w[torch.rand(n, k, generator=made) < 0.005] *= 20
+    if kind == "laplace":
+        w = w.sign() * torch.rand(n, k, generator=made).clamp(min=1e-6).log()
+    return w
+
+
+def _weights(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(9)) ** 2
+
+
+def _optima(values: np.ndarray, weights: np.ndarray, clusters: list[int]) -> dict[int, float]:
+    """The least weighted squared error of one row for each number of clusters, by dynamic programming
+    over every cut."""
+    order = np.argsort(values)
+    v, s = values[order].astype(np.float64), weights[order].astype(np.float64)
+    mass, moment, square = (np.concatenate(([0.0], np.cumsum(part))) for part in (s, s * v, s * v * v))
+    width = mass[None, :] - mass[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cost = square[None, :] - square[:, None] - (moment[None, :] - moment[:, None]) ** 2 / width
+    cost = np.where(np.arange(len(mass))[None, :] > np.arange(len(mass))[:, None], cost, np.inf)
+    np.fill_diagonal(cost, 0.0)
+    best, found = cost[0], {}
+    for count in range(2, max(clusters) + 1):
+        best = (best[:, None] + cost).min(0)
+        if count in clusters:
+            found[count] = float(best[-1])
+    return found
+
+
+def _errors(w: Tensor, q: AnyPrecisionTensor, weights: Tensor | None = None) -> dict[int, Tensor]:
+    return {bits: (((w - q.dequantize(bits)) ** 2) * (1 if weights is None else weights)).sum(1) for bits in q.widths}
+
+
+def _ratios(kind: str, widths: range, weighted: bool = False) -> dict[int, float]:
+    w, weights = _layer(kind, 1, 2048), _weights(1, 2048) if weighted else torch.ones(1, 2048)
+    exact = _optima(w[0].numpy(), weights[0].numpy(), [1 << bits for bits in widths])
+    errors = _errors(w, quantize_any(w, sensitivity=weights if weighted else None), weights)
+    return {bits: float(errors[bits][0]) / exact[1 << bits] for bits in widths}
+
+
+@pytest.mark.parametrize(("kind", "weighted"), [("gauss", False), ("gauss", True), ("laplace", False)])
+def test_errors_are_near_the_exact_optimum_of_each_width(kind: str, weighted: bool) -> None:
+    ratios = _ratios(kind, range(3, 7), weighted)
+    assert max(ratios.values()) < LARGEST_RATIO and min(ratios.values()) > 0.999, ratios
+
+
+@pytest.mark.xfail(strict=True, reason="every cluster of the seed has as many codes, however few values it holds: measured 1.3 and 1.4")
+@pytest.mark.parametrize(("kind", "bits"), [("gauss", 7), ("outliers", 4)])
+def test_errors_are_near_the_exact_optimum_where_clusters_are_uneven(kind: str, bits: int) -> None:
+    assert _ratios(kind, range(bits, bits + 1))[bits] < LARGEST_RATIO
+
+
+@pytest.mark.parametrize("seed_bits", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["gauss", "outliers", "laplace"])
+def test_the_seed_is_as_good_as_exact_clustering(kind: str, seed_bits: int) -> None:
+    w, weights = _layer(kind, 6, 400, seed_bits), _weights(6, 400)
+    rows = SortedRows.of(w, weights)
+    edges = cluster(rows, 1 << seed_bits)
+    error = (weights.double() * w.double() ** 2).sum(1) - rows.gains(edges).sum(1)
+    exact = [_optima(w[i].numpy(), weights[i].numpy(), [1 << seed_bits])[1 << seed_bits] for i in range(6)]
+    ratios = error / torch.tensor(exact)
+    assert float(ratios.max()) < 1.02 and float(ratios.mean()) < 1.005, ratios
+
+
+def test_each_cluster_is_cut_where_the_error_is_least() -> None:
+    w, weights = _layer("laplace", 4, 61), _weights(4, 61)
+    rows = SortedRows.of(w, weights)
+    edges = cluster(rows, 8)
+    cut = split(rows, edges)
+    assert torch.equal(cut[:, ::2], edges)
+    for i in range(4):
+        v, s = rows.values[i].numpy(), rows.mass[i].diff().numpy()
+        for start, middle, end in zip(cut[i, 0:-1:2], cut[i, 1::2], cut[i, 2::2], strict=True):
+            parts = [_within(v[start:at], s[start:at]) + _within(v[at:end], s[at:end]) for at in range(int(start) + 1, int(end) + 1)]
+            found = _within(v[start:middle], s[start:middle]) + _within(v[middle:end], s[middle:end])
+            assert found <= min(parts, default=0.0) + 1e-12
+
+
+def _within(v: np.ndarray, s: np.ndarray) -> float:
+    return float((s * (v - (s * v).sum() / s.sum()) ** 2).sum()) if len(v) else 0.0
+
+
+@pytest.mark.parametrize("kind", ["gauss", "outliers"])
+def test_codes_are_prefixes_and_error_falls_with_every_bit(kind: str) -> None:
+    w = _layer(kind, 130, 515)
+    for seed_bits in (2, 3, 4):
+        q = quantize_any(w, seed_bits)
+        errors = _errors(w, q)
+        for bits in range(seed_bits, 8):
+            assert torch.equal(q.codes_of(bits), q.codes_of(bits + 1) >> 1)
+            assert bool((errors[bits + 1] < errors[bits]).all())
+        shorter = quantize_any(w, seed_bits, max_bits=5)
+        assert torch.equal(shorter.codes, q.codes_of(5)) and torch.equal(shorter.codebooks[4], q.codebooks[4])
+        assert shorter.max_bits == 5 and list(shorter.codebooks) == list(range(seed_bits, 6))
+
+
+def test_codebooks_are_the_weighted_means_of_their_codes() -> None:
+    w, weights = _layer("gauss", 5, 300), _weights(5, 300)
+    q = quantize_any(w, sensitivity=weights)
+    for bits in q.widths:
+        codes = q.codes_of(bits).long()
+        mass = torch.zeros(5, 1 << bits, dtype=torch.float64).scatter_add_(1, codes, weights.double())
+        moment = torch.zeros(5, 1 << bits, dtype=torch.float64).scatter_add_(1, codes, (weights * w).double())
+        held = mass > 0
+        torch.testing.assert_close(q.codebooks[bits][held].double(), (moment / mass)[held], rtol=1e-3, atol=2e-5)
+
+
+def test_sensitive_values_are_kept_better() -> None:
+    w = _layer("gauss", 16, 512)
+    weights = torch.ones(16, 512)
+    weights[:, :32] = 1000.0
+    plain, aware = quantize_any(w), quantize_any(w, sensitivity=weights)
+    for bits in (3, 4):
+        before, after = ((w - q.dequantize(bits)) ** 2 for q in (plain, aware))
+        assert float(after[:, :32].sum()) < 0.5 * float(before[:, :32].sum())
+        assert float(after.sum()) > float(before.sum())
+    scaled = quantize_any(w, sensitivity=weights * 2.0**-30)
+    assert torch.equal(scaled.codes, aware.codes)
+
+
+def test_values_that_nothing_depends_on_have_their_nearest_code() -> None:
+    w, weights = _layer("gauss", 3, 64), _weights(3, 64)
+    weights[:, ::3] = 0.0
+    weights[2] = 0.0
+    q = quantize_any(w, sensitivity=weights)
+    assert torch.equal(q.codes[2], quantize_any(w).codes[2])
+    assert all(bool(book.isfinite().all()) for book in q.codebooks.values())
+    distance = (w[..., None] - q.codebooks[3].float()[:, None, :]).abs()
+    assert torch.equal(distance.amin(-1), (w - q.dequantize(3)).abs())
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 33, 257])
+def test_rows_of_few_values(k: int) -> None:
+    w = torch.stack((torch.zeros(k), torch.full((k,), -3.5), torch.arange(k) % 5 - 2.0, torch.linspace(-1, 1, k).half().float()))
+    q = quantize_any(w)
+    assert torch.equal(q.dequantize(8)[:3], w[:3])
+    if k <= 33:
+        torch.testing.assert_close(q.dequantize(8)[3], w[3], rtol=0, atol=0)
+    for bits in q.widths:
+        assert torch.equal(q.dequantize(bits)[:3], w[:3])  # eight codes hold five values
+        assert bool(q.codebooks[bits].isfinite().all())
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    w = _layer("outliers", 300, 96)
+    q = quantize_any(w)
+    one = quantize_any(w[200:201])
+    assert torch.equal(one.codes[0], q.codes[200]) and torch.equal(one.codebooks[5][0], q.codebooks[5][200])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, a: (w[0], a), "w is torch.float32"),
+        (lambda w, a: (w.int(), a), "accepted: floating point"),
+        (lambda w, a: (w[:, :0], a), "at least 1 x 1"),
+        (lambda w, a: (w * 1e6, a), "65504"),
+        (lambda w, a: (w / 0, a), "NaN, infinite"),
+        (lambda w, a: (w * torch.nan, a), "NaN, infinite"),
+        (lambda w, a: (w, {"seed_bits": 5}), "seed_bits is 5"),
+        (lambda w, a: (w, {"max_bits": 9}), "max_bits is 9"),
+        (lambda w, a: (w, {"seed_bits": 4, "max_bits": 3}), "max_bits is 3"),
+        (lambda w, a: (w, {"sensitivity": -w.abs()}), "below 0"),
+        (lambda w, a: (w, {"sensitivity": w.abs() * torch.nan}), "NaN"),
+        (lambda w, a: (w, {"sensitivity": w[:1].abs()}), "sensitivity is torch.float32 [1, 8]"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(change, message: str) -> None:
+    w, arguments = change(_layer("gauss", 4, 8) + 3, {})
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        quantize_any(w, **arguments)
+
+
+def test_widths_that_are_not_held_are_refused() -> None:
+    q = quantize_any(_layer("gauss", 4, 8), max_bits=6)
+    for call in (q.codes_of, q.codebooks_of, q.dequantize):
+        with pytest.raises(ValueError, match="bits is 7; accepted: 3 to 6"):
+            call(7)
+    with pytest.raises(ValueError, match="none left out"):
+        AnyPrecisionTensor(q.codes, {bits: book for bits, book in q.codebooks.items() if bits != 4})
+    with pytest.raises(ValueError, match="codes reach"):
+        AnyPrecisionTensor(q.codes, {3: q.codebooks[3]})
+    with pytest.raises(TypeError, match="w is list"):
+        quantize_any([[1.0]])  # pyright: ignore[reportArgumentType]

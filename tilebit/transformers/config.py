@@ -23,8 +23,7 @@ class TilebitConfig(QuantizationConfigMixin):
     ``skip`` names the layers that stay as they are, by full names or their last parts ("lm_head",
     "mlp.gate"); by default the output embeddings alone. ``per_layer`` gives the layers that are so
     named another format, or None to keep one; of several names that fit, the longest counts.
-    Embeddings stay in 16 bits. ``source`` is the quantization config of another tool's directory,
-    whose weights are taken as they are (``tilebit.transformers.load`` sets it).
+    Embeddings stay in 16 bits.
 
     Raises ``TypeError`` and ``ValueError`` for what is no format.
     """
@@ -35,7 +34,6 @@ class TilebitConfig(QuantizationConfigMixin):
         skip: Iterable[str] | None = None,
         per_layer: Mapping[str, GemmFormat | str | None] | None = None,
         clip_search: bool = False,
-        source: Mapping[str, Any] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -50,11 +48,10 @@ class TilebitConfig(QuantizationConfigMixin):
         self.skip = None if skip is None else [skip] if isinstance(skip, str) else list(skip)
         self.per_layer = {name: None if kind is None else format_of(kind).name for name, kind in (per_layer or {}).items()}
         self.clip_search = bool(clip_search)
-        self.source = None if source is None else dict(source)
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json holds it, defaults left out."""
-        optional = {name: value for name in ("skip", "per_layer", "clip_search", "source") if (value := getattr(self, name))}
+        optional = {name: value for name in ("skip", "per_layer", "clip_search") if (value := getattr(self, name))}
         if self.skip is not None:
             optional["skip"] = self.skip
         return {"quant_method": METHOD, "format": self.format, **optional}

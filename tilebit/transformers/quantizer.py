@@ -20,7 +20,7 @@ from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
 from .config import TilebitConfig
-from .sources import Source, open_source
+from .sources import PackedSource
 
 
 class Awaited(nn.Module):
@@ -39,7 +39,7 @@ class TilebitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.formats: dict[str, GemmFormat] = {}  # of layers whose floats are still to be quantized
         self.dtype = torch.float16
-        self._source: Source | None = None
+        self._source: PackedSource | None = None
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in DTYPES:
@@ -63,7 +63,7 @@ class TilebitQuantizer(HfQuantizer):
             return
         if not checkpoint_files:
             raise ValueError("a packed model has no files; accepted: a directory that save_pretrained wrote, not state_dict=")
-        self._source = open_source(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
+        self._source = PackedSource(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
         with torch.device("meta"):
             for name in self._source.layers:
                 _put(model, name, Awaited())
@@ -97,7 +97,6 @@ class TilebitQuantizer(HfQuantizer):
             return
         for name in self._source.layers:
             _put(model, name, self._source.read(name, _device_near(model, name)).eval())
-        self.quantization_config = model.config.quantization_config = self._source.config
         self._source = None
 
     def is_serializable(self) -> bool:

@@ -1,19 +1,15 @@
-"""Directories with packed weights, opened and checked before any tensor is read: tilebit's own, and
-those of other tools."""
+"""Directories with packed weights, opened and checked before any tensor is read."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..layouts.formats import GemmFormat
-from ..weights.checkpoint import Checkpoint, load_checkpoint
 from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import tensor_files
 from ..weights.checkpoint_open import TensorFile, open_tensors
@@ -25,31 +21,13 @@ _EXTRA = "_extra_state"
 _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
-class Source(Protocol):
-    """Packed layers of a directory: their names, and the config that says so from now on."""
-
-    layers: list[str]
-    config: TilebitConfig
-
-    def read(self, name: str, device: torch.device) -> QuantLinear:
-        """The layer ``name`` on ``device``."""
-        ...
-
-
-def open_source(folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> Source:
-    """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``.
-    Raises ``CheckpointError`` (a ``ValueError``)."""
-    if config.source is not None:
-        return _Foreign(load_checkpoint(folder, config=config.source), model, dtype)
-    return _Packed(folder, model, config, dtype)
-
-
-class _Packed:
-    """tilebit's own: the entries of ``QuantLinear.state_dict``, packed for the architecture that
-    each layer's extra state names."""
+class PackedSource:
+    """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``:
+    the entries of ``QuantLinear.state_dict``, packed for the architecture that each layer's extra
+    state names. Raises ``CheckpointError`` (a ``ValueError``)."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
-        self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
+        self._dtype, self._files = dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
         self.layers = [name.removesuffix("." + _EXTRA) for name in self._files if name.endswith("." + _EXTRA)]
         wanted = config.formats_of(model)
@@ -59,7 +37,7 @@ class _Packed:
                 f"{folder} says that {len(lacking)} layers are packed which it does not hold, {lacking[0]} first; accepted: what "
                 "save_pretrained wrote: copy it again"
             )
-        fitting(self.layers, model, folder)
+        _fitting(self.layers, model, folder)
         for name in self.layers:
             self._check(name, model, wanted.get(name))
 
@@ -78,6 +56,7 @@ class _Packed:
             )
 
     def read(self, name: str, device: torch.device) -> QuantLinear:
+        """The layer ``name`` on ``device``."""
         # Copied: tensors lie anywhere in a mapped file, and kernels ask for whole cache lines.
         state = {part: tensor.clone() for part, tensor in self._state(name).items()}
         packed = _packed_of(state, self._dtype)
@@ -103,42 +82,7 @@ class _Packed:
         return state
 
 
-class _Foreign:
-    """Another tool's, imported layer by layer."""
-
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
-        self.layers = checkpoint.layers()
-        fitting(self.layers, model, checkpoint.path)
-        self._shapes = {name: _shape(model.get_submodule(name)) for name in self.layers}
-        linear = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-        self._kept = [name for name in linear if name not in self._shapes]
-        self._formats: dict[str, str] = {}
-
-    @property
-    def config(self) -> TilebitConfig:
-        """What was read, as tilebit saves it."""
-        return config_of(self._formats, self._kept)
-
-    def read(self, name: str, device: torch.device) -> QuantLinear:
-        layer = QuantLinear.from_checkpoint(self._checkpoint, name, self._dtype, device)
-        if (layer.out_features, layer.in_features) != self._shapes[name]:
-            raise CheckpointError(
-                f"{name} is [{layer.out_features}, {layer.in_features}] and config.json says {list(self._shapes[name])}; accepted: the "
-                "config that was saved with the weights: copy the directory again"
-            )
-        self._formats[name] = layer.format.name
-        return layer
-
-
-def config_of(formats: dict[str, str], kept: Iterable[str]) -> TilebitConfig:
-    """The config of a model whose layers have ``formats``, by name, and whose other linear layers are
-    ``kept``."""
-    ((most, _),) = Counter(formats.values()).most_common(1)
-    return TilebitConfig(most, skip=kept, per_layer={name: format for name, format in formats.items() if format != most})
-
-
-def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:
+def _fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:
     """Raise ``CheckpointError`` for a layer that is no linear layer of ``model``."""
     linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for name in layers:
@@ -147,11 +91,6 @@ def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None
                 f"{folder} has a packed layer {name}, which is no linear layer of {type(model).__name__}; accepted: the model that was "
                 "saved: correct config.json"
             )
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    assert isinstance(layer, nn.Linear)
-    return layer.out_features, layer.in_features
 
 
 def _packed_of(state: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:

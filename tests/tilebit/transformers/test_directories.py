@@ -150,7 +150,7 @@ def test_a_config_that_lies_is_refused_before_tensors_are_read(tmp_path: Path, l
     values, message = LIES[lie]
     loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64")).save_pretrained(tmp_path / "packed")
     rewritten(tmp_path / "packed", **values)
-    monkeypatch.setattr(sources._Packed, "read", lambda *_: pytest.fail("a layer was read"))
+    monkeypatch.setattr(sources.PackedSource, "read", lambda *_: pytest.fail("a layer was read"))
     with pytest.raises(ValueError, match=message):
         loaded(tmp_path / "packed")
 

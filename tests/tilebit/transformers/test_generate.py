@@ -17,20 +17,11 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "sampling": SAMPLED,
     "several returned": {**SAMPLED, "num_return_sequences": 3},
-    "beams": {**GREEDY, "num_beams": 3, "num_return_sequences": 2},
+    "beams": {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "output_scores": True},
     "prompt look-up": {**GREEDY, "max_new_tokens": 24, "prompt_lookup_num_tokens": 6},
     "chunked prefill": {**GREEDY, "prefill_chunk_size": 50},
 }
-TIE = "at a step the reference's two best tokens have the same float16 logit: either is right"
-OPEN = "differs from the reference; whether by a tie is not known yet"
-DIFFERENT = {  # by model, mode, padding
-    ("qwen3", "beams", False): OPEN,
-    ("qwen3", "greedy", True): TIE,
-    ("qwen3", "chunked prefill", True): OPEN,
-    ("qwen3", "beams", True): OPEN,
-    ("gemma2", "beams", True): OPEN,
-}
-LIMIT = 0.1  # of float16 logits with a deviation of 2
+LIMIT = 0.1  # of float16 logits with a deviation of 2, and of a beam's mean logarithm of probability
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -62,19 +53,45 @@ def own_cache(model: Any, **options: Any) -> TilebitCache:
     return TilebitCache(model.config, format="kv16", **options)
 
 
-def expected_to_differ(model: Any, mode: str, padded: bool) -> None:
-    if reason := DIFFERENT.get((model.kind, mode, padded)):
-        pytest.xfail(reason)
+def agree(got: Any, expected: Any) -> None:
+    """The same logits at every step, hence the same tokens, but where two tokens' logits lie so near in float16 that either may
+    follow: behind it a row's text is another one, and is not compared. That may happen to few."""
+    assert len(got.logits) == len(expected.logits)
+    first = expected.sequences.shape[1] - len(expected.logits)
+    same = torch.ones(len(expected.sequences), dtype=torch.bool)
+    compared = 0
+    for step, (a, b) in enumerate(zip(got.logits, expected.logits, strict=True)):
+        assert float((a - b)[same].abs().max()) < LIMIT
+        compared += int(same.sum())
+        same &= got.sequences[:, first + step] == expected.sequences[:, first + step]
+        if not same.any():
+            break
+    assert compared >= 0.75 * same.numel() * len(expected.logits)
 
 
+def agree_on_beams(model: Any, got: Any, expected: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """The beams' scores are the reference's, and what the reference gives such texts; beams of nearly the same score may change
+    places."""
+    assert float((got.sequences_scores - expected.sequences_scores).abs().max()) < LIMIT
+    model.set_attn_implementation(model.reference)
+    text, prompt = got.sequences, inputs["input_ids"].shape[1]
+    mask = inputs["attention_mask"].repeat_interleave(len(text) // len(inputs["input_ids"]), 0)
+    mask = torch.nn.functional.pad(mask, (0, text.shape[1] - prompt), value=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=text, attention_mask=mask, position_ids=positions).logits[:, prompt - 1 : -1].float()
+    scores = logits.log_softmax(-1).gather(2, text[:, prompt:, None]).mean((1, 2))
+    assert float((got.sequences_scores - scores).abs().max()) < LIMIT
+
+
+@torch.no_grad()
 def compared(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> TilebitCache:
     cache = own_cache(model)
     expected = run(model, model.reference, DynamicCache(config=model.config), inputs, options)
     got = run(model, "tilebit", cache, inputs, options)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert len(got.logits) == len(expected.logits)
-    for a, b in zip(got.logits, expected.logits, strict=True):
-        assert float((a.float() - b.float()).abs().max()) < LIMIT
+    if "num_beams" in options:
+        agree_on_beams(model, got, expected, inputs)
+        return cache
+    agree(got, expected)
     return cache
 
 
@@ -82,7 +99,6 @@ def compared(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_what_transformers_gives(model: Any, mode: str):
     """The residual window fills on the way, between drafts too."""
-    expected_to_differ(model, mode, padded=False)
     cache = compared(model, prompts(1, 120), MODES[mode])
     assert set(cache.pool.lengths()) == {cache.get_seq_length()}
 
@@ -90,7 +106,6 @@ def test_every_mode_gives_what_transformers_gives(model: Any, mode: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams", "chunked prefill"])
 def test_padding_never_enters_the_cache(model: Any, mode: str):
-    expected_to_differ(model, mode, padded=True)
     padding = (0, 60, 9)  # with chunks of 50: a chunk of padding alone
     cache = compared(model, prompts(3, 120, padding), MODES[mode])
     if mode != "beams":
@@ -111,8 +126,8 @@ def test_prompts_are_continued(model: Any):
     for _ in range(2):
         results = {name: run(model, name, cache, inputs, GREEDY) for name, cache in caches.items()}
         expected, got = results.values()
+        agree(got, expected)
         assert torch.equal(got.sequences, expected.sequences)
-        assert max(float((a - b).abs().max()) for a, b in zip(got.logits, expected.logits, strict=True)) < LIMIT
         ids = torch.cat((got.sequences, prompts(2, 5)["input_ids"]), 1)
         mask = torch.nn.functional.pad(inputs["attention_mask"], (0, ids.shape[1] - inputs["attention_mask"].shape[1]), value=1)
         inputs = {"input_ids": ids, "attention_mask": mask}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,13 +133,14 @@ def tune(
         if compiler is None:
             compiler = stack.enter_context(CompilePool(jobs=jobs, cache=cache, keep=True))
         bar = stack.enter_context(TuningBar(progress))
-        run = _Run(target, store or RecordStore(), compiler, measurer, bar, jobs or os.cpu_count() or 1, patience)
+        ahead = stack.enter_context(ThreadPoolExecutor(1)) if target.is_cuda else None
+        run = _Run(target, store or RecordStore(), compiler, measurer, bar, ahead, jobs or os.cpu_count() or 1, max_candidates, patience)
         for position, workload in enumerate(todo):
             deadline = None
             if budget_s is not None:
                 present = time.monotonic()
                 deadline = present + max(0.0, begin + budget_s - present) / (len(todo) - position)
-            results.append(run.tune(workload, max_candidates, deadline))
+            results.append(run.tune(workload, todo[position + 1 : position + 2], deadline))
     refresh()
     return TuneReport(tuple(results), time.monotonic() - begin)
 
@@ -155,31 +156,42 @@ def _device(target: Target) -> str:
     return "cpu" if target.arch == "cpu" else "cuda:0"
 
 
+_Batch = list[tuple[CompileRequest, TuningRecord | None]]
+_Compiled = dict[Schedule, Kernel | CompileFailure]
+
+
 class _Run:
     """One tuning run: what does not change from workload to workload, and the records so far."""
 
     def __init__(
-        self, target: Target, store: RecordStore, compiler: Compiler, measurer: Measurer, bar: TuningBar, batch: int, patience: int
+        self,
+        target: Target,
+        store: RecordStore,
+        compiler: Compiler,
+        measurer: Measurer,
+        bar: TuningBar,
+        ahead: Executor | None,
+        batch: int,
+        max_candidates: int | None,
+        patience: int,
     ) -> None:
         self.target, self.store, self.compiler, self.measurer, self.bar = target, store, compiler, measurer, bar
-        self.batch, self.patience = batch, patience
+        self.ahead, self.batch, self.max_candidates, self.patience = ahead, batch, max_candidates, patience
+        self.started: dict[AnyWorkload, Future[_Compiled]] = {}  # first batches, begun while another workload was measured
         self.ranker = known_ranker(target)
         self.kernels: dict[Schedule, Kernel] = {}  # of the workload that is searched, measured now
         self.driver = driver_version() if target.is_cuda else None
         self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target) and not r.of_machine}
 
-    def tune(self, workload: AnyWorkload, max_candidates: int | None, deadline: float | None) -> TunedWorkload:
-        """Search one workload until its candidates, its patience or its time are used up."""
-        schedules = searched(workload, self.target, max_candidates, self.ranker)
-        if not schedules:
-            raise ValueError(
-                f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})"
-            )
+    def tune(self, workload: AnyWorkload, following: list[AnyWorkload], deadline: float | None) -> TunedWorkload:
+        """Search one workload until its candidates, its patience or its time are used up; the first
+        batch of the ``following`` one, if any, compiles as soon as the last of this one is."""
+        schedules = self._searched(workload)
         self.bar.begin(workload, len(schedules))
         patience, records = Patience(self.patience), []
         self.kernels.clear()
         measured, stopped = 0, "done"
-        for request, known, compiled in self._prepared(workload, schedules, deadline):
+        for request, known, compiled in self._prepared(workload, schedules, following, deadline):
             if known is None:
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = "budget"
@@ -215,7 +227,8 @@ class _Run:
         working = sorted((r for r in records if r.ok and r.us is not None), key=lambda r: r.us or 0.0)
         near = [r for r in working[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (working[0].us or 0.0)]
         missing = [r for r in near if r.schedule not in self.kernels]  # of an earlier run
-        made = self.compiler.compile([CompileRequest(r.schedule.program, workload, r.schedule, self.target) for r in missing])
+        requests = [CompileRequest(r.schedule.program, workload, r.schedule, self.target) for r in missing]
+        made = self.compiler.compile(requests) if self.ahead is None else self.ahead.submit(self.compiler.compile, requests).result()
         for r, kernel in zip(missing, made, strict=True):
             if isinstance(kernel, CompileFailure):
                 expect_no_fault(workload, r.schedule, of_compiling(kernel))
@@ -236,30 +249,48 @@ class _Run:
                 self._keep(again[r.schedule])
         return [again.get(r.schedule, r) for r in records]
 
+    def _searched(self, workload: AnyWorkload) -> list[Schedule]:
+        schedules = searched(workload, self.target, self.max_candidates, self.ranker)
+        if not schedules:
+            raise ValueError(
+                f"no program has candidates for {workload!r} on {self.target.arch} ({self.target.name}, features {self.target.features})"
+            )
+        return schedules
+
+    def _batches(self, workload: AnyWorkload, schedules: list[Schedule]) -> list[_Batch]:
+        """What is compiled at once: requests with their known records, in order."""
+        requests = [CompileRequest(s.program, workload, s, self.target) for s in schedules]
+        pairs = [(r, self.known.get((workload, r.schedule, r.key, self.driver))) for r in requests]
+        return [pairs[start : start + self.batch] for start in range(0, len(pairs), self.batch)]
+
+    def _compiled(self, batch: _Batch, deadline: float | None = None) -> _Compiled:
+        """What becomes of the requests of ``batch`` that have no record; nothing once it is late."""
+        missing = [request for request, record in batch if record is None]
+        late = deadline is not None and time.monotonic() >= deadline
+        made = self.compiler.compile(missing) if missing and not late else []
+        return {request.schedule: kernel for request, kernel in zip(missing, made, strict=False)}
+
+    def _first(self, workload: AnyWorkload) -> _Compiled:
+        return self._compiled(self._batches(workload, self._searched(workload))[0])
+
     def _prepared(
-        self, workload: AnyWorkload, schedules: list[Schedule], deadline: float | None
+        self, workload: AnyWorkload, schedules: list[Schedule], following: list[AnyWorkload], deadline: float | None
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
         """(request, known record, else what became of compiling it), a batch at a time. On a GPU
-        the next batch compiles while one is measured; on the CPU it would disturb the measurement.
-        """
-        requests = [CompileRequest(s.program, workload, s, self.target) for s in schedules]
-        known = [self.known.get((workload, r.schedule, r.key, self.driver)) for r in requests]
-        pairs = list(zip(requests, known, strict=True))
-        batches = [pairs[start : start + self.batch] for start in range(0, len(pairs), self.batch)]
-
-        def compiled(batch: list[tuple[CompileRequest, TuningRecord | None]]) -> Iterator[Kernel | CompileFailure]:
-            missing = [request for request, record in batch if record is None]
-            late = deadline is not None and time.monotonic() >= deadline
-            return iter(self.compiler.compile(missing) if missing and not late else [])
-
-        with ThreadPoolExecutor(1) as ahead:
+        what comes next compiles while a batch is measured: the next batch, after the last one the
+        first of the following workload. On the CPU it would disturb the measurement."""
+        batches = self._batches(workload, schedules)
+        future = self.started.pop(workload, None)
+        for index, batch in enumerate(batches):
+            made = self._compiled(batch, deadline) if future is None else future.result()
             future = None
-            for index, batch in enumerate(batches):
-                made = future.result() if future is not None else compiled(batch)
-                more = self.target.is_cuda and index + 1 < len(batches)
-                future = ahead.submit(compiled, batches[index + 1]) if more else None
-                for request, record in batch:
-                    yield request, record, next(made, None) if record is None else None
+            if self.ahead is not None:
+                if index + 1 < len(batches):
+                    future = self.ahead.submit(self._compiled, batches[index + 1], deadline)
+                else:
+                    self.started.update((w, self.ahead.submit(self._first, w)) for w in following)
+            for request, record in batch:
+                yield request, record, made.get(request.schedule)
 
     def _record(self, request: CompileRequest, compiled: Kernel | CompileFailure | None) -> TuningRecord:
         """Measure what was compiled and append the record, also of a failure."""

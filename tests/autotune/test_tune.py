@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -352,3 +353,31 @@ def test_callers_mistakes(cache, store):
         tune([WORKLOAD], replace(CPU, features=()), store=store, compiler=FaultyCompiler(cache), measurer=Scripted({}), progress=False)
     with pytest.raises(ValueError, match=r"target is sm_80 .*accepted: a target that is here"):
         tune([WORKLOAD], target_from_name("sm_80"), store=store, cache=cache, progress=False)
+
+
+def test_a_gpu_is_not_kept_waiting_for_the_next_workloads_first_kernels(cache, store, monkeypatch):
+    """While the last batch of a workload is measured, the first of the next one compiles."""
+    monkeypatch.setattr(tuning, "driver_version", lambda: "1.0")
+    monkeypatch.setattr(tuning, "searched", lambda workload, target, most, ranker: MANY[:most])
+    monkeypatch.setattr(tuning, "CompileRequest", lambda program, w, schedule, target: CompileRequest(program, w, schedule, CPU))
+    begun = {m: threading.Event() for m in (1, 2, 4)}
+
+    class Noting(FaultyCompiler):
+        def compile(self, requests):
+            for request in requests:
+                begun[request.workload.m].set()
+            return super().compile(requests)
+
+    class Waiting(Scripted):
+        def measure(self, kernel, workload, schedule, target) -> Outcome:
+            after = workload.m * 2
+            if len([m for m, _ in self.seen if m == workload.m]) == 4:  # of the last batch
+                assert after not in begun or begun[after].wait(60), "the next workload's kernels were not begun"
+            return super().measure(kernel, workload, schedule, target)
+
+    gpu, measurer, compiler = replace(CPU, arch="sm_90a"), Waiting({}), Noting(cache)
+    workloads = [WORKLOAD.with_m(m) for m in begun]
+    report = tune(workloads, gpu, store=store, compiler=compiler, measurer=measurer, progress=False, jobs=4, max_candidates=6)
+    assert [(r.measured, r.failed, r.stopped) for r in report.results] == [(6, 0, "done")] * 3
+    assert len(compiler.compiled) == 18, "each was compiled once"
+    assert [m for m, _ in measurer.seen] == [m for m in begun for _ in range(6)]

@@ -3,11 +3,14 @@ far one problem's measurements speak of another's.
 
 ``quantize_rows`` (CUDA): a block of ``num_warps`` warps has ``block_m`` rows; the threads of a row
 hold it in registers between the search for its largest value and the codes, 16 values at a time.
+With ``num_stages`` 2, ``min_blocks`` blocks of an SM go through all rows and hold what rows share,
+a norm's weight and factors by column, in registers too.
 ``quantize_cpu``: a task is a row, ``num_warps`` threads share the tasks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 from ..gemm.cost import CPU_FORK_US, KNEE_BYTES
@@ -23,6 +26,7 @@ GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 WARPS = (1, 2, 4, 8, 16, 32)  # of a block
 BLOCK_M = (1, 2, 4, 8, 16)
 CHUNK = 16  # values that a thread loads, and codes that it stores, at once
+MOST_RESIDENT = 8  # blocks of an SM that go through all rows
 MOST_CHUNKS = 4  # of a thread: 32 registers, of the 64 that 1,024 threads of a block have each
 CPU_THREADS_MAX = 512
 REGISTERS = 32  # of a thread, beside 8 for each chunk that it holds
@@ -31,6 +35,8 @@ LAUNCH_US = 1.5
 CHUNK_US = 0.15  # a chunk more of each thread, one after another
 BARRIER_US = 0.1  # threads of several warps that wait for one another
 IDLE = 0.1  # of the time of loads, where as many threads of a row have no chunk as have one
+L1_GBPS = 128 * 1.7  # of an SM: 128 bytes a cycle
+SCATTERED = 4  # lines of L1 that lanes read for one full one: a lane's 16 factors are 64 bytes, read 16 at a time
 CPU_VALUE_OPS = 1.2  # vector operations a value, in lanes
 
 
@@ -44,6 +50,13 @@ def chunks(workload: QuantizeWorkload, schedule: Schedule) -> int:
     return -(-workload.k // (CHUNK * row_threads(schedule)))
 
 
+def through_threads(workload: QuantizeWorkload, target: Target) -> int:
+    """Threads of an SM that have registers to go through all rows: what is computed with, a chunk, the
+    next one, and what rows share."""
+    registers = REGISTERS + 2 * 8 + 8 * workload.norm + CHUNK * workload.smooth
+    return min(target.threads_per_sm, target.REGISTERS_PER_SM // (-(-registers // 8) * 8))
+
+
 def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
     s, reasons = schedule, []
     for name, accepted in (("block_m", BLOCK_M), ("num_warps", WARPS)):
@@ -53,6 +66,17 @@ def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> lis
         return reasons
     if s.block_m > s.num_warps:
         return [f"block_m is {s.block_m}; accepted for num_warps {s.num_warps}: at most {s.num_warps}, a warp or more a row."]
+    if s.num_stages not in (1, 2):
+        reasons.append(f"num_stages is {s.num_stages}; accepted: 1, a block of block_m rows, and 2, blocks that go through all rows.")
+    elif s.num_stages == 1 and s.min_blocks != 1:
+        reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 1: 1.")
+    elif s.num_stages == 2:
+        if not 1 <= s.min_blocks <= MOST_RESIDENT:
+            reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 2: 1 to {MOST_RESIDENT}.")
+        elif chunks(workload, s) > 1:
+            reasons.append(f"num_stages is 2 and a thread holds {chunks(workload, s)} chunks; accepted: one, so more threads a row.")
+        elif s.num_warps * 32 * s.min_blocks > (fit := through_threads(workload, target)):
+            reasons.append(f"{s.min_blocks} blocks of {s.num_warps} warps; accepted on an SM: {fit // 32} warps that go through all rows.")
     if chunks(workload, s) > MOST_CHUNKS:
         most = CHUNK * MOST_CHUNKS * row_threads(s)
         reasons.append(f"num_warps is {s.num_warps} for {s.block_m} rows, which hold {most} values of a row; k is {workload.k}: use more.")
@@ -68,6 +92,8 @@ def candidates(workload: QuantizeWorkload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring: no row with more threads than it has chunks, in blocks of 128
     threads or more where a row has fewer."""
     found = [Schedule(ROWS, 1, block_m, 1, num_warps=warps) for warps in WARPS[2:] for block_m in BLOCK_M]
+    through = [replace(s, num_stages=2, min_blocks=count) for s in found for count in range(1, MOST_RESIDENT + 1)]
+    found += [s for s in through if (workload.norm or workload.smooth) and -(-workload.m // s.block_m) >= 2 * target.units * s.min_blocks]
     enough = 2 * max(workload.k, 32 * CHUNK)  # values of a row whose threads would be twice as many as have a chunk
     return [s for s in found if row_threads(s) * CHUNK < enough and not legal(workload, s, target)]
 
@@ -76,6 +102,8 @@ def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> 
     """Bytes over the read rate of the SMs that have a block, less where too few of them are in flight
     or the last wave is short; and what one row takes from end to end."""
     w, s = workload, schedule
+    if s.num_stages == 2:
+        return _estimate_through(w, s, target)
     threads, held = s.num_warps * 32, max(1, chunks(w, s))
     resident = max(1, min(target.threads_per_sm // threads, target.REGISTERS_PER_SM // (threads * (REGISTERS + 8 * held))))
     blocks, places = max(1, -(-w.m // s.block_m)), target.units * resident
@@ -84,9 +112,24 @@ def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> 
     in_flight = min(max(w.m, 1), min(blocks, places) * s.block_m) / busy * 2 * w.k  # bytes of an SM
     flow = min(1.0, (in_flight / KNEE_BYTES) ** 0.5)
     load = w.bytes / (target.read_gbps * 1e3) / flow / (used * busy / target.units)
+    shared = w.m * w.k * (2 * w.norm + 4 * SCATTERED * w.smooth) / (busy * L1_GBPS * 1e3)  # what rows share, read anew for each
     idle = held * CHUNK * row_threads(s) / w.k - 1  # places of chunks that no value takes
     alone = CHUNK_US * held * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
-    return Estimate(LAUNCH_US + alone + load * (1 + IDLE * idle), 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
+    return Estimate(LAUNCH_US + alone + max(load, shared) * (1 + IDLE * idle), 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
+
+
+def _estimate_through(w: QuantizeWorkload, s: Schedule, target: Target) -> Estimate:
+    """Of blocks that go through all rows: a row is on its way while the one before is computed with, so
+    that only the first of each block takes its whole time alone."""
+    blocks = min(max(1, -(-w.m // s.block_m)), target.units * s.min_blocks)
+    steps, busy = -(-w.m // (s.block_m * blocks)), min(blocks, target.units)
+    alone = CHUNK_US * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
+    flow = min(1.0, (blocks * s.block_m / busy * 2 * 2 * w.k / KNEE_BYTES) ** 0.5)  # this row and the next one are in flight
+    used = w.m / (steps * s.block_m * blocks)
+    load = w.bytes / (target.read_gbps * 1e3) / flow / (used * busy / target.units)
+    idle = CHUNK * row_threads(s) / w.k - 1
+    us = LAUNCH_US + alone + max(load * (1 + IDLE * idle), steps * alone)
+    return Estimate(us, 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, steps, used)
 
 
 def cpu_legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -133,7 +176,7 @@ QUANTIZE = Operation(
             "tilebit.tiles.activations.quantize_rows",
             arches=GPUS,
             tried=GPUS,
-            reads=frozenset({"block_m", "num_warps"}),
+            reads=frozenset({"block_m", "num_warps", "num_stages", "min_blocks"}),
             unserved=unserved,
             legal=legal,
             candidates=candidates,

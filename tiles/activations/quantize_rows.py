@@ -5,11 +5,16 @@
 of a token or of each 128 values of it, with y = x (* rsqrt(mean(x^2) + eps) * norm_weight) (*
 smooth): ``schedules/activations/workload.py`` says it exactly.
 
-A block has ``block_m`` rows. The threads of a row hold it in registers, 16 values of it in a chunk,
-from its one load to the codes; a chunk is loaded and its codes are stored 16 bytes at a time. The
-largest value of a token is found by shuffles and, where a row has several warps, through a word of
-shared memory for each; that of a group by eight neighbouring lanes. What a thread does with its
-chunk is CUDA (``device/activations/quantize.cuh``); y is computed twice, so that only x is held.
+The threads of a row hold it in registers, 16 values of it in a chunk, from its one load to the
+codes; a chunk is loaded and its codes are stored 16 bytes at a time. The largest value of a token
+is found by shuffles and, where a row has several warps, through a word of shared memory for each;
+that of a group by eight neighbouring lanes. What a thread does with its chunk is CUDA
+(``device/activations/quantize.cuh``); y is computed twice, so that only x is held.
+
+A block has ``block_m`` rows and ends (``num_stages`` 1), or as many blocks as run at once,
+``min_blocks`` on an SM, go through all rows (2): the next rows are on their way while codes of the
+present ones are found, and a thread keeps what the norm and the factors are for its columns in
+registers. Read anew for each row, from L1, those are three times the bytes of the row.
 """
 
 from typing import Any
@@ -27,13 +32,15 @@ WARP = 32
 FEW_CHUNKS = 2  # of a thread, which has registers to keep what it computed of them
 
 
-def rows_source(w: QuantizeWorkload, arch: str, held: int) -> str:
-    """``struct Rows``: what the device functions know of a workload whose threads hold ``held`` chunks."""
+def rows_source(w: QuantizeWorkload, arch: str, held: int, through: bool) -> str:
+    """``struct Rows``: what the device functions know of a workload whose threads hold ``held`` chunks
+    and, going ``through`` many rows, what all rows share."""
     numbers = {
         "bool NORM": str(w.norm).lower(),
         "bool SMOOTH": str(w.smooth).lower(),
         "bool E4M3": str(w.out == "e4m3").lower(),
-        "bool AGAIN": str(held > FEW_CHUNKS).lower(),
+        "bool AGAIN": str(through or held > FEW_CHUNKS).lower(),
+        "bool KEPT": str(through).lower(),
         "int COLUMNS": w.columns(arch),
         "int CODE_COLUMNS": w.code_columns(arch),
         "float K": f"{float(w.k)!r}f",
@@ -52,14 +59,17 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
 
     w, block_m, threads = workload, schedule.block_m, schedule.num_warps * WARP
     per_row, held, by_token = row_threads(schedule), chunks(workload, schedule), workload.group == PER_TOKEN
-    warps = per_row // WARP  # of a row
+    warps, block_warps = per_row // WARP, schedule.num_warps  # of a row, and of all
     columns, code_columns, words = w.columns(target.arch), w.code_columns(target.arch), CHUNK // 2
-    source = f"{device_source(HEADERS)}\n{rows_source(w, target.arch, held)}"
+    through = schedule.num_stages == 2
+    source = f"{device_source(HEADERS)}\n{rows_source(w, target.arch, held, through)}"
     m = T.dynamic("m")
     NormWeight = T.Tensor((columns,), w.dtype) if w.norm else None
     Smooth = T.Tensor((columns,), "float32") if w.smooth else None
     Scales = T.Tensor((m,) if by_token else (w.groups, m), "float32")
 
+    most_blocks = target.units * schedule.min_blocks  # that go through the rows
+    kept_weight, kept_factor = through and w.norm, through and w.smooth
     call = caller({}, "Rows")
 
     @T.prim_func
@@ -70,65 +80,90 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
         codes: T.Tensor((m, code_columns), "int8"),
         scales: Scales,
     ):
-        with T.Kernel(T.ceildiv(m, block_m), threads=threads) as index:
+        with T.Kernel(most_blocks if through else T.ceildiv(m, block_m), threads=threads) as index:
             T.import_source(source)
+            if through:
+                T.annotate_min_blocks_per_sm(schedule.min_blocks)
             raw = T.alloc_local((held * words,), "uint32")
+            ahead = T.alloc_local((held * words,), "uint32")  # of the rows after these
+            weights, factors = T.alloc_local((held * words,), "uint32"), T.alloc_local((held * CHUNK,), "float32")
             most = T.alloc_local((held,), "uint32")  # bits of the largest value of each chunk, then of what shares its scale
-            sums, tops = T.alloc_shared((schedule.num_warps,), "float32"), T.alloc_shared((schedule.num_warps,), "uint32")
+            # In turn: slower warps still read what was written for the rows before.
+            sums, tops = T.alloc_shared((2 * schedule.num_warps,), "float32"), T.alloc_shared((2 * schedule.num_warps,), "uint32")
             row, place = T.alloc_var("int32"), T.alloc_var("int32")
             total, root = T.alloc_var("float32"), T.alloc_var("float32")
             top = T.alloc_var("uint32")
             thread = T.get_thread_binding()
             row = index * block_m + thread // per_row
             place = thread % per_row * CHUNK  # the column of the thread's first chunk
+            if through and (w.norm or w.smooth):
+                for c in T.unroll(held, explicit=True):
+                    call(
+                        "Chunk::keep", norm_weight if w.norm else x, smooth if w.smooth else x, place + c * per_row * CHUNK,
+                        T.address_of(weights[c * words]), T.address_of(factors[c * CHUNK]),
+                    )  # fmt: skip
             T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             T.call_extern("handle", "tilebit::launch_dependents")
-            for c in T.unroll(held, explicit=True):
-                call("Chunk::load", x, row, m, place + c * per_row * CHUNK, T.address_of(raw[c * words]))
-            root = T.float32(1.0)
-            if w.norm:
-                total = T.float32(0.0)
+            if through:
                 for c in T.unroll(held, explicit=True):
-                    total = total + call("Chunk::sum_of_squares", T.address_of(raw[c * words]), returns="float32")
-                total = T.call_extern("float32", "tilebit::sum_of_lanes", total)
-                if warps > 1:
-                    if thread % WARP == 0:
-                        sums[thread // WARP] = total
-                    T.sync_threads()
+                    call("Chunk::load", x, row, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
+            for step in T.serial(T.ceildiv(T.ceildiv(m, block_m) - index, most_blocks) if through else 1):
+                if through:
+                    for i in T.unroll(held * words, explicit=True):
+                        raw[i] = ahead[i]
+                    for c in T.unroll(held, explicit=True):
+                        call("Chunk::load", x, row + most_blocks * block_m, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
+                else:
+                    for c in T.unroll(held, explicit=True):
+                        call("Chunk::load", x, row, m, place + c * per_row * CHUNK, T.address_of(raw[c * words]))
+                root = T.float32(1.0)
+                if w.norm:
                     total = T.float32(0.0)
-                    for i in T.unroll(warps, explicit=True):
-                        total = total + sums[thread // per_row * warps + i]
-                root = call("Chunk::inverse_root", total, returns="float32")
-            for c in T.unroll(held, explicit=True):
-                most[c] = call(
-                    "Chunk::largest", T.address_of(raw[c * words]), place + c * per_row * CHUNK, root, norm_weight if w.norm else x,
-                    smooth if w.smooth else x, returns="uint32",
-                )  # fmt: skip
-            if by_token:
-                top = most[0]
-                for c in T.unroll(held - 1, explicit=True):
-                    top = T.max(top, most[c + 1])
-                top = T.call_extern("uint32", "tilebit::largest_of_lanes<32>", top)
-                if warps > 1:
-                    if thread % WARP == 0:
-                        tops[thread // WARP] = top
-                    T.sync_threads()
-                    for i in T.unroll(warps, explicit=True):
-                        top = T.max(top, tops[thread // per_row * warps + i])
+                    for c in T.unroll(held, explicit=True):
+                        total = total + call("Chunk::sum_of_squares", T.address_of(raw[c * words]), returns="float32")
+                    total = T.call_extern("float32", "tilebit::sum_of_lanes", total)
+                    if warps > 1:
+                        if thread % WARP == 0:
+                            sums[step % 2 * block_warps + thread // WARP] = total
+                        T.sync_threads()
+                        total = T.float32(0.0)
+                        for i in T.unroll(warps, explicit=True):
+                            total = total + sums[step % 2 * block_warps + thread // per_row * warps + i]
+                    root = call("Chunk::inverse_root", total, returns="float32")
                 for c in T.unroll(held, explicit=True):
-                    most[c] = top
-                if place == 0 and row < m:
-                    scales[row] = call("Chunk::scale_of", top, returns="float32")
-            else:
+                    most[c] = call(
+                        "Chunk::largest", T.address_of(raw[c * words]), place + c * per_row * CHUNK, root,
+                        T.address_of(weights[c * words]) if kept_weight else norm_weight if w.norm else x,
+                        T.address_of(factors[c * CHUNK]) if kept_factor else smooth if w.smooth else x, returns="uint32",
+                    )  # fmt: skip
+                if by_token:
+                    top = most[0]
+                    for c in T.unroll(held - 1, explicit=True):
+                        top = T.max(top, most[c + 1])
+                    top = T.call_extern("uint32", "tilebit::largest_of_lanes<32>", top)
+                    if warps > 1:
+                        if thread % WARP == 0:
+                            tops[step % 2 * block_warps + thread // WARP] = top
+                        T.sync_threads()
+                        for i in T.unroll(warps, explicit=True):
+                            top = T.max(top, tops[step % 2 * block_warps + thread // per_row * warps + i])
+                    for c in T.unroll(held, explicit=True):
+                        most[c] = top
+                    if place == 0 and row < m:
+                        scales[row] = call("Chunk::scale_of", top, returns="float32")
+                else:
+                    for c in T.unroll(held, explicit=True):
+                        most[c] = T.call_extern("uint32", f"tilebit::largest_of_lanes<{w.group // CHUNK}>", most[c])
+                        if place % w.group == 0 and place + c * per_row * CHUNK < w.k and row < m:
+                            scales[(place + c * per_row * CHUNK) // w.group, row] = call("Chunk::scale_of", most[c], returns="float32")
                 for c in T.unroll(held, explicit=True):
-                    most[c] = T.call_extern("uint32", f"tilebit::largest_of_lanes<{w.group // CHUNK}>", most[c])
-                    if place % w.group == 0 and place + c * per_row * CHUNK < w.k and row < m:
-                        scales[(place + c * per_row * CHUNK) // w.group, row] = call("Chunk::scale_of", most[c], returns="float32")
-            for c in T.unroll(held, explicit=True):
-                call(
-                    "Chunk::store", T.address_of(raw[c * words]), row, m, place + c * per_row * CHUNK, most[c], root,
-                    norm_weight if w.norm else x, smooth if w.smooth else x, codes,
-                )  # fmt: skip
+                    call(
+                        "Chunk::store", T.address_of(raw[c * words]), row, m, place + c * per_row * CHUNK, most[c], root,
+                        T.address_of(weights[c * words]) if kept_weight else norm_weight if w.norm else x,
+                        T.address_of(factors[c * CHUNK]) if kept_factor else smooth if w.smooth else x, codes,
+                    )  # fmt: skip
+                if through:
+                    row = row + most_blocks * block_m
 
     return main
 

@@ -4,6 +4,7 @@ early start where the device has it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from lanes import one_of_each
@@ -25,12 +26,19 @@ def rows(block_m: int, warps: int) -> Schedule:
     return Schedule("quantize_rows", 1, block_m, 1, num_warps=warps)
 
 
+def through(block_m: int, warps: int, blocks: int) -> Schedule:
+    return replace(rows(block_m, warps), num_stages=2, min_blocks=blocks)
+
+
 CASES: tuple[Case, ...] = (
     ("sm_90a", QuantizeWorkload(4096, 8192), rows(1, 8)),
     ("sm_80", QuantizeWorkload(16, 4096, "bfloat16", "e4m3", 128, norm=True), rows(1, 8)),
     ("sm_86", QuantizeWorkload(16, 300, "float16", "int8", 128, norm=True, smooth=True), rows(4, 4)),
     ("sm_89", QuantizeWorkload(16, 5120, "bfloat16", "e4m3", smooth=True), rows(2, 16)),
     ("sm_90a", QuantizeWorkload(4096, 8192, "bfloat16", "e4m3", 128, norm=True, smooth=True), rows(1, 8)),
+    ("sm_90a", QuantizeWorkload(4096, 8192, "bfloat16", "int8", 128, norm=True, smooth=True), through(1, 16, 1)),
+    ("sm_90a", QuantizeWorkload(4096, 4096, "float16", "e4m3", norm=True, smooth=True), through(2, 16, 1)),
+    ("sm_80", QuantizeWorkload(4096, 8192, "float16", norm=True), through(1, 16, 2)),
     ("sm_90a", QuantizeWorkload(1, 65536, "float16", "int8", norm=True, smooth=True), rows(1, 32)),
     ("sm_80", QuantizeWorkload(1, 65536, "bfloat16", "e4m3", 128, norm=True, smooth=True), rows(1, 32)),
 )

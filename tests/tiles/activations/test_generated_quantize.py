@@ -3,6 +3,8 @@ through the tuner's gate: every code and scale."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,12 +23,17 @@ from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.headers import device_source
 
 pytestmark = needs_host_compiler
-TARGET = target_from_name("sm_90a")
+TARGET = replace(target_from_name("sm_90a"), units=3)  # blocks that go through all rows are few, and do
 HALF, BFLOAT = "float16", "bfloat16"
 
 
 def rows(block_m: int, warps: int) -> Schedule:
     return Schedule("quantize_rows", 1, block_m, 1, num_warps=warps)
+
+
+def through(block_m: int, warps: int, blocks: int) -> Schedule:
+    """Blocks that go through all rows."""
+    return replace(rows(block_m, warps), num_stages=2, min_blocks=blocks)
 
 
 CASES = (
@@ -42,12 +49,16 @@ CASES = (
     (QuantizeWorkload(1, 4096, BFLOAT, "e4m3", 128), rows(1, 8)),
     (QuantizeWorkload(3, 640, HALF, "e4m3", 128), rows(2, 8)),
     (QuantizeWorkload(1, 65536, HALF), rows(1, 32)),
+    (QuantizeWorkload(10, 1000, BFLOAT, norm=True, smooth=True), through(1, 2, 1)),
+    (QuantizeWorkload(23, 300, HALF, "e4m3", 128, norm=True, smooth=True), through(2, 4, 1)),
+    (QuantizeWorkload(9, 1025, HALF), through(1, 4, 2)),
+    (QuantizeWorkload(2, 72, BFLOAT, "int8", 128, smooth=True), through(4, 4, 1)),
 )
 
 
 def label(case: tuple[QuantizeWorkload, Schedule]) -> str:
     w, s = case
-    return f"{w.served.replace(' ', '-')}-{s.block_m}x{s.num_warps}w"
+    return f"{w.served.replace(' ', '-')}-{s.block_m}x{s.num_warps}w{s.num_stages}"
 
 
 def test_the_cases_cover_everything():
@@ -55,10 +66,12 @@ def test_the_cases_cover_everything():
     assert {(w.dtype, w.out, w.group) for w, _ in CASES} == {(d, o, g) for d in (HALF, BFLOAT) for o in ("int8", "e4m3") for g in (-1, 128)}
     assert {(w.norm, w.smooth) for w, _ in CASES} == {(n, s) for n in (True, False) for s in (True, False)}
     assert {chunks(w, s) for w, s in CASES} == {1, 2, 3, 4} and {row_threads(s) > 32 for _, s in CASES} == {True, False}
+    assert {s.num_stages for _, s in CASES} == {1, 2}
+    assert max(w.m / (s.block_m * s.min_blocks * TARGET.units) for w, s in CASES if s.num_stages == 2) > 3, "three rows a block and more"
     assert {w.k % 16 for w, _ in CASES} >= {0, 1, 8, 15} and any(w.m % s.block_m for w, s in CASES)
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[0].group, case[0].norm)), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[0].group, case[0].norm, case[1].num_stages)), ids=label)
 def test_every_code_and_scale(case: tuple[QuantizeWorkload, Schedule]):
     verdict = gate_of(case[0], 1, TARGET.arch, "cpu").verify(GeneratedQuantize(*case, TARGET, seed=1))
     assert verdict.ok, verdict.reasons

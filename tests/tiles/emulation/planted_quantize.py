@@ -44,11 +44,14 @@ CPU_BUGS: dict[str, Edit] = {
 TOKEN, GROUP = QuantizeWorkload(7, 300), QuantizeWorkload(7, 300, "bfloat16", group=128)
 LONG = QuantizeWorkload(7, 1000)  # two warps of a row have values
 NORM = QuantizeWorkload(7, 300, "float16", norm=True, smooth=True)
+LOOP = QuantizeWorkload(27, 1000, "float16", norm=True, smooth=True)
 FLOATS = QuantizeWorkload(7, 300, "float16", "e4m3", 128)
 WIDE, PAIRS = Schedule("quantize_rows", 1, 1, 1, num_warps=2), Schedule("quantize_rows", 1, 2, 1, num_warps=4)
+THROUGH = Schedule("quantize_rows", 1, 2, 1, num_stages=2, num_warps=4)
 PAGE, DEVICE = "quantize_rows.py", "device"
 FMA, MOST = "__fmaf_rn(y[i], inverse, 12582912.0f)", "max(most, __float_as_uint(y[i]) & 0x7fffffffu)"
 
+HALF_OF = "step % 2 * block_warps"  # of the words of warps
 ALL = "thread // per_row * warps + i"  # warps of a row
 
 
@@ -75,9 +78,9 @@ BUGS = (
     Bug("128 steps", TOKEN, WIDE, DEVICE, swap(("__fdiv_rn(R::LARGEST, amax", "__fdiv_rn(R::LARGEST + 1.0f, amax"))),
     Bug("NaN ignored", GROUP, WIDE, DEVICE, swap((MOST, "__float_as_uint(fmaxf(__uint_as_float(most), fabsf(y[i])))"))),
     Bug("a barrier forgotten", LONG, WIDE, PAGE, swap(("T.sync_threads()", "T.sync_warp()"))),
-    Bug("the largest of another row", TOKEN, PAIRS, PAGE, swap((f"tops[{ALL}]", "tops[i]"))),
-    Bug("the sum of another row", NORM, PAIRS, PAGE, swap((f"sums[{ALL}]", "sums[i]"))),
-    Bug("a warp's largest alone", LONG, WIDE, PAGE, swap((f"T.max(top, tops[{ALL}])", "T.max(top, top)"))),
+    Bug("the largest of another row", TOKEN, PAIRS, PAGE, swap((f"tops[{HALF_OF} + {ALL}]", f"tops[{HALF_OF} + i]"))),
+    Bug("the sum of another row", NORM, PAIRS, PAGE, swap((f"sums[{HALF_OF} + {ALL}]", f"sums[{HALF_OF} + i]"))),
+    Bug("a warp's largest alone", LONG, WIDE, PAGE, swap((f"T.max(top, tops[{HALF_OF} + {ALL}])", "T.max(top, top)"))),
     Bug("rows behind the last", TOKEN, PAIRS, DEVICE, swap(("row >= rows || column >=", "column >="))),
     Bug("rows behind the last read", TOKEN, PAIRS, DEVICE, swap(("row < rows && present", "present"))),
     Bug("columns behind the last", TOKEN, WIDE, DEVICE, swap(("row >= rows || column >= R::CODE_COLUMNS", "row >= rows"))),
@@ -86,6 +89,12 @@ BUGS = (
     Bug("floats swapped", FLOATS, WIDE, DEVICE, swap((': "f"(high), "f"(low)', ': "f"(low), "f"(high)'))),
     Bug("halves of a word swapped", GROUP, WIDE, DEVICE, swap(("0x0040), 0x5410)", "0x0040), 0x1054)"))),
     Bug("half a group", GROUP, WIDE, PAGE, swap(("{w.group // CHUNK}", "{w.group // CHUNK // 2}"))),
+    Bug("the rows after these twice", LOOP, THROUGH, PAGE, swap(("x, row + most_blocks * block_m, m,", "x, row, m,"))),
+    Bug("a step of one block", LOOP, THROUGH, PAGE, swap(("row = row + most_blocks * block_m", "row = row + block_m"))),
+    Bug("the last rows left out", LOOP, THROUGH, PAGE, swap(("T.ceildiv(m, block_m) - index", "m // block_m - index"))),
+    Bug("factors of the first half twice", LOOP, THROUGH, DEVICE, swap(("factors + h * HALF + 4 * i", "factors + 4 * i"))),
+    Bug("the norm's weight of the first values", LOOP, THROUGH, DEVICE, swap(("(norm_weight) + within / 2", "(norm_weight)"))),
+    Bug("columns kept behind the last", LOOP, THROUGH, DEVICE, swap(("if (present(column + h * HALF)) {", "{"))),
     Bug("codes of what is not finite", FLOATS, WIDE, DEVICE, swap(("codes_of(y, inverse) & kept", "codes_of(y, inverse)"))),
 )
 

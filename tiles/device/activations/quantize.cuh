@@ -4,7 +4,8 @@
 // R states: T, the numbers of x and of a norm's weight; COLUMNS of x, a multiple of 8, and
 // CODE_COLUMNS, one of 16; NORM, SMOOTH, K and EPS of the norm; E4M3, else int8; LARGEST code, FLOOR
 // of the largest value; AGAIN: values are computed for the codes once more, so that none are kept from
-// the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without).
+// the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without); KEPT:
+// the pointers to the norm's weight and the factors are to the 16 of a chunk, which `keep` read.
 // Comes after ptx/instructions.cuh, kv/pairs.cuh and codecs/e4m3.cuh.
 #pragma once
 #include <stdint.h>
@@ -49,22 +50,62 @@ struct Chunk {
     return sum;
   }
 
-  // What is quantized: 4 values, from `column` on, of 2 words of x. Four at a time, because registers
+  // What all rows share of the 16 columns from `column` on: the norm's weight and the factors, zeros
+  // behind the last column.
+  __device__ __forceinline__ static void keep(const void* norm_weight, const void* smooth, int column, uint32_t* weights, float* factors) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint4 w = make_uint4(0u, 0u, 0u, 0u);
+      float4 f[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+      if (present(column + h * HALF)) {
+        if constexpr (R::NORM) w = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(norm_weight) + column + h * HALF));
+        if constexpr (R::SMOOTH) {
+          const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column + h * HALF);
+          f[0] = __ldg(from), f[1] = __ldg(from + 1);
+        }
+      }
+      weights[4 * h] = w.x, weights[4 * h + 1] = w.y, weights[4 * h + 2] = w.z, weights[4 * h + 3] = w.w;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* to = factors + h * HALF + 4 * i;
+        to[0] = f[i].x, to[1] = f[i].y, to[2] = f[i].z, to[3] = f[i].w;
+      }
+    }
+  }
+  // Of 4 values from `column` on, `within` a chunk.
+  __device__ __forceinline__ static uint2 weight_of(const void* norm_weight, int column, int within) {
+    if constexpr (R::KEPT) {
+      const uint32_t* kept = static_cast<const uint32_t*>(norm_weight) + within / 2;
+      return make_uint2(kept[0], kept[1]);
+    }
+    return __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(norm_weight) + column));
+  }
+  __device__ __forceinline__ static float4 factors_of(const void* smooth, int column, int within) {
+    if constexpr (R::KEPT) {
+      const float* kept = static_cast<const float*>(smooth) + within;
+      return make_float4(kept[0], kept[1], kept[2], kept[3]);
+    }
+    return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column));
+  }
+
+  // What is quantized: 4 values, `within` the chunk from `column` on. Four at a time, because registers
   // are short where a thread holds four chunks.
-  __device__ __forceinline__ static void values(const uint32_t* raw, int column, float inverse_root, const void* norm_weight, const void* smooth, float* y) {
+  __device__ __forceinline__ static void values(const uint32_t* chunk, int column, int within, float inverse_root, const void* norm_weight,
+                                                const void* smooth, float* y) {
+    const uint32_t* raw = chunk + within / 2;
     const uint32_t first = again(raw[0]), second = again(raw[1]);
     y[0] = low_of(first, T()), y[1] = high_of(first, T()), y[2] = low_of(second, T()), y[3] = high_of(second, T());
-    column = int(again(uint32_t(column)));
+    column = int(again(uint32_t(column + within)));
     if (!present(column)) return;  // zeros
     if constexpr (R::NORM) {
-      const uint2 weight = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(norm_weight) + column));
+      const uint2 weight = weight_of(norm_weight, column, within);
       y[0] = __fmul_rn(__fmul_rn(y[0], inverse_root), low_of(weight.x, T()));
       y[1] = __fmul_rn(__fmul_rn(y[1], inverse_root), high_of(weight.x, T()));
       y[2] = __fmul_rn(__fmul_rn(y[2], inverse_root), low_of(weight.y, T()));
       y[3] = __fmul_rn(__fmul_rn(y[3], inverse_root), high_of(weight.y, T()));
     }
     if constexpr (R::SMOOTH) {
-      const float4 factors = __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column));
+      const float4 factors = factors_of(smooth, column, within);
       y[0] = __fmul_rn(y[0], factors.x), y[1] = __fmul_rn(y[1], factors.y);
       y[2] = __fmul_rn(y[2], factors.z), y[3] = __fmul_rn(y[3], factors.w);
     }
@@ -76,7 +117,7 @@ struct Chunk {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       float y[4];
-      values(raw + 2 * q, column + 4 * q, inverse_root, norm_weight, smooth, y);
+      values(raw, column, 4 * q, inverse_root, norm_weight, smooth, y);
 #pragma unroll
       for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(y[i]) & 0x7fffffffu);
     }
@@ -93,7 +134,7 @@ struct Chunk {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       float y[4];
-      values(raw + 2 * q, column + 4 * q, inverse_root, norm_weight, smooth, y);
+      values(raw, column, 4 * q, inverse_root, norm_weight, smooth, y);
       words[q] = codes_of(y, inverse) & kept;
     }
     char* to = static_cast<char*>(codes) + int64_t(row) * R::CODE_COLUMNS + column;

@@ -177,7 +177,8 @@ class _Run:
     ) -> None:
         self.target, self.store, self.compiler, self.measurer, self.bar = target, store, compiler, measurer, bar
         self.ahead, self.batch, self.max_candidates, self.patience = ahead, batch, max_candidates, patience
-        self.started: dict[AnyWorkload, Future[_Compiled]] = {}  # first batches, begun while another workload was measured
+        # What is found and first compiled for a workload while the one before is measured.
+        self.started: dict[AnyWorkload, tuple[Future[list[Schedule]], Future[_Compiled]]] = {}
         self.ranker = known_ranker(target)
         self.kernels: dict[Schedule, Kernel] = {}  # of the workload that is searched, measured now
         self.driver = driver_version() if target.is_cuda else None
@@ -186,12 +187,13 @@ class _Run:
     def tune(self, workload: AnyWorkload, following: list[AnyWorkload], deadline: float | None) -> TunedWorkload:
         """Search one workload until its candidates, its patience or its time are used up; the first
         batch of the ``following`` one, if any, compiles as soon as the last of this one is."""
-        schedules = self._searched(workload)
+        found, first = self.started.pop(workload, (None, None))
+        schedules = self._searched(workload) if found is None else found.result()
         self.bar.begin(workload, len(schedules))
         patience, records = Patience(self.patience), []
         self.kernels.clear()
         measured, stopped = 0, "done"
-        for request, known, compiled in self._prepared(workload, schedules, following, deadline):
+        for request, known, compiled in self._prepared(workload, schedules, first, following, deadline):
             if known is None:
                 if deadline is not None and time.monotonic() >= deadline:
                     stopped = "budget"
@@ -270,17 +272,24 @@ class _Run:
         made = self.compiler.compile(missing) if missing and not late else []
         return {request.schedule: kernel for request, kernel in zip(missing, made, strict=False)}
 
-    def _first(self, workload: AnyWorkload) -> _Compiled:
-        return self._compiled(self._batches(workload, self._searched(workload))[0])
+    def _start(self, workload: AnyWorkload, ahead: Executor) -> None:
+        found = ahead.submit(self._searched, workload)
+        first = ahead.submit(lambda: self._compiled(self._batches(workload, found.result())[0]))
+        self.started[workload] = found, first
 
     def _prepared(
-        self, workload: AnyWorkload, schedules: list[Schedule], following: list[AnyWorkload], deadline: float | None
+        self,
+        workload: AnyWorkload,
+        schedules: list[Schedule],
+        first: Future[_Compiled] | None,
+        following: list[AnyWorkload],
+        deadline: float | None,
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
         """(request, known record, else what became of compiling it), a batch at a time. On a GPU
         what comes next compiles while a batch is measured: the next batch, after the last one the
         first of the following workload. On the CPU it would disturb the measurement."""
         batches = self._batches(workload, schedules)
-        future = self.started.pop(workload, None)
+        future = first
         for index, batch in enumerate(batches):
             made = self._compiled(batch, deadline) if future is None else future.result()
             future = None
@@ -288,7 +297,8 @@ class _Run:
                 if index + 1 < len(batches):
                     future = self.ahead.submit(self._compiled, batches[index + 1], deadline)
                 else:
-                    self.started.update((w, self.ahead.submit(self._first, w)) for w in following)
+                    for workload in following:
+                        self._start(workload, self.ahead)
             for request, record in batch:
                 yield request, record, made.get(request.schedule)
 

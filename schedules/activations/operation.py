@@ -3,8 +3,8 @@ far one problem's measurements speak of another's.
 
 ``quantize_rows`` (CUDA): a block of ``num_warps`` warps has ``block_m`` rows; the threads of a row
 hold it in registers between the search for its largest value and the codes, 16 values at a time.
-With ``num_stages`` 2, ``min_blocks`` blocks of an SM go through all rows and hold what rows share,
-a norm's weight and factors by column, in registers too.
+With ``num_stages`` 2, ``min_blocks`` blocks of an SM go through all rows and keep what rows share,
+a norm's weight and factors by column, in shared memory.
 ``quantize_cpu``: a task is a row, ``num_warps`` threads share the tasks.
 """
 
@@ -29,6 +29,7 @@ CHUNK = 16  # values that a thread loads, and codes that it stores, at once
 MOST_RESIDENT = 8  # blocks of an SM that go through all rows
 MOST_CHUNKS = 4  # of a thread: 32 registers, of the 64 that 1,024 threads of a block have each
 CPU_THREADS_MAX = 512
+RESERVED = 1024  # bytes of shared memory that a block takes besides
 REGISTERS = 32  # of a thread, beside 8 for each chunk that it holds
 OTHER_OUT = 0.25  # other codes, groups, a norm, factors: the same bytes, some more instructions
 LAUNCH_US = 1.5
@@ -50,11 +51,16 @@ def chunks(workload: QuantizeWorkload, schedule: Schedule) -> int:
     return -(-workload.k // (CHUNK * row_threads(schedule)))
 
 
-def through_threads(workload: QuantizeWorkload, target: Target) -> int:
-    """Threads of an SM that have registers to go through all rows: what is computed with, a chunk, the
-    next one, and what rows share."""
-    registers = REGISTERS + 2 * 8 + 8 * workload.norm + CHUNK * workload.smooth
-    return min(target.threads_per_sm, target.REGISTERS_PER_SM // (-(-registers // 8) * 8))
+def through_threads(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> int:
+    """Threads of an SM that have registers to go through all rows: what is computed with, their chunks
+    of a row and of the next one."""
+    return min(target.threads_per_sm, target.REGISTERS_PER_SM // (REGISTERS + 16 * max(1, chunks(workload, schedule))))
+
+
+def kept_bytes(workload: QuantizeWorkload, schedule: Schedule) -> int:
+    """Shared memory of a block that goes through all rows, and of its warps' words."""
+    columns = max(1, chunks(workload, schedule)) * CHUNK * schedule.num_warps * 32
+    return columns * (2 * workload.norm + 4 * workload.smooth) + 16 * schedule.num_warps + RESERVED
 
 
 def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -71,12 +77,16 @@ def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> lis
     elif s.num_stages == 1 and s.min_blocks != 1:
         reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 1: 1.")
     elif s.num_stages == 2:
+        threads, needed = s.num_warps * 32 * s.min_blocks, s.min_blocks * kept_bytes(workload, s)
         if not 1 <= s.min_blocks <= MOST_RESIDENT:
             reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 2: 1 to {MOST_RESIDENT}.")
-        elif chunks(workload, s) > 1:
-            reasons.append(f"num_stages is 2 and a thread holds {chunks(workload, s)} chunks; accepted: one, so more threads a row.")
-        elif s.num_warps * 32 * s.min_blocks > (fit := through_threads(workload, target)):
+        elif threads > (fit := through_threads(workload, s, target)):
             reasons.append(f"{s.min_blocks} blocks of {s.num_warps} warps; accepted on an SM: {fit // 32} warps that go through all rows.")
+        elif needed > target.smem_per_sm or needed > s.min_blocks * target.smem:
+            reasons.append(
+                f"{s.min_blocks} blocks keep {needed} bytes in shared memory; "
+                f"accepted: {target.smem_per_sm} of an SM, {target.smem} a block: use fewer or smaller ones."
+            )
     if chunks(workload, s) > MOST_CHUNKS:
         most = CHUNK * MOST_CHUNKS * row_threads(s)
         reasons.append(f"num_warps is {s.num_warps} for {s.block_m} rows, which hold {most} values of a row; k is {workload.k}: use more.")

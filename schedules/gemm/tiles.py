@@ -46,6 +46,7 @@ GAIN = 0.05  # and a further split must fill so much more
 # stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x
 # 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
 TAIL_WAVES = 8
+SHARED_INT8_M = 128  # columns of a tile of int32 sums that stream_k shares; of more, and of two blocks an SM, 101 of 103 kernels spilled
 NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
 # of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
@@ -61,7 +62,8 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
     shapes: dict[tuple[int, ...], list[Schedule]] = {}
     for base in _shapes(program, workload, target, legal):
         grids = [replace(base, split_k=split) for split in _splits(workload, base, target)]
-        if program == "gemm_wgmma" and workload.m > BLOCK_M[program][0]:
+        shares = not workload.format.x or (base.block_m <= SHARED_INT8_M and base.min_blocks == 1)
+        if program == "gemm_wgmma" and workload.m > BLOCK_M[program][0] and shares:
             grids.insert(1, replace(base, stream_k=True))
         if program == "gemm_wgmma" and workload.m >= MANY_ROWS:
             grids += [replace(base, tail=tail) for tail in _tails(workload, base, target)]

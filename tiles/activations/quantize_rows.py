@@ -14,7 +14,8 @@ that of a group by eight neighbouring lanes. What a thread does with its chunk i
 A block has ``block_m`` rows and ends (``num_stages`` 1), or as many blocks as run at once,
 ``min_blocks`` on an SM, go through all rows (2): the next rows are on their way while codes of the
 present ones are found, and a thread keeps what the norm and the factors are for its columns in
-registers. Read anew for each row, from L1, those are three times the bytes of the row.
+shared memory, in an order in which lanes read whole lines of it. Read anew for each row, they are
+three times the bytes of the row, and a lane's 64 bytes of factors are as many lines of L1 as lanes.
 """
 
 from typing import Any
@@ -32,15 +33,15 @@ WARP = 32
 FEW_CHUNKS = 2  # of a thread, which has registers to keep what it computed of them
 
 
-def rows_source(w: QuantizeWorkload, arch: str, held: int, through: bool) -> str:
-    """``struct Rows``: what the device functions know of a workload whose threads hold ``held`` chunks
-    and, going ``through`` many rows, what all rows share."""
+def rows_source(w: QuantizeWorkload, arch: str, held: int, keeping: int) -> str:
+    """``struct Rows``: what the device functions know of a workload whose threads hold ``held`` chunks;
+    ``keeping`` threads of a block keep what all rows share, or none."""
     numbers = {
         "bool NORM": str(w.norm).lower(),
         "bool SMOOTH": str(w.smooth).lower(),
         "bool E4M3": str(w.out == "e4m3").lower(),
-        "bool AGAIN": str(through or held > FEW_CHUNKS).lower(),
-        "bool KEPT": str(through).lower(),
+        "bool AGAIN": str(held > (1 if keeping else FEW_CHUNKS)).lower(),
+        "int KEEPING": str(keeping),
         "int COLUMNS": w.columns(arch),
         "int CODE_COLUMNS": w.code_columns(arch),
         "float K": f"{float(w.k)!r}f",
@@ -62,7 +63,7 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
     warps, block_warps = per_row // WARP, schedule.num_warps  # of a row, and of all
     columns, code_columns, words = w.columns(target.arch), w.code_columns(target.arch), CHUNK // 2
     through = schedule.num_stages == 2
-    source = f"{device_source(HEADERS)}\n{rows_source(w, target.arch, held, through)}"
+    source = f"{device_source(HEADERS)}\n{rows_source(w, target.arch, held, threads if through else 0)}"
     m = T.dynamic("m")
     NormWeight = T.Tensor((columns,), w.dtype) if w.norm else None
     Smooth = T.Tensor((columns,), "float32") if w.smooth else None
@@ -71,6 +72,11 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
     most_blocks = target.units * schedule.min_blocks  # that go through the rows
     kept_weight, kept_factor = through and w.norm, through and w.smooth
     call = caller({}, "Rows")
+
+    def kept(buffer: Any, chunk: Any, thread: Any) -> Any:
+        """Where a thread's first four of ``chunk`` are, in words of ``weights`` and of ``factors``."""
+        four = int(buffer.shape[0]) // (held * threads * CHUNK // 4)
+        return T.address_of(buffer[(chunk * (CHUNK // 4) * threads + thread) * four])
 
     @T.prim_func
     def main(
@@ -86,7 +92,8 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             raw = T.alloc_local((held * words,), "uint32")
             ahead = T.alloc_local((held * words,), "uint32")  # of the rows after these
-            weights, factors = T.alloc_local((held * words,), "uint32"), T.alloc_local((held * CHUNK,), "float32")
+            weights = T.alloc_shared((held * words * threads if kept_weight else 1,), "uint32")
+            factors = T.alloc_shared((held * CHUNK * threads if kept_factor else 1,), "float32")
             most = T.alloc_local((held,), "uint32")  # bits of the largest value of each chunk, then of what shares its scale
             # In turn: slower warps still read what was written for the rows before.
             sums, tops = T.alloc_shared((2 * schedule.num_warps,), "float32"), T.alloc_shared((2 * schedule.num_warps,), "uint32")
@@ -100,7 +107,7 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
                 for c in T.unroll(held, explicit=True):
                     call(
                         "Chunk::keep", norm_weight if w.norm else x, smooth if w.smooth else x, place + c * per_row * CHUNK,
-                        T.address_of(weights[c * words]), T.address_of(factors[c * CHUNK]),
+                        kept(weights, c, thread), kept(factors, c, thread),
                     )  # fmt: skip
             T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             T.call_extern("handle", "tilebit::launch_dependents")
@@ -133,8 +140,8 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
                 for c in T.unroll(held, explicit=True):
                     most[c] = call(
                         "Chunk::largest", T.address_of(raw[c * words]), place + c * per_row * CHUNK, root,
-                        T.address_of(weights[c * words]) if kept_weight else norm_weight if w.norm else x,
-                        T.address_of(factors[c * CHUNK]) if kept_factor else smooth if w.smooth else x, returns="uint32",
+                        kept(weights, c, thread) if kept_weight else norm_weight if w.norm else x,
+                        kept(factors, c, thread) if kept_factor else smooth if w.smooth else x, returns="uint32",
                     )  # fmt: skip
                 if by_token:
                     top = most[0]
@@ -159,8 +166,8 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
                 for c in T.unroll(held, explicit=True):
                     call(
                         "Chunk::store", T.address_of(raw[c * words]), row, m, place + c * per_row * CHUNK, most[c], root,
-                        T.address_of(weights[c * words]) if kept_weight else norm_weight if w.norm else x,
-                        T.address_of(factors[c * CHUNK]) if kept_factor else smooth if w.smooth else x, codes,
+                        kept(weights, c, thread) if kept_weight else norm_weight if w.norm else x,
+                        kept(factors, c, thread) if kept_factor else smooth if w.smooth else x, codes,
                     )  # fmt: skip
                 if through:
                     row = row + most_blocks * block_m

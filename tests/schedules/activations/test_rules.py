@@ -84,15 +84,15 @@ def test_what_a_block_cannot_hold_is_illegal():
     assert legal(replace(W, k=65537), s, H200) == ["k is 65537; accepted by quantize_rows: at most 65536."]
     through = replace(s, num_warps=16, num_stages=2, min_blocks=2)  # all rows
     assert legal(W, through, H200) == []
-    assert legal(W, replace(s, num_stages=2), H200) == [
-        "num_stages is 2 and a thread holds 2 chunks; accepted: one, so more threads a row."
-    ]
+    assert legal(W, replace(s, num_stages=2, min_blocks=4), H200) == [], "two chunks of a thread"
     assert legal(W, replace(s, num_stages=3), H200)[0].startswith("num_stages is 3; accepted: 1, a block of block_m rows, and 2")
     assert legal(W, replace(s, min_blocks=2), H200) == ["min_blocks is 2; accepted with num_stages 1: 1."]
     assert legal(W, replace(through, min_blocks=9), H200) == ["min_blocks is 9; accepted with num_stages 2: 1 to 8."]
-    assert legal(replace(W, norm=True, smooth=True), replace(through, min_blocks=3), H200) == [
-        "3 blocks of 16 warps; accepted on an SM: 28 warps that go through all rows."
-    ]
+    assert legal(W, replace(through, min_blocks=3), H200) == ["3 blocks of 16 warps; accepted on an SM: 42 warps that go through all rows."]
+    assert (
+        "bytes in shared memory; accepted"
+        in legal(replace(W, k=16384, norm=True, smooth=True), replace(through, num_warps=8, min_blocks=3), H200)[0]
+    )
     assert legal(W, replace(s, stream_k=True), H200) == ["stream_k is True; accepted by quantize_rows, which does not use it: False."]
     with pytest.raises(ValueError, match="no schedule for QuantizeWorkload"):
         choose(replace(W, k=70000), H200, [])

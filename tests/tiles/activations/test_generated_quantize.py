@@ -53,6 +53,7 @@ CASES = (
     (QuantizeWorkload(23, 300, HALF, "e4m3", 128, norm=True, smooth=True), through(2, 4, 1)),
     (QuantizeWorkload(9, 1025, HALF), through(1, 4, 2)),
     (QuantizeWorkload(2, 72, BFLOAT, "int8", 128, smooth=True), through(4, 4, 1)),
+    (QuantizeWorkload(13, 1000, HALF, "int8", 128, norm=True, smooth=True), through(1, 1, 1)),  # two chunks
 )
 
 

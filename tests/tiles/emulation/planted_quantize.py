@@ -92,9 +92,21 @@ BUGS = (
     Bug("the rows after these twice", LOOP, THROUGH, PAGE, swap(("x, row + most_blocks * block_m, m,", "x, row, m,"))),
     Bug("a step of one block", LOOP, THROUGH, PAGE, swap(("row = row + most_blocks * block_m", "row = row + block_m"))),
     Bug("the last rows left out", LOOP, THROUGH, PAGE, swap(("T.ceildiv(m, block_m) - index", "m // block_m - index"))),
-    Bug("factors of the first half twice", LOOP, THROUGH, DEVICE, swap(("factors + h * HALF + 4 * i", "factors + 4 * i"))),
-    Bug("the norm's weight of the first values", LOOP, THROUGH, DEVICE, swap(("(norm_weight) + within / 2", "(norm_weight)"))),
-    Bug("columns kept behind the last", LOOP, THROUGH, DEVICE, swap(("if (present(column + h * HALF)) {", "{"))),
+    Bug("factors of the first values", LOOP, THROUGH, DEVICE, swap(("(smooth)[within / 4 * R::KEEPING]", "(smooth)[0]"))),
+    Bug(
+        "the norm's weight of another thread",
+        LOOP,
+        THROUGH,
+        DEVICE,
+        swap(("(norm_weight)[within / 4 * R::KEEPING]", "(norm_weight)[within / 4]")),
+    ),
+    Bug(
+        "columns kept behind the last",
+        LOOP,
+        THROUGH,
+        DEVICE,
+        swap(("present(at) ? __ldg(reinterpret_cast<const float4*>", "true ? __ldg(reinterpret_cast<const float4*>")),
+    ),
     Bug("codes of what is not finite", FLOATS, WIDE, DEVICE, swap(("codes_of(y, inverse) & kept", "codes_of(y, inverse)"))),
 )
 

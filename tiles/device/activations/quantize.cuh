@@ -4,8 +4,9 @@
 // R states: T, the numbers of x and of a norm's weight; COLUMNS of x, a multiple of 8, and
 // CODE_COLUMNS, one of 16; NORM, SMOOTH, K and EPS of the norm; E4M3, else int8; LARGEST code, FLOOR
 // of the largest value; AGAIN: values are computed for the codes once more, so that none are kept from
-// the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without); KEPT:
-// the pointers to the norm's weight and the factors are to the 16 of a chunk, which `keep` read.
+// the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without); KEEPING:
+// that many threads of a block keep the norm's weight and the factors of their columns, and pointers
+// are to what `keep` wrote; 0: none does.
 // Comes after ptx/instructions.cuh, kv/pairs.cuh and codecs/e4m3.cuh.
 #pragma once
 #include <stdint.h>
@@ -50,41 +51,30 @@ struct Chunk {
     return sum;
   }
 
-  // What all rows share of the 16 columns from `column` on: the norm's weight and the factors, zeros
-  // behind the last column.
-  __device__ __forceinline__ static void keep(const void* norm_weight, const void* smooth, int column, uint32_t* weights, float* factors) {
+  // What all rows share of the 16 columns from `column` on, the norm's weight and the factors, zeros
+  // behind the last column, to shared memory: four values of all threads, then the next four.
+  __device__ __forceinline__ static void keep(const void* norm_weight, const void* smooth, int column, void* weights, void* factors) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint4 w = make_uint4(0u, 0u, 0u, 0u);
-      float4 f[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-      if (present(column + h * HALF)) {
-        if constexpr (R::NORM) w = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(norm_weight) + column + h * HALF));
-        if constexpr (R::SMOOTH) {
-          const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column + h * HALF);
-          f[0] = __ldg(from), f[1] = __ldg(from + 1);
-        }
+    for (int q = 0; q < 4; ++q) {
+      const int at = column + 4 * q;
+      if constexpr (R::NORM) {
+        const T* from = static_cast<const T*>(norm_weight) + at;
+        static_cast<uint2*>(weights)[q * R::KEEPING] = present(at) ? __ldg(reinterpret_cast<const uint2*>(from)) : make_uint2(0u, 0u);
       }
-      weights[4 * h] = w.x, weights[4 * h + 1] = w.y, weights[4 * h + 2] = w.z, weights[4 * h + 3] = w.w;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float* to = factors + h * HALF + 4 * i;
-        to[0] = f[i].x, to[1] = f[i].y, to[2] = f[i].z, to[3] = f[i].w;
+      if constexpr (R::SMOOTH) {
+        const float* from = static_cast<const float*>(smooth) + at;
+        static_cast<float4*>(factors)[q * R::KEEPING] =
+            present(at) ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     }
   }
   // Of 4 values from `column` on, `within` a chunk.
   __device__ __forceinline__ static uint2 weight_of(const void* norm_weight, int column, int within) {
-    if constexpr (R::KEPT) {
-      const uint32_t* kept = static_cast<const uint32_t*>(norm_weight) + within / 2;
-      return make_uint2(kept[0], kept[1]);
-    }
+    if constexpr (R::KEEPING) return static_cast<const uint2*>(norm_weight)[within / 4 * R::KEEPING];
     return __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(norm_weight) + column));
   }
   __device__ __forceinline__ static float4 factors_of(const void* smooth, int column, int within) {
-    if constexpr (R::KEPT) {
-      const float* kept = static_cast<const float*>(smooth) + within;
-      return make_float4(kept[0], kept[1], kept[2], kept[3]);
-    }
+    if constexpr (R::KEEPING) return static_cast<const float4*>(smooth)[within / 4 * R::KEEPING];
     return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column));
   }
 

@@ -29,7 +29,6 @@ CHUNK = 16  # values that a thread loads, and codes that it stores, at once
 MOST_RESIDENT = 8  # blocks of an SM that go through all rows
 MOST_CHUNKS = 4  # of a thread: 32 registers, of the 64 that 1,024 threads of a block have each
 CPU_THREADS_MAX = 512
-RESERVED = 1024  # bytes of shared memory that a block takes besides
 REGISTERS = 32  # of a thread, beside 8 for each chunk that it holds
 OTHER_OUT = 0.25  # other codes, groups, a norm, factors: the same bytes, some more instructions
 LAUNCH_US = 1.5
@@ -60,7 +59,7 @@ def through_threads(workload: QuantizeWorkload, schedule: Schedule, target: Targ
 def kept_bytes(workload: QuantizeWorkload, schedule: Schedule) -> int:
     """Shared memory of a block that goes through all rows, and of its warps' words."""
     columns = max(1, chunks(workload, schedule)) * CHUNK * schedule.num_warps * 32
-    return columns * (2 * workload.norm + 4 * workload.smooth) + 16 * schedule.num_warps + RESERVED
+    return columns * (2 * workload.norm + 4 * workload.smooth) + 16 * schedule.num_warps
 
 
 def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:
@@ -77,16 +76,18 @@ def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> lis
     elif s.num_stages == 1 and s.min_blocks != 1:
         reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 1: 1.")
     elif s.num_stages == 2:
-        threads, needed = s.num_warps * 32 * s.min_blocks, s.min_blocks * kept_bytes(workload, s)
+        threads, kept = s.num_warps * 32 * s.min_blocks, kept_bytes(workload, s)
+        resident, there = s.min_blocks * (kept + target.BLOCK_SMEM), target.smem_per_sm
         if not 1 <= s.min_blocks <= MOST_RESIDENT:
             reasons.append(f"min_blocks is {s.min_blocks}; accepted with num_stages 2: 1 to {MOST_RESIDENT}.")
         elif threads > (fit := through_threads(workload, s, target)):
             reasons.append(f"{s.min_blocks} blocks of {s.num_warps} warps; accepted on an SM: {fit // 32} warps that go through all rows.")
-        elif needed > target.smem_per_sm or needed > s.min_blocks * target.smem:
+        elif s.min_blocks > 1 and resident > there:
             reasons.append(
-                f"{s.min_blocks} blocks keep {needed} bytes in shared memory; "
-                f"accepted: {target.smem_per_sm} of an SM, {target.smem} a block: use fewer or smaller ones."
+                f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {there} are there; use fewer min_blocks."
             )
+        elif kept > target.smem:
+            reasons.append(f"a block needs {kept} bytes of shared memory, {target.smem} are there; use fewer num_warps.")
     if chunks(workload, s) > MOST_CHUNKS:
         most = CHUNK * MOST_CHUNKS * row_threads(s)
         reasons.append(f"num_warps is {s.num_warps} for {s.block_m} rows, which hold {most} values of a row; k is {workload.k}: use more.")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.activations import operation as quantize_rules
+from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.attention import decode as decode_rules
 from tilebit.schedules.attention import rules as attention_rules
 from tilebit.schedules.attention.workload import AttentionWorkload
@@ -31,6 +33,7 @@ ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
     "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "attention_decode": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
     "attention_decode_bulk": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
+    "quantize_rows": lambda w, s, _: quantize_rules.kept_bytes(w, s),
     "attention_prefill": lambda w, s, _: attention_rules.prefill_shared_bytes(w, s),
     "attention_prefill_mma": lambda w, s, _: attention_rules.prefill_shared_bytes(w, s),
 }
@@ -42,13 +45,14 @@ CASES = (
     (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=3)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 3, 4, min_blocks=2)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 3, 4, min_blocks=3)),
+    (QuantizeWorkload(64, 4096, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 8, min_blocks=2)),
     (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),
     (PREFILL, Schedule("attention_prefill_mma", 64, 64, 128, 1, 4, min_blocks=2)),
 )
 
 
 @pytest.mark.parametrize(("workload", "schedule"), CASES, ids=lambda value: getattr(value, "program", None) or value.title)
-def test_each_block_costs_a_kilobyte_more(workload: Workload | AttentionWorkload, schedule: Schedule):
+def test_each_block_costs_a_kilobyte_more(workload: Workload | AttentionWorkload | QuantizeWorkload, schedule: Schedule):
     assert legal(workload, schedule, H200) == []
     asked = ASKED[schedule.program](workload, schedule, replace(H200, smem_per_sm=0))
     least = schedule.min_blocks * (asked + 1024)
@@ -59,6 +63,6 @@ def test_each_block_costs_a_kilobyte_more(workload: Workload | AttentionWorkload
 
 
 def test_every_program_that_shares_an_sm_has_a_case():
-    # append, gather and quantization take what memory they take: their schedules have no min_blocks
+    # append and gather take what memory they take: their schedules have no min_blocks
     rest = {name for name, rule in programs(arch="sm_90a").items() if "min_blocks" in rule.reads}
     assert {s.program for _, s in CASES} == rest

@@ -90,7 +90,7 @@ def test_what_a_block_cannot_hold_is_illegal():
     assert legal(W, replace(through, min_blocks=9), H200) == ["min_blocks is 9; accepted with num_stages 2: 1 to 8."]
     assert legal(W, replace(through, min_blocks=3), H200) == ["3 blocks of 16 warps; accepted on an SM: 42 warps that go through all rows."]
     assert (
-        "bytes in shared memory; accepted"
+        "need 251200 bytes of an SM's shared memory, 233472 are there"
         in legal(replace(W, norm=True, smooth=True), replace(through, num_warps=4, min_blocks=5), H200)[0]
     )
     assert legal(W, replace(s, stream_k=True), H200) == ["stream_k is True; accepted by quantize_rows, which does not use it: False."]

@@ -3,6 +3,7 @@
     import tilebit.transformers  # registers quantization method and attention "tilebit"
 
     model = AutoModelForCausalLM.from_pretrained(DIR, quantization_config=TilebitConfig("w4a16_g128"), dtype=torch.bfloat16)
+    model = tilebit.transformers.load(DIR)  # that AutoAWQ, GPTQModel or llm-compressor quantized
 
 Only this package imports transformers.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 from .cache import TilebitCache
 from .config import TilebitConfig
+from .loading import load
 from .registry import register
 
-__all__ = ["TilebitCache", "TilebitConfig", "register"]
+__all__ = ["TilebitCache", "TilebitConfig", "load", "register"]
 
 register()

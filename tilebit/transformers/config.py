@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,8 +23,11 @@ class TilebitConfig(QuantizationConfigMixin):
 
     ``skip`` names the layers that stay as they are, by full names or their last parts ("lm_head",
     "mlp.gate"); by default the output embeddings alone. ``per_layer`` gives the layers that are so
-    named another format, or None to keep one; of several names that fit, the longest counts.
-    Embeddings stay in 16 bits.
+    named another format, or None to keep one; of several names that fit, in ``skip`` and here, the
+    longest counts. Embeddings stay in 16 bits.
+
+    ``source`` is the quantization config of another tool, whose directory is read instead (``load``
+    sets it; nothing else counts then).
 
     Raises ``TypeError`` and ``ValueError`` for what is no format.
     """
@@ -34,13 +38,14 @@ class TilebitConfig(QuantizationConfigMixin):
         skip: Iterable[str] | None = None,
         per_layer: Mapping[str, GemmFormat | str | None] | None = None,
         clip_search: bool = False,
+        source: Mapping[str, Any] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
         if unknown or quant_method != METHOD:
             raise ValueError(
                 f"the quantization config has {', '.join(unknown) or f'quant_method {quant_method!r}'}; accepted of {METHOD}: format, "
-                "skip, per_layer, clip_search: correct config.json, or install the version of tilebit that wrote it"
+                "skip, per_layer, clip_search, source: correct config.json, or install the version of tilebit that wrote it"
             )
         expect("per_layer", per_layer or {}, Mapping, "names of layers -> formats, or None to keep a layer")
         self.quant_method: Any = METHOD
@@ -48,10 +53,25 @@ class TilebitConfig(QuantizationConfigMixin):
         self.skip = None if skip is None else [skip] if isinstance(skip, str) else list(skip)
         self.per_layer = {name: None if kind is None else format_of(kind).name for name, kind in (per_layer or {}).items()}
         self.clip_search = bool(clip_search)
+        expect("source", source or {}, Mapping, "the quantization config of another tool's directory")
+        self.source = None if source is None else dict(source)
+
+    @classmethod
+    def naming(cls, formats: Mapping[str, GemmFormat], model: PreTrainedModel) -> TilebitConfig:
+        """The config that says of ``model`` that the layers ``formats`` have these, and that its other
+        linear layers are kept."""
+        names = {name: format.name for name, format in formats.items()}
+        (common, _), *_ = Counter(names.values()).most_common(1)
+        skip = [name for name, layer in model.named_modules(remove_duplicate=False) if type(layer) is nn.Linear and name not in names]
+        found = cls(common, skip if set(skip) != set(cls()._skipped(model)) else None)
+        # A layer's full name may be another one's last parts, which then is named too.
+        found.per_layer = {name: kind for name, kind in names.items() if _chosen(found._rules(model), name) != kind}
+        found.per_layer |= {name: kind for name, kind in names.items() if _chosen(found._rules(model), name) != kind}
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json holds it, defaults left out."""
-        optional = {name: value for name in ("skip", "per_layer", "clip_search") if (value := getattr(self, name))}
+        optional = {name: value for name in ("skip", "per_layer", "clip_search", "source") if (value := getattr(self, name))}
         if self.skip is not None:
             optional["skip"] = self.skip
         return {"quant_method": METHOD, "format": self.format, **optional}
@@ -59,20 +79,17 @@ class TilebitConfig(QuantizationConfigMixin):
     def formats_of(self, model: PreTrainedModel) -> dict[str, GemmFormat]:
         """The format of every layer of ``model`` that is quantized, by name. Raises ``ValueError`` for
         ``per_layer`` that names no layer, and where nothing is left to quantize."""
-        kept = [*self._skipped(model), *(name for name, kind in self.per_layer.items() if kind is None)]
         every = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
         for name in self.per_layer:
             if not any(_ends(layer, name) for layer in every):
                 raise ValueError(f"per_layer names {name!r}; accepted: a layer's name or its last parts: {', '.join(every[:7])}, ...")
-        named = sorted((name for name, kind in self.per_layer.items() if kind is not None), key=len)
-        found = {}
-        for layer in linears_of(model, lambda name, _: any(_ends(name, end) for end in kept)):
-            wanted = self.format
-            for end in named:
-                if _ends(layer, end):
-                    wanted = self.per_layer[end] or wanted
-            found[layer] = format_of(wanted)
-        return found
+        rules = self._rules(model)
+        return {layer: format_of(_chosen(rules, layer)) for layer in linears_of(model, lambda name, _: _chosen(rules, name) is None)}
+
+    def _rules(self, model: PreTrainedModel) -> dict[str, str | None]:
+        """Names, the longest first, and what layers have that end so; "" is any name's end."""
+        found = {"": self.format, **dict.fromkeys(self._skipped(model)), **self.per_layer}
+        return {end: found[end] for end in sorted(found, key=len, reverse=True)}
 
     def _skipped(self, model: PreTrainedModel) -> list[str]:
         if self.skip is not None:
@@ -81,5 +98,9 @@ class TilebitConfig(QuantizationConfigMixin):
         return ["lm_head", *(name for name, module in model.named_modules() if output is not None and module is output)]
 
 
+def _chosen(rules: Mapping[str, str | None], name: str) -> str | None:
+    return next(kind for end, kind in rules.items() if _ends(name, end))
+
+
 def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith("." + end)
+    return end in ("", name) or name.endswith("." + end)

@@ -20,6 +20,7 @@ from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
 from .config import TilebitConfig
+from .foreign import ForeignSource
 from .sources import PackedSource
 
 
@@ -30,8 +31,8 @@ class Awaited(nn.Module):
 
 class TilebitQuantizer(HfQuantizer):
     """Float weights are quantized one by one as transformers reads them: beside what is packed, one
-    layer's floats are in memory. Packed ones are read after the others, layer by layer, by
-    ``sources.py``."""
+    layer's floats are in memory. Packed ones, of tilebit's directories (``sources.py``) and
+    other tools' (``foreign.py``), are read after the others, layer by layer."""
 
     quantization_config: TilebitConfig
 
@@ -39,7 +40,7 @@ class TilebitQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.formats: dict[str, GemmFormat] = {}  # of layers whose floats are still to be quantized
         self.dtype = torch.float16
-        self._source: PackedSource | None = None
+        self._source: PackedSource | ForeignSource | None = None
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in DTYPES:
@@ -63,7 +64,10 @@ class TilebitQuantizer(HfQuantizer):
             return
         if not checkpoint_files:
             raise ValueError("a packed model has no files; accepted: a directory that save_pretrained wrote, not state_dict=")
-        self._source = PackedSource(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
+        opened = PackedSource if self.quantization_config.source is None else ForeignSource
+        with torch.device("cpu"):  # here it is meta, which tensors of a library first imported now would be on for good
+            self._source = opened(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
+        self.quantization_config = self._source.config
         with torch.device("meta"):
             for name in self._source.layers:
                 _put(model, name, Awaited())
@@ -93,11 +97,23 @@ class TilebitQuantizer(HfQuantizer):
                 f"the directory holds no weight for {len(names)} layers that are quantized, {', '.join(names[:3])} first; accepted: one "
                 "with all of them: copy it again, or name the model that it is of"
             )
-        if self._source is None:
-            return
-        for name in self._source.layers:
-            _put(model, name, self._source.read(name, _device_near(model, name)).eval())
-        self._source = None
+        if self._source is not None:
+            for name in self._source.layers:
+                _put(model, name, self._source.read(name, _device_near(model, name)).eval())
+            self._source = None
+        for part in model.modules():  # which can be saved by themselves
+            if isinstance(part, PreTrainedModel):
+                part.hf_quantizer = self  # type: ignore[assignment]
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+        """``save_pretrained`` asks for this before it writes the config: which then says what the layers
+        are now, whatever quantized, cast or replaced them."""
+        formats = {name: layer.format for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, QuantLinear)}
+        if formats:
+            model.config.quantization_config = TilebitConfig.naming(formats, model)
+        elif hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        return None, {}
 
     def is_serializable(self) -> bool:
         return True

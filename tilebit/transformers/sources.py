@@ -27,7 +27,7 @@ class PackedSource:
     state names. Raises ``CheckpointError`` (a ``ValueError``)."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
-        self._dtype, self._files = dtype, tensor_files(folder)
+        self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
         self.layers = [name.removesuffix("." + _EXTRA) for name in self._files if name.endswith("." + _EXTRA)]
         wanted = config.formats_of(model)
@@ -37,7 +37,7 @@ class PackedSource:
                 f"{folder} says that {len(lacking)} layers are packed which it does not hold, {lacking[0]} first; accepted: what "
                 "save_pretrained wrote: copy it again"
             )
-        _fitting(self.layers, model, folder)
+        fitting(self.layers, model, folder)
         for name in self.layers:
             self._check(name, model, wanted.get(name))
 
@@ -82,14 +82,14 @@ class PackedSource:
         return state
 
 
-def _fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:
+def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:
     """Raise ``CheckpointError`` for a layer that is no linear layer of ``model``."""
     linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for name in layers:
         if name not in linear:
             raise CheckpointError(
-                f"{folder} has a packed layer {name}, which is no linear layer of {type(model).__name__}; accepted: the model that was "
-                "saved: correct config.json"
+                f"{folder} has a packed layer {name}, which is no linear layer of {type(model).__name__} (experts that it stacks are "
+                "none either); accepted: the model that was saved: correct config.json"
             )
 
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from ..accepted import expect
-from .checkpoint_config import CheckpointError, Schemes, check_gptq_format, parse_quantization
+from .checkpoint_config import CheckpointError, LayerScheme, Schemes, check_gptq_format, parse_quantization
+from .checkpoint_decode import decode, size_of
 from .checkpoint_files import find_config, tensor_dtypes, tensor_files, tensor_shape
-from .checkpoint_floats import decode_floats, float_format, refuse_stack
-from .checkpoint_int8 import decode_int8
-from .checkpoint_layers import PARTS, REQUIRED, StoredLayer, stored_name
+from .checkpoint_floats import refuse_stack
+from .checkpoint_layers import PARTS, REQUIRED, stored_name
 from .checkpoint_open import UNREADABLE, TensorFile, open_tensors
-from .checkpoint_qserve import decode_qserve
-from .checkpoint_report import check_kind, report
+from .checkpoint_report import report
 from .quantize import QuantizedTensor
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
@@ -135,22 +134,21 @@ class Checkpoint:
         Raises ``CheckpointError`` when its tensors do not fit each other or the config.
         """
         kind, scheme = self._kind(name), None if self._schemes is None else self._schemes(name)
-        check_kind(name, kind, scheme)
-        parts = {part: stored_name(name, kind, part) for part in PARTS[kind]}
-        tensors = {part: self.tensor(stored, device) for part, stored in parts.items() if stored in self._files}
-        if kind == "qserve":
-            return decode_qserve(name, tensors, None if scheme is None else scheme.format)
-        if kind == "int-quantized":
-            return decode_int8(name, tensors)
-        weight, scales = (tensors.get(part) for part in PARTS[kind][:2])
-        if scheme is not None:
-            format = scheme.format
-        else:
-            format = float_format(scales) if weight is not None and weight.dtype == torch.uint8 else None
-        if format is not None and not format.integer:
-            return decode_floats(name, weight, scales, tensors.get("weight_global_scale"), format)
-        layer = StoredLayer.read(name, kind, tensors)
-        return layer.decode(layer.infer(kind, self._checkpoint_format) if scheme is None else scheme)
+        return decode(name, kind, self._parts(name, device), scheme, self._checkpoint_format)
+
+    def declared(self, name: str) -> tuple[LayerScheme, int, int]:
+        """What the config says of a layer, and n and k of its tensors, whose shapes are checked against
+        it; no weight is read. Raises ``CheckpointError``, without a config too."""
+        kind = self._kind(name)
+        if self._schemes is None:
+            raise CheckpointError(f"{self.path} has no quantization config; accepted here: a checkpoint with one: pass config=")
+        scheme = self._schemes(name)
+        return scheme, *size_of(name, kind, self._parts(name), scheme)
+
+    def _parts(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The layer's tensors, those that it has."""
+        parts = {part: stored_name(name, self._kind(name), part) for part in PARTS[self._kind(name)]}
+        return {part: self.tensor(stored, device) for part, stored in parts.items() if stored in self._files}
 
     def _kind(self, name: str) -> str:
         if name not in self._layers:

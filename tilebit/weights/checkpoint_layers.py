@@ -66,13 +66,21 @@ class StoredLayer:
             )
         return cls(name, weight, scales if family == "compressed-tensors" else scales.t(), zeros, g_idx, shape)
 
+    def size(self, layout: CheckpointLayout, format: GemmFormat) -> tuple[int, int]:
+        """(n, k), with all shapes checked against each other and ``format``; reads no values but
+        ``shape``. Raises ``CheckpointError``."""
+        n, k = self._size(layout)
+        self._check_groups(k, format)
+        if self.zeros is not None and self.zeros.dtype == torch.int32 and self.zeros.ndim == 2:
+            self._check_zeros_shape(layout, n)
+        return n, k
+
     def decode(self, scheme: LayerScheme) -> QuantizedTensor:
         """The layer's codes, scales and zero points, unchanged; raises ``CheckpointError`` when its
         tensors do not fit each other or ``scheme``.
         """
         layout, format = checkpoint_layout(scheme.storage, scheme.format.bits), scheme.format
-        n, k = self._size(layout)
-        self._check_groups(k, format)
+        n, k = self.size(layout, format)
         if not bool(torch.isfinite(self.scales).all()):
             raise CheckpointError(
                 f"{self.name}: scales hold NaN or infinite values; accepted: finite ones: copy or quantize the model again"

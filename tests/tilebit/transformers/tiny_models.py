@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,6 +28,11 @@ def gemma2(**options: Any) -> PreTrainedConfig:
     """A layer with a sliding window and one without, soft caps, heads of 256 channels, a scale of its own."""
     own = {"head_dim": 256, "sliding_window": 24, "query_pre_attn_scalar": 144, "attn_logit_softcapping": 20.0}
     return Gemma2Config(**{**SIZES, **own, **options})
+
+
+def phi3(**options: Any) -> PreTrainedConfig:
+    """One layer for q, k and v, one for gate and up."""
+    return Phi3Config(**{**SIZES, "tie_word_embeddings": False, **options})
 
 
 CONFIGS = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2}

@@ -81,9 +81,20 @@ def main(arguments: list[str] | None = None) -> int:
     """0: every kernel is in the cache; 1: some could not be had, and the reasons are printed."""
     parser = argparse.ArgumentParser(prog="python -m results.peers.int8_plugin", description="Compile what the plug-in's peers will call.")
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
-    shapes, ms = parser.parse_args(arguments).compile
+    parser.add_argument("--names", help="peers whose kernels are compiled, comma-separated (default: all)")
+    options = parser.parse_args(arguments)
+    shapes, ms = options.compile
+    named = {peer.name: peer for peer in peers()}
+    chosen = options.names.split(",") if options.names else list(named)
+    if unknown := set(chosen) - set(named):
+        parser.error(f"--names has {', '.join(sorted(unknown))}; accepted: {', '.join(named)}")
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [Workload(int(m), n, k, peer.format, peer.x_dtype) for n, k in weights for m in ms.split(",") for peer in peers()]
+    wanted = [
+        Workload(int(m), n, k, peer.format, peer.x_dtype)
+        for n, k in weights
+        for m in ms.split(",")
+        for peer in map(named.__getitem__, chosen)
+    ]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

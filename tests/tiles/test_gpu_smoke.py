@@ -71,6 +71,9 @@ CASES: tuple[Case, ...] = (
     (QuantizeWorkload(3, 65536, "float16", "int8", norm=True), Schedule("quantize_rows", 1, 1, 1, num_warps=32)),
     (QuantizeWorkload(130, 4096, "bfloat16", "int8", 128), Schedule("quantize_rows", 1, 2, 1, num_warps=8)),
     (QuantizeWorkload(33, 300, "float16", "e4m3", smooth=True), Schedule("quantize_rows", 1, 4, 1, num_warps=4)),
+    # blocks that go through all rows, three and more of them each
+    (QuantizeWorkload(1000, 1001, "bfloat16", "int8", 128, norm=True, smooth=True), Schedule("quantize_rows", 1, 2, 1, 2, 4)),
+    (QuantizeWorkload(1000, 8192, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 16, min_blocks=2)),
 )
 EACH = list({case[1].program: case for case in CASES}.values())  # a kernel of every program
 

@@ -72,29 +72,18 @@ class Int8Peer(TilebitPeer):
 
 
 def peers() -> list[TilebitPeer]:
-    """The harness's entry point."""
+    """The harness's entry point; ``$TILEBIT_PEERS`` selects by name."""
     peers_plugin.draw_orders()
-    return [*(Int8Peer(name) for name in FORMATS), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])]
+    return peers_plugin.selected([*map(Int8Peer, FORMATS), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0: every kernel is in the cache; 1: some could not be had, and the reasons are printed."""
     parser = argparse.ArgumentParser(prog="python -m results.peers.int8_plugin", description="Compile what the plug-in's peers will call.")
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
-    parser.add_argument("--names", help="peers whose kernels are compiled, comma-separated (default: all)")
-    options = parser.parse_args(arguments)
-    shapes, ms = options.compile
-    named = {peer.name: peer for peer in peers()}
-    chosen = options.names.split(",") if options.names else list(named)
-    if unknown := set(chosen) - set(named):
-        parser.error(f"--names has {', '.join(sorted(unknown))}; accepted: {', '.join(named)}")
+    shapes, ms = parser.parse_args(arguments).compile
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [
-        Workload(int(m), n, k, peer.format, peer.x_dtype)
-        for n, k in weights
-        for m in ms.split(",")
-        for peer in map(named.__getitem__, chosen)
-    ]
+    wanted = [Workload(int(m), n, k, peer.format, peer.x_dtype) for n, k in weights for m in ms.split(",") for peer in peers()]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

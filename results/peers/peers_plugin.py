@@ -163,9 +163,14 @@ def peers() -> list[TilebitPeer]:
     """The harness's entry point: every kernel, then the same with dependent launch;
     ``$TILEBIT_PEERS`` selects by name."""
     draw_orders()
-    patterns = os.environ.get(SELECT, "*").split(",")
     made = [TilebitPeer(name, *fields) for name, fields in KERNELS.items()]
     made += [TilebitPeer(name + DEPENDENT, *fields, dependent=True) for name, fields in KERNELS.items() if not name.endswith("_bf16")]
+    return selected(made)
+
+
+def selected(made: Iterable[TilebitPeer]) -> list[TilebitPeer]:
+    """Those that ``$TILEBIT_PEERS`` selects."""
+    patterns = os.environ.get(SELECT, "*").split(",")
     return [peer for peer in made if any(fnmatchcase(peer.name, pattern.strip()) for pattern in patterns)]
 
 

@@ -129,6 +129,8 @@ def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
     """Shared memory of one pipeline stage in bytes: packed weight tile, x tile, and the group
     parameters of the tile."""
     parameters = schedule.block_n * stage_groups(format, schedule) * format.group_bytes
+    if format.x_grouped:
+        parameters += schedule.block_m * -(-schedule.block_k // format.x_group) * 4
     return schedule.block_n * schedule.block_k * format.bits // 8 + x_stage_bytes(format, schedule) + parameters
 
 
@@ -167,6 +169,8 @@ def registers_needed(format: GemmFormat, schedule: Schedule) -> int:
     rule = CUDA_RULES[schedule.program]
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads
+    if format.x_grouped:
+        accumulators *= 2  # a group's integers and the fp32 sums
     a_fragment = schedule.block_n * schedule.block_k // threads // (4 if format.x else 2)
     b_fragment = schedule.block_m * 16 // 32 // 2 if rule.b_fragment else 0  # one k16 step: every warp reads all of block_m
     return accumulators + a_fragment + b_fragment
@@ -226,7 +230,10 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"block_k is {s.block_k}; accepted for x of 16 bits: up to {WIDEST_K}.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
-    if s.block_k % packed_k == 0 and k_pad % s.block_k:
+    x_group = workload.format.x_group
+    if workload.format.x_grouped and s.block_k != x_group:
+        reasons.append(f"block_k is {s.block_k}; accepted where groups of x have scales: a group, {x_group}.")
+    elif s.block_k % packed_k == 0 and k_pad % s.block_k and not workload.format.x_grouped:
         reasons.append(f"block_k is {s.block_k}; accepted for k {workload.k} (padded to {k_pad}): its divisors.")
     if s.block_k % packed_k:
         reasons.append(f"block_k is {s.block_k}; accepted at {workload.format.bits} bits: multiples of {packed_k} (the packed tile).")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
 MXFP4, NVFP4, LQQ = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128"))
 W8A8, ASYM = map(QuantFormat.parse, ("w8a8_channel", "w4a8_channel_asym"))
+W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -55,6 +56,9 @@ CASES: tuple[Case, ...] = (
     (Workload(5, 505, 1001, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
     (Workload(130, 505, 1001, ASYM, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
     (Workload(33, 320, 1000, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 4, 4, stream_k=True)),
+    (Workload(130, 505, 1001, W8_GROUPS, bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
+    (Workload(130, 505, 576, W4_GROUPS, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
+    (Workload(33, 320, 1000, W4_GROUPS, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(8, 505, 1001, LQQ, "bfloat16", bias=True), Schedule("gemm_stream", 64, 8, 128, 3, 8)),
     (Workload(5, 505, 1001, W8A8), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
     (Workload(2, 505, 1001, LQQ, bias=True), Schedule("gemm_stream_bulk", 32, 2, 128, 4, 8, split_k=2)),

@@ -47,8 +47,19 @@ class Operands:
 
     @property
     def sums_dtype(self) -> str:
-        """Of the accumulators."""
-        return "int32" if self.workload.format.integer_sums else "float32"
+        """Of what leaves a program's loop over k: of groups of x that have scales, their integer sums
+        times these."""
+        return "int32" if self.integer_sums else "float32"
+
+    @property
+    def integer_sums(self) -> bool:
+        """Sums over all of k are integers."""
+        return self.workload.format.integer_sums and not self.x_grouped
+
+    @property
+    def x_grouped(self) -> bool:
+        """Groups of x have scales, by which their integer sums are multiplied in the loop over k."""
+        return self.workload.format.x_grouped
 
     @property
     def parameter_dtype(self) -> str:
@@ -162,6 +173,10 @@ class Operands:
         )  # fmt: skip
         return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
 
+    def add_group_call(self, rows: int) -> str:
+        """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
+        return f"tilebit::add_group<{TYPES[self.workload.dtype]}, {self.slabs}, {rows}>"
+
     def stage_call(self) -> str:
         """``tilebit::stage_transposed`` with its template arguments
         (``device/store/epilogue.cuh``)."""
@@ -189,7 +204,7 @@ class Operands:
 
     def sum_type(self) -> str:
         """The accumulators' type as a further template argument, where it is not fp32."""
-        return ", int" if self.workload.format.integer_sums else ""
+        return ", int" if self.integer_sums else ""
 
     def part_types(self) -> str:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further

@@ -92,6 +92,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
 
+    def first_of(sums):
+        return T.address_of(sums[0]) if p.x_grouped else sums.access_ptr("r")
+
     def await_full(barrier, phase):
         return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), phase)
 
@@ -112,8 +115,47 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     multiply, multiply_rest = ([multiplication(part, height) for height in plan.heights] for part in (0, parts - 1))
 
+    def multiplication_of_group(kind):
+        @T.macro
+        def multiply(W, W_rest, Xs, As, products, Y, Ws, Ss, Zs, full, empty, thread, stage, last, phase, j):
+            """A step, which is a group. The sums of the one before are scaled and added when this
+            one's first weights are dequantized: its stage is read until then."""
+            await_full(full[stage * parts], phase)
+            dequantize(0, W, Ws, Ss, Zs, thread, stage)
+            add_group(kind, products, Y, Ss, As, thread, last, j > 0)
+            release(empty[last * parts + 1], thread, j)
+            T.wgmma_gemm(
+                W, Xs[stage, 0, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
+            )
+            await_full(full[stage * parts + 1], phase)
+            dequantize(1, W_rest, Ws, Ss, Zs, thread, stage)
+            T.wgmma_gemm(
+                W_rest, Xs[stage, 1, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
+            )
+            T.wait_wgmma(1)
+            release(empty[stage * parts], thread, 1)
+
+        return multiply
+
     @T.macro
-    def multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread):
+    def dequantize(part, W, Ws, Ss, Zs, thread, stage):
+        T.call_extern(
+            "handle", plan.dequantize(part), W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
+            T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
+        )  # fmt: skip
+
+    @T.macro
+    def add_group(kind, products, Y, Ss, As, thread, stage, there):
+        T.wait_wgmma(0)
+        T.call_extern(
+            "handle", plan.add_group(kind), T.address_of(Y[0]), products.access_ptr("r"), T.address_of(Ss[stage, 0, 0]),
+            T.address_of(As[stage, 0]), there, thread - PRODUCERS,
+        )  # fmt: skip
+
+    multiply_group = [multiplication_of_group(kind) for kind in kinds] if p.x_grouped else []
+
+    @T.macro
+    def multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread):
         """The stages of all steps in turn, and each tile, or part or strip of one, stored when its
         last step is multiplied."""
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
@@ -122,10 +164,20 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         for kind in kinds:
             for piece in T.serial(ask("strips" if kind else "pieces", block)):
                 steps = p.steps if kind else ask("length", block, piece)
+                if p.x_grouped:
+                    T.call_extern("handle", plan.clear(kind), T.address_of(sums[kind][0]))
                 for j in T.serial(steps):
-                    await_full(full[stage * parts], phase)
-                    multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
-                    if parts == 2:
+                    if p.x_grouped:
+                        multiply_group[kind](
+                            W, W_rest, Xs, As, products[kind], sums[kind], Ws, Ss, Zs, full, empty, thread, stage, last, phase, j
+                        )
+                        last = stage
+                    else:
+                        await_full(full[stage * parts], phase)
+                        multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
+                    if p.x_grouped:
+                        pass
+                    elif parts == 2:
                         release(empty[last * parts + 1], thread, j)  # the second part of the step before
                         await_full(full[stage * parts + 1], phase)
                         multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)
@@ -136,12 +188,15 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         release(empty[last], thread, 1)
                     phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                     stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                if parts == 2:
+                if p.x_grouped:
+                    add_group(kind, products[kind], sums[kind], Ss, As, thread, last, True)
+                    release(empty[last * parts + 1], thread, 1)
+                elif parts == 2:
                     T.wait_wgmma(0)
                     release(empty[last * parts + 1], thread, 1)
                 if not clustered:
                     T.call_extern(
-                        "handle", plan.finish(kind), sums[kind].access_ptr("r"), T.address_of(staging[0]),
+                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
                         m, ask("last", block, (ask("pieces", block) + piece) if kind else piece), block, thread - PRODUCERS,
                         *addresses(T, after),
@@ -159,7 +214,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         (results/notes/wgmma-pairs.md)."""
         meet_cluster()  # has left its stages
         T.call_extern(
-            "handle", plan.send_half, Y.access_ptr("r"), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(sent[0]),
+            "handle", plan.send_half, first_of(Y), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(sent[0]),
             m, block, thread - PRODUCERS,
         )  # fmt: skip
         for i in plan.own_chunks:
@@ -189,14 +244,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
             Ss = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype)
             Zs = T.alloc_shared((stages, p.stage_groups, bn), p.zero_dtype) if p.asymmetric else Ss
+            As = T.alloc_shared((stages, bm), "float32") if p.x_grouped else None
             staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, bk // parts), x_dtype)
             W_rest = T.alloc_fragment((bn, bk // parts), x_dtype)
-            Y = T.alloc_fragment((bn, bm), p.sums_dtype)
-            sums = (Y, T.alloc_fragment((bn, bm // schedule.tail), p.sums_dtype))[: len(kinds)]
+            Y = plan.alloc_sums(T, 0)
+            sums = (Y, plan.alloc_sums(T, 1))[: len(kinds)]
+            products = tuple(T.alloc_fragment((bn, height), "int32") for height in plan.heights) if p.x_grouped else None
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
@@ -210,7 +267,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     load.weights(halves, scales, zeros, Ws, Ss, Zs, full, empty, block, step, bx, left)
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
-                    load.x(x, Xs, full, empty, block, step, top, left)
+                    load.x(x, token_scales, Xs, As, full, empty, block, thread, step, top, left)
                 if clustered:
                     meet_cluster()
             else:
@@ -219,7 +276,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 # the half of a shared tile that this block stores
                 own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if clustered else None
-                multiply_and_store(Xs, Ws, Ss, Zs, W, W_rest, sums, staging, full, empty, workspace, after, y, block, thread)
+                multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread)
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
                     exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages

@@ -41,13 +41,13 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
             T.tma_copy(
                 halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
             )
-            if part == 0:  # for all parts, the last of which is dequantized before the first is released
+            if part == plan.scales_part:
                 T.tma_copy(
                     scales[group : group + p.step_groups, bx * bn : bx * bn + bn],
                     Ss[stage, 0 : p.step_groups, :],
-                    barrier=full[stage * parts],
+                    barrier=full[stage * parts + part],
                 )
-            if part == 0 and p.asymmetric:
+            if part == 0 and p.asymmetric:  # for all parts, the last of which is dequantized before the first is released
                 T.tma_copy(
                     zeros[group : group + p.step_groups, bx * bn : bx * bn + bn],
                     Zs[stage, 0 : p.step_groups, :],
@@ -105,7 +105,7 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
             step, left = step + 1, left - 1
 
     @T.macro
-    def rows_of_x(x, Xs, full, empty, block, step: T.Ref, top: T.Ref, left: T.Ref):
+    def rows_of_x(x, token_scales, Xs, As, full, empty, block, thread, step: T.Ref, top: T.Ref, left: T.Ref):
         for kind in kinds:
             for i in T.serial(*plan.run(T, kind, m, block)):
                 if left == 0:
@@ -113,7 +113,13 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
                 for part in each_part:
                     T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)
                     load_x[kind][part](x, Xs, full, step, top, i % stages)
-                    T.barrier_arrive(full[i % stages * parts + part])
+                    if p.x_grouped and part == plan.scales_part:
+                        T.call_extern(
+                            "handle", plan.bring_token_scales(kind), T.address_of(As[i % stages, 0]), T.address_of(token_scales[0, 0]),
+                            step, top, m, T.address_of(full[i % stages * parts + part]), thread,
+                        )  # fmt: skip
+                    else:
+                        T.barrier_arrive(full[i % stages * parts + part])
                 step, left = step + 1, left - 1
 
     return SimpleNamespace(weights=weights, x=rows_of_x)

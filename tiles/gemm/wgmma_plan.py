@@ -26,6 +26,12 @@ class Plan:
         return 2 if self.operands.records % 2 == 0 else 1
 
     @property
+    def scales_part(self) -> int:
+        """The part of a step with which its scales come: the first, for all that is dequantized; where
+        they are those of sums, the last."""
+        return self.parts - 1 if self.operands.x_grouped else 0
+
+    @property
     def lines(self) -> int:
         """Half records of a slab in a part."""
         return self.operands.records // self.parts * 2
@@ -61,6 +67,23 @@ class Plan:
 
     def dequantize(self, part: int) -> str:
         return self.operands.dequantize_call(part, self.parts)
+
+    def alloc_sums(self, T: Any, kind: int) -> Any:
+        """A thread's sums of a tile: a product's own accumulators, or what groups are added to, in the
+        same order."""
+        p, rows = self.operands, self.heights[min(kind, len(self.heights) - 1)]
+        shape = (p.schedule.block_n, rows)
+        return T.alloc_local((shape[0] * rows // self.consumers,), "float32") if p.x_grouped else T.alloc_fragment(shape, p.sums_dtype)
+
+    def clear(self, kind: int) -> str:
+        s = self.operands.schedule
+        return f"tilebit::clear_sums<{s.block_n * self.heights[kind] // self.consumers}>"
+
+    def add_group(self, kind: int) -> str:
+        return self.operands.add_group_call(self.heights[kind])
+
+    def bring_token_scales(self, kind: int) -> str:
+        return f"tilebit::bring_token_scales<{self.heights[kind]}>"
 
     def finish(self, kind: int) -> str:
         store = self.operands.store_type(self.heights[kind])

@@ -32,6 +32,7 @@ from tilebit.tiles.compiler.pool import CompilePool
 HALF, BFLOAT = "float16", "bfloat16"
 MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
+W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -69,6 +70,8 @@ CASES = (
     ("sm_90a", Workload(16, 4096, 4096, W8A8, BFLOAT, bias=True), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
     ("sm_80", Workload(8, 505, 960, LQQ64, BFLOAT), Schedule("gemm_stream", 64, 8, 64, 3, 4)),
     ("sm_90a", Workload(300, 505, 1001, ASYM, BFLOAT, bias=True), Schedule("gemm_wgmma", 64, 128, 128, 4, 4)),
+    ("sm_90a", Workload(4096, 4096, 14336, W4_GROUPS, HALF), Schedule("gemm_wgmma", 128, 128, 128, 5, 8)),
+    ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 96, 128, 4, 12, stream_k=True)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
     ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
     ("sm_86", Workload(300, 505, 1001, W8A8, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
@@ -193,19 +196,27 @@ def check_pipeline(source: str) -> None:
     dequantize = "tilebit::dequantize_bytes<" if "tilebit::dequantize_bytes<" in computing else "tilebit::dequantize<"
     parts = computing.count(dequantize)
     load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
-    check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
-    check_order(x, *("].wait(", ".expect_transaction(", "(x_desc", "].arrive()") * parts)
+    of_groups, load_x = "tilebit::add_group<" in computing, ("].wait(", ".expect_transaction(", "(x_desc")
+    if of_groups:  # scales are those of sums, and come with the last part
+        check_order(weights, *load_weight, "].arrive()", *load_weight, "tma_load(scales_desc", "].arrive()")
+        check_order(x, *load_x, "].arrive()", *load_x, "tilebit::bring_token_scales<")
+    else:
+        check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
+        check_order(x, *(*load_x, "].arrive()") * parts)
     assert weights.count("tma_load(scales_desc") == 1
     product = (dequantize, "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
-    if parts == 1:
+    if of_groups:
+        add, issue = ("wait_wgmma<0>()", "tilebit::add_group<", "tilebit::release<"), product[1:4]
+        check_order(computing, "await_stage(", dequantize, *add, *issue, "await_stage(", *product, "tilebit::release<", *add)
+    elif parts == 1:
         check_order(computing, "await_stage(", *product, "tilebit::release<")
     else:  # a release: of the part before, whose product ends while one is under way
         check_order(computing, *("await_stage(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
-    assert computing.count(f"wait_wgmma<{parts - 1}>()") == parts
+    assert computing.count(f"wait_wgmma<{parts - 1}>()") == (1 if of_groups else parts)
     assert "x_desc" not in weights and "halves_desc" not in x
     for role, waits, hands_over, times in (
         (weights, "].wait(", "].arrive()", parts),
-        (x, "].wait(", "].arrive()", parts),
+        (x, "].wait(", "tilebit::bring_token_scales<", 1) if of_groups else (x, "].wait(", "].arrive()", parts),
         (computing, "await_stage(", "tilebit::release<", 2 * parts - 1),
     ):
         assert role.count(waits) == parts and role.count(hands_over) == times

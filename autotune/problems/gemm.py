@@ -150,17 +150,21 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
 
     Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both
     where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
-    Raises ``ValueError`` when k is too long for any of that.
+    Where scales differ within a sum of int8 and k is long, each row of x is zero but for one column of
+    a few, others in the next row. Raises ``ValueError`` when k is too long for any of that.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    row_scales = torch.tensor(_EXACT_ROW_SCALES, device=device)  # and token scales
+    row_scales, apart = torch.tensor(_EXACT_ROW_SCALES, device=device), 1  # and token scales
     if workload.format.x:
-        largest, unit = _exact_integers(workload)
+        largest, unit, apart = _exact_integers(workload)
         row_scales = row_scales * unit
         scales = row_scales.tolist()  # of channels, where they have no row scales
     else:
         largest, scales = _exact_ranges(workload)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
+    if apart > 1:
+        places = torch.arange(workload.k, device=device) + torch.arange(workload.m, device=device)[:, None] + seed
+        x *= places % apart == 0
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
     return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias)
 
@@ -211,16 +215,18 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     return (finite or exact[-1:])[0]
 
 
-def _exact_integers(workload: Workload) -> tuple[int, float]:
-    """(largest x, unit of row and token scales) of int8 x: int32 sums that fp32 holds, with the bias
-    at the unit that scales make, and where possible results that fp16 holds. All of int8 where k
-    is short enough. Of groups, whose scales differ, sums are multiples of the least of them."""
+def _exact_integers(workload: Workload) -> tuple[int, float, int]:
+    """(largest x, unit of row and token scales, columns from one that is not zero to the next) of int8
+    x: int32 sums that fp32 holds, with the bias at the unit that scales make, and where possible
+    results that fp16 holds. All of int8 where k is short enough. Of groups, whose scales differ,
+    sums are multiples of the least of them."""
     f, smallest = workload.format, min(_EXACT_ROW_SCALES) ** 2
-    for largest in (LARGEST_INT8, 31, 7, 4, 2, 1):
-        most = workload.k * largest * (f.largest / smallest if f.x_grouped else 128)
+    tried = [(largest, 1) for largest in (LARGEST_INT8, 31, 7, 4, 2, 1)]
+    for largest, apart in tried + [(1, apart) for apart in (2, 4, 8, 16) if f.x_grouped]:
+        most = -(-workload.k // apart) * largest * (f.largest / smallest if f.x_grouped else 128)
         unit = 2.0 ** -max(0, ceil(log2(most / 8 / MAX_HALF) / 2)) if workload.dtype == "float16" else 1.0
         if most + MAX_BIAS / (smallest * unit * unit) < EXACT_INTEGERS:
-            return largest, unit
+            return largest, unit, apart
     raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {EXACT_INTEGERS // 256}")
 
 

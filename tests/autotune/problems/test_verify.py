@@ -116,6 +116,17 @@ def test_exact_problems_are_exact_in_fp32_in_any_order(format, k, dtype):
     assert torch.isfinite(problem.reference().to(problem.x.dtype)).all()
 
 
+@pytest.mark.parametrize("k", [576, 14336, 28672, 65536])
+@pytest.mark.parametrize("name", ["w8a8_g128", "w4a8_g128_asym"])
+def test_exact_problems_of_groups_are_exact_in_fp32_in_any_order(name, k):
+    problem = exact_problem(Workload(16, 64, k, GemmFormat.parse(name), bias=True), 1)
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(0))
+    x, w = problem.floats(torch.float32), problem._weight_rows(0, 64, torch.float32)
+    fp32 = x[:, order] @ w[:, order].t() + problem.operands["bias"].float()
+    assert torch.equal(fp32.double(), problem.reference()) and torch.isfinite(problem.reference().half()).all()
+    assert (problem.x != 0).any(0).float().mean() > 0.6, "rows differ in where they are not zero"
+
+
 def test_problems_depend_on_their_seed_only():
     workload = Workload(4, 96, 128)
     a, b, c = (exact_problem(workload, seed) for seed in (1, 1, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -207,15 +207,28 @@ def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
     if rows is not None and rows <= most:
         return launch
 
-    of_rows = [o.shape[:1] == ("m",) for o in plan.operands]
+    cuts = [_cut(o.shape.index("m")) if "m" in o.shape else _whole for o in plan.operands]
 
     def launch_slices(*given: Tensor | None) -> None:
         x = given[0]
         assert x is not None
         for start in range(0, x.shape[0], most):
-            launch(*(t[start : start + most] if rows and t is not None else t for rows, t in zip(of_rows, given, strict=True)))
+            launch(*(t if t is None else cut(t, start, most) for cut, t in zip(cuts, given, strict=True)))
 
     return launch_slices
+
+
+def _whole(tensor: Tensor, start: int, most: int) -> Tensor:
+    """What does not depend on the rows of x."""
+    return tensor
+
+
+def _cut(axis: int) -> Callable[[Tensor, int, int], Tensor]:
+    """Rows from ``start`` on, up to ``most`` of them, of a tensor whose ``axis`` is that of the rows
+    of x, as kernels read it: along the first axis a view, along another a copy of its own."""
+    if axis == 0:
+        return lambda tensor, start, most: tensor[start : start + most]
+    return lambda tensor, start, most: tensor.narrow(axis, start, min(most, tensor.shape[axis] - start)).contiguous()
 
 
 def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:

@@ -129,9 +129,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             )
             await_full(full[stage * parts + 1], phase)
             dequantize(1, W_rest, Ws, Ss, Zs, thread, stage)
-            T.wgmma_gemm(
-                W_rest, Xs[stage, 1, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
-            )
+            T.wgmma_gemm(W_rest, Xs[stage, 1, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             T.wait_wgmma(1)
             release(empty[stage * parts], thread, 1)
 

@@ -55,9 +55,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return words
 
 
-def cuda_plan(n: int = N, symmetric: bool = True, bias: bool = False, dependent: bool = False) -> dispatch.Plan:
+def cuda_plan(
+    n: int = N, symmetric: bool = True, bias: bool = False, dependent: bool = False, format: str = "", k: int = K
+) -> dispatch.Plan:
     """A plan for a GPU that is not there."""
-    made = dispatch.plan_for(torch.device("cpu"), n, K, "w4a16_g32" if symmetric else "w4a16_g32_asym", torch.float16, bias, dependent)
+    format = format or ("w4a16_g32" if symmetric else "w4a16_g32_asym")
+    made = dispatch.plan_for(torch.device("cpu"), n, k, format, torch.float16, bias, dependent)
     plan = dispatch.Plan.__new__(dispatch.Plan)
     for name in ("device", "bias", "dependent", "operands", "workload"):
         setattr(plan, name, getattr(made, name))
@@ -123,6 +126,24 @@ def test_a_call_whose_workspace_would_pass_the_limit_is_cut_into_rows(
     monkeypatch.setattr(dispatch, "LIMIT_BYTES", limit_tiles * floats * 4)
     assert slices(SPLIT, m, rows) == expected
     assert set(asked) == {TICKETS + max(1, limit_tiles) * floats}, "one size for every call, within the limit or one row of tiles"
+
+
+@pytest.mark.parametrize(("m", "limit_tiles", "expected"), [(64, 4, [64]), (65, 4, [64, 1]), (40, 1, [16, 16, 8])])
+def test_scales_of_groups_are_cut_along_their_rows(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int], m: int, limit_tiles: int, expected: list[int]
+):
+    """[groups, m] as kernels read it: every launch gets a contiguous tensor of its own rows, whole calls their own tensor."""
+    monkeypatch.setattr(dispatch, "LIMIT_BYTES", limit_tiles * 2 * TILE * 4 * 4)
+    kernel = FakeKernel(("x", "weight", "scales", "token_scales", "workspace", "y"))
+    rows, token_scales = torch.arange(m).view(m, 1), torch.arange(2 * m).float().view(2, m)
+    plan = cuda_plan(format="w8a8_g128", k=200)
+    given = {"x": rows, "weight": rows, "scales": rows, "token_scales": token_scales, "y": rows}
+    dispatch._bind(kernel, plan, None)(*(given.get(o.name) for o in plan.operands))  # type: ignore[arg-type]
+    parts = [arguments[3] for _, arguments in kernel.calls]
+    assert [part.shape for part in parts] == [(2, count) for count in expected] and all(part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat(parts, 1), token_scales)
+    assert len(parts) > 1 or parts[0].data_ptr() == token_scales.data_ptr()
+    assert all(len(arguments[0]) == part.shape[1] for part, (_, arguments) in zip(parts, kernel.calls, strict=True))
 
 
 def test_a_workspace_is_no_longer_than_the_bucket_needs(asked: list[int]):

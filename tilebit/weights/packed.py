@@ -17,6 +17,7 @@ from torch import Tensor
 from ..accepted import expect, expect_tensors, scaled
 from ..layouts.formats import OFFSET_ZERO, GemmFormat
 from ..layouts.packing import PackedLayout
+from ..layouts.planes import unpack_planes
 from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
@@ -105,6 +106,14 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
         rows = None if self.row_scales is None else self.row_scales[: self.n].clone()
         return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows)
+
+    def dequantize(self) -> Tensor:
+        """The weight [n, k] in ``dtype``, y = x @ w^T."""
+        if not self.format.codebook:
+            return self.unpack().dequantize(self.dtype)
+        planes = self.weight.cpu().numpy()
+        codes = torch.from_numpy(unpack_planes(planes, self.layout, self.n, self.k)).to(self.device)
+        return self.scales[: self.n].gather(1, codes.long())
 
 
 def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:

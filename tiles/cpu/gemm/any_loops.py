@@ -9,7 +9,20 @@ from ....layouts.planes import CHUNK
 from ....schedules.gemm.cpu import TILE
 from .. import vectors as v
 from ..vectors import T, tirx
-from .codebooks import BYTES, INDEX_BITS, LANES, STEPS, columns, nibbles, numbers, tables
+from .codebooks import (
+    BYTES,
+    INDEX_BITS,
+    LANES,
+    SCALAR_BITS,
+    STEPS,
+    bytes_of,
+    columns,
+    looked_up,
+    nibbles,
+    numbers,
+    tables,
+    whole_table,
+)
 from .loops import write
 
 if TYPE_CHECKING:
@@ -33,7 +46,7 @@ def rearrange(plan: AnyPlan, arg: dict[str, Any], row: Any, m: Any) -> None:
                 T.buffer_store(stage, T.if_then_else(inside, arg["x"][start + j], tirx.const(0, str(stage.dtype))), [j])
         values = [v.held(v.to_float(v.load(stage, first, LANES), LANES)) for first in range(0, BYTES, LANES)]
         offset = T.bind(((block * plan.chunks + piece // STEPS) * mb + i) * CHUNK + piece % STEPS * BYTES)
-        for part, order in enumerate(columns(plan.workload.dtype)):
+        for part, order in enumerate(columns(plan.workload.dtype, plan.bits)):
             v.store(arg["xs"], offset + part * LANES, tirx.Shuffle(values, order), LANES)
 
 
@@ -60,25 +73,34 @@ def _row(plan: AnyPlan, arg: dict[str, Any], row: Any, block: Any) -> list[Any]:
     """The sums of row ``row`` of the weight times each of ``block_m`` rows of x."""
     bits, mb, splits, words = plan.bits, plan.block_m, plan.schedule.split_k, plan.row_tile_words
     upper = max(0, bits - INDEX_BITS)
-    table = tables(arg["scales"], T.bind(row * (1 << bits)), bits)
+    first, dtype, scalar = T.bind(row * (1 << bits)), plan.workload.dtype, bits >= SCALAR_BITS
+    table = whole_table(arg["scales"], first, bits, dtype) if scalar else tables(arg["scales"], first, bits)
     sums = v.sums(splits * mb, LANES)
     plane_words = plan.workload.n * plan.chunks * words
     with T.serial(plan.chunks) as chunk:
         start = T.bind((row * plan.chunks + chunk) * words)
         planes = [v.held(v.load(arg["weight"], tirx.Cast("int64", start) + plane * plane_words, LANES)) for plane in range(bits)]
-        codes = nibbles(planes[upper:])
+        codes = bytes_of(planes) if scalar else nibbles(planes[upper:])
         x = T.bind((block * plan.chunks + chunk) * (mb * CHUNK))
-        for step in range(STEPS):
-            for part, number in enumerate(numbers(table, codes, planes[:upper], step, plan.workload.dtype)):
-                weight = v.held(number)
-                for i in range(mb):
-                    slot = part % splits * mb + i
-                    factor = v.load(arg["xs"], x + i * CHUNK + step * BYTES + part * LANES, LANES)
-                    T.buffer_store(sums, v.fma(weight, factor, sums[slot]), [slot])
-    found = []
+        if scalar:
+            with T.serial(STEPS) as step:
+                _accumulate(plan, arg, looked_up(table, codes, step), T.bind(x + step * BYTES), sums)
+        else:
+            for step in range(STEPS):
+                _accumulate(plan, arg, numbers(table, codes, planes[:upper], step, dtype), x + step * BYTES, sums)
+    totals = []
     for i in range(mb):
         joined = sums[i]
         for split in range(1, splits):
             joined = joined + sums[split * mb + i]
-        found.append(v.lane_sum(joined, LANES))
-    return found
+        totals.append(v.lane_sum(joined, LANES))
+    return totals
+
+
+def _accumulate(plan: AnyPlan, arg: dict[str, Any], weights: list[Any], x: Any, sums: Any) -> None:
+    """Add four vectors of weights, each times its x from ``x`` on, to the sums of all rows of x."""
+    for part, number in enumerate(weights):
+        weight = v.held(number)
+        for i in range(plan.block_m):
+            slot = part % plan.schedule.split_k * plan.block_m + i
+            T.buffer_store(sums, v.fma(weight, v.load(arg["xs"], x + i * CHUNK + part * LANES, LANES), sums[slot]), [slot])

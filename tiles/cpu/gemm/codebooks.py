@@ -8,8 +8,8 @@ plane is shifted, and nothing else is done to it.
 
 A vector of 32 weights costs, by bits b: 3 to 5 instructions for the codes, b - 4 shifts, and with T
 = max(1, 2^(b - 4)) tables of either kind 2 T shuffles, 2 (T - 1) blends and 6 (fp16: 12) to join
-bytes and make fp32 of them; then 4 multiplications for each row of x. No gather: it loads once a
-weight, as scalar code does.
+bytes and make fp32 of them; then 4 multiplications for each row of x. At 8 bits that is more than
+the two loads a weight of scalar code, which looks a byte up in a table of fp32 in memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BYTES = 32  # of a vector register
 INDEX_BITS = 4  # of a byte shuffle
 ENTRIES = 1 << INDEX_BITS
 STEPS = CHUNK // BYTES  # vectors of codes in the planes' registers
+SCALAR_BITS = 8  # here 16 tables cost more than a load for each weight
 LANES = 8  # of fp32
 # unpcklbw, unpckhbw: bytes of two vectors in turn, from the low and the high halves of both 16-byte lanes
 _LOW, _HIGH = (
@@ -32,9 +33,12 @@ _LOW, _HIGH = (
 )
 
 
-def columns(dtype: str) -> list[list[int]]:
+def columns(dtype: str, bits: int) -> list[list[int]]:
     """Which of a vector's 32 weights are in the lanes of each of the four vectors of ``numbers``:
-    unpacking leaves halves of 16-byte lanes, and bf16 becomes fp32 where it stands in its pair."""
+    unpacking leaves halves of 16-byte lanes, and bf16 becomes fp32 where it stands in its pair.
+    ``looked_up`` leaves their own order."""
+    if bits >= SCALAR_BITS:
+        return [list(range(first, first + LANES)) for first in range(0, BYTES, LANES)]
     halves = [[lane + byte for lane in (0, 16) for byte in range(first, first + 8)] for first in (0, 8)]
     if dtype == "bfloat16":
         return [half[odd::2] for half in halves for odd in (0, 1)]
@@ -102,6 +106,35 @@ def _chosen(found: list[Any], masks: list[Any]) -> Any:
     for mask in masks:
         found = [v.held(v.blend_bytes(*pair, mask)) for pair in zip(found[::2], found[1::2], strict=True)]
     return v.held(found[0])
+
+
+def whole_table(codebooks: Any, first: Any, bits: int, dtype: str) -> Any:
+    """The codebook from element ``first`` of ``codebooks`` (uint16) on as fp32, in memory."""
+    found = v.local(1 << bits, "float32")
+    for start in range(0, 1 << bits, LANES):
+        half = v.load(codebooks, first + start, LANES)
+        v.store(found, start, v.to_float(half if dtype == "bfloat16" else T.reinterpret(f"float16x{LANES}", half), LANES), LANES)
+    return found
+
+
+def bytes_of(planes: list[Any]) -> Any:
+    """Of eight ``planes``: 256 codes in memory, a byte each, in the order of k."""
+    stage = v.local(CHUNK, "uint8")
+    upper = len(planes) - INDEX_BITS
+    for step, pair in enumerate(zip(nibbles(planes[upper:]), nibbles(planes[:upper]), strict=True)):
+        for half, codes in enumerate(_exchanged(*pair, INDEX_BITS, 0x0F0F0F0F)):
+            v.store(stage, (step + 4 * half) * BYTES, T.reinterpret(f"uint8x{BYTES}", codes), BYTES)
+    return stage
+
+
+def looked_up(table: Any, codes: Any, step: Any) -> list[Any]:
+    """Four fp32x8: the numbers of step ``step``'s 32 codes, a load each. A step that is no constant
+    keeps the codes in memory: out of registers each would take two instructions."""
+    found = []
+    for first in range(0, BYTES, LANES):
+        indices = [tirx.Cast("int32", codes[step * BYTES + first + lane]) for lane in range(LANES)]
+        found.append(tirx.Shuffle([table[index] for index in indices], list(range(LANES))))
+    return found
 
 
 def _bytes(words: Any) -> Any:

@@ -60,7 +60,7 @@ def test_widths_that_are_not_held_are_refused_and_change_nothing() -> None:
         with pytest.raises(ValueError, match=f"bits is {bad}; accepted: 3 to 5"):
             model[0](rows(), bits=bad)
     with pytest.raises(TypeError, match=r"bits is float 4\.0"):
-        model[0].bits = 4.0  # pyright: ignore[reportAttributeAccessIssue]
+        model[0].bits = 4.0  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Linear has no AnyPrecisionLinear inside"):
         tilebit.set_precision(nn.Linear(2, 2), 4)
     with pytest.raises(ValueError, match=r"x is torch\.bfloat16 \[3, 299\]; accepted: torch\.bfloat16 \[\.\.\., 300\]"):

@@ -11,7 +11,9 @@ from .outside import stated
 PER_CHANNEL = -1  # a scale for each output channel
 GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
 BITS = (4, 8)  # of integer weights
+CODEBOOK_BITS = (2, 3, 4, 5, 6, 7, 8)  # of weights whose channels have codebooks of their own
 INT8 = "int8"
+CODEBOOK = "codebook"
 OFFSET_ZERO = 128  # what a scaled number and its offset are less than as bytes: kernels flip the highest bit
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign (OCP Microscaling Formats 1.0, 5.3.3)
 
@@ -22,7 +24,8 @@ class Scale:
     "none", "middle" of the codes, or "stored" with the scale; or an "offset" that is added to the
     product of number and factor (see ``GemmFormat``). Kernels read factors of groups in the
     product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
-    powers of two, or "e4m3"; "": any of that type; "uint8": bytes."""
+    powers of two, or "e4m3"; "": any of that type; "uint8": bytes; "codebook": no factor, but
+    the numbers of all codes."""
 
     group: int
     zero: str = "none"
@@ -62,6 +65,7 @@ class GemmFormat:
 
         w = (value(q) - zero) * scale (* row scale)             value: ``weight.values``; zero, scale: ``weight.scales``
         w = (value(q) * scale + offset - 128) * row scale       of bytes: whole numbers from -128 to 127 but for the row scale
+        w = codebook[q]                                         each output channel's own, in place of scales
 
     The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
     ``x``: "", or "int8": codes, each row with an fp32 scale of its own (``token_scales``); then
@@ -105,6 +109,12 @@ class GemmFormat:
     def offset(self) -> bool:
         """What is stored beside a scale is added to the scaled number: LiquidGEMM's two levels."""
         return self.weight.scales[0].zero == "offset"
+
+    @property
+    def codebook(self) -> bool:
+        """Each output channel has the numbers of its 2^bits codes in place of a scale, and codes
+        are stored as bit planes (``layouts/planes.py``)."""
+        return self.weight.scales[0].of == CODEBOOK
 
     @property
     def integer_sums(self) -> bool:
@@ -177,7 +187,9 @@ class GemmFormat:
 
     @property
     def group_bytes(self) -> int:
-        """Of the scale of a group and of what is stored beside it."""
+        """Of the scale of a group and of what is stored beside it; or of a channel's codebook."""
+        if self.codebook:
+            return 2 << self.bits
         zero = 0 if self.symmetric else 1 if self.integer_sums else 2
         return zero + (1 if self.weight.scales[0].of == "uint8" else 2)
 
@@ -293,4 +305,6 @@ FORMATS: dict[str, GemmFormat] = {
     "w8a8_channel": GemmFormat(Numbers("uint", 8, (Scale(PER_CHANNEL, "middle"),)), x=INT8),
     "w8a8_g128": _group_wise(8, "middle"),
     "w4a8_g128_asym": _group_wise(4, "stored"),
+    # Any-Precision LLM's: codes of b bits are the highest of 8, each channel has a codebook of each width.
+    **{f"w{bits}a16_any": GemmFormat(Numbers("any", bits, (Scale(PER_CHANNEL, of=CODEBOOK),))) for bits in CODEBOOK_BITS},
 }

@@ -62,6 +62,13 @@ class Row:
     why: str
 
 
+def _unserved(workload: AnyWorkload, target: Target) -> str:
+    """That no program serves ``workload`` on ``target``, and where some do."""
+    serving = {arch for rule in operation(workload.op).rules if not rule.unserved(workload) for arch in rule.arches}
+    accepted = "" if target.arch in serving or not serving else f"; its programs run on: {', '.join(sorted(serving))}"
+    return f"no schedule for {workload!r} on {target.arch} ({target.name}){accepted}; see schedules/operations.py"
+
+
 def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
     """The schedule to use for ``workload`` on ``target``: of a GEMM the one of its shape's
     portfolio that serves its m, of attention that of its bucket of sizes.
@@ -241,7 +248,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranke
         if estimate(workload, record.schedule, target).us <= bound:
             return Choice(record.schedule, "nearest", record, d)
     if not options:
-        raise ValueError(f"no schedule for {workload!r} on {target.arch} ({target.name}); see schedules/operations.py")
+        raise ValueError(_unserved(workload, target))
     usable = [s for s in options if s not in failed]
     if ranker is not None and served:
         judged = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))

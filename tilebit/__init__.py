@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .ops.gemm import gemm
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
+    from .weights.any_modules import AnyPrecisionLinear, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.gptq import gptq
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AnyPrecisionLinear": "weights.any_modules",
     "CacheFull": "cache.sequences",
     "Checkpoint": "weights.checkpoint",
     "KVCache": "cache.kvcache",
@@ -50,12 +52,15 @@ _HOME = {
     "prepare": "ops.prepare",
     "quantize_activations": "ops.quantize",
     "quantize_model": "weights.modules",
+    "quantize_model_any": "weights.any_modules",
     "search_smoothing": "weights.smooth",
     "select_channels": "weights.precision",
+    "set_precision": "weights.any_modules",
 }
 _MODULES = ("attention", "cache", "command", "kernels", "ops", "packs", "runtime", "weights")
 
 __all__ = [
+    "AnyPrecisionLinear",
     "CacheFull",
     "Checkpoint",
     "KVCache",
@@ -75,8 +80,10 @@ __all__ = [
     "prepare",
     "quantize_activations",
     "quantize_model",
+    "quantize_model_any",
     "search_smoothing",
     "select_channels",
+    "set_precision",
 ]
 
 

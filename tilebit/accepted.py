@@ -25,10 +25,20 @@ def expect_tensors(optional: tuple[str, ...] = (), **tensors: Any) -> None:
 
 def format_of(format: Any) -> GemmFormat:
     """A format, or the one that a name stands for ("w4a16_g128"). Raises ``TypeError`` for anything
-    else and ``ValueError`` for a name without one."""
+    else and ``ValueError`` for a name without one, and for one with codebooks."""
     if isinstance(format, str):
-        return QuantFormat.parse(format)
+        format = QuantFormat.parse(format)
     expect("format", format, GemmFormat, "a QuantFormat, or a name such as 'w4a16_g128'")
+    return scaled(format)
+
+
+def scaled(format: GemmFormat) -> GemmFormat:
+    """``format``, whose weights are codes and scales. Raises ``ValueError`` for one with codebooks."""
+    if format.codebook:
+        raise ValueError(
+            f"format is {format.name}, whose channels have codebooks; accepted here: formats with scales, for example 'w4a16_g128'; "
+            f"quantize_any and pack_any make weights with codebooks (tilebit.weights.any_packed)"
+        )
     return format
 
 

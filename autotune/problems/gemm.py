@@ -45,7 +45,7 @@ class Problem:
     """One GEMM with its operands on a device.
 
     ``x`` is [m, k] in the workload's dtype, or int8 codes where the format says so; ``operands``
-    holds ``weight`` int32 (packed), ``scales`` [groups, n_pad], ``zeros`` [groups, n_pad]
+    holds ``weight`` int32 (packed), ``scales`` [groups, n_pad] (or codebooks [n_pad, 2^bits]), ``zeros`` [groups, n_pad]
     (asymmetric formats; of two integer levels the offsets), ``row_scales`` fp32
     [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m], or [groups, m]
     where groups of x have scales, and ``bias`` [n] (if the
@@ -117,6 +117,9 @@ class Problem:
         [stop - start, k], in ``dtype``."""
         w, first = self.workload, start // self.layout.tile_n
         last = -(-stop // self.layout.tile_n)
+        if w.format.codebook:
+            codes = unpack_planes(self.operands["weight"][:, first:last], self.layout)[: stop - start, : w.k]
+            return self.operands["scales"][start:stop].to(dtype).gather(1, codes.long())
         codes = unpack_tiles(self.operands["weight"][first:last], self.layout)[: stop - start, : w.k]
         numbers = codes.to(dtype) if w.format.integer else codes.new_tensor(w.format.weight.values, dtype=dtype)[codes.int()]
         group = w.k if w.format.group_size == PER_CHANNEL else w.format.group_size
@@ -144,6 +147,15 @@ def unpack_tiles(words: Tensor, layout: PackedLayout) -> Tensor:
     return codes.transpose(1, 2).reshape(tiles_n * layout.tile_n, tiles_k * layout.tile_k)
 
 
+def unpack_planes(planes: Tensor, layout: PackedLayout) -> Tensor:
+    """int32 [bits, tiles_n, tiles_k, words], the highest bits first -> uint8 codes [tiles_n *
+    tile_n, tiles_k * tile_k]."""
+    codes = unpack_tiles(planes[0], layout)
+    for plane in planes[1:]:
+        codes = codes << 1 | unpack_tiles(plane, layout)
+    return codes
+
+
 def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
     """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a
     right kernel returns the reference rounded once and comparing is ``torch.equal``.
@@ -155,7 +167,9 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     """
     generator = torch.Generator(device).manual_seed(seed)
     row_scales, apart = torch.tensor(_EXACT_ROW_SCALES, device=device), 1  # and token scales
-    if workload.format.x:
+    if workload.format.codebook:
+        largest, scales = _exact_codebooks(workload)
+    elif workload.format.x:
         largest, unit, apart = _exact_integers(workload)
         row_scales = row_scales * unit
         scales = row_scales.tolist()  # of channels, where they have no row scales
@@ -180,6 +194,8 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
         x = (x * (LARGEST_INT8 / 3)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
         unit = 1.0 / (workload.k**0.25 * 64)  # of row scales and of token scales, which are multiplied
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
+    if workload.format.codebook:
+        scales = torch.randn(1024, generator=generator, device=device) / workload.k**0.5
     scaled = workload.format.row_scaled or workload.token_scales
     row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if scaled else scales
     if workload.format.x:
@@ -215,6 +231,17 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     return (finite or exact[-1:])[0]
 
 
+def _exact_codebooks(workload: Workload) -> tuple[int, list[int]]:
+    """(largest activation, numbers of codebooks), all integers, so few that sums are exact in fp32
+    and, where possible, finite in fp16."""
+    for largest, number in ((4, 8), (4, 2), (1, 1)):
+        most = workload.k * largest * number + MAX_BIAS
+        deviation = (workload.k * largest * (largest + 1) * number * (number + 1)) ** 0.5 / 3
+        if most / min(_EXACT_ROW_SCALES) < EXACT_INTEGERS and (workload.dtype != "float16" or 5 * deviation < MAX_HALF):
+            return largest, list(range(-number, number + 1))
+    raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {workload.format.name}: up to {EXACT_INTEGERS // 8}")
+
+
 def _exact_integers(workload: Workload) -> tuple[int, float, int]:
     """(largest x, unit of row and token scales, columns from one that is not zero to the next) of int8
     x: int32 sums that fp32 holds, with the bias at the unit that scales make, and where possible
@@ -246,13 +273,16 @@ def _problem(
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
     if layout.padded(workload.n, workload.k) != (workload.n, workload.k):
-        ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
-        words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0
+        ones = np.full((workload.n, workload.k), (1 << layout.bits) - 1, dtype=np.uint8)
+        words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0; of planes, each
 
     def drawn(name: str, values: Tensor) -> Tensor:
         picked = torch.randint(0, values.numel(), stated[name].shape, generator=generator, device=device)
         parameters = values[picked].to(getattr(torch, stated[name].dtype))
-        parameters[..., workload.n :] = 0
+        if f.codebook and name == "scales":
+            parameters[workload.n :] = 0
+        else:
+            parameters[..., workload.n :] = 0
         return parameters
 
     operands = {"weight": words}

@@ -16,6 +16,7 @@ from math import inf
 from ...layouts.formats import INT8, PER_CHANNEL, GemmFormat
 from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
+from ...layouts.planes import plane_layout
 
 
 def _induced(arch: str, format: GemmFormat) -> PackedLayout:
@@ -95,7 +96,18 @@ GROUPED_BYTES = replace(
     headers=("codecs/int8.cuh", "codecs/group_sums.cuh"),
     programs=frozenset({"gemm_wgmma", "gemm_cpu"}),
 )
-CODECS: dict[tuple[str, str, int], Codec] = {(codec.kind, codec.x, codec.x_group): codec for codec in (UINT, E2M1, BYTES, GROUPED_BYTES)}
+ANY = Codec(
+    "any",
+    device=lambda f: "",
+    programs=frozenset({"gemm_any_cpu"}),
+    group_sizes=(-1,),
+    ops_per_weight={},
+    cpu_ops_per_weight={},
+    layout=lambda arch, f: plane_layout(arch),
+)
+CODECS: dict[tuple[str, str, int], Codec] = {
+    (codec.kind, codec.x, codec.x_group): codec for codec in (UINT, E2M1, BYTES, GROUPED_BYTES, ANY)
+}
 
 
 def codec_of(format: GemmFormat) -> Codec:
@@ -118,5 +130,6 @@ def sources_of(format: GemmFormat) -> tuple[str, ...]:
 
 
 def packed_layout(arch: str, format: GemmFormat) -> PackedLayout:
-    """Where the codes of a weight of ``format`` lie on ``arch``."""
+    """Where the codes of a weight of ``format`` lie on ``arch``; of one with codebooks, where the
+    bits of each of its planes lie."""
     return codec_of(format).layout(arch, format)

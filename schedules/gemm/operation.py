@@ -9,7 +9,7 @@ from math import log2
 from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
-from . import cpu, rules, stream
+from . import cpu, cpu_any, rules, stream
 from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
@@ -107,6 +107,17 @@ CPU = Rule(
     candidates=cpu.cpu_candidates,
     estimate=estimate,
 )
+CPU_ANY = Rule(
+    cpu_any.PROGRAM,
+    "tilebit.tiles.cpu.gemm.any_program",
+    unserved=_unserved(cpu_any.PROGRAM),
+    sources=_sources,
+    arches=("cpu",),
+    tried=("cpu",),
+    reads=frozenset({"block_n", "block_m", "num_warps", "split_k"}),
+    legal=cpu_any.any_legal,
+    candidates=cpu_any.any_candidates,
+)
 
 
 def distance(there: Workload, here: Workload) -> float | None:
@@ -132,7 +143,7 @@ def rank(there: Workload, here: Workload) -> tuple[bool, float]:
 GEMM = Operation(
     "gemm",
     Workload,
-    rules=(BULK, STREAM, WGMMA, MMA, CPU),
+    rules=(BULK, STREAM, WGMMA, MMA, CPU, CPU_ANY),
     gate="tilebit.autotune.problems.verify",
     distance=distance,
     rank=rank,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
-SCALES = "scales"  # per-channel ones are a part; those of groups are the weight's own, and the same operand
+SCALES = "scales"  # per-channel ones are a part; those of groups, and codebooks, are the weight's own, and the same operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Part:
 def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
     """All parts in the order in which they are applied, and whether products of ``w`` have them."""
     return (
-        (Part(SCALES, "multiply", w.dtype), w.format.group_size == PER_CHANNEL),
+        (Part(SCALES, "multiply", w.dtype), w.format.group_size == PER_CHANNEL and not w.format.codebook),
         (Part("row_scales", "multiply", "float32"), w.format.row_scaled),
         (Part(TOKEN_SCALES, "multiply", "float32", axis="m", packed=False), w.token_scales),
         (Part("bias", "add", w.dtype, packed=False), w.bias),

@@ -94,16 +94,21 @@ class Workload:
     def operands(self, arch: str) -> tuple[Operand, ...]:
         """The tensors of a call on ``arch``, in call order. x has zero columns up to whole 16 bytes
         on CUDA; weight, scales, zeros and row scales are padded to whole tiles of the packed
-        layout (``codecs.packed_layout``)."""
+        layout (``codecs.packed_layout``). Of a format with codebooks the weight is planes, the
+        highest bits first, and scales are the codebooks [n_pad, 2^bits]."""
         f, layout = self.format, packed_layout(arch, self.format)
         whole = 1 if arch == "cpu" else X_ROW_BYTES // self.x_bytes
         columns = -(-self.k // whole) * whole
-        groups = (f.groups(self.k), layout.padded(self.n, self.k)[0])
+        groups, stored = (f.groups(self.k), layout.padded(self.n, self.k)[0]), layout.storage_shape(self.n, self.k)
+        if f.codebook:
+            scales, stored = (groups[1], 1 << f.bits), (f.bits, *stored)
+        else:
+            scales = groups
         packing = f"pack the weight for this device and dtype with tilebit.pack ({arch})"
         return (
             Operand("x", self.x_dtype, ("m", columns)),
-            Operand("weight", "int32", layout.storage_shape(self.n, self.k), advice=packing),
-            Operand("scales", f.parameter_dtype(self.dtype), groups, advice=packing),
+            Operand("weight", "int32", stored, advice=packing),
+            Operand("scales", f.parameter_dtype(self.dtype), scales, advice=packing),
             Operand("zeros", f.zero_dtype(self.dtype), groups, optional=True, absent=f.symmetric, advice=packing),
             *part_operands(self, groups[1], packing),
             Operand("y", self.dtype, ("m", self.n), written=True, read=False),

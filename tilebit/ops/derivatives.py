@@ -107,7 +107,7 @@ def product(
 def _weight(weight: Tensor, scales: Tensor, zeros: Tensor | None, row_scales: Tensor | None, n: int, k: int, format: str) -> Tensor:
     arch = device_target(weight.device).arch
     held = PackedWeight(weight, scales, zeros, n, k, GemmFormat.parse(format), scales.dtype, arch, row_scales=row_scales)
-    return held.unpack().dequantize(scales.dtype)
+    return held.dequantize()
 
 
 def _weight_fake(weight: Tensor, scales: Tensor, zeros: Tensor | None, row_scales: Tensor | None, n: int, k: int, format: str) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..accepted import expect, expect_tensors, format_of
+from ..accepted import expect, expect_tensors, format_of, scaled
 from ..json_reader import parse_json
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
@@ -63,6 +63,7 @@ class QuantLinear(nn.Module):
                 f"got QuantLinear({type(packed).__name__}); accepted: a PackedWeight; use QuantLinear.from_float(linear) "
                 f"or QuantLinear.from_checkpoint(...)"
             )
+        scaled(packed.format)
         expect_tensors(optional=("bias",), bias=bias)
         if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")

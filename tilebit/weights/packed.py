@@ -14,9 +14,10 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..accepted import expect, expect_tensors
+from ..accepted import expect, expect_tensors, scaled
 from ..layouts.formats import OFFSET_ZERO, GemmFormat
 from ..layouts.packing import PackedLayout
+from ..layouts.planes import unpack_planes
 from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
@@ -35,9 +36,11 @@ _CHUNK_CODES = 1 << 25
 class PackedWeight:
     """A weight [n, k] as the GEMM kernels of ``arch`` read it.
 
-    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``;
+    ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``, of a
+    format with codebooks [bits, tiles_n, tiles_k, words]: planes, the highest bit first;
     ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
-    holding integers, or None for a symmetric format; uint8 where the format says so. n_pad is
+    holding integers, or None for a symmetric format; uint8 where the format says so; codebooks are
+    ``scales`` [n_pad, 2^bits]. n_pad is
     n rounded up to whole tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
     x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
     None. Raises ``ValueError`` for anything else.
@@ -96,11 +99,21 @@ class PackedWeight:
         )
 
     def unpack(self) -> QuantizedTensor:
-        """The inverse of ``pack`` (scales stay in ``dtype``)."""
+        """The inverse of ``pack`` (scales stay in ``dtype``). Raises ``ValueError`` for a format with
+        codebooks."""
+        scaled(self.format)
         codes = unpack_words(self.weight, self.layout, self.n, self.k)
         zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
         rows = None if self.row_scales is None else self.row_scales[: self.n].clone()
         return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows)
+
+    def dequantize(self) -> Tensor:
+        """The weight [n, k] in ``dtype``, y = x @ w^T."""
+        if not self.format.codebook:
+            return self.unpack().dequantize(self.dtype)
+        planes = self.weight.cpu().numpy()
+        codes = torch.from_numpy(unpack_planes(planes, self.layout, self.n, self.k)).to(self.device)
+        return self.scales[: self.n].gather(1, codes.long())
 
 
 def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | None = None, arch: str | None = None) -> PackedWeight:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..accepted import expect, expect_tensors
+from ..accepted import expect, expect_tensors, scaled
 from ..layouts.formats import PER_CHANNEL, GemmFormat
 from .quantize_float import numbers, round_floats, row_scale
 from .quantize_lqq import MOST_K, nearest_levels, row_scales, two_levels
@@ -53,6 +53,7 @@ class QuantizedTensor:
         optional = ("zeros", "perm", "row_scales")
         expect_tensors(optional, codes=self.codes, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
         expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
+        scaled(self.format)
         if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
             raise ValueError(f"codes are {_describe(self.codes)}; accepted: uint8 [n, k] with n >= 1 and k >= 1")
         shape = (self.n, self.format.groups(self.k))
@@ -144,6 +145,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     """
     expect_tensors(w=w)
     expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
+    scaled(format)
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
     scale_dtype = scale_dtype_of(w, scale_dtype)

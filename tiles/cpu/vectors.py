@@ -158,3 +158,14 @@ def lane_sum(value: Any, lanes: int, dtype: str = "float32") -> Any:
         half = len(terms) // 2
         terms = [terms[i] + terms[i + half] for i in range(half)]
     return terms[0]
+
+
+def shuffle_bytes(table: Any, index: Any) -> Any:
+    """int8x32: of each half, ``table[index & 15]`` of its 16 bytes; 0 where the index is negative
+    (vpshufb)."""
+    return tirx.call_llvm_pure_intrin("int8x32", "llvm.x86.avx2.pshuf.b", table, index)
+
+
+def blend_bytes(a: Any, b: Any, mask: Any) -> Any:
+    """int8x32: ``b`` where ``mask`` is negative, else ``a`` (vpblendvb)."""
+    return tirx.call_llvm_pure_intrin("int8x32", "llvm.x86.avx2.pblendvb", a, b, mask)

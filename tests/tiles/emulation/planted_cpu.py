@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,21 +109,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     if schedule.raster == 0:
         return gemm.build(workload, schedule, target)
     module, edit, *_ = [*BUGS.values(), *INT8_BUGS.values()][schedule.raster - 1]
-    with _edited(module, edit):
+    with edited(module, edit):
         return gemm.build(workload, schedule, target)
 
 
 @contextmanager
-def _edited(edited: str, edit: Edit) -> Iterator[None]:
-    """Copies of ``MODULES`` in place of the real ones, one of them edited."""
+def edited(which: str, edit: Edit, modules: Sequence[str] = MODULES) -> Iterator[None]:
+    """Copies of ``modules`` in place of the real ones, ``which`` of them edited."""
     package = sys.modules[PACKAGE]
-    real = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in MODULES}
+    real = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in modules}
     try:
-        for name in MODULES:
+        for name in modules:
             text = Path(str(real[name].__file__)).read_text()
             copy = types.ModuleType(f"{PACKAGE}.{name}")
             copy.__package__ = PACKAGE
-            exec(compile(edit(text) if name == edited else text, f"{name}.py", "exec", dont_inherit=True), copy.__dict__)
+            exec(compile(edit(text) if name == which else text, f"{name}.py", "exec", dont_inherit=True), copy.__dict__)
             sys.modules[f"{PACKAGE}.{name}"] = copy
             setattr(package, name, copy)
         yield

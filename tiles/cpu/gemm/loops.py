@@ -110,7 +110,7 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
                             x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
                             accumulate(plan, arg, words, x, depth, rows, sums)
                         apply(plan, arg, group, nt, block, rows, sums, total)
-            _write(plan, arg, nt, block, m, total)
+            write(plan, arg, nt, block, m, total)
 
 
 def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
@@ -167,7 +167,7 @@ def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:
     return numbers
 
 
-def _write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
+def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
     """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
     ragged = n % TILE != 0

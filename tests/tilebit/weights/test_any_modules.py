@@ -1,0 +1,167 @@
+"""``AnyPrecisionLinear``: one store, a width of a call, a layer, a model; state, copies, derivatives, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import tilebit
+from tilebit import AnyPrecisionLinear
+from tilebit.weights.any_packed import pack_any
+from tilebit.weights.quantize_any import AnyPrecisionTensor
+
+N, K = 24, 300
+BF16 = torch.bfloat16
+
+
+def weight(seed: int = 0) -> AnyPrecisionTensor:
+    """Integers as codebooks, 3 to 5 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 32, (N, K), generator=generator, dtype=torch.uint8)
+    return AnyPrecisionTensor(codes, {b: torch.randint(-8, 9, (N, 1 << b), generator=generator).half() for b in (3, 4, 5)})
+
+
+def layer(seed: int = 0) -> AnyPrecisionLinear:
+    return AnyPrecisionLinear(pack_any(weight(seed), BF16), torch.arange(N).float())
+
+
+def rows(m: int = 3) -> torch.Tensor:
+    return torch.randint(-4, 5, (m, K), generator=torch.Generator().manual_seed(m)).to(BF16)
+
+
+def expected(bits: int, x: torch.Tensor, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return (x.double() @ weight(seed).dequantize(bits, torch.float64).T + torch.arange(N)).to(dtype)
+
+
+def test_width_of_a_call_of_a_layer_and_of_a_model() -> None:
+    one, x = layer(), rows()
+    assert one.bits == 5 and torch.equal(one(x), expected(5, x))
+    for bits in (3, 4, 5, 3):
+        assert torch.equal(one(x, bits=bits), expected(bits, x)) and one.bits == 5
+    one.bits = 4
+    assert torch.equal(one(x), expected(4, x)) and torch.equal(one(x[0]), expected(4, x)[0])
+    model = nn.ModuleDict({"a": layer(), "b": layer(1), "other": nn.Linear(2, 2)})
+    assert tilebit.set_precision(model, 3) == 2
+    assert torch.equal(model["a"](x), expected(3, x)) and torch.equal(model["b"](x), expected(3, x, 1))
+
+
+def test_widths_that_are_not_held_are_refused_and_change_nothing() -> None:
+    model = nn.ModuleList([layer(), AnyPrecisionLinear(pack_any(AnyPrecisionTensor(weight().codes >> 1, dict(_narrow())), BF16))])
+    tilebit.set_precision(model, 4)
+    with pytest.raises(ValueError, match="bits is 5; accepted: 3 to 4"):
+        tilebit.set_precision(model, 5)
+    assert [one.bits for one in model] == [4, 4]
+    for bad in (2, 6):
+        with pytest.raises(ValueError, match=f"bits is {bad}; accepted: 3 to 5"):
+            model[0](rows(), bits=bad)
+    with pytest.raises(TypeError, match=r"bits is float 4\.0"):
+        model[0].bits = 4.0  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="Linear has no AnyPrecisionLinear inside"):
+        tilebit.set_precision(nn.Linear(2, 2), 4)
+    with pytest.raises(ValueError, match=r"x is torch\.bfloat16 \[3, 299\]; accepted: torch\.bfloat16 \[\.\.\., 300\]"):
+        model[0](rows()[:, :-1])
+    with pytest.raises(TypeError, match="packed is Tensor"):
+        AnyPrecisionLinear(rows())  # pyright: ignore[reportArgumentType]
+
+
+def _narrow() -> dict[int, torch.Tensor]:
+    return {bits: book for bits, book in weight().codebooks.items() if bits < 5}
+
+
+def test_state_goes_through_one_safetensors_file(tmp_path) -> None:
+    model, other, x = nn.ModuleList([layer(), layer(1)]), nn.ModuleList([layer(2), layer(3)]), rows()
+    other[0](x)  # what was kept of the old planes must not be used again
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for bits in (3, 4, 5):
+        assert torch.equal(other[0](x, bits), expected(bits, x)) and torch.equal(other[1](x, bits), expected(bits, x, 1))
+    assigned = layer(2)
+    assigned(x)
+    assigned.load_state_dict(layer(1).state_dict(), assign=True)
+    assert torch.equal(assigned(x), expected(5, x, 1))
+
+
+def test_state_of_a_gpu_is_repacked() -> None:
+    there = pack_any(weight(1), BF16, arch="sm_90a")
+    state = layer(1).state_dict()
+    foreign = AnyPrecisionLinear(there, torch.arange(N).float()).state_dict()
+    assert foreign["planes"].shape != state["planes"].shape
+    one = layer()
+    one.load_state_dict(foreign)
+    assert torch.equal(one(rows()), expected(5, rows(), 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("planes", lambda t: None, "lacks planes"),
+        ("planes", lambda t: t.float(), r"weight is torch\.float32"),
+        ("planes", lambda t: t[:4], "of 4 planes"),
+        ("codebook_4", lambda t: t[:, :8], r"scales is torch\.bfloat16 \[24, 8\]"),
+        ("codebook_4", lambda t: None, "lacks codebook_4"),
+        ("bias", lambda t: t[:3], r"bias is torch\.bfloat16 \[3\]"),
+        ("bias", lambda t: None, "lacks bias"),
+        ("_extra_state", lambda t: None, "lacks _extra_state"),
+        ("_extra_state", lambda t: t[:-1], "the extra state is not an AnyPrecisionLinear's"),
+    ],
+)
+def test_state_that_does_not_fit_changes_nothing(name: str, change, words: str) -> None:
+    one, state = layer(), layer(1).state_dict()
+    value = change(state.pop(name))
+    if value is not None:
+        state[name] = value
+    with pytest.raises(RuntimeError, match=words):
+        one.load_state_dict(state)
+    assert torch.equal(one(rows()), expected(5, rows()))
+
+
+def test_copies_and_casts_compute_what_the_original_does() -> None:
+    one, x = layer(), rows()
+    one(x)
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(one), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x, 3), expected(3, x)) and twin.planes.data_ptr() != one.planes.data_ptr()
+        twin.planes.zero_()
+        assert not torch.equal(twin(x, 3), expected(3, x)) and torch.equal(one(x, 3), expected(3, x))
+    half = copy.deepcopy(one).half()
+    assert half.dtype == torch.float16 and torch.equal(half(x.half(), 4), expected(4, x, dtype=torch.float16))
+
+
+def test_derivatives_are_those_of_the_width() -> None:
+    one, x = layer(), rows().requires_grad_()
+    one(x, bits=3).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad.double(), weight().dequantize(3, torch.float64).sum(0).expand(3, K).to(BF16).double())
+
+
+@pytest.mark.slow
+def test_compiled_layers_follow_their_width() -> None:
+    one, x = layer(), rows()
+    compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+    for bits in (3, 5):
+        assert torch.equal(compiled(x, bits=bits), expected(bits, x))
+    for bits in (4, 3):
+        one.bits = bits
+        assert torch.equal(compiled(x), expected(bits, x))
+
+
+def test_a_model_is_quantized_in_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).to(BF16)
+    x = torch.randn(4, 64).to(BF16)
+    plain, shared = model(x), copy.deepcopy(model)
+    assert tilebit.quantize_model_any(model, max_bits=6, sensitivity={"0": torch.ones(32, 64)}) == ["0", "2"]
+    errors = []
+    for bits in (3, 4, 6):
+        tilebit.set_precision(model, bits)
+        errors.append(float(((model(x) - plain).norm() / plain.norm()).detach()))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.1
+    with pytest.raises(ValueError, match="sensitivity names 'head'"):
+        tilebit.quantize_model_any(shared, sensitivity={"head": torch.ones(2, 2)})
+    assert all(type(one) is not AnyPrecisionLinear for one in shared)

@@ -1,0 +1,248 @@
+"""``AnyPrecisionLinear``: a linear layer that computes in any of the widths that one store of its
+weight holds, and what sets the width of a whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..accepted import expect, expect_tensors
+from ..json_reader import parse_json
+from ..layouts.planes import plane_layout
+from ..ops.gemm import call
+from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
+from .layers import linears_of, once
+from .packed import DTYPES, arch_of
+from .quantize_any import MAX_BITS, quantize_any
+
+_EXTRA = "_extra_state"
+
+
+class AnyPrecisionLinear(nn.Module):
+    """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] in ``bits`` bits: a width of a call
+    (``layer(x, bits=4)``), else of the layer (``layer.bits``), at first the widest.
+
+    Buffers: ``planes`` int32, ``codebook_3`` to ``codebook_8`` (those of the widths that are held)
+    and ``bias`` [n]; shapes and layout are those of ``AnyPrecisionWeight``. ``state_dict`` holds
+    them and, as a uint8 tensor of JSON, n, k, the widths and the layout's architecture; not the
+    layer's width. The layer computes in the codebooks' dtype, fp16 or bf16, and ``.to(dtype)``
+    rounds these. Moving it to a device whose kernels read another layout repacks it; so does
+    loading a state_dict that was packed for another one. ``load_state_dict`` refuses entries that
+    are not this layer's, and then changes nothing. Derivatives are those of ``tilebit.gemm``: with
+    respect to x and bias.
+    """
+
+    planes: Tensor
+    bias: Tensor | None
+
+    def __init__(self, packed: AnyPrecisionWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        expect("packed", packed, AnyPrecisionWeight, "an AnyPrecisionWeight: pack_any(quantize_any(w), dtype)")
+        expect_tensors(optional=("bias",), bias=bias)
+        if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
+            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
+        self.in_features, self.out_features, self.widths = packed.k, packed.n, packed.widths
+        self._names = {bits: (f"codebook_{bits}", any_format(bits).name) for bits in self.widths}  # made once: calls pass them
+        self._hold(packed)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self._bits = packed.max_bits
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        seed_bits: int = 3,
+        max_bits: int = MAX_BITS,
+        sensitivity: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> AnyPrecisionLinear:
+        """``linear`` in every width from ``seed_bits`` to ``max_bits``, quantized on its own device by
+        ``quantize_any``; it computes in ``dtype``: by default the weight's, fp16 for fp32 weights.
+        Raises ``TypeError`` and ``ValueError`` as ``quantize_any`` and ``pack_any`` do."""
+        expect("linear", linear, nn.Linear, "a torch.nn.Linear")
+        weight = linear.weight.detach()
+        chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
+        return cls(pack_any(quantize_any(weight, seed_bits, max_bits, sensitivity), chosen), linear.bias)
+
+    @property
+    def bits(self) -> int:
+        """The width of calls that name none. Setting it raises ``TypeError`` and ``ValueError`` for
+        one that is not held."""
+        return self._bits
+
+    @bits.setter
+    def bits(self, bits: int) -> None:
+        check_width(bits, self.widths)
+        self._bits = bits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in."""
+        return self._buffers[f"codebook_{self.widths[-1]}"].dtype  # type: ignore[union-attr]
+
+    @property
+    def packed(self) -> AnyPrecisionWeight:
+        """The weight in all widths (sharing the buffers)."""
+        books = {bits: self.get_buffer(f"codebook_{bits}") for bits in self.widths}
+        return AnyPrecisionWeight(self.planes, books, self.out_features, self.in_features, self.arch)
+
+    def forward(self, x: Tensor, bits: int | None = None) -> Tensor:
+        if bits is None:
+            bits = self._bits
+        elif bits not in self._names or type(bits) is not int:
+            check_width(bits, self.widths)
+        held: dict[str, Any] = {**self._buffers, **self._parameters} if self._parameters else self._buffers
+        try:  # costs nothing where it is one
+            width = x.shape[-1]
+        except (AttributeError, IndexError):
+            expect_tensors(x=x)
+            width = 0
+        if width != self.in_features:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; accepted: {self.dtype} [..., {self.in_features}]")
+        planes = held["planes"]
+        if is_dynamo_compiling():
+            bits = next(one for one in self.widths if one == bits)  # a graph for each width: dynamo takes a second one for a symbol
+            weight = planes[:bits]
+        else:
+            weight = self._view(planes, bits)
+        book, name = self._names[bits]
+        return call(x, weight, held[book], None, None, held["bias"], self.out_features, name, False)
+
+    def _view(self, planes: Tensor, bits: int) -> Tensor:
+        """The first planes. Kept, because plans of calls are found by the weight's identity, and made
+        anew when another tensor has taken the planes' place."""
+        if self._views.get(0) is not planes:
+            self._views = {0: planes, **{width: planes[:width] for width in self.widths}}
+        return self._views[bits]
+
+    def extra_repr(self) -> str:
+        shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{shape}, bits={self._bits} of {self.widths[0]} to {self.widths[-1]}, arch={self.arch}"
+
+    def _hold(self, packed: AnyPrecisionWeight) -> None:
+        self.arch, self._views = packed.arch, {}
+        self.register_buffer("planes", packed.planes)
+        for bits, book in packed.codebooks.items():
+            self.register_buffer(f"codebook_{bits}", book)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AnyPrecisionLinear:
+        super()._apply(fn, recurse)  # type: ignore[arg-type]
+        self._views = {}
+        if self.planes.device.type in ("cpu", "cuda"):
+            arch = arch_of(self.planes.device)
+            packed = self.packed
+            if packed.layout.name != plane_layout(arch).name:
+                self._hold(pack_any(packed.unpack(), self.dtype, arch=arch))
+            self.arch = arch
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}  # copies make their own
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(list(json.dumps({**self._described, "arch": self.arch}, sort_keys=True).encode()), dtype=torch.uint8)
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        return {"n": self.out_features, "k": self.in_features, "widths": list(self.widths)}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Checked in ``_load_from_state_dict``, before any buffer is touched."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        held = [name for name in self._buffers if prefix + name in state_dict]
+        if held:
+            try:
+                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix)}
+            except (TypeError, ValueError) as error:
+                errors.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self._views = {}
+
+    def _as_stored_here(self, state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The weight of ``state`` in this layer's layout and dtype. Raises ``ValueError`` for one of
+        another shape or other widths, and for entries that are missing or of another kind."""
+        needed = [_EXTRA, "planes", *(f"codebook_{bits}" for bits in self.widths), *(["bias"] if self.bias is not None else [])]
+        lacking = [name for name in needed if prefix + name not in state]
+        if lacking:
+            raise ValueError(f"the state_dict lacks {', '.join(prefix + name for name in lacking)}; accepted: all or none of a layer's")
+        try:
+            described = parse_json(bytes(state[prefix + _EXTRA].tolist()))
+            own, arch = {name: described.get(name) for name in self._described}, str(described["arch"])
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise ValueError(f"the extra state is not an AnyPrecisionLinear's ({error}); accepted: its state_dict") from None
+        if own != self._described:
+            raise ValueError(f"the state_dict holds {own}; this layer is {self._described}: build the layer that fits")
+        books = {bits: state[prefix + f"codebook_{bits}"] for bits in self.widths}
+        packed = AnyPrecisionWeight(state[prefix + "planes"], books, self.out_features, self.in_features, arch)
+        if self.bias is not None:
+            bias = state[prefix + "bias"]
+            expect_tensors(bias=bias)
+            if bias.shape != self.bias.shape or not bias.is_floating_point():
+                raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{self.out_features}]")
+        if packed.layout.name != plane_layout(self.arch).name:
+            packed = pack_any(packed.unpack(), packed.dtype, arch=self.arch)
+        rounded = {bits: book.to(self.dtype) for bits, book in packed.codebooks.items()}
+        if not all(bool(book.isfinite().all()) for book in rounded.values()):
+            raise ValueError(f"a codebook does not fit {self.dtype}; accepted: finite numbers: cast the layer first")
+        return {prefix + "planes": packed.planes, **{prefix + f"codebook_{bits}": book for bits, book in rounded.items()}}
+
+
+def quantize_model_any(
+    model: nn.Module,
+    seed_bits: int = 3,
+    max_bits: int = MAX_BITS,
+    skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
+    sensitivity: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns the
+    names replaced.
+
+    ``skip`` as in ``quantize_model``. ``sensitivity``: [n, k] by layer, as ``quantize_any`` takes it;
+    layers without one are clustered with all values alike. Layers are converted before any is
+    replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
+    replace, and for a sensitivity of no layer.
+    """
+    expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
+    found, given = linears_of(model, skip), sensitivity or {}
+    strange = [name for name in given if name not in found]
+    if strange:
+        raise ValueError(f"sensitivity names {strange[0]!r}; accepted: layers that are replaced: {', '.join(list(found)[:5])}, ...")
+    converted = {
+        layer: AnyPrecisionLinear.from_float(layer, seed_bits, max_bits, given.get(name), dtype) for name, layer in once(found).items()
+    }
+    for name, layer in found.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, converted[layer])
+    return list(found)
+
+
+def set_precision(model: nn.Module, bits: int) -> int:
+    """Set the width of every ``AnyPrecisionLinear`` of ``model`` (itself included); returns how many
+    there are. Raises ``TypeError`` and ``ValueError`` where there is none, and for a width that one
+    of them does not hold; then none has changed."""
+    expect("model", model, nn.Module, "a torch.nn.Module with AnyPrecisionLinear inside")
+    layers = [module for module in model.modules() if isinstance(module, AnyPrecisionLinear)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no AnyPrecisionLinear inside; accepted: a model with some: quantize_model_any(model)")
+    for layer in layers:
+        check_width(bits, layer.widths)
+    for layer in layers:
+        layer.bits = bits
+    return len(layers)

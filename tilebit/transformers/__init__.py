@@ -14,7 +14,7 @@ from .cache import TilebitCache
 from .config import TilebitConfig
 from .loading import load
 from .registry import register
-from .takeover import takeover
+from .replacing import takeover
 
 __all__ = ["TilebitCache", "TilebitConfig", "load", "register", "takeover"]
 

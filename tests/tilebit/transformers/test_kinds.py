@@ -63,6 +63,7 @@ def test_fp8_rounds_what_is_packed_and_nothing_else():
     assert 0 < float(error) < 0.1
 
 
+@pytest.mark.slow
 def test_fp8_serves_every_row_of_a_padded_batch():
     model = built(llama(), "sdpa")
     inputs = prompts(3, 140, (0, 60, 9))
@@ -75,6 +76,7 @@ def test_fp8_serves_every_row_of_a_padded_batch():
     assert float(first) < 0.1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_models_of_one_config_keep_their_caches_apart():
     """What transformers sets for one is the other's attention too: both run as tilebit's, or neither."""

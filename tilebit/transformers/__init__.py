@@ -14,7 +14,8 @@ from .cache import TilebitCache
 from .config import TilebitConfig
 from .loading import load
 from .registry import register
+from .replacing import takeover
 
-__all__ = ["TilebitCache", "TilebitConfig", "load", "register"]
+__all__ = ["TilebitCache", "TilebitConfig", "load", "register", "takeover"]
 
 register()

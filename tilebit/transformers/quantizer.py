@@ -19,8 +19,9 @@ from ..schedules.gemm.workload import Workload
 from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
-from .config import TilebitConfig
+from .config import METHOD, TilebitConfig
 from .foreign import ForeignSource
+from .recognize import recognized
 from .sources import PackedSource
 
 
@@ -109,6 +110,12 @@ class TilebitQuantizer(HfQuantizer):
         """``save_pretrained`` asks for this before it writes the config: which then says what the layers
         are now, whatever quantized, cast or replaced them."""
         formats = {name: layer.format for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, QuantLinear)}
+        left = [name for name, module in model.named_modules() if recognized(module) is not None]
+        if left:
+            raise ValueError(
+                f"{len(left)} layers are of another quantizer, {left[0]} first; accepted in a directory of {METHOD}: its own and floats: "
+                "load the model with tilebit.transformers.load"
+            )
         if formats:
             model.config.quantization_config = TilebitConfig.naming(formats, model)
         elif hasattr(model.config, "quantization_config"):

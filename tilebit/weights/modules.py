@@ -4,6 +4,7 @@ in place of ``nn.Linear``."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -298,8 +299,9 @@ def quantize_model(
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
     new layer's. ``weights`` are weights quantized before, by layer (``calibrate``); ``format`` and
     ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
-    replace, and for ``weights`` of no layer or of another shape. Afterwards
-    ``model.save_pretrained`` is an error: no loader reads what it would write yet.
+    replace, and for ``weights`` of no layer or of another shape. Afterwards ``save_pretrained`` of a
+    transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
+    is imported; of another library's it is an error.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
@@ -325,9 +327,7 @@ def quantize_model(
         setattr(model.get_submodule(parent), attribute, converted[layer])
     if elsewhere:
         model.to(dtype)
-    for module in model.modules():
-        if hasattr(module, "save_pretrained"):
-            module.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+    _settle_saving(model)
     return list(found)
 
 
@@ -335,6 +335,20 @@ def _from_quantized(layer: nn.Linear, weight: QuantizedTensor, dtype: torch.dtyp
     """A layer in place of ``layer`` with the quantized ``weight``, on its device."""
     chosen = dtype or layer.weight.dtype
     return QuantLinear(pack(weight.to(layer.weight.device), chosen), layer.bias, dependent)
+
+
+def _settle_saving(model: nn.Module) -> None:
+    """``save_pretrained`` writes what can be read, or is an error."""
+    saved = [module for module in model.modules() if hasattr(module, "save_pretrained")]
+    library = sys.modules.get("transformers")  # whose models none can be where nothing has imported it
+    own = [module for module in saved if library is not None and isinstance(module, library.PreTrainedModel)]
+    if own:
+        from ..transformers.saving import attach
+
+        attach(model)
+    for module in saved:
+        if module not in own:
+            module.save_pretrained = _refuse_to_save  # type: ignore[assignment]
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:

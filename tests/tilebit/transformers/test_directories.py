@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -66,6 +67,33 @@ def test_layers_have_formats_of_their_own(tmp_path: Path):
     assert type(read.model.layers[1].self_attn.o_proj) is nn.Linear and type(read.model.layers[0].self_attn.k_proj) is nn.Linear
     read.save_pretrained(tmp_path / "packed")
     same(read, loaded(tmp_path / "packed"))
+
+
+def test_of_several_names_that_fit_the_longest_counts():
+    """Those that keep a layer among them; a layer's full name may be the end of another's."""
+    with torch.device("meta"):
+        model: Any = made(BIASED)
+    config = TilebitConfig("w4a16_g64", skip=["mlp.up_proj"], per_layer={"o_proj": None, "1.self_attn.o_proj": "w8a16_g32", "proj": None})
+    with pytest.raises(ValueError, match="per_layer names 'proj'"):
+        config.formats_of(model)
+    model.proj = nn.Linear(128, 128)
+    model.inner = nn.ModuleDict({"proj": nn.Linear(128, 128), "lm_head": nn.Linear(128, 128)})
+    formats = config.formats_of(model)
+    assert "model.layers.0.self_attn.o_proj" not in formats and formats["model.layers.1.self_attn.o_proj"].name == "w8a16_g32"
+    assert not {"proj", "inner.proj", "model.layers.0.mlp.up_proj"} & set(formats)
+    formats |= {"inner.proj": QuantFormat(4, 64), "inner.lm_head": QuantFormat(8, 64)}
+    for kept, other in (("proj", "inner.proj"), ("inner.proj", "proj")):
+        formats.pop(kept, None)
+        wanted = {**formats, other: QuantFormat(8, 32)}
+        assert TilebitConfig.naming(wanted, quantized_in(model, wanted)).formats_of(model) == wanted
+
+
+def quantized_in(model: nn.Module, formats: dict[str, Any]) -> Any:
+    """``model`` as it is when those layers have been replaced."""
+    found = copy.deepcopy(model)
+    for name in formats:
+        found.set_submodule(name, nn.Identity())
+    return found
 
 
 def test_the_floats_of_one_layer_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

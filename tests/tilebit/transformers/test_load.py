@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import textwrap
 import weakref
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,15 @@ def test_a_library_writes_what_is_loaded(tmp_path: Path):
     text = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": said.model_dump(mode="json")}
     (tmp_path / "config.json").write_text(json.dumps(text, default=str))
     close(load(tmp_path), model)
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path):
+    written(tmp_path / "model", "gptq v1", llama())
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    code = textwrap.dedent(text[text.index("    import tilebit.transformers") : text.index("`load` checks config")])
+    names: dict[str, Any] = {}
+    exec(code.replace("path/to", str(tmp_path)), names)
+    assert len(layers_of(names["model"])) == len(layers_of(load(tmp_path / "packed"))) == 14
 
 
 def test_files_are_opened_where_tensors_are_no_meta_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,6 +43,18 @@ def gemma2(**options: Any) -> PreTrainedConfig:
 def phi3(**options: Any) -> PreTrainedConfig:
     """One layer for q, k and v, one for gate and up."""
     return Phi3Config(**{**SIZES, "tie_word_embeddings": False, **options})
+
+
+def gemma3(**options: Any) -> PreTrainedConfig:
+    """A layer with a sliding window and one without, norms of q and k, no soft cap."""
+    own = {"head_dim": 256, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 256}
+    return Gemma3TextConfig(**{**SIZES, **own, **options})
+
+
+def gpt_oss(**options: Any) -> PreTrainedConfig:
+    """A sink for each head, sliding windows in turn, experts."""
+    own = {"head_dim": 64, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(**{**SIZES, **own, **options})
 
 
 CONFIGS = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2}

@@ -16,33 +16,17 @@ from tilebit.command.cli import app
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from transformers import AutoModelForCausalLM, LlamaConfig
-
 from tilebit.quality import Score, log_probabilities, windows
 from tilebit.transformers.opening import open_model
+from tilebit.transformers.synthetic import write_model
 
 TEXT = "a small model that was made on the spot says nothing of note " * 3
-VOCABULARY = 128
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers whose tokens are characters; all of its linear layers have one shape, so that few kernels compile."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=192, initializer_range=0.2, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    plain = Tokenizer(models.WordLevel({chr(i): i for i in range(VOCABULARY)}, unk_token="?"))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    plain.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
-    return folder
+    """A Llama of two layers whose tokens are characters."""
+    return write_model(tmp_path_factory.mktemp("models") / "dense")
 
 
 @pytest.fixture(scope="module")

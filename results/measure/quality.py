@@ -56,13 +56,15 @@ class Settings:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def compared(model: Any, windows: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float | None]:
+def compared(model: Any, windows: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
     """Perplexity of ``windows``, and the mean KL divergence from ``reference``, another model's
     ``log_probabilities``, and how often the most likely token is the same."""
     score = Score()
     for window, expected in zip(windows, reference, strict=True):
         score.add(log_probabilities(model, window), window[0, 1:], expected)
-    return {"perplexity": score.perplexity, "kl": score.kl, "top1": score.top1}
+    kl, top1 = score.kl, score.top1
+    assert kl is not None and top1 is not None
+    return {"perplexity": score.perplexity, "kl": kl, "top1": top1}
 
 
 def measured(

@@ -38,8 +38,27 @@ def examples() -> list[str]:
 
 
 @pytest.mark.slow
+def test_the_model_example_runs(tmp_path: Path):
+    """On a random model, made on the spot: its weights take less than their 16 bits did."""
+    pytest.importorskip("transformers", minversion="5.17")
+    from tilebit.transformers.synthetic import write_model
+
+    example, folder = examples()[0], write_model(tmp_path / "model")
+    code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    assert len(code) <= 8 and "path/to/model" in example
+    script = tmp_path / "example.py"
+    script.write_text(example.replace("path/to/model", str(folder)))
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, memory, speed = done.stdout.splitlines()
+    found = re.fullmatch(r"(\d+\.\d) MB of weights, (\d+\.\d) MB of cache", memory)
+    assert "The capital of France is" in done.stdout and found is not None and re.fullmatch(r"\d+\.\d tokens/s", speed), done.stdout
+    assert 0 < float(found[1]) < (folder / "model.safetensors").stat().st_size / 1e6 and float(found[2]) > 0
+
+
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path):
-    example = examples()[0]
+    example = examples()[1]
     code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(code) <= 10
     script = tmp_path / "example.py"
@@ -52,7 +71,7 @@ def test_the_example_runs(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_attention_example_runs(tmp_path: Path):
-    example = examples()[1]
+    example = examples()[2]
     code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert "KVCache" in example and len(code) <= 10
     script = tmp_path / "example.py"
@@ -76,9 +95,9 @@ def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     from tilebit.weights.synthetic import write_checkpoint
 
     write_checkpoint(tmp_path / "model", family, {"model.layers.0.mlp.up_proj": (64, 128)})
-    assert len(examples()) == 3 and "path/to/model" in examples()[2]
+    assert len(examples()) == 4 and "path/to/model" in examples()[3]
     names: dict[str, Any] = {}
-    exec(examples()[2].replace("path/to/model", str(tmp_path / "model")), names)
+    exec(examples()[3].replace("path/to/model", str(tmp_path / "model")), names)
     assert (names["layer"].packed.n, names["layer"].packed.k) == (64, 128)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -30,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tilebit.autotune.provenance import now, source_commit
+from tilebit.quality import Score, log_probabilities
 from tilebit.schedules.target import detect_target
 
 from ..report.markdown import slug
@@ -57,24 +56,15 @@ class Settings:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def log_probabilities(model: Any, window: Tensor) -> Tensor:
-    """Of every next token of the vocabulary after each of ``window`` int64 [1, tokens]: fp32
-    [tokens, vocabulary], natural logarithms."""
-    with torch.inference_mode():
-        return model(window.to(next(model.parameters()).device), use_cache=False).logits[0].float().log_softmax(-1)
-
-
 def compared(model: Any, windows: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
     """Perplexity of ``windows``, and the mean KL divergence from ``reference``, another model's
     ``log_probabilities``, and how often the most likely token is the same."""
-    loss = kl = same = 0.0
+    score = Score()
     for window, expected in zip(windows, reference, strict=True):
-        got, following = log_probabilities(model, window), window[0, 1:].to(expected.device)
-        loss += float(functional.nll_loss(got[:-1], following, reduction="sum"))
-        kl += float(functional.kl_div(got, expected, reduction="sum", log_target=True))
-        same += float((got.argmax(-1) == expected.argmax(-1)).sum())
-    tokens = sum(window.shape[1] for window in windows)
-    return {"perplexity": math.exp(loss / (tokens - len(windows))), "kl": kl / tokens, "top1": same / tokens}
+        score.add(log_probabilities(model, window), window[0, 1:], expected)
+    kl, top1 = score.kl, score.top1
+    assert kl is not None and top1 is not None
+    return {"perplexity": score.perplexity, "kl": kl, "top1": top1}
 
 
 def measured(

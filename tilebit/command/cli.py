@@ -1,4 +1,5 @@
-"""The command line: ``tilebit compile | tune | bench | explain | show | pack | attention | workload | doctor``.
+"""The command line: ``tilebit quantize | generate | evaluate``, for models, and ``compile | tune | bench | explain | show | pack |
+attention | workload | doctor``.
 
 Exit codes: 0 done, 1 the task failed (the reason is on stderr), 2 bad usage. With ``--json`` stdout holds JSON alone.
 """
@@ -12,6 +13,7 @@ import typer
 
 from .. import __version__
 from .attention import attention
+from .models import evaluate, generate, quantize
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .tasks import (
     Budget,
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="tilebit",
-    help="Low-bit GEMM and attention kernels: compile them, tune them on this device, measure them, ship them.",
+    help="Models in low bits: quantize them, run them; and their GEMM and attention kernels: compile, tune, measure, ship them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for command in (quantize, generate, evaluate):
+    app.command()(command)
 app.add_typer(attention, name="attention")
 app.add_typer(workload, name="workload")
 

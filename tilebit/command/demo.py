@@ -1,5 +1,6 @@
-"""``make demo``: 4-bit checkpoints of each family, made on the spot, imported, packed, compiled, tuned on this machine's device, called
-from PyTorch, checked against fp64 and timed beside torch. Downloads nothing; takes a minute or two on two cores.
+"""``make demo``: a whole model that writes text in low bits; then 4-bit checkpoints of each family, made
+on the spot, imported, packed, compiled, tuned on this machine's device, called from PyTorch, checked
+against fp64 and timed beside torch. Downloads nothing; takes a minute or two on two cores.
 
     python -m tilebit.command.demo [--budget SECONDS]
 """
@@ -31,6 +32,7 @@ from ..schedules.target import Target, detect_target
 from ..weights.checkpoint import load_checkpoint
 from ..weights.modules import QuantLinear
 from ..weights.synthetic import write_checkpoint
+from .demo_model import run_model
 
 BUDGET_S = 40.0  # of tuning, over all shapes
 CANDIDATES = 6  # schedules tried per workload: a taste; `tilebit tune` tries them all
@@ -164,6 +166,8 @@ def main() -> int:
     if arguments.budget <= 0:
         parser.error(f"--budget is {arguments.budget:g}; accepted: seconds above 0")
     console = Console(width=None if sys.stdout.isatty() else 120)
+    with tempfile.TemporaryDirectory(prefix="tilebit-demo-") as scratch:
+        run_model(console, Path(scratch), "cuda" if detect_target().is_cuda else "cpu")
     lines = run(console, arguments.budget)
     console.print()
     console.print(result_table(lines))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from results.measure import quality, quality_model
-from results.measure.quality import Settings, compared, log_probabilities, measured, missing
+from results.measure.quality import Settings, compared, measured, missing
 from results.measure.quality_model import Texts, docstrings, spaced
 from results.measure.quality_variants import (
     MIXED,
@@ -27,6 +27,7 @@ from results.measure.quality_variants import (
 from results.report.quality import language_section, read_language_quality
 from results.report.rows import ROWS
 from tilebit.layouts.formats import QuantFormat
+from tilebit.quality import log_probabilities
 from tilebit.weights.calibrate import calibrate
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan
 from tilebit.weights.quantize import quantize

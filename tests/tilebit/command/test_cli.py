@@ -18,7 +18,7 @@ from tilebit import packs
 from tilebit.command.cli import app
 from tilebit.ops import dispatch
 
-COMMANDS = ("compile", "tune", "bench", "explain", "show", "pack", "doctor")
+COMMANDS = ("quantize", "generate", "evaluate", "compile", "tune", "bench", "explain", "show", "pack", "doctor")
 SHAPE = ("--n", "64", "--k", "128", "--target", "cpu")
 
 

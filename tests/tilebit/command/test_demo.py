@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from tilebit.autotune.measure import Timing
-from tilebit.command import demo
+from tilebit.command import demo, demo_model
 
 
 @pytest.mark.slow
@@ -25,6 +26,25 @@ def test_the_demo_runs_end_to_end(monkeypatch, tmp_path):
     assert "compressed-tensors" in shown and "right" in shown and "WRONG" not in shown
 
 
+@pytest.mark.slow
+def test_the_demo_starts_with_a_model(monkeypatch, tmp_path):
+    """A random one, made on the spot, that has fewer bytes than before and writes text."""
+    pytest.importorskip("transformers", minversion="5.17")
+    monkeypatch.delenv(demo_model.MODEL, raising=False)
+    console = Console(file=io.StringIO(), width=200)
+    demo_model.run_model(console, tmp_path, "cpu")
+    shown = console.file.getvalue()  # type: ignore[union-attr]
+    after, before = (float(re.search(pattern, shown)[1]) for pattern in (r"weights ([\d.]+) MB", r"([\d.]+) MB before"))  # type: ignore[index]
+    assert after < before and "decode" in shown and f"{demo_model.PROMPT!r} -> '" in shown
+
+
+def test_the_demo_does_without_transformers(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_model, "find_spec", lambda name: None)
+    console = Console(file=io.StringIO(), width=200)
+    demo_model.run_model(console, tmp_path, "cpu")
+    assert "pip install 'tilebit[transformers]'" in console.file.getvalue()  # type: ignore[union-attr]
+
+
 def line(p80: float = 1.1, others: float | None = 0.0, error: float = 0.0) -> demo.Line:
     return demo.Line("awq", 128, 256, 1, Timing(1.0, 0.9, p80, 1, 20, others), Timing(2.0, 1.9, 2.1, 1, 20, others), error)
 
@@ -32,6 +52,7 @@ def line(p80: float = 1.1, others: float | None = 0.0, error: float = 0.0) -> de
 def said(line: demo.Line, monkeypatch, capsys) -> tuple[int, str]:
     """The demo's exit code and what it prints of one measured line."""
     monkeypatch.setattr(demo, "run", lambda *_: [line])
+    monkeypatch.setattr(demo, "run_model", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["demo"])
     return demo.main(), " ".join(capsys.readouterr().out.split())
 

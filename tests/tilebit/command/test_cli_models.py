@@ -1,0 +1,272 @@
+"""The commands of whole models: what they write, stream, measure and refuse, on tiny random ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tilebit.command.cli import app
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from tilebit.quality import Score, log_probabilities, windows
+from tilebit.transformers.opening import open_model
+from tilebit.transformers.synthetic import write_model
+
+TEXT = "a small model that was made on the spot says nothing of note " * 3
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers whose tokens are characters."""
+    return write_model(tmp_path_factory.mktemp("models") / "dense")
+
+
+@pytest.fixture(scope="module")
+def packed(dense: Path) -> Path:
+    out = dense.parent / "packed"
+    said = parsed("quantize", str(dense), str(out), "--format", "w4a16_g64")
+    assert said["after_bytes"] < 0.6 * said["before_bytes"] and 0 < said["memory_bytes"] < said["peak_bytes"]
+    return out
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def parsed(*arguments: str) -> Any:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: str) -> str:
+    result = call(*arguments)
+    assert result.exit_code in (1, 2) and not isinstance(result.exception, (ValueError, OSError, RuntimeError)), result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_quantized_directory_is_whole(dense: Path, packed: Path):
+    """What lies beside the weights comes along, and the weights are those that loading quantizes."""
+    from tilebit.transformers import TilebitConfig
+
+    assert {path.name for path in packed.iterdir()} == {path.name for path in dense.iterdir()}
+    assert (packed / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
+    a, b = open_model(packed).state_dict(), open_model(dense, TilebitConfig("w4a16_g64")).state_dict()
+    assert list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_nothing_is_left_of_a_save_that_failed(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr("tilebit.command.folders.shutil.copyfile", full)
+    assert "No space left" in refused("quantize", str(dense), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_skipped(dense: Path, tmp_path: Path):
+    from tilebit.weights.modules import QuantLinear
+
+    parsed("quantize", str(dense), str(tmp_path / "out"), "--format", "w8a16_channel", "--skip", "down_proj", "--skip", "lm_head")
+    kinds = {name.rpartition(".")[2]: type(module) for name, module in open_model(tmp_path / "out").named_modules() if "_proj" in name}
+    assert kinds.pop("down_proj") is torch.nn.Linear and set(kinds.values()) == {QuantLinear}
+
+
+@pytest.mark.slow
+def test_text_is_generated(dense: Path, packed: Path):
+    """The same text from a packed directory and from one that is quantized while it loads, and with each cache of 16 bits; the clocks and
+    the memory make sense."""
+    asked = ("--prompt", "a small model", "--max-tokens", "12")
+    plain = parsed("generate", str(packed), *asked)
+    assert plain["prompt_tokens"] == 13 and plain["new_tokens"] == 12 and len(plain["text"]) == 12
+    assert plain["prefill_tokens_per_s"] > 0 < plain["decode_tokens_per_s"] and plain["cache_bytes"] >= 13 * 2 * 2 * 2 * 2 * 64
+    quantized = parsed("generate", str(dense), *asked, "--format", "w4a16_g64", "--greedy")
+    assert quantized["text"] == plain["text"] and quantized["weight_bytes"] == plain["weight_bytes"]
+    cached = parsed("generate", str(packed), *asked, "--kv-format", "kv16")
+    assert cached["text"] == plain["text"]
+    shown = call("generate", str(packed), *asked).output
+    assert shown.startswith(plain["text"]) and "decode" in shown and "memory: weights" in shown
+
+
+def test_sampling_follows_its_seed(dense: Path):
+    asked = ("generate", str(dense), "--prompt", "a", "--max-tokens", "24", "--temperature", "1.5", "--seed")
+    assert parsed(*asked, "1")["text"] == parsed(*asked, "1")["text"] != parsed(*asked, "2")["text"]
+
+
+def test_one_token_has_no_decode_rate(dense: Path):
+    said = parsed("generate", str(dense), "--prompt", "abc", "--max-tokens", "1")
+    assert said["new_tokens"] == 1 and said["decode_tokens_per_s"] is None
+
+
+def test_a_model_is_evaluated(dense: Path, packed: Path, text: Path):
+    """Every row against the definitions, computed here in one pass without windows that overlap."""
+    asked = ("--text", str(text), "--max-tokens", "96", "--window", "95", "--stride", "94", "--reference", str(dense))
+    rows = parsed("evaluate", str(packed), *asked, "--kv-format", "none", "--kv-format", "kv16", "--kv-format", "kv2_token")
+    assert [(row["model"], row["kv_format"]) for row in rows] == [
+        (str(dense), None),
+        *((str(packed), f) for f in (None, "kv16", "kv2_token")),
+    ]
+    ids = torch.tensor([[ord(c) for c in TEXT[:95]]])
+    both = [log_probabilities(open_model(folder), ids)[:-1].double() for folder in (dense, packed)]
+    losses = [-p[range(94), ids[0, 1:]] for p in both]
+    again = parsed(
+        "evaluate", str(packed), "--text", str(text), "--max-tokens", "95", "--window", "95", "--stride", "94", "--reference", str(dense)
+    )
+    for row, loss in zip(again, losses, strict=True):
+        assert row["perplexity"] == pytest.approx(float(loss.mean().exp()), rel=1e-3)
+    kl = float((both[0].exp() * (both[0] - both[1])).sum(-1).mean())
+    assert again[1]["kl"] == pytest.approx(kl, rel=1e-3) and again[0]["kl"] is None
+    assert again[1]["top1"] == pytest.approx(float((both[0].argmax(-1) == both[1].argmax(-1)).double().mean()))
+    none, kv16, kv2 = rows[1:]
+    assert kv16["perplexity"] == pytest.approx(none["perplexity"], rel=0.02) and kv2["kl"] > 0
+    table = call("evaluate", str(packed), *asked).output
+    assert "perplexity" in table and "same token" in table
+
+
+def test_a_small_cache_costs_more_than_a_large_one(dense: Path, text: Path):
+    """Against the model itself: nothing is lost without a cache, little with kv8, more with kv2, where tokens are packed."""
+    asked = ("--text", str(text), "--max-tokens", "180", "--window", "180", "--stride", "20", "--reference", str(dense))
+    _, none, eight, two = parsed(
+        "evaluate", str(dense), *asked, *(word for f in ("none", "kv8_token", "kv2_token") for word in ("--kv-format", f))
+    )
+    assert none["kl"] == 0 and none["top1"] == 1.0 and 0 < eight["kl"] < two["kl"] / 3
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), [(2, 2, 1), (17, 5, 4), (17, 5, 1), (16, 16, 8), (40, 16, 8), (41, 16, 15)])
+def test_every_token_but_the_first_is_scored_once(length: int, window: int, stride: int):
+    found = windows(torch.arange(length), window, stride)
+    scored = [int(i) for each in found for i in each.ids[0, -each.scored :]]
+    assert scored == list(range(1, length)) and all(each.ids.shape[1] <= window and each.scored < each.ids.shape[1] for each in found)
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), [(1, 4, 2), (0, 4, 2), (9, 1, 1), (9, 4, 4), (9, 4, 0), (9, 4, -1)])
+def test_windows_that_cannot_be(length: int, window: int, stride: int):
+    with pytest.raises(ValueError, match="accepted"):
+        windows(torch.arange(length), window, stride)
+
+
+def test_a_score_without_a_reference_has_no_divergence():
+    score = Score()
+    score.add(torch.full((2, 4), 0.25).log(), torch.tensor([1, 2]))
+    assert score.perplexity == pytest.approx(4.0) and score.kl is None and score.top1 is None
+
+
+def test_every_command_says_what_a_directory_lacks(dense: Path, tmp_path: Path, text: Path):
+    calls = (
+        ("generate", ("--prompt", "a")),
+        ("evaluate", ("--text", str(text), "--window", "64", "--stride", "32")),
+        ("quantize", (str(tmp_path / "out"),)),
+    )
+    for command, others in calls:
+        assert "is no directory" in refused(command, str(tmp_path / "nothing"), *others)
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert "has no config.json" in refused(command, str(tmp_path / "empty"), *others)
+    copy = shutil.copytree(dense, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
+    for command, others in calls[:2]:
+        assert "has no tokenizer" in refused(command, str(copy), *others)
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"hidden_size": 256}, "config.json makes it"),
+    "vocabulary": ({"vocab_size": 64}, "config.json makes it"),
+    "heads": ({"num_attention_heads": 4, "head_dim": 64}, "config.json makes it"),
+    "kind": ({"model_type": "unheard_of"}, "unheard_of"),
+    "layers": ({"num_hidden_layers": 3}, "no weight"),
+    "activation": ({"hidden_act": "nothing"}, "makes no causal language model"),
+    "type": ({"hidden_size": "wide"}, "accepted"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("kind", ["dense", "packed", "quantized"])
+def test_a_config_that_lies_is_one_clear_error(dense: Path, packed: Path, tmp_path: Path, lie: str, kind: str):
+    changed, said = LIES[lie]
+    copy = shutil.copytree(packed if kind == "packed" else dense, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **changed}))
+    others = ("--format", "w4a16_g64") if kind == "quantized" else ()
+    message = refused("generate", str(copy), "--prompt", "a", *others)
+    assert "accepted" in message and (said in message or kind == "packed"), message
+
+
+@pytest.mark.parametrize(
+    "lie", [{"format": "w8a16_g64"}, {"format": "w4a16_g128"}, {"format": "w3a16_g64"}, {"speed": 9}, {"skip": ["q_proj"]}]
+)
+def test_a_packed_directory_that_lies_is_one_clear_error(packed: Path, tmp_path: Path, lie: dict[str, Any]):
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] |= lie
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "accepted" in refused("generate", str(copy), "--prompt", "a")
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_missing_shards_and_cut_files(dense: Path, packed: Path, tmp_path: Path, kind: str):
+    source = {"dense": dense, "packed": packed}[kind]
+    cut = shutil.copytree(source, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-100])
+    assert "not a whole safetensors file" in refused("generate", str(cut), "--prompt", "a")
+    shards = shutil.copytree(source, tmp_path / "shards")
+    names = load_file(shards / "model.safetensors")
+    (shards / "model.safetensors").unlink()
+    (shards / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")})
+    )
+    assert "copy the missing shard" in refused("generate", str(shards), "--prompt", "a")
+    less = shutil.copytree(source, tmp_path / "less")
+    save_file({name: value for name, value in names.items() if name != "model.norm.weight"}, less / "model.safetensors", {"format": "pt"})
+    assert "model.norm.weight" in refused("generate", str(less), "--prompt", "a")
+
+
+def test_what_cannot_be_asked(dense: Path, packed: Path, tmp_path: Path, text: Path):
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    generate, evaluate = ("generate", str(dense)), ("evaluate", str(dense))
+    say = ("--prompt", "a")
+    assert "w5" in refused(*generate, *say, "--format", "w5")
+    assert "kv5" in refused(*generate, *say, "--kv-format", "kv5")
+    assert "kv5" in refused(*evaluate, "--text", str(text), "--kv-format", "kv5")
+    assert "float32" in refused(*generate, *say, "--dtype", "float32")
+    assert "tpu" in refused(*generate, *say, "--device", "tpu") and "cuda:99" in refused(*generate, *say, "--device", "cuda:99")
+    assert "exclude each other" in refused(*generate, *say, "--greedy", "--temperature", "0.5")
+    assert "--prompt-file" in refused(*generate) and "--prompt-file" in refused(*generate, *say, "--prompt-file", str(text))
+    assert "no tokens" in refused(*generate, "--prompt", "")
+    assert "is empty" in refused(*generate, "--prompt-file", str(empty)) and "is empty" in refused(*evaluate, "--text", str(empty))
+    assert "UTF-8" in refused(*evaluate, "--text", str(binary))
+    assert "accepted" in refused(*evaluate, "--text", str(tmp_path / "nothing.txt"))
+    assert "at most 192 together" in refused(*generate, "--prompt", "a" * 100, "--max-tokens", "93")
+    assert "at most 192" in refused(*evaluate, "--text", str(text), "--window", "193", "--stride", "9")
+    assert "--stride" in refused(*evaluate, "--text", str(text), "--window", "16", "--stride", "16")
+    assert "quantized already" in refused("generate", str(packed), *say, "--format", "w4a16_g64")
+    assert "quantized already" in refused("quantize", str(packed), str(tmp_path / "out"))
+    assert "exists" in refused("quantize", str(dense), str(packed))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reference_of_another_vocabulary(dense: Path, tmp_path: Path, text: Path):
+    copy = shutil.copytree(dense, tmp_path / "other")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 64}))
+    assert "64" in refused("evaluate", str(dense), "--text", str(text), "--window", "99", "--stride", "9", "--reference", str(copy))
+
+
+def test_without_transformers_every_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for words in (("quantize", "a", str(tmp_path / "b")), ("generate", "a", "--prompt", "b"), ("evaluate", "a", "--text", "b")):
+        assert "pip install 'tilebit[transformers]'" in refused(*words)

@@ -1,0 +1,33 @@
+"""Directories of models, written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the files that hold the weights of ``folder``."""
+    from ..weights.checkpoint_files import tensor_files
+
+    return sum(file.stat().st_size for file in set(tensor_files(folder).values()))
+
+
+def save_model(model: Any, source: Path, out: Path) -> None:
+    """Write ``model`` to the new directory ``out``, with what lies beside the weights in ``source``:
+    tokenizer, chat template, generation config. ``out`` appears when all of it is written."""
+    written = out.with_name(out.name + ".part")
+    shutil.rmtree(written, ignore_errors=True)
+    try:
+        model.save_pretrained(written)
+        for file in sorted(source.iterdir()):
+            weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not file.name.startswith(".") and not (written / file.name).exists():
+                shutil.copyfile(file, written / file.name)
+        written.rename(out)
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise

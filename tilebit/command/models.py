@@ -1,0 +1,242 @@
+"""The commands of whole models: ``tilebit quantize | generate | evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
+from .tasks import Json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..transformers import TilebitConfig
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A model's directory: tilebit's, or of 16-bit weights.")]
+WeightFormat = Annotated[
+    str | None, typer.Option("--format", help="Quantize a 16-bit model to this format while it loads, such as w4a16_g128.")
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option("--skip", help="A layer that stays as it is, by name or its last parts; repeat it for several. Default: lm_head."),
+]
+ClipSearch = Annotated[bool, typer.Option("--clip-search", help="Search for clipped ranges: a smaller error, a longer wait.")]
+Device = Annotated[str, typer.Option("--device", help="auto (a GPU, else the CPU), cpu or cuda[:i].")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto (what config.json says), float16 or bfloat16: what is computed in.")]
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The directory of a 16-bit model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist yet.")],
+    format: Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128.")] = "w4a16_g128",
+    skip: Skip = None,
+    clip_search: ClipSearch = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Quantize a model while it loads, layer by layer, and save it packed, its tokenizer beside it."""
+    _needed()
+    if out.exists():
+        fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
+    new_file(out, folders=True)
+    chosen, place = _quantization(format, skip, clip_search), _device(device)
+    with failures():
+        from ..transformers.opening import open_model
+        from .folders import save_model, weight_bytes
+
+        model = open_model(source, chosen, _dtype(dtype), place)
+        save_model(model, source, out)
+        found = {
+            "out": str(out), "format": format, "before_bytes": weight_bytes(source), "after_bytes": weight_bytes(out),
+            "memory_bytes": _held(model), "peak_bytes": _peak(place),
+        }  # fmt: skip
+    if as_json:
+        print_json(found)
+        return
+    before, after = found["before_bytes"], found["after_bytes"]
+    where = "GPU's peak memory" if place.type == "cuda" else "peak memory of the process"
+    typer.echo(f"{out}: {format}, {_size(before)} before, {_size(after)} after ({before / after:.2f} times smaller)")
+    typer.echo(f"{where}: {_size(found['peak_bytes'])}; next: tilebit generate {out} --prompt ...")
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="A file that holds it.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="New tokens at most.", min=1)] = 128,
+    kv_format: Annotated[
+        str | None, typer.Option("--kv-format", help="Format of the KV cache, such as kv4_channel. Default: transformers' own, in 16 bits.")
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="Above 0: sample.", min=0.0)] = 0.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The most likely token each time, as without --temperature.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
+    format: WeightFormat = None,
+    skip: Skip = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a text, printed as it comes; then say how fast that was and what memory it took. Kernels
+    compile before the clock starts."""
+    _needed()
+    if greedy and temperature > 0:
+        raise typer.BadParameter("--greedy and --temperature exclude each other; accepted: one of them")
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("accepted: a text to continue, by --prompt or by --prompt-file, not both")
+    chosen, place = None if format is None else _quantization(format, skip, False), _device(device)
+    if kv_format is not None:
+        _known_cache(kv_format)
+    with failures():
+        import torch
+
+        from ..transformers.opening import open_model, open_tokenizer, read_config
+        from ..transformers.speaking import fitting_ids, speak
+
+        text = _text(prompt_file) if prompt_file is not None else prompt or ""
+        read_config(folder)
+        tokenizer = open_tokenizer(folder)
+        model = open_model(folder, chosen, _dtype(dtype), place)
+        ids = fitting_ids(model, tokenizer, text, max_tokens)
+        torch.manual_seed(seed)
+        spoken = speak(model, tokenizer, ids, max_tokens, _nothing if as_json else _stream, kv_format, temperature)
+    rates = {"prefill_tokens_per_s": spoken.prefill_rate, "decode_tokens_per_s": spoken.decode_rate}
+    memory = {"weight_bytes": _held(model), "cache_bytes": spoken.cache_bytes}
+    if as_json:
+        counts = {"prompt_tokens": spoken.prompt_tokens, "new_tokens": spoken.new_tokens}
+        print_json({"text": spoken.text, **counts, **rates, **memory})
+        return
+    decode = "-" if spoken.decode_rate is None else f"{spoken.decode_rate:.1f}"
+    typer.echo(f"\n\nprefill {spoken.prefill_rate:.1f} tokens/s ({spoken.prompt_tokens}), decode {decode} tokens/s ({spoken.new_tokens})")
+    typer.echo(f"memory: weights {_size(memory['weight_bytes'])}, cache {_size(spoken.cache_bytes)} ({kv_format or '16 bits'})")
+
+
+def evaluate(
+    folder: Folder,
+    text: Annotated[Path, typer.Option("--text", help="The file of text to predict.")],
+    kv_format: Annotated[
+        list[str] | None,
+        typer.Option("--kv-format", help="Format of the KV cache; repeat it for a row each. 'none' (the default): attention in 16 bits."),
+    ] = None,
+    reference: Annotated[Path | None, typer.Option("--reference", help="The 16-bit model's directory, to compare with.")] = None,
+    window: Annotated[int, typer.Option("--window", help="Tokens that are seen at most.", min=2)] = 1024,
+    stride: Annotated[int, typer.Option("--stride", help="Tokens from window to window.", min=1)] = 512,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens of the text to use.", min=2)] = None,
+    format: WeightFormat = None,
+    skip: Skip = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """How well the model predicts a text: perplexity, and how far its predictions are from the 16-bit
+    model's (mean KL divergence per token; how often the most likely token is the same)."""
+    _needed()
+    if stride >= window:
+        raise typer.BadParameter(f"--stride is {stride}; accepted: 1 to {window - 1}, less than --window")
+    chosen, place = None if format is None else _quantization(format, skip, False), _device(device)
+    caches = [None if name == "none" else name for name in dict.fromkeys(kv_format or ["none"])]
+    for name in caches:
+        if name is not None:
+            _known_cache(name)
+    with failures():
+        from ..transformers.evaluating import evaluate_model
+
+        rows = evaluate_model(
+            folder, _text(text), caches, reference, (window, stride), max_tokens, chosen, _dtype(dtype), place, sys.stderr.isatty()
+        )
+    if as_json:
+        print_json(rows)
+        return
+    table = new_table(f"{text}: {rows[0]['tokens']} tokens predicted", "model", "cache", "perplexity", "KL, nats", "same token")
+    for row in rows:
+        kl, top1 = ("-" if row[name] is None else f"{row[name]:{kind}}" for name, kind in (("kl", ".2e"), ("top1", ".1%")))
+        table.add_row(row["model"], row["kv_format"] or "none", f"{row['perplexity']:.4g}", kl, top1)
+    print_parts(table)
+
+
+def _needed() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:
+        fail("transformers is not installed; accepted: 5.17 and newer: pip install 'tilebit[transformers]'")
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+
+def _quantization(format: str, skip: list[str] | None, clip_search: bool) -> TilebitConfig:
+    with usage():
+        from ..transformers import TilebitConfig
+
+        return TilebitConfig(format, skip=skip, clip_search=clip_search)
+
+
+def _known_cache(name: str) -> None:
+    with usage():
+        from ..layouts.kv_formats import KVFormat
+
+        KVFormat.from_name(name)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    import torch
+
+    known = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise typer.BadParameter(f"--dtype is {name!r}; accepted: {', '.join(known)}")
+    return known[name]
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    there = name == "cpu" or (kind == "cuda" and (index or "0").isdecimal() and int(index or 0) < torch.cuda.device_count())
+    if not there:
+        raise typer.BadParameter(f"--device is {name!r}; accepted here: auto, cpu" + ", cuda[:i]" * torch.cuda.is_available())
+    return torch.device("cpu") if name == "cpu" else torch.device("cuda", int(index or 0))
+
+
+def _text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8 ({error.reason} at byte {error.start}); accepted: UTF-8") from error
+    if not text.strip():
+        raise ValueError(f"{file} is empty; accepted: a file with text")
+    return text
+
+
+def _held(model: nn.Module) -> int:
+    """Bytes of weights and buffers."""
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    return sum(stored.values())
+
+
+def _peak(place: torch.device) -> int:
+    import resource
+
+    import torch
+
+    return torch.cuda.max_memory_allocated(place) if place.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _stream(text: str) -> None:
+    typer.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _nothing(_: Any) -> None:
+    """JSON holds the text."""

@@ -1,0 +1,65 @@
+"""A directory's model on a text, with several caches, beside the 16-bit model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from ..quality import Score, log_probabilities, windows
+from .cache import TilebitCache
+from .config import TilebitConfig
+from .opening import most_tokens, open_model, open_tokenizer, read_config
+
+
+def evaluate_model(
+    folder: Path,
+    text: str,
+    kv_formats: Sequence[str | None],
+    reference: Path | None,
+    sizes: tuple[int, int],
+    max_tokens: int | None = None,
+    quantization: TilebitConfig | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Rows of ``model``, ``kv_format``, ``tokens`` (predicted), ``perplexity``, ``kl`` and ``top1`` (None without
+    a reference): the reference's first, then one for each of ``kv_formats`` (None: attention without a
+    cache, in 16 bits). ``sizes`` are (window, stride) of ``tilebit.quality.windows``. Raises
+    ``ValueError`` for what cannot be, before a weight is read."""
+    config, window = read_config(folder), sizes[0]
+    most = most_tokens(config)
+    if most is not None and window > most:
+        raise ValueError(f"windows of {window} tokens; accepted: at most {most}, which is what the model was made for: make them smaller")
+    if reference is not None:
+        sizes_of = [each.get_text_config(decoder=True).vocab_size for each in (config, read_config(reference))]
+        if sizes_of[0] != sizes_of[1]:
+            raise ValueError(
+                f"{folder} has {sizes_of[0]} tokens in its vocabulary and {reference} {sizes_of[1]}; accepted: the model it was made of"
+            )
+    ids = torch.tensor(open_tokenizer(folder)(text, verbose=False)["input_ids"], dtype=torch.int64)[:max_tokens]
+    parts = windows(ids, *sizes)
+    model = open_model(folder, quantization, dtype, device)
+    other = None if reference is None else open_model(reference, None, dtype, device)
+    caches = [None if name is None else TilebitCache(model.config, format=name, max_tokens=window, sequences=1) for name in kv_formats]
+    if any(cache is not None for cache in caches):
+        model.set_attn_implementation("tilebit")
+    scores, own = [Score() for _ in caches], Score()
+    for part in track(parts, "windows", disable=not progress):
+        seen, following = part.ids[:, :-1], part.ids[0, -part.scored :]
+        expected = None if other is None else log_probabilities(other, seen, part.scored)
+        if expected is not None:
+            own.add(expected, following)
+        for cache, score in zip(caches, scores, strict=True):
+            score.add(log_probabilities(model, seen, part.scored, cache), following, expected)
+    rows = [_row(str(folder), name, ids, score) for name, score in zip(kv_formats, scores, strict=True)]
+    return rows if reference is None else [_row(str(reference), None, ids, own), *rows]
+
+
+def _row(model: str, kv_format: str | None, ids: torch.Tensor, score: Score) -> dict[str, Any]:
+    numbers = {"perplexity": score.perplexity, "kl": score.kl, "top1": score.top1}
+    return {"model": model, "kv_format": kv_format, "tokens": len(ids) - 1, **numbers}

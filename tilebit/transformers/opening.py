@@ -1,0 +1,122 @@
+"""Directories of models as commands are given them: checked in full before memory is taken, then
+loaded onto one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_accelerate_available
+
+from ..weights.checkpoint_config import CheckpointError
+from ..weights.checkpoint_files import read_object, tensor_files, tensor_shape
+from .config import TilebitConfig
+
+_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The config of a model's directory. Raises ``CheckpointError`` (a ``ValueError``) where there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no directory; accepted: a model's, with config.json, weights and a tokenizer: download it, or correct the path"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; accepted: a directory that save_pretrained wrote: copy that file, too")
+    said = read_object(folder / "config.json").get("model_type")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a config class raises for a value that it cannot take
+        raise CheckpointError(
+            f"{folder / 'config.json'} is no config of a model_type that is known ({said!r}): {_short(error)}; accepted: the "
+            "one that was saved with the weights: copy it again, or install a newer transformers"
+        ) from error
+
+
+def quantized_by(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What config.json says of the quantization."""
+    held = getattr(config, "quantization_config", None)
+    return held if held is None or isinstance(held, dict) else held.to_dict()
+
+
+def open_model(
+    folder: Path, quantization: TilebitConfig | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> PreTrainedModel:
+    """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, or
+    in floats, or quantized while it loads as ``quantization`` says. ``dtype``: by default config.json's
+    where it is float16 or bfloat16, else bfloat16.
+
+    Raises ``ValueError`` (``CheckpointError``), before any weight is read, for a directory that lacks
+    something or whose config and tensors do not fit each other, and for ``quantization`` of a model
+    that is quantized already; after loading, for one without all of its weights.
+    """
+    config = read_config(folder)
+    held = quantized_by(config)
+    if held is not None and quantization is not None:
+        method = held.get("quant_method")
+        raise CheckpointError(
+            f"{folder} is quantized already ({method}, {held.get('format', 'its own format')}); accepted: a format for a model of floats: "
+            "leave it out, or name the directory that this one was made of"
+        )
+    _check_tensors(folder, config)
+    said = getattr(config, "dtype", None)
+    chosen = dtype or (said if said in _FLOATS else torch.bfloat16)
+    place = device or torch.device("cpu")
+    options: dict[str, Any] = {"dtype": chosen, "local_files_only": True, "output_loading_info": True}
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    if place.type != "cpu" and is_accelerate_available():
+        options["device_map"] = {"": place}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model, found = loaded
+    if found["missing_keys"]:
+        names = sorted(found["missing_keys"])
+        raise CheckpointError(
+            f"{folder} has no weights for {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, which would be random numbers "
+            f"instead; accepted: all weights of {type(model).__name__}: copy the directory again, or correct config.json"
+        )
+    return model.to(place).eval()
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer in ``folder``. Raises ``CheckpointError`` where there is none that loads."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # each kind of tokenizer has errors of its own
+        raise CheckpointError(
+            f"{folder} has no tokenizer that loads ({_short(error)}); accepted: tokenizer.json and tokenizer_config.json beside the "
+            "weights: copy them from the model that this one was made of"
+        ) from error
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """How many tokens a sequence of the model may have; None where config.json does not say."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def _check_tensors(folder: Path, config: PreTrainedConfig) -> None:
+    """Raise ``CheckpointError`` for a missing shard, and for a tensor of floats that has another shape
+    than the model's of its name (what another name becomes is known to transformers alone)."""
+    files = tensor_files(folder)
+    plain = type(config).from_dict({name: value for name, value in config.to_dict().items() if name != "quantization_config"})
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(plain)
+    except Exception as error:  # sizes that do not fit one another fail anywhere in a model
+        raise CheckpointError(
+            f"{folder / 'config.json'} makes no causal language model: {_short(error)}; accepted: the config that was saved with the "
+            "weights: copy it again"
+        ) from error
+    packed = {name.rpartition(".")[0] for name in files if name.endswith("._extra_state")}
+    for name, value in model.state_dict().items():
+        if name in files and name.rpartition(".")[0] not in packed and (shape := tensor_shape(files[name], name)) != list(value.shape):
+            raise CheckpointError(
+                f"{name} is {shape} and config.json makes it {list(value.shape)}; accepted: the config that was saved with the weights: "
+                "copy the directory again"
+            )
+
+
+def _short(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300].rstrip(".:;")

@@ -95,7 +95,7 @@ def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     from tilebit.weights.synthetic import write_checkpoint
 
     write_checkpoint(tmp_path / "model", family, {"model.layers.0.mlp.up_proj": (64, 128)})
-    assert len(examples()) == 4 and "path/to/model" in examples()[3]
+    assert len(examples()) == 5 and "path/to/model" in examples()[3]
     names: dict[str, Any] = {}
     exec(examples()[3].replace("path/to/model", str(tmp_path / "model")), names)
     assert (names["layer"].packed.n, names["layer"].packed.k) == (64, 128)

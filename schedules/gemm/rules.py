@@ -29,6 +29,7 @@ MAX_RASTER = 32
 CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 144, 192 x 192, H200: ptxas serializes the products, C7512)
+GROUP_SPARE = 12  # registers that scaling a group's sums takes (128 x 176 by eight warps spills 76 bytes)
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
@@ -170,7 +171,7 @@ def registers_needed(format: GemmFormat, schedule: Schedule) -> int:
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads
     if format.x_grouped:
-        accumulators *= 2  # a group's integers and the fp32 sums
+        accumulators = 2 * accumulators + GROUP_SPARE  # a group's integers, the fp32 sums, and scales
     a_fragment = schedule.block_n * schedule.block_k // threads // (4 if format.x else 2)
     b_fragment = schedule.block_m * 16 // 32 // 2 if rule.b_fragment else 0  # one k16 step: every warp reads all of block_m
     return accumulators + a_fragment + b_fragment

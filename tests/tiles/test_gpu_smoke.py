@@ -58,6 +58,8 @@ CASES: tuple[Case, ...] = (
     (Workload(33, 320, 1000, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 4, 4, stream_k=True)),
     (Workload(130, 505, 1001, W8_GROUPS, bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
     (Workload(130, 505, 576, W4_GROUPS, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
+    (Workload(33, 320, 576, W4_GROUPS, bias=True), Schedule("gemm_mma", 64, 32, 128, 3, 4, split_k=5)),
+    (Workload(5, 505, 1001, W8_GROUPS, "bfloat16"), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
     (Workload(33, 320, 1000, W4_GROUPS, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(8, 505, 1001, LQQ, "bfloat16", bias=True), Schedule("gemm_stream", 64, 8, 128, 3, 8)),
     (Workload(5, 505, 1001, W8A8), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),

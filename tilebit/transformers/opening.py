@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import read_object, tensor_files, tensor_shape
 from .config import TilebitConfig
+from .loading import load
 
 _FLOATS = (torch.float16, torch.bfloat16)
 
@@ -44,8 +45,8 @@ def quantized_by(config: PreTrainedConfig) -> dict[str, Any] | None:
 def open_model(
     folder: Path, quantization: TilebitConfig | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, or
-    in floats, or quantized while it loads as ``quantization`` says. ``dtype``: by default config.json's
+    """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, by
+    tilebit or another tool (``load``), or in floats, or quantized while it loads as ``quantization`` says. ``dtype``: by default config.json's
     where it is float16 or bfloat16, else bfloat16.
 
     Raises ``ValueError`` (``CheckpointError``), before any weight is read, for a directory that lacks
@@ -69,7 +70,8 @@ def open_model(
         options["quantization_config"] = quantization
     if place.type != "cpu" and is_accelerate_available():
         options["device_map"] = {"": place}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    opened = AutoModelForCausalLM.from_pretrained if held is None else load  # of other tools' directories, too
+    loaded: Any = opened(folder, **options)
     model, found = loaded
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])

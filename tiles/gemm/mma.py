@@ -6,7 +6,9 @@
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
 its B operand: the small side, tokens, is the instruction's n, from 8 up. Accumulation is fp32, of
 int8 x int32, which becomes fp32 once all parts of a tile are added up; per-group scales are applied
-to the weights, per-channel ones to the accumulators (TurboMind sections 4.1-4.3). cp.async fills
+to the weights, per-channel ones to the accumulators (TurboMind sections 4.1-4.3). Where groups of x
+have scales too (token_scales [groups, m]) a step is a group, whose int32 sums are multiplied by both
+and added to fp32 ones (``device/codecs/group_sums.cuh``). cp.async fills
 ``num_stages`` buffers, each warp dequantizes its own 16 rows of a 64-row slab into the A registers
 of mma.m16n8k16, of int8 x mma.m16n8k32, and multiplies with x from ldmatrix. The packed records are
 the ones of ``gemm_wgmma``: four warps of mma.sync own a slab exactly as a warpgroup does, so a
@@ -51,8 +53,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     threads = schedule.num_warps * 32
     n_blocks, steps = p.n_pad // bn, -(-p.steps // splits)
     split, staged, integer = splits > 1, bm >= STAGED_BLOCK_M, workload.format.integer_sums
+    grouped = p.x_grouped
     reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
-    dequantize, stage = p.dequantize_call(), p.stage_call()
+    dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm)
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
@@ -79,7 +82,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Ss = T.alloc_shared((p.step_groups, scale_columns), scale_dtype)
             Zs = T.alloc_shared((p.step_groups, zero_columns), zero_dtype) if p.asymmetric else Ss
             W = T.alloc_fragment((bn, bk), x_dtype)
-            sums = T.alloc_fragment((bn, bm), p.sums_dtype)
+            As = T.alloc_shared((1, bm), "float32") if grouped else None
+            sums = T.alloc_fragment((bn, bm), "int32" if integer else "float32")  # of integers whose groups have scales, a group's
             Y = T.alloc_fragment((bn, bm), "float32") if integer else sums
             if split:
                 last = T.alloc_local((1,), "int32")
@@ -92,6 +96,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.use_swizzle(schedule.raster)
 
             T.clear(sums)
+            if grouped:
+                T.copy(sums, Y)  # zeros
             for i in T.Pipelined(T.min(steps, p.steps - bz * steps), num_stages=schedule.num_stages):
                 step = bz * steps + i
                 T.copy(halves[bx * (bn // 64), step * p.records * 2, 0], Ws)
@@ -100,6 +106,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if p.asymmetric:
                     T.copy(p.copied(T, zeros, p.zero_dtype)[p.group_of(step), bx * zero_columns], Zs)
                 T.copy(x[by * bm, step * bk], Xs)
+                if grouped:
+                    T.copy(token_scales[step, by * bm], As)
                 T.call_extern(
                     "handle",
                     dequantize,
@@ -109,15 +117,20 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.address_of(Zs[0, 0]),
                     thread,
                 )
-                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=grouped)
+                if grouped:
+                    T.call_extern(
+                        "handle", add_group, Y.access_ptr("rw"), sums.access_ptr("r"), T.address_of(Ss[0, 0]), T.address_of(As[0, 0]), True,
+                        thread,
+                    )  # fmt: skip
 
             if split:
                 T.call_extern(
-                    "handle", reduce, sums.access_ptr("rw"), T.address_of(workspace[0]),
+                    "handle", reduce, (Y if grouped else sums).access_ptr("rw"), T.address_of(workspace[0]),
                     by * n_blocks + bx, bz, splits, thread, T.address_of(last[0]),
                 )  # fmt: skip
             if not split or last[0] == 1:
-                if integer:
+                if integer and not grouped:
                     T.copy(sums, Y)
                 if staged:
                     if len(after) > 0:

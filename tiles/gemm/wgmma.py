@@ -6,7 +6,8 @@
 computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared
 memory, the other: tokens are the instruction's n, from 16 up (TurboMind sections 4.1-4.3).
 Accumulation is fp32, of int8 x int32; per-group scales are applied to the weights, per-channel ones
-to the accumulators.
+to the accumulators. Where groups of x have scales too (token_scales [groups, m]) a step is a group:
+its int32 sums are multiplied by both and added to fp32 ones (``device/codecs/group_sums.cuh``).
 
 A block's threads have three roles (``PRODUCERS`` threads load, two warps of them):
 
@@ -68,8 +69,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to whole 16 bytes, for TMA), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
-    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of shared tiles: tickets,
-    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    n_pad]``, row_scales fp32 ``[n_pad]``, token_scales fp32 ``[m]`` or ``[groups, m]``, bias
+    ``[n]``, workspace int32 (of shared tiles: tickets, then fp32 sums;
+    ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
     """
     import tilelang.language as T
 

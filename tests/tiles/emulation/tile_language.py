@@ -195,8 +195,13 @@ class TileLanguage:
         """From memory to memory; or from registers to those of another dtype, each thread its own."""
         if isinstance(source, RegisterTile) and isinstance(target, RegisterTile):
             assert source.shape == target.shape
+            if source.place is None:  # no product yet: registers as they are, wherever their elements will be
+                source.alike.append(target)
+                target.registers[:] = source.registers
+                return
             target.place = source.place
-            return target.fill(source.matrix())
+            target.fill(source.matrix())
+            return
         assert isinstance(source, Element) and isinstance(target, Buffer) and source.buffer.dtype == target.dtype
         target.data[:] = source.buffer.window(source.start, target.shape).ravel()
 

@@ -180,6 +180,7 @@ class RegisterTile:
     def __init__(self, shape: tuple[int, int], dtype: str, threads: int) -> None:
         self.shape, self.dtype, self.threads = shape, dtype, threads
         self.place: tuple[np.ndarray, np.ndarray] | None = None
+        self.alike: list[RegisterTile] = []  # tiles whose elements are where this one's will be
 
     @cached_property
     def registers(self) -> np.ndarray:
@@ -190,6 +191,8 @@ class RegisterTile:
 
     def plays(self, fragment: Callable[[int], Fragment], step: int) -> None:
         self.place = placement(fragment, step, *self.shape, self.threads)
+        for tile in self.alike:
+            tile.place = self.place
 
     def matrix(self) -> np.ndarray:
         assert self.place is not None

@@ -1,4 +1,4 @@
-"""``gemm_wgmma`` on int8 x whose groups have scales, without a GPU: as ``test_emulated_int8.py``, sums scaled group by group."""
+"""``gemm_wgmma`` and ``gemm_mma`` on int8 x whose groups have scales, without a GPU: as ``test_emulated_int8.py``, sums scaled by group."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from lanes import one_of_each
 
 pytestmark = needs_host_compiler
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
+TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80")}
 BYTES, NIBBLES = GROUP_WISE
 
 # Ragged m, n and k: k = 576 ends in half a group, 300 and 1000 in the middle of one, 64 is less than one.
@@ -43,17 +44,28 @@ CASES = (
     (Workload(100, 190, 512, BYTES), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),
     (Workload(150, 384, 576, NIBBLES), Schedule("gemm_wgmma", 64, 64, 128, 4, 4, cluster=2, tail=4)),
 )
+# Stored directly and through shared memory; shared tiles.
+MMA_CASES = (
+    (Workload(20, 190, 576, NIBBLES, "bfloat16", bias=True), Schedule("gemm_mma", 64, 16, 128, 3, 4)),
+    (Workload(40, 250, 1000, BYTES), Schedule("gemm_mma", 256, 32, 128, 2, 16)),
+    (Workload(7, 505, 300, BYTES, "bfloat16"), Schedule("gemm_mma", 128, 8, 128, 3, 8, split_k=3)),
+    (Workload(70, 100, 64, NIBBLES, bias=True), Schedule("gemm_mma", 128, 64, 128, 2, 8)),
+    (Workload(35, 190, 896, NIBBLES), Schedule("gemm_mma", 64, 32, 128, 2, 4, split_k=7)),
+)
+ALL = (*CASES, *MMA_CASES)
 
 
 def emulated(case: Case, order: str = "shuffled", seed: int = 0, edits: Edits | None = None) -> EmulatedGemm:
     workload, schedule = case
-    return EmulatedGemm(workload, schedule, edits, together=CASES if edits is None else (), target=HOPPER, order=order, seed=seed)
+    return EmulatedGemm(
+        workload, schedule, edits, together=ALL if edits is None else (), target=TARGET[schedule.program], order=order, seed=seed
+    )
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format), ids=label)
+@pytest.mark.parametrize("case", one_of_each(ALL, lambda case: (case[1].program, case[0].format)), ids=label)
 def test_exact(case: Case):
-    assert legal(*case, HOPPER) == []
-    problem = exact_problem(case[0], CASES.index(case), "sm_90a")
+    assert legal(*case, TARGET[case[1].program]) == []
+    problem = exact_problem(case[0], ALL.index(case), "sm_90a")
     reference, output = problem.reference(), guarded_output((case[0].m, case[0].n), getattr(torch, case[0].dtype))
     assert reference.to(output.y.dtype).isfinite().all()
     emulated(case)(problem, output.y)
@@ -62,7 +74,7 @@ def test_exact(case: Case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[6:8], ids=label)
+@pytest.mark.parametrize("case", (*CASES[6:8], MMA_CASES[2]), ids=label)
 def test_the_order_of_blocks_does_not_show(case: Case):
     problem, results = random_problem(case[0], 3, "sm_90a"), []
     for seed, order in enumerate(ORDERS):
@@ -73,7 +85,7 @@ def test_the_order_of_blocks_does_not_show(case: Case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[1:3], ids=label)
+@pytest.mark.parametrize("case", (*CASES[1:3], MMA_CASES[0]), ids=label)
 def test_the_tuner_s_gate_accepts(case: Case):
     gate = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a"))
     verdict = gate.verify(emulated(case))
@@ -124,6 +136,16 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "zero points are added": (CASES[0], "device", (("(128u - z) * 0x01010101u", "(128u + z) * 0x01010101u"),)),
     "the exclusive or of zero points is missing": (CASES[0], "device", (("(codes + offsets) ^ 0x80808080u", "codes + offsets"),)),
     "added before the product is there": (CASES[0], "wgmma.py", ((WAIT + "T.call_extern(", "T.call_extern("),)),
+    "mma.sync: the scale of the neighbour group": (
+        MMA_CASES[1],
+        "operands.py",
+        (("return step * self.sch", "return (step ^ 1) * self.sch"),),
+    ),
+    "mma.sync: token scales of the neighbour group": (MMA_CASES[1], "mma.py", (("token_scales[step, by", "token_scales[step ^ 1, by"),)),
+    "mma.sync: token scales of the tile above": (MMA_CASES[0], "mma.py", (("token_scales[step, by * bm]", "token_scales[step, 0]"),)),
+    "mma.sync: a stale group accumulator": (MMA_CASES[0], "mma.py", (("clear_accum=grouped", "clear_accum=False"),)),
+    "mma.sync: a group's sums leave the block": (MMA_CASES[2], "mma.py", (("(Y if grouped else sums).access", "sums.access"),)),
+    "mma.sync: the last group alone": (MMA_CASES[0], "mma.py", (("if integer and not grouped:", "if integer:"),)),
     "the stage is released before its scales are read": (
         CASES[2],
         "wgmma.py",

@@ -22,7 +22,7 @@ from emulation.device_code import needs_host_compiler
 from emulation.emulated_program import Edits
 from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
-from gemm_cases import INT8_FORMATS, Case, label
+from gemm_cases import GROUP_WISE, INT8_FORMATS, Case, label
 
 pytestmark = needs_host_compiler
 TARGET = target_from_name("sm_80")
@@ -32,6 +32,7 @@ CASES = (
     (Workload(35, 190, 576, LQQ128, "bfloat16"), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
     (Workload(40, 128, 300, W8A8, bias=True), Schedule("gemm_mma", 128, 32, 32, 4, 8)),
     (Workload(20, 128, 384, W8A8, "bfloat16"), Schedule("gemm_mma", 64, 16, 128, 2, 4)),
+    (Workload(40, 100, 576, GROUP_WISE[1], "bfloat16"), Schedule("gemm_mma", 64, 16, 128, 3, 4)),  # steps past the last record
     (Workload(9, 100, 320, ASYM), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
 )
 

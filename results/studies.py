@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .report.ablation import ABLATION_FIELDS, ATTENTION_FIELDS, ablation_section, attention_ablation_section, read_ablation
+from .report.activations import FIELDS as ACTIVATIONS_FIELDS
+from .report.activations import activations_section
 from .report.any_m import any_m_section
 from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
@@ -22,6 +24,7 @@ from .report.chains import FIELDS as CHAIN_FIELDS
 from .report.chains import chain_section, read_chains
 from .report.formats import FORMATS_FIELDS, floats_section, formats_section
 from .report.gemm import gemm_section
+from .report.int8 import int8_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
@@ -115,6 +118,22 @@ STUDIES = (
         Row,
         lambda rows: floats_section(read_rows(rows / "floats")),
         ("python -m results.peers.import_peers FILE --out results/rows/floats",),
+    ),
+    Study(
+        "int8",
+        "Products of int8 activations beside other kernels",
+        "How fast are W4A8 products beside other W4A8 kernels, and beside 16-bit activations?",
+        Row,
+        lambda rows: int8_section(read_rows(rows / "int8")),
+        ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4a16,w16a16 --out results/rows/int8",),
+    ),
+    Study(
+        "activations",
+        "Quantization of activations",
+        "How near to a copy's rate are activations quantized, with a norm and factors too?",
+        ACTIVATIONS_FIELDS,
+        lambda rows: activations_section(rows / "activations"),
+        ("python -m results.measure.activations",),
     ),
     Study(
         "overheads",

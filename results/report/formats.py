@@ -12,6 +12,7 @@ from .markdown import number, short_commit, table
 from .problems import BANDS, geometric_mean
 from .rows import OURS, Row, json_rows
 
+Points = dict[tuple[int, int, int], dict[str, Row]]  # by m, n and k, then by series
 FORMATS_FIELDS = ("gpu", "n", "k", "m", "dtype", "formats", "commit")
 LEAST = 0.96  # asked of mxfp4 beside integers with a 16-bit scale for as many weights, up to 16 rows and from 256 on
 JUDGED = "w4a16_mxfp4"
@@ -59,19 +60,30 @@ def floats_section(devices: Mapping[str, Iterable[Row]]) -> str:
     """Products of 4-bit floats beside those of other kernels; "" without rows."""
     parts = []
     for gpu, rows in devices.items():
-        points: dict[tuple[int, int, int], dict[str, Row]] = {}
-        for row in rows:
-            points.setdefault((row.m, row.n, row.k), {})[row.series] = row
-        series = sorted({name for found in points.values() for name in found}, key=lambda name: (not name.startswith(OURS), name))
+        points = points_of(rows)
         commits = sorted({short_commit(row.commit) for found in points.values() for row in found.values() if row.impl == OURS})
         parts += [f"## {gpu}", f"bfloat16, µs; one process, in orders that are drawn. Commit {', '.join(commits)}."]
         parts.append(table(["", "points", "times as fast", "worst"], list(_against(points))))
-        lines = [
-            [f"{n} x {k}", str(m), *(number(found[name].us) if name in found else "-" for name in series)]
-            for (m, n, k), found in sorted(points.items())
-        ]
-        parts.append(table(["n x k", "m", *series], lines))
+        parts.append(times(points))
     return "\n\n".join(parts)
+
+
+def points_of(rows: Iterable[Row]) -> Points:
+    """The newest row of every series, by m, n and k."""
+    points: Points = {}
+    for row in rows:
+        points.setdefault((row.m, row.n, row.k), {})[row.series] = row
+    return points
+
+
+def times(points: Points) -> str:
+    """All times: shapes and m down, series across, tilebit's first."""
+    series = sorted({name for found in points.values() for name in found}, key=lambda name: (not name.startswith(OURS), name))
+    lines = [
+        [f"{n} x {k}", str(m), *(number(found[name].us) if name in found else "-" for name in series)]
+        for (m, n, k), found in sorted(points.items())
+    ]
+    return table(["n x k", "m", *series], lines)
 
 
 def _against(points: Mapping[tuple[int, int, int], Mapping[str, Row]]) -> Iterator[list[str]]:

@@ -35,8 +35,11 @@ LAUNCH_US = 1.5
 CHUNK_US = 0.15  # a chunk more of each thread, one after another
 BARRIER_US = 0.1  # threads of several warps that wait for one another
 IDLE = 0.1  # of the time of loads, where as many threads of a row have no chunk as have one
-L1_GBPS = 128 * 1.7  # of an SM: 128 bytes a cycle
-SCATTERED = 4  # lines of L1 that lanes read for one full one: a lane's 16 factors are 64 bytes, read 16 at a time
+SM_GOPS = 128 * 1.7  # of an SM: 128 lanes, and 128 bytes from L1, a cycle
+THROUGH_OPS, SMOOTH_OPS = 20, 8  # lanes a value, and with factors, of blocks that go through all rows (4096 x 8192, H200)
+PAIR, UNPAIRED = 2, 1.05  # rows of such a block that were fastest at as many warps and rows of an SM, and what others take
+STEP_US = 0.35  # of such a block's step, beside loads and instructions
+SCATTERED = 4  # lines of L1 that lanes read for one full one: 16 of 64 bytes of factors at once, 8 of 32 of weights
 CPU_VALUE_OPS = 1.2  # vector operations a value, in lanes
 
 
@@ -123,24 +126,26 @@ def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> 
     in_flight = min(max(w.m, 1), min(blocks, places) * s.block_m) / busy * 2 * w.k  # bytes of an SM
     flow = min(1.0, (in_flight / KNEE_BYTES) ** 0.5)
     load = w.bytes / (target.read_gbps * 1e3) / flow / (used * busy / target.units)
-    shared = w.m * w.k * (2 * w.norm + 4 * SCATTERED * w.smooth) / (busy * L1_GBPS * 1e3)  # what rows share, read anew for each
+    shared = w.m * w.k * SCATTERED * (2 * w.norm + 4 * w.smooth) / (busy * SM_GOPS * 1e3)  # what rows share, read anew for each
     idle = held * CHUNK * row_threads(s) / w.k - 1  # places of chunks that no value takes
     alone = CHUNK_US * held * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
-    return Estimate(LAUNCH_US + alone + max(load, shared) * (1 + IDLE * idle), 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
+    return Estimate(LAUNCH_US + alone + (load + shared) * (1 + IDLE * idle), 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, waves, used)
 
 
 def _estimate_through(w: QuantizeWorkload, s: Schedule, target: Target) -> Estimate:
-    """Of blocks that go through all rows: a row is on its way while the one before is computed with, so
-    that only the first of each block takes its whole time alone."""
+    """Of blocks that go through all rows: a row is on its way while the one before is computed with;
+    steps take what loads or instructions do, and a little of their own."""
     blocks = min(max(1, -(-w.m // s.block_m)), target.units * s.min_blocks)
-    steps, busy = -(-w.m // (s.block_m * blocks)), min(blocks, target.units)
-    alone = CHUNK_US * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
-    flow = min(1.0, (blocks * s.block_m / busy * 2 * 2 * w.k / KNEE_BYTES) ** 0.5)  # this row and the next one are in flight
-    used = w.m / (steps * s.block_m * blocks)
-    load = w.bytes / (target.read_gbps * 1e3) / flow / (used * busy / target.units)
-    idle = CHUNK * row_threads(s) / w.k - 1
-    us = LAUNCH_US + alone + max(load * (1 + IDLE * idle), steps * alone)
-    return Estimate(us, 1, load, 0.0, 0.0, alone, 0.0, LAUNCH_US, steps, used)
+    steps, busy = max(1, -(-w.m // (s.block_m * blocks))), min(blocks, target.units)
+    alone = CHUNK_US * chunks(w, s) * (2 + 2 * w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
+    used = max(w.m, 1) / (steps * s.block_m * blocks)
+    load = w.bytes / (target.read_gbps * 1e3) / (used * busy / target.units)
+    compute = w.m * w.k * (THROUGH_OPS + SMOOTH_OPS * w.smooth) / (busy * SM_GOPS * 1e3) / used
+    idle = CHUNK * max(1, chunks(w, s)) * row_threads(s) / w.k - 1
+    start = blocks * kept_bytes(w, s) / (target.read_gbps * 1e3)  # every block reads what it keeps, from L2
+    paired = 1.0 if s.block_m == PAIR else UNPAIRED
+    us = LAUNCH_US + start + paired * steps * max(max(load, compute) / steps * (1 + IDLE * idle) + STEP_US, alone)
+    return Estimate(us, 1, load, compute, 0.0, start + alone, 0.0, LAUNCH_US, steps, used)
 
 
 def cpu_legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> list[str]:

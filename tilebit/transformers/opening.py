@@ -46,8 +46,8 @@ def open_model(
     folder: Path, quantization: TilebitConfig | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
     """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, by
-    tilebit or another tool (``load``), or in floats, or quantized while it loads as ``quantization`` says. ``dtype``: by default config.json's
-    where it is float16 or bfloat16, else bfloat16.
+    tilebit or another tool (``load``), or in floats, or quantized while it loads as ``quantization``
+    says. ``dtype``: by default config.json's where it is float16 or bfloat16, else bfloat16.
 
     Raises ``ValueError`` (``CheckpointError``), before any weight is read, for a directory that lacks
     something or whose config and tensors do not fit each other, and for ``quantization`` of a model

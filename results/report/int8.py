@@ -1,0 +1,48 @@
+"""Products of int8 activations beside other kernels: the page of ``int8``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from .formats import Points, points_of, times
+from .markdown import short_commit, table
+from .problems import geometric_mean
+from .rows import OURS, Row
+
+AGAINST: dict[str, Callable[[Row], bool]] = {
+    "fastest W4A8 kernel here": lambda row: row.impl != OURS and row.format.startswith("w4a8"),
+    "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
+    "tilebit W4A16": lambda row: row.impl == OURS and row.format == "w4a16",
+    "cuBLAS, fp16": lambda row: row.format == "fp16",
+}
+
+
+def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
+    """tilebit's formats of int8 x beside W4A8 and W8A8 kernels, its own W4A16 and cuBLAS; "" without
+    rows."""
+    parts = []
+    for gpu, rows in devices.items():
+        points = points_of(rows)
+        if not points:
+            continue
+        commits = sorted({short_commit(row.commit) or "unknown" for found in points.values() for row in found.values() if row.impl == OURS})
+        shapes = len({(n, k) for _, n, k in points})
+        about = (
+            f"float16 results, µs, activations quantized beforehand; one process, in orders that are drawn. {shapes} shapes. "
+            f"Commit {', '.join(commits)}. Ratios are geometric means over shapes."
+        )
+        parts += [f"## {gpu}", about, table(["", "points", "times as fast", "worst"], list(_lines(points))), times(points)]
+    return "\n\n".join(parts)
+
+
+def _lines(points: Points) -> Iterator[list[str]]:
+    formats = sorted({row.series for found in points.values() for row in found.values() if row.impl == OURS and "a8" in row.format})
+    for name in formats:
+        for what, compared in AGAINST.items():
+            ratios: dict[int, list[float]] = {}
+            for (m, _, _), found in sorted(points.items()):
+                others = [row.us for row in found.values() if name in found and compared(row)]
+                if others:
+                    ratios.setdefault(m, []).append(min(others) / found[name].us)
+            for m, values in ratios.items():
+                yield [f"{name}, m = {m}, against {what}", str(len(values)), f"**{geometric_mean(values):.2f}**", f"{min(values):.2f}"]

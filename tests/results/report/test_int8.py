@@ -1,0 +1,30 @@
+"""The page of products of int8 activations."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from results.report.int8 import int8_section
+from results.report.rows import Row
+
+
+def row(impl: str, format: str, us: float, n: int = 4096) -> Row:
+    common = {"op": "gemm", "dtype": "float16", "m": 64, "k": 4096, "n": n, "run": "1", "gpu": "a GPU", "date": "", "commit": "a" * 40}
+    given: dict[str, Any] = {**common, "impl": impl, "format": format, "us": us, "group_size": 128, "symmetric": True}
+    return Row(**{f.name: given.get(f.name) for f in fields(Row)})  # type: ignore[arg-type]
+
+
+def test_each_kind_of_kernel_is_compared_by_its_fastest() -> None:
+    rows = [row("tilebit", "w4a8_lqq", 10.0), row("tilebit", "w4a8_lqq", 10.0, n=8192)]
+    rows += [row("humming", "w4a8_int8", 20.0), row("vllm", "w4a8_fp8", 12.0), row("humming", "w4a8_fp8", 15.0, n=8192)]
+    rows += [row("vllm", "w8a8_int8", 9.0), row("tilebit", "w4a16", 18.0), row("marlin", "w4a16", 5.0), row("cublas", "fp16", 30.0)]
+    lines = int8_section({"a GPU": rows}).split("\n")
+    assert "| tilebit w4a8_lqq, m = 64, against fastest W4A8 kernel here | 2 | **1.34** | 1.20 |" in lines
+    assert "| tilebit w4a8_lqq, m = 64, against W8A8 of int8 | 1 | **0.90** | 0.90 |" in lines
+    assert "| tilebit w4a8_lqq, m = 64, against tilebit W4A16 | 1 | **1.80** | 1.80 |" in lines
+    assert "| tilebit w4a8_lqq, m = 64, against cuBLAS, fp16 | 1 | **3.00** | 3.00 |" in lines
+
+
+def test_without_rows_there_is_no_page() -> None:
+    assert int8_section({}) == int8_section({"a GPU": []}) == ""

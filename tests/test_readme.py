@@ -90,6 +90,16 @@ def test_the_tile_program_is_that_of_the_sample():
     assert [line for line in lines if line not in source] == []
 
 
+@pytest.mark.slow
+def test_the_any_precision_example_runs(tmp_path: Path):
+    (example,) = (each for each in examples() if "quantize_model_any" in each)
+    script = tmp_path / "any_precision.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "torch.Size([1, 512])"
+
+
 @pytest.mark.parametrize("family", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
 def test_the_checkpoint_example_runs(tmp_path: Path, family: str):
     from tilebit.weights.synthetic import write_checkpoint

@@ -16,7 +16,7 @@ from ...schedules.operands import present
 from ...schedules.schedule import Schedule
 from ..compiler.headers import TYPES
 
-BARRIER = 7  # named barrier of the epilogue; the generated code uses 0 to 2
+BARRIER = 7  # named barrier of the epilogue; generated code takes the first ones (0 to 3 have been seen)
 
 
 @dataclass(frozen=True, slots=True)

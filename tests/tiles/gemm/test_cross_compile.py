@@ -71,7 +71,7 @@ CASES = (
     ("sm_80", Workload(8, 505, 960, LQQ64, BFLOAT), Schedule("gemm_stream", 64, 8, 64, 3, 4)),
     ("sm_90a", Workload(300, 505, 1001, ASYM, BFLOAT, bias=True), Schedule("gemm_wgmma", 64, 128, 128, 4, 4)),
     ("sm_90a", Workload(4096, 4096, 14336, W4_GROUPS, HALF), Schedule("gemm_wgmma", 128, 128, 128, 5, 8)),
-    ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 96, 128, 4, 12, stream_k=True)),
+    ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 80, 128, 4, 12, stream_k=True)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
     ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
     ("sm_86", Workload(300, 505, 1001, W8A8, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),

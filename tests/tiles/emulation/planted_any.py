@@ -26,12 +26,12 @@ BUGS: dict[str, tuple[str, Edit, int]] = {
     "codebook of another width": ("any_loops", swap(("T.bind(row * (1 << bits))", "T.bind(row * (1 << (bits - 1)))")), 4),
     "highest bit dropped": (
         "any_loops",
-        swap(("codes = nibbles(planes[upper:])", "planes[0] = planes[0] & v.splat(0, 'uint32', LANES); codes = nibbles(planes[upper:])")),
+        swap(("codes = bytes_of(planes) if", "planes[0] = planes[0] & v.splat(0, 'uint32', LANES); codes = bytes_of(planes) if")),
         3,
     ),
     "highest bit dropped, of five": (
         "any_loops",
-        swap(("codes = nibbles(planes[upper:])", "planes[0] = planes[0] & v.splat(0, 'uint32', LANES); codes = nibbles(planes[upper:])")),
+        swap(("codes = bytes_of(planes) if", "planes[0] = planes[0] & v.splat(0, 'uint32', LANES); codes = bytes_of(planes) if")),
         5,
     ),
     "bits not exchanged": ("codebooks", swap(("return v.held(a ^ moved << by), v.held(b ^ moved)", "return a, b")), 4),

@@ -11,6 +11,7 @@ from itertools import product
 from tilebit.schedules.gemm import cpu as gemm_cpu
 from tilebit.schedules.gemm import rules as gemm
 from tilebit.schedules.gemm import stream as gemm_stream
+from tilebit.schedules.gemm.codecs import codec_of
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.waves import TAILS
 from tilebit.schedules.gemm.workload import Workload
@@ -44,7 +45,8 @@ def full_grid(workload: Workload, target: Target) -> list[Schedule]:
     """Every legal schedule of every program on ``target``, always in the same order. Of schedules
     that make the same launch one is there: a raster says nothing where one tile covers all rows of
     x."""
-    return [schedule for program in programs("gemm", target.arch) for schedule in _legal_of(program, workload, target)]
+    serving = [program for program in programs("gemm", target.arch) if program in codec_of(workload.format).programs]
+    return [schedule for program in serving for schedule in _legal_of(program, workload, target)]
 
 
 def scanned(workload: Workload, target: Target, places: int = PLACES) -> tuple[list[Schedule], int, str]:

@@ -11,7 +11,6 @@ from itertools import product
 from tilebit.schedules.gemm import cpu as gemm_cpu
 from tilebit.schedules.gemm import rules as gemm
 from tilebit.schedules.gemm import stream as gemm_stream
-from tilebit.schedules.gemm.codecs import codec_of
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.waves import TAILS
 from tilebit.schedules.gemm.workload import Workload
@@ -45,7 +44,7 @@ def full_grid(workload: Workload, target: Target) -> list[Schedule]:
     """Every legal schedule of every program on ``target``, always in the same order. Of schedules
     that make the same launch one is there: a raster says nothing where one tile covers all rows of
     x."""
-    serving = [program for program in programs("gemm", target.arch) if program in codec_of(workload.format).programs]
+    serving = [program for program, rule in programs("gemm", target.arch).items() if not rule.unserved(workload)]
     return [schedule for program in serving for schedule in _legal_of(program, workload, target)]
 
 

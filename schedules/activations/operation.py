@@ -134,10 +134,11 @@ def estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> 
 
 def _estimate_through(w: QuantizeWorkload, s: Schedule, target: Target) -> Estimate:
     """Of blocks that go through all rows: a row is on its way while the one before is computed with;
-    steps take what loads or instructions do, and a little of their own."""
+    steps take what loads or instructions do, and a little of their own. One alone takes twice as
+    long as that of a block without a next row (1 row of 8192, 4 warps, 2 blocks: 2.7 us, H200)."""
     blocks = min(max(1, -(-w.m // s.block_m)), target.units * s.min_blocks)
     steps, busy = max(1, -(-w.m // (s.block_m * blocks))), min(blocks, target.units)
-    alone = CHUNK_US * chunks(w, s) * (2 + 2 * w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
+    alone = 2 * CHUNK_US * chunks(w, s) * (1 + w.norm) + BARRIER_US * (row_threads(s) > 32) * (1 + w.norm)
     used = max(w.m, 1) / (steps * s.block_m * blocks)
     load = w.bytes / (target.read_gbps * 1e3) / (used * busy / target.units)
     compute = w.m * w.k * (THROUGH_OPS + SMOOTH_OPS * w.smooth) / (busy * SM_GOPS * 1e3) / used

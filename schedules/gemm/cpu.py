@@ -68,14 +68,24 @@ def registers_used(schedule: Schedule, vectors: Isa, together: int) -> int:
     return together * (schedule.block_m * schedule.split_k + 1) + vectors.reserved
 
 
+def grid_reasons(workload: Workload, schedule: Schedule) -> list[str]:
+    """What is wrong with the tasks and threads of any CPU program's schedule."""
+    reasons = []
+    if schedule.block_n < TILE or schedule.block_n % TILE or schedule.block_n > BLOCK_N_MAX:
+        reasons.append(f"block_n is {schedule.block_n}; accepted: multiples of {TILE} from {TILE} to {BLOCK_N_MAX}")
+    if not 1 <= schedule.num_warps <= THREADS_MAX:
+        reasons.append(f"num_warps is {schedule.num_warps}; accepted: 1 to {THREADS_MAX} threads")
+    if (workload.n + TILE) * (workload.k + TILE) >= 1 << 31:
+        reasons.append(f"n x k is {workload.n} x {workload.k}; the kernel's 32-bit indices hold fewer than 2^31 weights")
+    return reasons
+
+
 def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot be built for ``workload`` on ``target``: sentences, empty when it
     can."""
     vectors, reasons = isa(target), []
     if vectors is None:
         return [f"target {target.arch} has features {target.features}; the CPU program needs 'avx2' or 'avx512'"]
-    if schedule.block_n < TILE or schedule.block_n % TILE or schedule.block_n > BLOCK_N_MAX:
-        reasons.append(f"block_n is {schedule.block_n}; accepted: multiples of {TILE} from {TILE} to {BLOCK_N_MAX}")
     if schedule.block_k not in BLOCK_K:
         reasons.append(f"block_k is {schedule.block_k}; accepted: {', '.join(map(str, BLOCK_K))}")
     elif workload.format.group_size > 0 and workload.format.group_size % schedule.block_k:
@@ -87,11 +97,7 @@ def cpu_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
     elif (used := registers_used(schedule, vectors, vectors_per_pass(schedule, vectors))) > vectors.registers:
         sums = f"block_m {schedule.block_m} x split_k {schedule.split_k}"
         reasons.append(f"{sums} needs {used} vector registers; {vectors.name} has {vectors.registers}; choose a smaller product")
-    if not 1 <= schedule.num_warps <= THREADS_MAX:
-        reasons.append(f"num_warps is {schedule.num_warps}; accepted: 1 to {THREADS_MAX} threads")
-    if (workload.n + TILE) * (workload.k + TILE) >= 1 << 31:
-        reasons.append(f"n x k is {workload.n} x {workload.k}; the kernel's 32-bit indices hold fewer than 2^31 weights")
-    return reasons
+    return reasons + grid_reasons(workload, schedule)
 
 
 def cpu_candidates(workload: Workload, target: Target) -> list[Schedule]:

@@ -11,7 +11,7 @@ from itertools import product
 
 from ..schedule import Schedule
 from ..target import Target
-from .cpu import BLOCK_N_MAX, THREADS_MAX, TILE
+from .cpu import THREADS_MAX, TILE, grid_reasons
 from .workload import Workload
 
 PROGRAM = "gemm_any_cpu"
@@ -25,17 +25,11 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
     reasons = []
     if "avx2" not in target.features:
         return [f"target {target.arch} has features {target.features}; {PROGRAM} needs 'avx2'"]
-    if schedule.block_n < TILE or schedule.block_n % TILE or schedule.block_n > BLOCK_N_MAX:
-        reasons.append(f"block_n is {schedule.block_n}; accepted: multiples of {TILE} from {TILE} to {BLOCK_N_MAX}")
     if schedule.split_k not in SPLITS:
         reasons.append(f"split_k is {schedule.split_k}; accepted: {', '.join(map(str, SPLITS))} sets of sums")
     elif schedule.block_m < 1 or schedule.block_m * schedule.split_k > MOST_SUMS:
         reasons.append(f"block_m {schedule.block_m} x split_k {schedule.split_k}; accepted: 1 to {MOST_SUMS} vectors of sums")
-    if not 1 <= schedule.num_warps <= THREADS_MAX:
-        reasons.append(f"num_warps is {schedule.num_warps}; accepted: 1 to {THREADS_MAX} threads")
-    if (workload.n + TILE) * (workload.k + TILE) >= 1 << 31:
-        reasons.append(f"n x k is {workload.n} x {workload.k}; the kernel's 32-bit indices hold fewer than 2^31 weights")
-    return reasons
+    return reasons + grid_reasons(workload, schedule)
 
 
 def any_candidates(workload: Workload, target: Target) -> list[Schedule]:

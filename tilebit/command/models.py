@@ -13,7 +13,6 @@ from .tasks import Json
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ..transformers import TilebitConfig
 
@@ -54,7 +53,7 @@ def quantize(
         save_model(model, source, out)
         found = {
             "out": str(out), "format": format, "before_bytes": weight_bytes(source), "after_bytes": weight_bytes(out),
-            "memory_bytes": _held(model), "peak_bytes": _peak(place),
+            "memory_bytes": model.get_memory_footprint(), "peak_bytes": _peak(place),
         }  # fmt: skip
     if as_json:
         print_json(found)
@@ -106,7 +105,7 @@ def generate(
         torch.manual_seed(seed)
         spoken = speak(model, tokenizer, ids, max_tokens, _nothing if as_json else _stream, kv_format, temperature)
     rates = {"prefill_tokens_per_s": spoken.prefill_rate, "decode_tokens_per_s": spoken.decode_rate}
-    memory = {"weight_bytes": _held(model), "cache_bytes": spoken.cache_bytes}
+    memory = {"weight_bytes": model.get_memory_footprint(), "cache_bytes": spoken.cache_bytes}
     if as_json:
         counts = {"prompt_tokens": spoken.prompt_tokens, "new_tokens": spoken.new_tokens}
         print_json({"text": spoken.text, **counts, **rates, **memory})
@@ -213,12 +212,6 @@ def _text(file: Path) -> str:
     if not text.strip():
         raise ValueError(f"{file} is empty; accepted: a file with text")
     return text
-
-
-def _held(model: nn.Module) -> int:
-    """Bytes of weights and buffers."""
-    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
-    return sum(stored.values())
 
 
 def _peak(place: torch.device) -> int:

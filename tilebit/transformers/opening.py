@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import read_object, tensor_files, tensor_shape
+from ..weights.extra_state import EXTRA
 from .config import TilebitConfig
 from .loading import load
 
@@ -111,7 +112,7 @@ def _check_tensors(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder / 'config.json'} makes no causal language model: {_short(error)}; accepted: the config that was saved with the "
             "weights: copy it again"
         ) from error
-    packed = {name.rpartition(".")[0] for name in files if name.endswith("._extra_state")}
+    packed = {name.rpartition(".")[0] for name in files if name.endswith("." + EXTRA)}
     for name, value in model.state_dict().items():
         if name in files and name.rpartition(".")[0] not in packed and (shape := tensor_shape(files[name], name)) != list(value.shape):
             raise CheckpointError(

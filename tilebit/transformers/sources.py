@@ -13,11 +13,11 @@ from ..layouts.formats import GemmFormat
 from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import tensor_files
 from ..weights.checkpoint_open import TensorFile, open_tensors
+from ..weights.extra_state import EXTRA
 from ..weights.modules import QuantLinear, parse_described
 from ..weights.packed import WEIGHTS, PackedWeight, pack
 from .config import TilebitConfig
 
-_EXTRA = "_extra_state"
 _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -29,7 +29,7 @@ class PackedSource:
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
-        self.layers = [name.removesuffix("." + _EXTRA) for name in self._files if name.endswith("." + _EXTRA)]
+        self.layers = [name.removesuffix("." + EXTRA) for name in self._files if name.endswith("." + EXTRA)]
         wanted = config.formats_of(model)
         lacking = [name for name in wanted if name not in self.layers]
         if lacking:
@@ -67,7 +67,7 @@ class PackedSource:
     def _state(self, name: str, meta: bool = False) -> dict[str, Tensor]:
         """The layer's tensors; with ``meta`` none is read but the one that describes it."""
         state = {}
-        for part in (_EXTRA, *WEIGHTS, "perm", "bias"):
+        for part in (EXTRA, *WEIGHTS, "perm", "bias"):
             stored = f"{name}.{part}"
             if stored not in self._files:
                 continue
@@ -75,7 +75,7 @@ class PackedSource:
             if file not in self._open:
                 self._open[file] = open_tensors(file)
             opened = self._open[file]
-            if meta and part != _EXTRA:
+            if meta and part != EXTRA:
                 state[part] = torch.empty(opened.shape(stored), dtype=_DTYPES[opened.dtype(stored)], device="meta")
             else:
                 state[part] = opened.tensor(stored)
@@ -94,7 +94,7 @@ def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None
 
 
 def _packed_of(state: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
-    said = parse_described(state[_EXTRA])
+    said = parse_described(state[EXTRA])
     format, scales = GemmFormat.from_json(said["format"]), state["scales"]
     held = scales.dtype if scales.dtype.is_floating_point else dtype
     return PackedWeight(

@@ -3,7 +3,6 @@ weight holds, and what sets the width of a whole model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..accepted import expect, expect_tensors
-from ..json_reader import parse_json
 from ..layouts.planes import plane_layout
 from ..ops.gemm import call
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
+from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import linears_of, once
 from .packed import DTYPES, arch_of
 from .quantize_any import MAX_BITS, quantize_any
-
-_EXTRA = "_extra_state"
 
 
 class AnyPrecisionLinear(nn.Module):
@@ -145,7 +142,7 @@ class AnyPrecisionLinear(nn.Module):
         return {**self.__dict__, "_views": {}}  # copies make their own
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(list(json.dumps({**self._described, "arch": self.arch}, sort_keys=True).encode()), dtype=torch.uint8)
+        return to_tensor({**self._described, "arch": self.arch})
 
     @property
     def _described(self) -> dict[str, Any]:
@@ -177,12 +174,12 @@ class AnyPrecisionLinear(nn.Module):
     def _as_stored_here(self, state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
         """The weight of ``state`` in this layer's layout and dtype. Raises ``ValueError`` for one of
         another shape or other widths, and for entries that are missing or of another kind."""
-        needed = [_EXTRA, "planes", *(f"codebook_{bits}" for bits in self.widths), *(["bias"] if self.bias is not None else [])]
+        needed = [EXTRA, "planes", *(f"codebook_{bits}" for bits in self.widths), *(["bias"] if self.bias is not None else [])]
         lacking = [name for name in needed if prefix + name not in state]
         if lacking:
             raise ValueError(f"the state_dict lacks {', '.join(prefix + name for name in lacking)}; accepted: all or none of a layer's")
         try:
-            described = parse_json(bytes(state[prefix + _EXTRA].tolist()))
+            described = from_tensor(state[prefix + EXTRA])
             own, arch = {name: described.get(name) for name in self._described}, str(described["arch"])
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ValueError(f"the extra state is not an AnyPrecisionLinear's ({error}); accepted: its state_dict") from None

@@ -3,7 +3,6 @@ in place of ``nn.Linear``."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..accepted import expect, expect_tensors, format_of, scaled
-from ..json_reader import parse_json
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..ops.gemm_int8 import of_rows
 from ..schedules.gemm.codecs import packed_layout
+from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import given_weights, linears_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
@@ -24,8 +23,6 @@ from .quantize import QuantizedTensor, quantize
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
-
-_EXTRA = "_extra_state"
 
 
 class QuantLinear(nn.Module):
@@ -209,7 +206,7 @@ class QuantLinear(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         described = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json(), "arch": self.arch}
-        return torch.tensor(list(json.dumps(described, sort_keys=True).encode()), dtype=torch.uint8)
+        return to_tensor(described)
 
     def set_extra_state(self, state: Any) -> None:
         """Checked in ``_load_from_state_dict``, before any buffer is touched."""
@@ -224,7 +221,7 @@ class QuantLinear(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        described = state_dict.get(prefix + _EXTRA)
+        described = state_dict.get(prefix + EXTRA)
         if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
             try:
                 state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, parse_described(described))}
@@ -269,7 +266,7 @@ def parse_described(state: Any) -> dict[str, Any]:
     """What the extra state of a ``state_dict`` says of a layer: n, k, format and arch. Raises
     ``ValueError``."""
     try:
-        described = parse_json(bytes(state.tolist()))
+        described = from_tensor(state)
         packed_layout(described["arch"], GemmFormat.from_json(described["format"]))
         return described
     except (AttributeError, TypeError, ValueError, KeyError) as error:

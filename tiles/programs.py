@@ -6,11 +6,15 @@ import ast
 import importlib
 import importlib.util
 from pathlib import Path
+from threading import Lock
 
 from ..schedules.operations import find_rule
 from .program import DEVICE_DIR, TileProgram
 
 LIBRARY = __name__.partition(".")[0]
+# Threads that compile ahead may meet here: CPython 3.11 counts the depth of all their syntax trees in
+# one place and raises SystemError for a count that another one moved.
+_PARSING = Lock()
 
 
 def program(name: str) -> TileProgram:
@@ -50,7 +54,9 @@ def _imports(module: str, path: Path, libraries: set[str]) -> list[str]:
     are names inside modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    with _PARSING:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..layouts.outside import stated
+from .activations.glue import GATING, NORMED
 from .activations.operation import QUANTIZE
 from .attention.operation import APPEND, DECODE, GATHER, PREFILL
 from .gemm.operation import GEMM
@@ -28,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
-OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL, QUANTIZE)}
+OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL, QUANTIZE, NORMED, GATING)}
 
 
 def operation(name: str) -> Operation:

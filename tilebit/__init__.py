@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .ops.gemm import gemm
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
+    from .ops.rows import add_norm, gated
     from .weights.any_modules import AnyPrecisionLinear, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
@@ -43,8 +44,10 @@ _HOME = {
     "QuantFormat": "layouts.formats",
     "QuantLinear": "weights.modules",
     "QuantizedTensor": "weights.quantize",
+    "add_norm": "ops.rows",
     "calibrate": "weights.calibrate",
     "channel_salience": "weights.salience",
+    "gated": "ops.rows",
     "gemm": "ops.gemm",
     "gptq": "weights.gptq",
     "load_checkpoint": "weights.checkpoint",
@@ -71,8 +74,10 @@ __all__ = [
     "QuantFormat",
     "QuantLinear",
     "QuantizedTensor",
+    "add_norm",
     "calibrate",
     "channel_salience",
+    "gated",
     "gemm",
     "gptq",
     "load_checkpoint",

@@ -17,6 +17,7 @@ from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.schedules.activations.glue import GlueWorkload
 from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import Workload
@@ -80,6 +81,10 @@ CASES: tuple[Case, ...] = (
     # blocks that go through all rows, three and more of them each
     (QuantizeWorkload(1000, 1001, "bfloat16", "int8", 128, norm=True, smooth=True), Schedule("quantize_rows", 1, 2, 1, 2, 4)),
     (QuantizeWorkload(1000, 8192, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 16, min_blocks=2)),
+    (GlueWorkload("norm", 130, 1032, "bfloat16", residual=True), Schedule("norm_rows", 1, 1, 1, num_warps=2)),
+    (GlueWorkload("norm", 1, 4096, residual=True, offset=1.0), Schedule("norm_rows", 1, 1, 1, num_warps=16)),
+    (GlueWorkload("gated", 130, 1032), Schedule("gated_rows", 1, 1, 1, num_warps=4)),
+    (GlueWorkload("gated", 3, 4096, "bfloat16", activation="gelu_tanh"), Schedule("gated_rows", 1, 1, 1, num_warps=8)),
 )
 EACH = list({case[1].program: case for case in CASES}.values())  # a kernel of every program
 

@@ -1,0 +1,155 @@
+"""The operators ``torch.ops.tilebit.add_norm`` and ``.gated`` and the functions in front of them: what
+stands between the products of a decoder.
+
+On CUDA each is one kernel. On CPUs torch computes it: products take the time there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..accepted import expect, expect_tensors
+from ..schedules.activations.glue import ACTIVATIONS, CHUNK, GATED, NORM, GlueWorkload
+from ..schedules.activations.workload import EPS
+from .direct import inference_only
+from .dispatch import DTYPE_NAMES
+from .operands import describe
+from .plans import Key, bucket, launcher
+
+TANH = (2 / math.pi) ** 0.5  # of GELU's tanh form, here as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = EPS,
+    offset: float = 0.0,
+    inplace: bool = False,
+    dependent: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, the new residual) of x [..., k], fp16 or bf16: RMSNorm,
+
+        y = s * rsqrt(mean(s^2) + eps) * (weight + offset),    s = x + residual
+
+    s is rounded to x's dtype and is the new residual; the rest is fp32, rounded once. Without
+    ``residual`` s is x, and None is returned for it. ``weight`` [k] and ``residual`` have x's dtype;
+    ``offset`` 1 is Gemma's norm. With ``inplace`` the new residual is written where the old one lies
+    (contiguous), and is what is returned. A row whose squares have no finite sum gives NaN.
+
+    ``dependent`` (programmatic dependent launch): the kernel may start while the preceding kernel of
+    the stream still runs, and waits for its end before it reads x and residual; ``weight`` it reads
+    before. Results are the same; on CPUs and sm_80 to sm_89 it does nothing. It traces under
+    torch.compile and may be captured in a CUDA graph after a first call; inference only.
+
+    Raises ``TypeError`` and ``ValueError`` for what does not fit and ``KernelUnavailable`` when no
+    kernel is at hand, all before a launch.
+    """
+    expect_tensors(("residual",), x=x, residual=residual, weight=weight)
+    if residual is not None and not inplace:
+        residual = residual.clone(memory_format=torch.contiguous_format)
+        dependent = False  # the copy's is the preceding kernel, an ordinary one
+    return ADD_NORM(x, residual, weight, eps, offset, dependent), residual
+
+
+def gated(x: Tensor, activation: str = "silu", dependent: bool = False) -> Tensor:
+    """y [..., k] of x [..., 2 k], fp16 or bf16: activation(x[..., :k]) * x[..., k:] in fp32, rounded once.
+
+    ``activation`` is "silu" or "gelu_tanh". ``dependent``, tracing, capturing and errors are
+    ``add_norm``'s.
+    """
+    expect_tensors(x=x)
+    expect("activation", activation, str, " or ".join(map(repr, ACTIVATIONS)))
+    return GATED_ROWS(x, activation, dependent)
+
+
+def _workload(key: Key) -> GlueWorkload:
+    """What calls with ``key`` ask for. Raises ``ValueError`` for what no kernel supports."""
+    op, m, k, dtype, residual, eps, offset, activation, _ = key
+    return GlueWorkload(op, m, k, DTYPE_NAMES[dtype], residual, eps, offset, activation)
+
+
+_launch = launcher(_workload, lambda workload: workload.served)
+
+
+def _add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = EPS, offset: float = 0.0, dependent: bool = False) -> Tensor:
+    y = _normed_like(x, residual, weight)
+    k = x.shape[-1]
+    m = x.numel() // k
+    if not m:
+        return y
+    if not x.is_cuda or k % CHUNK:
+        if residual is not None:
+            x = residual.add_(x)
+        f = x.float()
+        square = f.square().sum(-1, keepdim=True)
+        root = torch.where(square.isfinite(), (square / k + eps).rsqrt(), torch.nan)
+        return y.copy_(f * root * (weight.float() + offset))
+    rows = x.reshape(m, k)
+    given = (rows.contiguous(), None if residual is None else residual.view(m, k), weight.contiguous(), y.view(m, k))
+    moved = given[0].data_ptr() != x.data_ptr() or given[2].data_ptr() != weight.data_ptr()
+    key = (NORM, bucket(m), k, x.dtype, residual is not None, eps, offset, ACTIVATIONS[0], x.device)
+    _launch(key, given, dependent and not moved)
+    return y
+
+
+def _gated(x: Tensor, activation: str = "silu", dependent: bool = False) -> Tensor:
+    y = _gated_like(x, activation)
+    k = y.shape[-1]
+    m = y.numel() // k
+    if not m:
+        return y
+    if not x.is_cuda or k % CHUNK:
+        gate, up = x.float().chunk(2, -1)
+        return y.copy_(up * (F.silu(gate) if activation == "silu" else gate * torch.sigmoid(2 * TANH * (gate + 0.044715 * gate**3))))
+    rows = x.reshape(m, 2 * k).contiguous()
+    key = (GATED, bucket(m), k, x.dtype, False, EPS, 0.0, activation, x.device)
+    _launch(key, (rows, y.view(m, k)), dependent and rows.data_ptr() == x.data_ptr())
+    return y
+
+
+def _normed_like(x: Tensor, residual: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
+    """A new y. Raises ``ValueError`` for operands that do not fit."""
+    if x.ndim < 1 or x.shape[-1] < 1 or x.dtype not in DTYPE_NAMES:
+        raise ValueError(f"x is {describe(x)}; accepted: float16 or bfloat16 [..., k] with k >= 1; convert it with x.to(...)")
+    for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
+        if tensor is not None and (tensor.dtype is not x.dtype or tensor.shape != shape or tensor.device != x.device):
+            raise ValueError(
+                f"{name} is {describe(tensor)}; accepted with x of {describe(x)}: {str(x.dtype).removeprefix('torch.')} {list(shape)} on "
+                f"{x.device}; convert it with .to(...)"
+            )
+    if residual is not None and not residual.is_contiguous():
+        raise ValueError(f"residual is {describe(residual)} with strides {residual.stride()}; accepted in place: a contiguous one")
+    return x.new_empty(x.shape)
+
+
+def _gated_like(x: Tensor, activation: str = "silu", *_: Any) -> Tensor:
+    """A new y. Raises ``ValueError`` for what does not fit."""
+    if x.ndim < 1 or x.shape[-1] < 2 or x.shape[-1] % 2 or x.dtype not in DTYPE_NAMES:
+        raise ValueError(
+            f"x is {describe(x)}; accepted: float16 or bfloat16 [..., 2 k], gates before what they gate; convert it with x.to(...)"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+_library = torch.library.Library("tilebit", "FRAGMENT")
+_library.define(
+    f"add_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps={EPS}, float offset=0.0, bool dependent=False) -> Tensor"
+)
+_library.define("gated(Tensor x, str activation='silu', bool dependent=False) -> Tensor")
+_calls: dict[str, Any] = {}
+for _name, _real, _fake in (("add_norm", _add_norm, _normed_like), ("gated", _gated, _gated_like)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _real, _key)
+    torch.library.register_fake(f"tilebit::{_name}", _fake, lib=_library)
+    _calls[_name], _derived = inference_only(getattr(torch.ops.tilebit, _name).default, _real)
+    _library.impl(_name, _derived, "Autograd", with_keyset=True)
+
+ADD_NORM, GATED_ROWS = _calls["add_norm"], _calls["gated"]

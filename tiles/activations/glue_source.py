@@ -1,0 +1,27 @@
+"""What the device functions between products know of a workload."""
+
+from __future__ import annotations
+
+from ...schedules.activations.glue import GlueWorkload
+from ..compiler.headers import TYPES, device_source, literal
+
+HEADERS = (
+    "ptx/instructions.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "activations/quantize.cuh", "activations/rows.cuh"
+)  # fmt: skip
+PASSES = {
+    "tl.disable_thread_storage_sync": True,  # the barriers that are needed stand in the programs
+    "tl.disable_safe_memory_legalize": True,  # accesses are inside by construction
+}
+
+
+def glue_source(w: GlueWorkload) -> str:
+    """The device functions, and ``struct Rows`` for ``w``."""
+    numbers = {
+        "int K": w.k,
+        "bool RESIDUAL": str(w.residual).lower(),
+        "bool GELU": str(w.activation == "gelu_tanh").lower(),
+        "float EPS": f"{literal(w.eps):.9e}f",
+        "float OFFSET": f"{literal(w.offset):.9e}f",
+    }
+    lines = (f"  static constexpr {name} = {value};" for name, value in numbers.items())
+    return "\n".join([device_source(HEADERS), "struct Rows {", f"  using T = {TYPES[w.dtype]};", *lines, "};", ""])

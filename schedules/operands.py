@@ -16,8 +16,9 @@ class Operand:
     ``dtype`` is torch's name ("float16", "int32"). ``shape`` holds whole numbers and names of sizes
     that a call binds: a name means what it met first, "batch + 1" one more than "batch".
     ``written``: the kernel writes it (and reads it first where ``read``); ``optional``: some calls
-    of the operation have none, and ``absent``: those of this workload have none. ``advice`` says
-    what to do about one that does not fit.
+    of the operation have none, and ``absent``: those of this workload have none. ``apart``: rows,
+    along the first dimension, may lie any multiple of 16 bytes apart, such as slices of wider rows;
+    kernels find that stride in the tensor. ``advice`` says what to do about one that does not fit.
     """
 
     name: str
@@ -27,11 +28,17 @@ class Operand:
     read: bool = True
     optional: bool = False
     absent: bool = False
+    apart: bool = False
     advice: str = ""
 
     def text(self) -> str:
         """What is accepted, in words: ``float16 [m, 4096]``."""
         return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
+
+    @property
+    def pitch(self) -> str:
+        """The name of the stride of rows that lie ``apart``, in elements."""
+        return f"{self.name}_pitch"
 
 
 def present(operands: Iterable[Operand]) -> tuple[Operand, ...]:

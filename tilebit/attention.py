@@ -116,6 +116,36 @@ def append(
     )
 
 
+def append_and_rotate(
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    head_scales: Tensor | None,
+    cos_sin: Tensor | None,
+    q: Tensor,
+    format: str,
+    page_size: int,
+    rotary: str = "half",
+    dependent: bool = False,
+) -> Tensor:
+    """``append``, and the new tokens' queries in the same launch: ``q`` [tokens, heads_q,
+    head_dim], rows as k's, turned at the same positions; a new tensor of its shape.
+
+    ``torch.ops.tilebit.attention_append_and_rotate.out`` writes into ``out`` (other memory than
+    q's). Rows that belong to no sequence stay undefined. Rows of q, k and v may lie any multiple of
+    16 bytes apart, as slices of a fused projection's output do. ``dependent``: the preceding kernel
+    may write every operand.
+    """
+    return attention_ops.APPEND_AND_ROTATE(
+        k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, format, page_size, rotary, dependent
+    )
+
+
 def gather(
     pages: Tensor,
     windows: Tensor,

@@ -69,7 +69,7 @@ class AttentionProblem:
     def copied(self) -> AttentionProblem:
         """The same problem in other memory: rotating over copies keeps caches from holding the
         operands."""
-        return replace(self, operands={name: tensor.clone() for name, tensor in self.operands.items()})
+        return replace(self, operands={name: _copied(tensor) for name, tensor in self.operands.items()})
 
     def cache(self) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of each sequence in fp64, [length, heads_kv, head_dim], as the cache means them."""
@@ -192,7 +192,12 @@ def attention_problem(
     if w.op == "decode":
         operands["q"] = normal(len(lengths), w.q_len, w.heads_q, w.head_dim)
     elif w.op == "append":
-        operands |= {"k": normal(new, w.heads_kv, w.head_dim), "v": normal(new, w.heads_kv, w.head_dim), "cu_seqlens": ints(_starts(rows))}
+        if w.queries:  # slices of one product, as a fused projection gives them
+            q, k, v = normal(new, w.heads_q + 2 * w.heads_kv, w.head_dim).split((w.heads_q, w.heads_kv, w.heads_kv), dim=1)
+            operands |= {"q": q, "k": k, "v": v}
+        else:
+            operands |= {"k": normal(new, w.heads_kv, w.head_dim), "v": normal(new, w.heads_kv, w.head_dim)}
+        operands["cu_seqlens"] = ints(_starts(rows))
         if w.rotary:
             operands["cos_sin"] = _rotary_table(max(lengths, default=1), w.head_dim).to(device)
         written = {name: (tuple(operands[name].shape), torch.int32) for name in ("pages", "windows")}
@@ -229,6 +234,11 @@ def _cache(w: AttentionWorkload, lengths: Sequence[int], seed: int, generator: t
     if w.format.has_head_scales:
         found["head_scales"] = 0.5 + torch.rand(2, w.heads_kv, generator=generator, device=generator.device)
     return found
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The same numbers in other memory, rows as far apart."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _rotary_table(positions: int, head_dim: int) -> Tensor:

@@ -7,7 +7,8 @@ one of the workload's size:
 - decode, prefill: each sequence's relative error against fp64, at most twice that of torch in the same precision on the same values;
 - gather: every row equal to the cache's fp32 value rounded once;
 - append: pages and windows equal, bit for bit, to those of the numpy twin (``layouts/kv_quantize.py``). With a rotary embedding the rotated
-  keys may be rounded differently: then the values that the cache means are compared.
+  keys may be rounded differently: then the values that the cache means are compared. Each number of a turned query is fp64's, rounded once,
+  but for what fp32 leaves of a difference.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class _Appended:
         self._rows, starts = o["cu_seqlens"].diff().tolist(), o["cu_seqlens"].tolist()
         self._before = {name: o[name].clone() for name in ("pages", "windows")}
         window = KVLayout(KVFormat(), w.head_dim, RESIDUAL)
+        self._turned = _turned_queries(problem) if w.queries else None
         self._recent: list[tuple[Tensor, Tensor]] = []  # of each sequence: its rows from the last whole group before the call on
         for b, (length, slot) in enumerate(zip(problem.lengths, o["slots"].tolist(), strict=True)):
             waiting = (length - self._rows[b]) % RESIDUAL
@@ -172,7 +174,19 @@ class _Appended:
         unused[o["slots"].long().cpu()] = False
         if not torch.equal(windows[unused], self._before["windows"][unused]):
             reasons.append("windows of other sequences were changed.")
+        if self._turned is not None:
+            reasons += self._query_reasons(outputs["out"].double(), *self._turned)
         return reasons[:4], 0.0
+
+    def _query_reasons(self, got: Tensor, expected: Tensor, accepted: Tensor) -> list[str]:
+        wrong = ~((got - expected).abs() <= accepted)
+        if not bool(wrong.any()):
+            return []
+        token, head, channel = (int(i) for i in wrong.nonzero()[0])
+        return [
+            f"out: {int(wrong.sum())} of {wrong.numel()} numbers of turned queries are wrong; the first at [{token}, {head}, {channel}] is "
+            f"{got[token, head, channel].item()} and should be {expected[token, head, channel].item()}."
+        ]
 
     def _window_reasons(self, b: int, windows: Tensor) -> list[str]:
         slot, left = int(self.problem.operands["slots"][b]), self.problem.lengths[b] % RESIDUAL
@@ -230,6 +244,19 @@ def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutp
 
 def _check_of(problem: AttentionProblem) -> _Attended | _Gathered | _Appended:
     return {"append": _Appended, "gather": _Gathered}.get(problem.workload.op, _Attended)(problem)
+
+
+def _turned_queries(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """(the turned queries in fp64, how far each number may be from its own): half a step of the
+    dtype, and what fp32 may lose of the difference of two products."""
+    w, o = problem.workload, problem.operands
+    counts, q = o["cu_seqlens"].diff().tolist(), o["q"]
+    firsts = [length - count for length, count in zip(problem.lengths, counts, strict=True)]
+    runs = [torch.arange(first, first + count, device=q.device) for first, count in zip(firsts, counts, strict=True)]
+    positions = torch.cat(runs) if runs else torch.arange(0, device=q.device)
+    expected, number = rotate(q, positions, o["cos_sin"], w.rotary), torch.finfo(q.dtype)
+    lost = q.abs().double().amax(-1, keepdim=True) * 2.0**-21
+    return expected, (expected.abs() + lost).clamp(min=number.smallest_normal) * number.eps / 2 + lost
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:

@@ -3,6 +3,7 @@ hold)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...layouts.kv import window_words
@@ -16,8 +17,8 @@ _WORDS = "bytes become int32 by .view(torch.int32)"
 
 def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
     """What calls of ``w.op`` are given; head_scales are absent where no operand is fp8, sinks,
-    cos_sin and lse where none is asked for."""
-    rows = Operand("k", w.dtype, ("tokens" if w.op == "append" else "total_kv", w.heads_kv, w.head_dim))
+    cos_sin and lse where none is asked for, and an append's q and out where it turns no queries."""
+    rows = Operand("k", w.dtype, ("tokens" if w.op == "append" else "total_kv", w.heads_kv, w.head_dim), apart=w.op == "append")
     q_rows = ("batch", "q_len") if w.op == "decode" else ("tokens",)
     q = Operand("q", w.dtype, (*q_rows, w.heads_q, w.head_dim))
     out = Operand("out", w.dtype, q.shape, written=True, read=False)
@@ -30,7 +31,8 @@ def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
         return (q, pages, windows, tables, slots, lengths, scales, sinks, out, lse)
     if w.op == "append":
         angles = Operand("cos_sin", "float32", ("max_position", w.head_dim), optional=True, absent=not w.rotary)
-        return (rows, _like(rows, "v"), _bounds("cu_seqlens"), lengths, tables, slots, pages, windows, scales, angles)
+        q, out = replace(q, absent=not w.queries, apart=True), replace(out, absent=not w.queries)
+        return (rows, _like(rows, "v"), _bounds("cu_seqlens"), lengths, tables, slots, pages, windows, scales, angles, q, out)
     out_k, out_v = (_like(rows, name, written=True, read=False) for name in ("out_k", "out_v"))
     return (pages, windows, tables, slots, lengths, _bounds("cu_kv"), scales, out_k, out_v)
 
@@ -61,4 +63,4 @@ def _bounds(name: str) -> Operand:
 
 
 def _like(rows: Operand, name: str, written: bool = False, read: bool = True) -> Operand:
-    return Operand(name, rows.dtype, rows.shape, written, read)
+    return replace(rows, name=name, written=written, read=read)

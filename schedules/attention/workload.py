@@ -16,6 +16,8 @@ OPS = ("decode", "append", "gather", "prefill")
 ROTARY = ("", "half", "interleaved")
 Q_BUCKETS = (1, 2, 4, 8, 16)  # of q_len in decode: tokens of a sequence that attend at once
 _OF_SCORES = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False}
+_OF_APPEND: dict[str, Any] = {"rotary": "", "queries": False}
+_LATER: dict[str, Any] = {"queries": False}  # fields that are absent from what was stored before there were any, and where they say nothing
 MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 
@@ -36,12 +38,12 @@ class AttentionWorkload:
     ``sink_tokens`` besides; ``sinks``: learned logits join the softmax's denominator; ``soft_cap``
     c > 0: scores become c * tanh(score / c); ``scale`` of scores (None: head_dim ** -0.5); ``lse``:
     the log-sum-exp is returned too; ``rotary`` embedding of appended keys ("half", "interleaved",
-    "": none).
+    "": none); ``queries``: an append turns the new tokens' queries too.
 
     What an op does not look at is set to its default, so that equal questions are equal: query
-    heads (then ``heads_kv``) and all about scores for "append" and "gather", the cache's format and
-    page size for "prefill", ``rotary`` for all but "append". Raises ``ValueError`` when a field is
-    out of range.
+    heads (then ``heads_kv``) for "gather" and an "append" without ``queries``, all about scores for
+    both, the cache's format and page size for "prefill", ``rotary`` and ``queries`` for all but
+    "append". Raises ``ValueError`` when a field is out of range.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("batch", "q_len", "kv_len")  # fields that compiled kernels do not depend on
@@ -65,6 +67,7 @@ class AttentionWorkload:
     scale: float | None = None
     lse: bool = False
     rotary: str = ""
+    queries: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted in (
@@ -81,11 +84,13 @@ class AttentionWorkload:
             )
         if self.scale is not None and not 0 < self.scale < float("inf"):
             raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, or None for head_dim ** -0.5")
-        unused: dict[str, Any] = {} if self.op == "append" else {"rotary": ""}
+        if self.op == "append" and self.queries and not self.rotary:
+            raise ValueError("queries is True and rotary ''; accepted: queries with rotary 'half' or 'interleaved', which turns them")
+        unused: dict[str, Any] = {} if self.op == "append" else dict(_OF_APPEND)
         if self.op == "prefill":
             unused |= {"format": KVFormat(), "page_size": RESIDUAL}
         elif self.op != "decode":
-            unused |= _OF_SCORES | {"heads_q": self.heads_kv}
+            unused |= _OF_SCORES | ({} if self.op == "append" and self.queries else {"heads_q": self.heads_kv})
         for name, value in unused.items():
             object.__setattr__(self, name, value)
 
@@ -105,7 +110,7 @@ class AttentionWorkload:
         asked |= {"head-dim": w.head_dim, "format": w.format.name, "dtype": w.dtype, "page-size": w.page_size}
         asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
         asked |= {"rotary": w.rotary or None}
-        flags = [f"--{name}" for name in ("sinks", "lse") if getattr(w, name)]
+        flags = [f"--{name}" for name in ("sinks", "lse", "queries") if getattr(w, name)]
         return " ".join([*(f"--{name} {value}" for name, value in asked.items() if value is not None), *flags])
 
     @property
@@ -154,7 +159,7 @@ class AttentionWorkload:
         attended = queries * (self.head_dim * 4 + (4 if self.lse else 0))
         return {
             "decode": rows * self._cached_bytes(self.visible_tokens) + attended,
-            "append": rows * self.q_len * (self.row_bytes + written),
+            "append": rows * self.q_len * (self.row_bytes + written) + (attended if self.queries else 0),
             "gather": rows * (self._cached_bytes(self.kv_len) + self.kv_len * self.row_bytes),
             "prefill": rows * self.kv_len * self.row_bytes + attended,
         }[self.op]  # fmt: skip
@@ -190,14 +195,16 @@ class AttentionWorkload:
 
     def to_json(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "format": self.format.to_json()}
+        said = {name: value for name, value in values.items() if name not in _LATER or _LATER[name] != value}
+        return {**said, "format": self.format.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AttentionWorkload:
         """Raises ``ValueError`` for another op and ``KeyError`` for a missing field."""
         if data["op"] not in OPS:
             raise ValueError(f"op is {data['op']!r}; accepted: {', '.join(map(repr, OPS))}")
-        return cls(**{**{f.name: data[f.name] for f in fields(cls)}, "format": KVFormat.from_json(data["format"])})
+        given = {**_LATER, **data}
+        return cls(**{**{f.name: given[f.name] for f in fields(cls)}, "format": KVFormat.from_json(data["format"])})
 
 
 def _power_of_two(value: int, most: int) -> int:

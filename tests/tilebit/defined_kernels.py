@@ -16,7 +16,7 @@ from tilebit.cache.rotary import rotated
 from tilebit.layouts import kv_quantize
 from tilebit.layouts.kv import RESIDUAL, KVLayout
 from tilebit.ops.dispatch import DTYPE_NAMES
-from tilebit.ops.operands import ALIGNMENT, check
+from tilebit.ops.operands import ALIGNMENT, check, rows_apart
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operands import kernel_params
 from tilebit.schedules.schedule import Schedule
@@ -30,10 +30,12 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass
 class DefinedKernels:
-    """Stands for ``find_kernel``; ``asked`` are the workloads that kernels were asked for, ``calls`` the ops of the launches."""
+    """Stands for ``find_kernel``; ``asked`` are the workloads that kernels were asked for, ``calls`` the ops of the launches,
+    ``given`` the last one's tensors by name."""
 
     asked: list[AttentionWorkload] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    given: dict[str, Tensor] = field(default_factory=dict)
 
     def find(self, w: AttentionWorkload, target: Target) -> Any:
         self.asked.append(w)
@@ -44,10 +46,13 @@ class DefinedKernels:
             operands = dict(zip(names, tensors, strict=True))
             try:
                 check(stated, [operands.get(o.name) for o in stated], torch.device("cpu"), "the kernel")
-                assert all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+                apart = {o.name for o in stated if o.apart}
+                assert all(rows_apart(t) if name in apart else t.is_contiguous() for name, t in operands.items())
+                assert all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
             except (ValueError, AssertionError, AttributeError):
                 raise RuntimeError("the kernel refuses its operands") from None  # and says so in other words than the door's
             self.calls.append(w.op)
+            self.given = operands
             _RUN[w.op](w, operands)
 
         return SimpleNamespace(params=names, run=run, run_dependent=None, path=Path("defined"), manifest={"schedule": CHOSEN})
@@ -95,6 +100,9 @@ def _append(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
         k, v = (o[name][bounds[b] : bounds[b + 1]] for name in ("k", "v"))
         if w.rotary:
             k = rotated(k, torch.arange(past, length), o["cos_sin"], w.rotary)
+        if w.queries:
+            mine = slice(bounds[b], bounds[b + 1])
+            o["out"][mine] = rotated(o["q"][mine], torch.arange(past, length), o["cos_sin"], w.rotary)
         for head in range(w.heads_kv):
             window = o["windows"][int(o["slots"][b]), head]
             _append_head(w, o, o["block_tables"][b], window, past, head, k[:, head].float().numpy(), v[:, head].float().numpy())

@@ -36,7 +36,8 @@ def case(w: AttentionWorkload, step: int = 128, threads: int = 2, isa: str = ISA
 
 def name_of(one: Case) -> str:
     w, s, isa = one
-    flags = f"w{w.window}s{w.sink_tokens}" * bool(w.window) + "-sinks" * w.sinks + "-cap" * bool(w.soft_cap) + "-lse" * w.lse + w.rotary
+    flags = f"w{w.window}s{w.sink_tokens}" * bool(w.window) + "-sinks" * w.sinks + "-cap" * bool(w.soft_cap) + "-lse" * w.lse
+    flags += w.rotary + "-q" * w.queries
     return f"{w.format.name}-{w.dtype}-{w.heads_q}/{w.heads_kv}x{w.head_dim}-page{w.page_size}-{flags}-step{s.block_n}-{s.num_warps}-{isa}"
 
 

@@ -97,6 +97,28 @@ def check_rows(
         raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: {accepted}")
 
 
+def turning(cache: KVCache, q: Tensor | None, out: Tensor | None, k: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(q [tokens, heads_q, head_dim], out likewise) of an append of ``k`` as it was given, whose
+    queries are turned with it."""
+    if q is None:
+        raise ValueError("out is given and q is not; accepted: both, or q alone: out is where q goes once it is turned")
+    if cos_sin is None:
+        raise ValueError("q is given and cos_sin is not; accepted: both, since cos_sin says by how much q is turned")
+    if not isinstance(q, Tensor):
+        expect_tensors(q=q)
+    heads_q = q.shape[-2] if q.ndim == k.ndim else 0
+    fits = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == cache.head_dim and heads_q > 0 and heads_q % cache.heads_kv == 0
+    if not fits or q.dtype is not cache.dtype or q.device != cache.device:
+        _reject_query(cache, q, f"[{', '.join(map(str, k.shape[:-2]))}, heads_q, {cache.head_dim}], its rows those of k,")
+    if out is None:
+        return q.flatten(0, -3), None
+    if not isinstance(out, Tensor):
+        expect_tensors(out=out)
+    if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
+        raise ValueError(f"out is {describe(out)}; accepted: {cache.dtype} {list(q.shape)} on {cache.device}, contiguous: q's shape")
+    return q.flatten(0, -3), out.flatten(0, -3)
+
+
 def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:
     """q_len of ``q`` for each sequence's newest tokens."""
     try:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
 from .batch import Batch
-from .calls import check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows
+from .calls import check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows, turning
 from .counts import whole
 from .memory import CacheMemory
 from .rotary import rotated
@@ -188,6 +188,38 @@ class KVCache(CacheMemory):
             given = [counts] * len(batch.handles)
         return self._advance(batch, [whole("a number of new tokens", count, 0) for count in given])
 
+    @overload
+    def append(
+        self,
+        sequences: Sequence[int] | Batch,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Sequence[int] | Tensor | None = ...,
+        cos_sin: Tensor | None = ...,
+        rotary: str = ...,
+        layer: int = ...,
+        dependent: bool = ...,
+        *,
+        q: None = ...,
+        out: None = ...,
+    ) -> None: ...
+
+    @overload
+    def append(
+        self,
+        sequences: Sequence[int] | Batch,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Sequence[int] | Tensor | None = ...,
+        cos_sin: Tensor | None = ...,
+        rotary: str = ...,
+        layer: int = ...,
+        dependent: bool = ...,
+        *,
+        q: Tensor,
+        out: Tensor | None = ...,
+    ) -> Tensor: ...
+
     def append(
         self,
         sequences: Sequence[int] | Batch,
@@ -198,8 +230,11 @@ class KVCache(CacheMemory):
         rotary: str = "half",
         layer: int = 0,
         dependent: bool = False,
-    ) -> None:
-        """Put new rows at the end of each sequence.
+        *,
+        q: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """Put new rows at the end of each sequence, and turn their queries ``q`` too, if given.
 
         ``k``, ``v`` [tokens, heads_kv, head_dim], sequences one after another, as many rows each,
         or as ``cu_seqlens`` says ([batch + 1] numbers on the host); or [batch, rows, heads_kv,
@@ -207,17 +242,25 @@ class KVCache(CacheMemory):
         "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been
         advanced by the rows to write, once for each layer, and rows beyond these are padding. With
         ``dependent`` the preceding kernel may write anything.
+
+        ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's, with
+        ``cos_sin``: the result is q turned at the same positions, in the same launch, in fp32
+        rounded once: a new tensor of q's shape, or ``out`` (contiguous, other memory than q's). Its
+        rows of padding stay undefined. Without q there is no result. Rows of q, k and v may lie any
+        multiple of 16 bytes apart, as slices of a fused projection's output do: nothing is copied.
         """
         given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
         check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
+        queries, out = (None, None) if q is None and out is None else turning(self, q, out, given, cos_sin)
         if counts is not None:
             self._advance(batch, counts)
         try:
-            self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent)
+            turned = self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent, queries, out)
         except Exception:
             self._take_back(batch, counts)
             raise
+        return turned.view(q.shape) if turned is not None and q is not None else None
 
     def attend(
         self,
@@ -436,14 +479,34 @@ class KVCache(CacheMemory):
                 self.table.retract(batch.handles, counts)
                 batch.update([0] * len(counts))
 
-    def _write(self, batch: Batch, k: Tensor, v: Tensor, cos_sin: Tensor | None, rotary: str, layer: int, dependent: bool = False) -> None:
+    def _write(
+        self,
+        batch: Batch,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor | None,
+        rotary: str,
+        layer: int,
+        dependent: bool = False,
+        q: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """One layer's rows, to their places; the turned ``q``, in ``out`` if given."""
         batch.refresh()
-        ops.APPEND(
+        operands = (
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
-            self.scales(layer), cos_sin, self.format.name, self.page_size, rotary, dependent,
+            self.scales(layer), cos_sin,
         )  # fmt: skip
+        options = (self.format.name, self.page_size, rotary, dependent)
+        if q is None:
+            ops.APPEND(*operands, *options)
+        elif out is None:
+            out = ops.APPEND_AND_ROTATE(*operands, q, *options)
+        else:
+            ops.APPEND_AND_ROTATE_OUT(*operands, q, *options, out=out)
         if batch.most_new:
             batch.written.add(layer)
+        return out
 
     def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the

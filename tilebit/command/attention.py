@@ -76,6 +76,7 @@ class Kind:
         str,
         typer.Option("--rotary", help="half or interleaved: appended keys are turned (by KVCache.prefill: before). Default: none."),
     ] = ""
+    queries: Annotated[bool, typer.Option("--queries", help="An append turns the new tokens' queries, too.")] = False
     target: TargetName = "auto"
 
     @property

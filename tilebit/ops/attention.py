@@ -1,5 +1,5 @@
-"""The operators ``torch.ops.tilebit.attention_decode``, ``_append``, ``_gather`` and ``_prefill``,
-with ``.out`` variants and fakes.
+"""The operators ``torch.ops.tilebit.attention_decode``, ``_append``, ``_append_and_rotate``,
+``_gather`` and ``_prefill``, with ``.out`` variants and fakes.
 
 What they compute and take is said by the functions of the same names in ``tilebit.attention``.
 """
@@ -28,18 +28,21 @@ _SOFTMAX = "float? scale=None, int window=0, int sink_tokens=0, float soft_cap=0
 _LAUNCH = "bool dependent=False"
 
 
-def _taken(op: str) -> str:
+def _taken(op: str, **options: Any) -> str:
     """What an operator is given, in the order in which its kernels take it."""
-    return ", ".join(schema(AttentionWorkload(op, 1, 1, 1, 1, 1, HEAD_DIMS[0], KVFormat()).operands("cpu")))
+    return ", ".join(schema(AttentionWorkload(op, 1, 1, 1, 1, 1, HEAD_DIMS[0], KVFormat(), **options).operands("cpu")))
 
 
 _DECODE = f"{_taken('decode')}, {_LAYOUT}, {_SOFTMAX}"
 _PREFILL = f"{_taken('prefill')}, {_SOFTMAX}"
 _GATHER = f"{_taken('gather')}, {_LAYOUT}"
+_ROTATE = f"{_taken('append', rotary='half', queries=True)}, {_LAYOUT}, str rotary='half', {_LAUNCH}"
 SCHEMAS = {
     "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_decode.out": f"({_DECODE}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
     "attention_append": f"({_taken('append')}, {_LAYOUT}, str rotary='', {_LAUNCH}) -> ()",
+    "attention_append_and_rotate": f"({_ROTATE}) -> Tensor",
+    "attention_append_and_rotate.out": f"({_ROTATE}, *, Tensor(c!) out) -> ()",
     "attention_gather": f"({_GATHER}, SymInt total, int head_dim, ScalarType dtype, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_gather.out": f"({_GATHER}, {_LAUNCH}, *, Tensor(a!) out_k, Tensor(b!) out_v) -> ()",
     "attention_prefill": f"({_PREFILL}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
@@ -127,22 +130,96 @@ def _append(
     rotary: str = "",
     dependent: bool = False,
 ) -> None:
+    rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
+    _launch_append(*rows, None, None, format, page_size, rotary, dependent)
+
+
+def _append_and_rotate(
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    head_scales: Tensor | None,
+    cos_sin: Tensor | None,
+    q: Tensor,
+    format: str,
+    page_size: int,
+    rotary: str = "half",
+    dependent: bool = False,
+) -> Tensor:
+    out = q.new_empty(q.shape)
+    rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
+    _launch_append(*rows, q, out, format, page_size, rotary, dependent)
+    return out
+
+
+def _append_and_rotate_out(
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    head_scales: Tensor | None,
+    cos_sin: Tensor | None,
+    q: Tensor,
+    format: str,
+    page_size: int,
+    rotary: str = "half",
+    dependent: bool = False,
+    *,
+    out: Tensor,
+) -> None:
+    rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
+    _launch_append(*rows, q, out, format, page_size, rotary, dependent)
+
+
+def _launch_append(
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    windows: Tensor,
+    head_scales: Tensor | None,
+    cos_sin: Tensor | None,
+    q: Tensor | None,
+    out: Tensor | None,
+    format: str,
+    page_size: int,
+    rotary: str,
+    dependent: bool,
+) -> None:
+    """One launch for both operators: ``q`` None turns no queries."""
+    if not rotary and (cos_sin is not None or q is not None):
+        given = "cos_sin" if q is None else "q"
+        raise ValueError(f"{given} is given and rotary is ''; accepted: rotary 'half' or 'interleaved' with it, or neither")
     if k.ndim != 3 or block_tables.ndim != 2:
         _reject("append", ("k", k, "[tokens, heads_kv, head_dim]"), _tables(block_tables))
-    if cos_sin is not None and not rotary:
-        raise ValueError("cos_sin is given and rotary is ''; accepted: rotary 'half' or 'interleaved' with cos_sin, or neither")
     tokens, heads_kv, head_dim = k.shape
+    heads_q = heads_kv
+    if q is not None:
+        if q.ndim != 3:
+            _reject("append_and_rotate", ("q", q, "[tokens, heads_q, head_dim]"))
+        heads_q = q.shape[1]
     batch = block_tables.shape[0]
     if not tokens or not batch:
         return
     key = (
-        "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_kv, heads_kv, head_dim,
-        format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, k.device,
+        "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_q, heads_kv, head_dim,
+        format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, q is not None, k.device,
     )  # fmt: skip
     if CHECKED:
         check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size)
-    operands = (_dense(k), _dense(v), cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin)
-    launch(key, operands, dependent)
+    launch(key, (k, v, cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin, q, out), dependent)
 
 
 def _gather_out(
@@ -299,6 +376,11 @@ def _attend_fake(op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _outputs(q, call.get("return_lse", False))
 
 
+def _append_and_rotate_fake(*args: Any, **kwargs: Any) -> Tensor:
+    q = _bound(_append_and_rotate, args, kwargs)["q"]
+    return q.new_empty(q.shape)
+
+
 def _gather_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     call = _bound(_gather, args, kwargs)
     pages, shape = call["pages"], (call["total"], call["pages"].shape[1], call["head_dim"])
@@ -327,6 +409,8 @@ _IMPLEMENTATIONS = {
     "attention_decode": (_decode, _decode_fake),
     "attention_decode.out": (_decode_out, _in_place(_decode_out)),
     "attention_append": (_append, _in_place(_append)),
+    "attention_append_and_rotate": (_append_and_rotate, _append_and_rotate_fake),
+    "attention_append_and_rotate.out": (_append_and_rotate_out, _in_place(_append_and_rotate_out)),
     "attention_gather": (_gather, _gather_fake),
     "attention_gather.out": (_gather_out, _in_place(_gather_out)),
     "attention_prefill": (_prefill, _prefill_fake),
@@ -347,6 +431,8 @@ for _name, _schema in SCHEMAS.items():
 # What tilebit.attention and the cache call: the operators, or at once the kernels behind them.
 DECODE = _calls["attention_decode"]
 APPEND = _calls["attention_append"]
+APPEND_AND_ROTATE = _calls["attention_append_and_rotate"]
+APPEND_AND_ROTATE_OUT = _calls["attention_append_and_rotate.out"]
 GATHER = _calls["attention_gather"]
 GATHER_OUT = _calls["attention_gather.out"]
 PREFILL = _calls["attention_prefill"]

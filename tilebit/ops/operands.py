@@ -41,6 +41,12 @@ def check(operands: Sequence[Operand], given: Sequence[Tensor | None], device: t
         )
 
 
+def rows_apart(tensor: Tensor) -> bool:
+    """Whether the rows of ``tensor`` are dense and a multiple of ALIGNMENT bytes apart."""
+    row = tensor[:1]
+    return row.is_contiguous() and (tensor.shape[0] < 2 or tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0)
+
+
 def check_memory(name: str, tensor: Tensor) -> None:
     """Raise ``ValueError`` where the tensor's storage was shrunk or freed
     (``untyped_storage().resize_``) and no longer holds it: what reads it would read another's
@@ -68,7 +74,7 @@ def describe(tensor: Tensor) -> str:
 def schema(operands: Sequence[Operand]) -> list[str]:
     """The operands as arguments of an operator's schema, in call order: ``Tensor x``, ``Tensor?
     bias``; those that a call changes are ``Tensor(a!) pages``. What is only written is the
-    operator's result and left to it."""
-    taken = [o for o in operands if o.read]
+    operator's result and left to it, what no call of such a workload has another operator's."""
+    taken = [o for o in operands if o.read and (o.optional or not o.absent)]
     marks = iter("abcdefgh")
     return [f"Tensor{f'({next(marks)}!)' if o.written else ''}{'?' if o.optional else ''} {o.name}" for o in taken]

@@ -21,7 +21,7 @@ from ..schedules.operations import AnyWorkload, workspace_words
 from ..schedules.schedule import Schedule
 from .dispatch import device_target
 from .launchers import bind
-from .operands import ALIGNMENT, check
+from .operands import ALIGNMENT, check, rows_apart
 
 Operands = tuple["Tensor | None", ...]
 Key = tuple[Any, ...]  # the operation's name first, the device last
@@ -119,7 +119,7 @@ def _ready(operands: Sequence[Operand], given: Operands) -> Operands:
     ready = []
     for o, tensor in zip(operands, given, strict=True):
         if tensor is not None and not o.written:
-            tensor = tensor.contiguous()
+            tensor = tensor if o.apart and rows_apart(tensor) else tensor.contiguous()
             tensor = tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
         ready.append(tensor)
     return tuple(ready)

@@ -36,7 +36,9 @@ CALLS = {
     "tirx.bitwise_and": "({} & {})",
     "tirx.if_then_else": "({} ? {} : {})",
 }
-FIELD_SHAPE, FIELD_DATA, FIELD_ARG = 2, 1, 15  # tvm_struct_get fields: DLTensor.shape, DLTensor.data, TVMFFIAny payload
+# tvm_struct_get fields: DLTensor.data, .shape, .strides, TVMFFIAny payload
+FIELD_DATA, FIELD_SHAPE, FIELD_STRIDES, FIELD_ARG = 1, 2, 3, 15
+PITCH = -1  # of a symbol: no dimension, but the stride of the first one
 GEOMETRY_TAGS = ("blockIdx.x", "blockIdx.y", "blockIdx.z", "threadIdx.x", "threadIdx.y", "threadIdx.z")
 CLUSTER_TAGS = ("tir.cluster_dim_x", "tir.cluster_dim_y", "tir.cluster_dim_z")
 DYNAMIC_SMEM_TAG = "tirx.use_dyn_shared_memory"
@@ -48,11 +50,13 @@ class UnsupportedHost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One tensor argument: ``shape`` holds ints and names of symbolic dimensions."""
+    """One tensor argument: ``shape`` holds ints and names of symbolic dimensions; ``pitch`` names
+    the stride of its first dimension, where rows may lie apart."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+    pitch: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
@@ -95,7 +99,7 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class HostPlan:
     params: tuple[Param, ...]
-    symbols: tuple[tuple[str, int, int], ...]  # name, and the (parameter, dimension) that defines it
+    symbols: tuple[tuple[str, int, int], ...]  # name, and the (parameter, dimension or PITCH) that defines it
     maps: tuple[TensorMap, ...]
     launches: tuple[Launch, ...]
 
@@ -118,7 +122,8 @@ def describe_params(function: Any, names: tuple[str, ...], declared: Sequence[Op
             raise UnsupportedHost(f"parameter {name!r} is a scalar; accepted: tensors")
         buffer = function.buffer_map[var]
         shape = tuple(int(d) if type(d).__name__ == "IntImm" else str(d) for d in buffer.shape)
-        param, wanted = Param(name, str(buffer.dtype), shape), known.get(name, Operand(name, "int32", ("words",)))
+        wanted = known.get(name, Operand(name, "int32", ("words",)))
+        param = Param(name, str(buffer.dtype), shape, wanted.pitch if wanted.apart else "")
         fits = len(shape) == len(wanted.shape) and all(isinstance(b, str) or a == b for a, b in zip(shape, wanted.shape, strict=True))
         if not fits or param.dtype != wanted.dtype:
             raise UnsupportedHost(f"the program takes {name} as {param.dtype} {list(shape)}; the workload declares {wanted.text()}")
@@ -240,14 +245,19 @@ class _Reader:
         value = self.bound.get(var)
         if value is None:
             raise UnsupportedHost(f"{var} is not defined by the host function")
-        inner = value.value if type(value).__name__ == "Cast" else value
+        given = value.args[2] if _is_optional(value) else value
+        inner = given.value if type(given).__name__ == "Cast" else given
         if type(inner).__name__ != "BufferLoad":
             return self.c(value)
-        shape = self.bound.get(inner.buffer.data)
-        if shape is None or not _is_struct_get(shape, FIELD_SHAPE):
-            raise UnsupportedHost(f"{var} is read from {inner}, which is no tensor's shape")
-        place = (self.argument(shape.args[0]), int(inner.indices[0]))
-        name = str(var)
+        source, name = self.bound.get(inner.buffer.data), str(var)
+        if source is not None and _is_struct_get(source, FIELD_SHAPE):
+            place = (self.argument(source.args[0]), int(inner.indices[0]))
+        elif source is not None and _is_struct_get(source, FIELD_STRIDES) and int(inner.indices[0]) == 0:
+            place = (self.argument(source.args[0]), PITCH)
+            if self.params[place[0]].pitch != name:
+                raise UnsupportedHost(f"{name!r} is a stride of {self.params[place[0]].name!r}; accepted: of operands whose rows lie apart")
+        else:
+            raise UnsupportedHost(f"{var} is read from {inner}, which is no tensor's shape and no stride of its rows")
         if self.params[place[0]].name == WORKSPACE:
             raise UnsupportedHost(
                 f"the launch depends on {name!r}, a dimension of {WORKSPACE!r}; accepted: other parameters' dimensions, because a "
@@ -261,6 +271,12 @@ class _Reader:
 def dim_name(symbol: str) -> str:
     """The C variable of a symbolic dimension."""
     return f"dim_{symbol}"
+
+
+def _is_optional(expr: Any) -> bool:
+    """Whether ``expr`` is what a tensor holds, or another number where it has none (strides)."""
+    asked = expr.args[0] if type(expr).__name__ == "Call" and expr.op.name == "tirx.if_then_else" else None
+    return type(asked).__name__ == "Call" and asked.op.name == "tirx.isnullptr"
 
 
 def _is_struct_get(expr: Any, field: int) -> bool:

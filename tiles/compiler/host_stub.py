@@ -20,7 +20,7 @@ import subprocess
 from pathlib import Path
 
 from ..program import DEVICE_DIR
-from .host_plan import WORKSPACE, HostPlan, KernelArg, Launch, Param, TensorMap, dim_name
+from .host_plan import PITCH, WORKSPACE, HostPlan, KernelArg, Launch, Param, TensorMap, dim_name
 
 CUBIN_NAME = "kernel.cubin"
 STUB_NAME = "host.c"
@@ -59,7 +59,8 @@ def _param(param: Param) -> str:
     dims = ", ".join(str(d) if isinstance(d, int) else "-1" for d in param.shape)
     fixed = int(all(isinstance(d, int) for d in param.shape))
     address = int(param.name == WORKSPACE)
-    return f'  {{"{param.name}", "{param.dtype}", {code}, {bits}, {len(param.shape)}, {{{dims}}}, {fixed}, {address}}},'
+    apart = int(bool(param.pitch))
+    return f'  {{"{param.name}", "{param.dtype}", {code}, {bits}, {len(param.shape)}, {{{dims}}}, {fixed}, {address}, {apart}}},'
 
 
 def _symbols(plan: HostPlan) -> list[str]:
@@ -67,7 +68,8 @@ def _symbols(plan: HostPlan) -> list[str]:
     equal it."""
     lines, defined = [], {}
     for name, index, axis in plan.symbols:
-        lines.append(f"  const int64_t {dim_name(name)} = t[{index}]->shape[{axis}];")
+        value = f"tb_pitch(t[{index}])" if axis == PITCH else f"t[{index}]->shape[{axis}]"
+        lines.append(f"  const int64_t {dim_name(name)} = {value};")
         defined[name] = (index, axis)
     for index, param in enumerate(plan.params):
         for axis, dim in enumerate(param.shape):

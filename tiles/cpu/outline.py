@@ -42,7 +42,7 @@ def outline(function: Any) -> Outlined:
         )
     operands = [function.buffer_map[p] for p in function.params]
     symbols: list[Any] = []
-    for size in (d for buffer in operands for d in buffer.shape if isinstance(d, tirx.Var)):
+    for size in (d for buffer in operands for d in (*buffer.shape, *buffer.strides) if isinstance(d, tirx.Var)):
         if not any(size.same_as(known) for known in symbols):
             symbols.append(size)
     if not symbols:
@@ -82,15 +82,16 @@ def _sizes(tvm: Any, symbols: list[Any], workspaces: list[Any], loops: list[Any]
 
 
 def _header(tvm: Any, operands: dict[str, Any], symbols: list[Any], workspaces: int, loops: int) -> str:
-    """C: counts, the tensors of a call (size -1 - i: symbolic size i), prototypes, and functions
-    that call them with arrays."""
+    """C: counts, the tensors of a call (size -1 - i: symbolic size i; the stride of rows that lie
+    apart likewise, 0: they do not), prototypes, and functions that call them with arrays."""
     pointers = len(operands) + workspaces
     tensors = []
     for name, buffer in operands.items():
         dtype = str(buffer.dtype)
         code = _DTYPE_CODES[dtype.rstrip("0123456789")]
         dims = ", ".join(str(int(d)) if isinstance(d, (int, tvm.tirx.IntImm)) else str(-1 - _index(d, symbols)) for d in buffer.shape)
-        tensors.append(f'  {{"{name}", {code}, {tvm.DataType(dtype).bits}, {len(buffer.shape)}, {{{dims}}}}},')
+        apart = -1 - _index(buffer.strides[0], symbols) if buffer.strides else 0
+        tensors.append(f'  {{"{name}", {code}, {tvm.DataType(dtype).bits}, {len(buffer.shape)}, {{{dims}}}, {apart}}},')
     names = ", ".join(f'"{symbol.name}"' for symbol in symbols)
     scalars, given = "int32_t, " * len(symbols), "".join(f"s[{i}], " for i in range(len(symbols)))
     lines = [

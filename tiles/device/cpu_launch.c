@@ -19,6 +19,7 @@ typedef struct {
   const char* name;
   int code, bits, ndim;
   int64_t shape[4]; /* -1 - i: symbolic size i */
+  int apart;        /* -1 - i: rows lie symbolic size i apart, a multiple of 16 bytes; 0: one after another */
 } Expected;
 
 #include KERNEL_DECLARATIONS
@@ -112,7 +113,15 @@ static int checked_data(const TVMFFIAny* arg, const Expected* expected, int64_t*
       snprintf(message, sizeof message, "%s has size %lld in dimension %d; accepted: %lld", expected->name, (long long)t->shape[i], i, (long long)size);
       return fail("ValueError", message);
     }
-    if (t->strides != NULL && size != 1 && t->strides[i] != stride) {
+    if (i == 0 && expected->apart < 0) {
+      const int64_t apart = t->strides != NULL && size > 1 ? t->strides[0] : stride;
+      if (apart * expected->bits % 128 != 0) {
+        snprintf(message, sizeof message, "%s has rows %lld elements apart; accepted: a multiple of %d (16 bytes). Pass %s.contiguous()", expected->name,
+                 (long long)apart, 128 / expected->bits, expected->name);
+        return fail("ValueError", message);
+      }
+      symbols[-1 - expected->apart] = apart;
+    } else if (t->strides != NULL && size != 1 && t->strides[i] != stride) {
       snprintf(message, sizeof message, "%s is not contiguous; pass %s.contiguous()", expected->name, expected->name);
       return fail("ValueError", message);
     }

@@ -100,6 +100,7 @@ typedef struct {
   int64_t dims[6]; /* -1: symbolic */
   int fixed;       /* no symbolic dimension: views that keep dimension 0 and the number of elements are accepted */
   int address;     /* may be given by its address alone */
+  int apart;       /* rows, along dimension 0, may lie any multiple of 16 bytes apart */
 } tb_param;
 
 static const char* tb_dtype_name(DLDataType t, char* buffer, size_t size) {
@@ -153,7 +154,11 @@ static int tb_check(const tb_param* p, const TVMFFIAny* any, int device_id, cons
   if (t->strides) {
     int64_t stride = 1;
     for (int j = t->ndim - 1; j >= 0; --j) {
-      if (t->shape[j] != 1 && t->strides[j] != stride && elements != 0)
+      if (j == 0 && p->apart) {
+        if (t->shape[0] > 1 && t->strides[0] * p->bits % 128 != 0 && elements != 0)
+          return tb_fail("ValueError", "argument '%s' has rows %lld elements apart; accepted: a multiple of %d (16 bytes). Call .contiguous() first", p->name,
+                         (long long)t->strides[0], 128 / p->bits);
+      } else if (t->shape[j] != 1 && t->strides[j] != stride && elements != 0)
         return tb_fail("ValueError", "argument '%s' has stride %lld in dimension %d; accepted: contiguous (stride %lld). Call .contiguous() first",
                        p->name, (long long)t->strides[j], j, (long long)stride);
       stride *= t->shape[j];
@@ -172,6 +177,14 @@ static int tb_check_address(const tb_param* p, int64_t address, int device_id, D
     return tb_fail("ValueError", "argument '%s' is the address %lld; accepted: a 16-byte aligned address above 0 of memory that is long enough, or a CUDA tensor", p->name, (long long)address);
   *out = (DLTensor){.data = (void*)(uintptr_t)address, .device = {kDLCUDA, device_id}, .ndim = 1, .dtype = {p->code, p->bits, 1}, .shape = shape};
   return 0;
+}
+
+/* By how many elements the rows of a tensor lie apart; the stride of one row alone may be anything. */
+static inline int64_t tb_pitch(const DLTensor* t) {
+  if (t->strides && t->shape[0] > 1) return t->strides[0];
+  int64_t row = 1;
+  for (int j = 1; j < t->ndim; ++j) row *= t->shape[j];
+  return row;
 }
 
 static inline void* tb_data(const DLTensor* t) { return (char*)t->data + t->byte_offset; }

@@ -13,16 +13,32 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import workload_from_json
 
 KV4 = KVFormat.from_name("kv4_channel")
+LATER = {"queries"}
 DECODE = AttentionWorkload("decode", 3, 2, 1000, 32, 8, 128, KV4)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_json_keeps_everything(op):
     workload = AttentionWorkload(
-        op, 3, 2, 1000, 32, 8, 128, KVFormat.from_name("k8_token_v2"), "bfloat16", 64, 100, 4, True, 30.0, 0.5, True, "half"
+        op, 3, 2, 1000, 32, 8, 128, KVFormat.from_name("k8_token_v2"), "bfloat16", 64, 100, 4, True, 30.0, 0.5, True, "half", True
     )
     assert workload_from_json(json.loads(json.dumps(workload.to_json()))) == workload
-    assert set(workload.to_json()) == {f.name for f in fields(workload)}
+    stored_always = {f.name for f in fields(workload)} - LATER
+    assert set(workload.to_json()) == (stored_always | LATER if op == "append" else stored_always)
+
+
+def test_what_was_stored_before_queries_is_read():
+    older = {f.name: getattr(DECODE, f.name) for f in fields(DECODE) if f.name not in LATER} | {"format": KV4.to_json()}
+    assert workload_from_json(older) == DECODE and DECODE.to_json() == older
+
+
+def test_queries_are_an_append_s_and_have_heads_of_their_own():
+    plain = replace(DECODE, op="append", rotary="half")
+    turning = replace(DECODE, op="append", rotary="half", queries=True)
+    assert (plain.heads_q, turning.heads_q) == (8, 32) and turning.bytes == plain.bytes + 3 * 2 * 32 * 128 * 4
+    names = [o.name for o in turning.operands("cpu") if not o.absent]
+    assert names[-2:] == ["q", "out"] and {o.name for o in turning.operands("cpu") if o.apart} == {"q", "k", "v"}
+    assert not replace(turning, op="gather").queries and "--queries" in turning.options()
 
 
 def test_json_of_a_gemm_and_of_neither():

@@ -117,6 +117,14 @@ def test_opcheck_of_append(kernels, rotary):
     succeeds(torch.ops.tilebit.attention_append.default, append_arguments(problem(), torch.randn(400, DIM) if rotary else None, rotary))
 
 
+def test_opcheck_of_append_and_rotate(kernels):
+    p = problem()
+    arguments = append_arguments(p, torch.randn(400, DIM), "half")
+    arguments[10:10] = [torch.randn(p["k"].shape[0], HEADS_Q, DIM).half()]
+    succeeds(torch.ops.tilebit.attention_append_and_rotate.default, arguments)
+    succeeds(torch.ops.tilebit.attention_append_and_rotate.out, arguments, out=torch.empty_like(arguments[10]))
+
+
 def test_opcheck_of_gather(kernels):
     p = problem()
     succeeds(torch.ops.tilebit.attention_gather.default, [*gather_arguments(p), 430, DIM, torch.float16])

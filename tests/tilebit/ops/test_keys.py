@@ -32,14 +32,14 @@ CACHED = {"format": "kv8_token", "page_size": 64}
 FIELDS: dict[str, dict[str, Any]] = {
     "decode": SIZES | CACHED | SCORES | {"heads_q": 8},
     "prefill": SIZES | SCORES | {"heads_q": 8},
-    "append": SIZES | CACHED | {"rotary": "half"},
+    "append": SIZES | CACHED | {"rotary": "interleaved", "queries": True, "heads_q": {"heads_q": 8, "queries": True}},
     "gather": {name: value for name, value in SIZES.items() if name != "q_len"} | CACHED,
 }
 LOOKED_AT = {op: {f.name for f in fields(AttentionWorkload)} - {"op"} for op in OPS}
-LOOKED_AT["decode"] -= {"rotary"}
-LOOKED_AT["prefill"] -= {"rotary", "format", "page_size"}
-LOOKED_AT["append"] -= {"heads_q", *SCORES}
-LOOKED_AT["gather"] -= {"heads_q", "q_len", "rotary", *SCORES}
+LOOKED_AT["decode"] -= {"rotary", "queries"}
+LOOKED_AT["prefill"] -= {"rotary", "queries", "format", "page_size"}
+LOOKED_AT["append"] -= {*SCORES}
+LOOKED_AT["gather"] -= {"heads_q", "q_len", "rotary", "queries", *SCORES}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DefinedKernels:
 def call(op: str, **changed: Any) -> None:
     """One call of ``op`` whose workload is the usual one but for ``changed``."""
     w: dict[str, Any] = {"batch": 2, "q_len": 2, "kv_len": 256, "heads_q": 4, "heads_kv": 2, "head_dim": 64, "format": "kv4_channel"}
-    w |= {"dtype": torch.float16, "page_size": 128, "rotary": "", **changed}
+    w |= {"dtype": torch.float16, "page_size": 128, "rotary": "half" if op == "append" else "", "queries": False, **changed}
     batch, q_len, kv_len, dim, dtype = (w[name] for name in ("batch", "q_len", "kv_len", "head_dim", "dtype"))
     cache = KVCache(1, 1, w["heads_kv"], dim, w["format"], dtype, w["page_size"])
     lengths, slots = (torch.zeros(batch, dtype=torch.int32) for _ in range(2))
@@ -70,9 +70,12 @@ def call(op: str, **changed: Any) -> None:
         q, k = (torch.zeros(batch * n, h, dim, dtype=dtype) for n, h in ((q_len, w["heads_q"]), (kv_len, w["heads_kv"])))
         attention.prefill(q, k, k, cu, cu, sinks, **options)
     elif op == "append":
-        cos_sin = torch.zeros(4, dim) if w["rotary"] else None
-        pages = (tables, slots, *of_cache[:2])
-        attention.append(rows, rows, cu, lengths, *pages, None, cos_sin, w["format"], w["page_size"], w["rotary"])
+        appended = (rows, rows, cu, lengths, tables, slots, *of_cache[:2], None, torch.zeros(4, dim))
+        if w["queries"]:
+            q = torch.zeros(batch * q_len, w["heads_q"], dim, dtype=dtype)
+            attention.append_and_rotate(*appended, q, w["format"], w["page_size"], w["rotary"])
+        else:
+            attention.append(*appended, w["format"], w["page_size"], w["rotary"])
     else:
         attention.gather(*of_cache, cu, None, w["format"], w["page_size"], batch * kv_len, dim, dtype)
 
@@ -89,9 +92,9 @@ def test_every_field_that_an_op_looks_at_is_part_of_its_key(kernels, op):
             call(op, **changed)
         assert len(kernels.asked) == asked + 1, f"{name}: one other plan, and the same at the next call"
         found = kernels.asked[-1].to_json()
-        differ = {field for field in found if found[field] != usual[field]}
+        differ = {field for field in found if found[field] != usual.get(field)}
         expected = {"lse" if field == "return_lse" else field for field in changed}
-        follow = {"heads_q"} if name == "heads_kv" and op in ("append", "gather") else set()
+        follow = {"heads_q"} if name in ("heads_kv", "queries") and op in ("append", "gather") else set()
         assert differ == expected | follow, name
         call(op)
         assert len(kernels.asked) == asked + 1, f"{name}: and the usual one is still held"

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cpu_attention import PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
+from cpu_attention import GROUPS, PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
 from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.autotune.problems.attention import attention_problem
@@ -26,6 +26,9 @@ def _cases():
         dtype, heads = ("float16", "bfloat16")[i // 2 % 2], 1 + i % 2
         w = AttentionWorkload("append", 1, 1, 512, heads, heads, head_dim, form, dtype, PAGES[i * 3 % 5])
         found.append(case(replace(w, rotary=("", "half", "interleaved")[i % 3])))
+    for i, (rotary, head_dim) in enumerate(product(("half", "interleaved"), HEAD_DIMS)):  # and queries, rows as far apart as a product's
+        w = workload("append", FORMATS[2 * i].name, heads_q=2 * GROUPS[i % 5], heads_kv=2, head_dim=head_dim, rotary=rotary)
+        found.append(case(replace(w, queries=True, dtype=("float16", "bfloat16")[i % 2])))
     return found
 
 

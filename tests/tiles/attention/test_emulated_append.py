@@ -80,6 +80,23 @@ def test_append(workload: AttentionWorkload):
     assert verdict.ok, verdict.reasons
 
 
+QUERIES = tuple(
+    AttentionWorkload("append", 4, 1, 300, HEADS * group, HEADS, head_dim, format, dtype, rotary=rotary, queries=True)
+    for (rotary, head_dim), group, format, dtype in zip(
+        product(("half", "interleaved"), (64, 128, 256)), (1, 4, 3, 5, 2, 7), FORMATS[::2], cycle(DTYPES), strict=False
+    )
+)
+
+
+@pytest.mark.parametrize("workload", one_of_each(QUERIES, lambda workload: (workload.rotary,)), ids=label)
+def test_queries(workload: AttentionWorkload):
+    """Turned where their keys are, by whichever block; rows of q, k and v are slices of one product."""
+    problems = [problem_of(workload, steps, seed) for seed, steps in enumerate(STEPS)]
+    assert all(p.operands[name].stride(0) == (workload.heads_q + 2 * HEADS) * workload.head_dim for p in problems for name in "qkv")
+    verdict = AttentionGate(*problems).verify(run(GeneratedAttention(workload, schedule(workload), TARGET, seed=1)))
+    assert verdict.ok, verdict.reasons
+
+
 def extreme_rows(rows: int, channels: int, dtype: torch.dtype) -> Tensor:
     """[rows, HEADS, channels]: columns of one value, of zeros of both signs, of the largest and smallest numbers, of steps so small that a
     scale rounds to zero or to a subnormal, of exact ties; rows of one value."""

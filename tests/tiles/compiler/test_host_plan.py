@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tilebit.tiles.compiler.cuda import waits_for_predecessor
-from tilebit.tiles.compiler.host_plan import FIELD_ARG, FIELD_SHAPE, Param, UnsupportedHost, _Reader
+from tilebit.tiles.compiler.host_plan import FIELD_ARG, FIELD_SHAPE, FIELD_STRIDES, PITCH, Param, UnsupportedHost, _Reader
 
 PARAMS = (Param("x", "float16", ("m", 8)), Param("workspace", "int32", ("words",)))
 
@@ -59,6 +59,25 @@ def test_a_launch_may_depend_on_any_length_but_the_workspace_s() -> None:
     assert reader.symbols == {"m": (0, 0)}
     with pytest.raises(UnsupportedHost, match="the launch depends on 'words', a dimension of 'workspace'; accepted: other parameters"):
         reader.c(dimension(reader, "words", 1, 0))
+
+
+def test_rows_that_lie_apart_hand_their_stride_to_the_kernel() -> None:
+    """As a lowered function reads it: 1 where a tensor has no strides, which the stub's own reading never needs."""
+    reader = _Reader((Param("x", "float16", ("m", 8), "x_pitch"), Param("y", "float16", ("m", 8))), {})
+
+    def stride(name: str, param: int, axis: int) -> Var:
+        variable = dimension(reader, name, param, axis)
+        loaded = reader.bound[variable]
+        reader.bound[loaded.buffer.data] = struct_get(reader.bound[loaded.buffer.data].args[0], 0, FIELD_STRIDES)
+        missing = Call(op=_Node(name="tirx.isnullptr"), args=[loaded.buffer.data])
+        reader.bound[variable] = Call(op=_Node(name="tirx.if_then_else"), args=[missing, IntImm(value=1), loaded])
+        return variable
+
+    assert reader.c(stride("x_pitch", 0, 0)) == "dim_x_pitch" and reader.symbols == {"x_pitch": (0, PITCH)}
+    with pytest.raises(UnsupportedHost, match="'y_pitch' is a stride of 'y'; accepted: of operands whose rows lie apart"):
+        reader.c(stride("y_pitch", 1, 0))
+    with pytest.raises(UnsupportedHost, match="no tensor's shape and no stride of its rows"):
+        reader.c(stride("x_columns", 0, 1))
 
 
 PTX = """

@@ -18,7 +18,7 @@ from tilebit.schedules.operations import candidates
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.compile import CompileRequest, compile_kernel
-from tilebit.tiles.compiler.host_plan import HostPlan, KernelArg, Launch, Param
+from tilebit.tiles.compiler.host_plan import PITCH, HostPlan, KernelArg, Launch, Param
 from tilebit.tiles.compiler.host_stub import StubError, c_compiler, compile_stub, generate_stub
 from tilebit.tiles.compiler.kernel import Kernel
 
@@ -333,6 +333,27 @@ def test_only_run_dependent_launches_early(
         assert attributes == [*plain, *plain]
     else:
         assert recording.outcomes[1] is None and attributes == [*plain, *early, *plain]
+
+
+def test_rows_may_lie_apart(driver: Path, tmp_path: Path) -> None:
+    """Of the operands that are declared so: the kernel is handed the stride of their rows, a multiple of 16 bytes."""
+    params = (Param("x", "float16", ("m", 8), "x_pitch"), Param("y", "float16", ("m", 8)))
+    args = (KernelArg("pointer", 0), KernelArg("pointer", 1), KernelArg("int32", "dim_x_pitch"))
+    launch = Launch("k0", args, ("dim_m", "1", "1"), ("64", "1", "1"), None, "0")
+    plan = HostPlan(params, (("m", 0, 0), ("x_pitch", 0, PITCH)), (), (launch,))
+    library = compile_stub(generate_stub(plan, "apart", "sm_90a"), b"\x7fELF", tmp_path)
+
+    def call(x: list[int], y: list[int], rows: int = 9) -> dict[str, Any]:
+        both = (1 << 20, 1 << 22)
+        return {"args": [{"address": at, "shape": [rows, 8], "dtype": HALF, "strides": s} for at, s in zip(both, (x, y), strict=True)]}
+
+    dense = [8, 1]
+    good = play(library, [call(dense, dense), call([24, 1], dense), call([0, 1], dense), call([3, 1], dense, 1)], driver, tmp_path, "ppi")
+    assert good.outcomes == [None] * 4
+    assert [launched["params"][2] for launched in good.calls("launch")] == [8, 24, 0, 8]
+    bad = play(library, [call([12, 1], dense), call([24, 2], dense), call(dense, [24, 1])], driver, tmp_path, "ppi")
+    words = ["'x' has rows 12 elements apart; accepted: a multiple of 8 (16 bytes)", "'x' has stride 2 in dimension 1", "'y' has stride 24"]
+    assert [w in outcome[1] for w, outcome in zip(words, bad.outcomes, strict=True)] == [True] * 3 and not bad.calls("launch")
 
 
 def test_a_workspace_may_be_an_address(driver: Path, tmp_path: Path) -> None:

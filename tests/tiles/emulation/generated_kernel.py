@@ -31,7 +31,7 @@ from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.operations import find_rule, operands, params, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
-from tilebit.tiles.compiler.host_plan import TensorMap
+from tilebit.tiles.compiler.host_plan import PITCH, TensorMap
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
 from .emulated_program import Edits
@@ -136,11 +136,12 @@ class GeneratedKernel:
         names = params(self.workload, self.schedule, self.target)
         named = {**tensors, "workspace": self._workspace(workload or self.workload)}
         passed = [named[name] for name in names]
-        assert all(tensor.is_contiguous() for tensor in passed)
+        declared = {o.name: o for o in operands(self.workload, self.schedule.program, self.target.arch)}
+        assert all(t.is_contiguous() or (name in declared and declared[name].apart) for name, t in zip(names, passed, strict=True))
         lowered = lower(self.workload, self.schedule, self.target, self._edited())
         cuda = self.edits["device"](lowered.cuda) if "device" in self.edits else lowered.cuda
         code, arguments, shared_bytes = compiled(cuda, CUDA_ARCH[self.schedule.program], lowered.shared_bytes)
-        values = {name: passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
+        values = {name: passed[tensor].stride(0) if dim == PITCH else passed[tensor].shape[dim] for name, tensor, dim in lowered.symbols}
         grid = lowered.grid_of(values)
         maps = lowered.maps_of(values, passed)
         values |= {name: ctypes.addressof(map) for name, map in maps.items()}
@@ -191,7 +192,8 @@ def _extent(tensor: Tensor, guarded: bool) -> tuple[int, int]:
     if guarded:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @cache

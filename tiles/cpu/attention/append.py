@@ -6,9 +6,10 @@ TensorIR.
 
 all in fp32, IEEE, nothing fused: bit for bit ``layouts/kv_quantize.py``. A task has one kv head of
 one sequence: groups of 128 tokens that are complete now, of rows that waited in the window and of
-new ones (rotated on the way, if asked), are quantized and packed, granule by granule, in the words
-that decoding will read; the rest goes to the window in 16 bits. The arithmetic does not depend on
-where a row came from, so appending token by token gives the bits that appending all at once gives.
+new ones (rotated on the way, if asked, and the queries of the group with them), are quantized and
+packed, granule by granule, in the words that decoding will read; the rest goes to the window in 16
+bits. The arithmetic does not depend on where a row came from, so appending token by token gives the
+bits that appending all at once gives.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from ....schedules.attention.workload import AttentionWorkload
 from ....schedules.gemm.cpu import isa
+from ....schedules.operands import present
 from ....schedules.schedule import Schedule
 from ....schedules.target import Target
 from ...program import TileProgram
@@ -49,7 +51,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
             arg = {name: v.flat(buffer, "uint16" if buffer.dtype == "bfloat16" else None) for name, buffer in buffers.items()}
             arg["halves"] = v.flat(buffers["pages"], "float16")
             arg["rows"] = v.flat(buffers["windows"], "uint16" if dtype == "bfloat16" else dtype)
-            loops.append_rows(w, arg, T.bind(task // w.heads_kv), T.bind(task % w.heads_kv), max_pages)
+            pitch = {o.name: sizes[o.pitch] for o in present(w.operands(target.arch)) if o.apart}
+            loops.append_rows(w, arg, pitch, T.bind(task // w.heads_kv), T.bind(task % w.heads_kv), max_pages)
     return builder.get()
 
 

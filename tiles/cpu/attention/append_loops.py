@@ -2,7 +2,7 @@
 Importing this imports tvm.
 
 ``arg`` holds flat views of the operands by name, and of pages in fp16 (``halves``) and windows in
-the model's type (``rows``).
+the model's type (``rows``); ``pitch``, by how much rows of k, v and q lie apart.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class WindowPlaces:
         return sum((((token >> k) & 1) * part for k, part in enumerate(self.token)), start=i * self.step)
 
 
-def append_rows(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, max_pages: Any) -> None:
-    """Append sequence ``b``'s new rows of kv head ``head``."""
+def append_rows(w: AttentionWorkload, arg: dict[str, Any], pitch: dict[str, Any], b: Any, head: Any, max_pages: Any) -> None:
+    """Append sequence ``b``'s new rows of kv head ``head``, and turn the queries of its group."""
     row, length = T.bind(arg["cu_seqlens"][b]), T.bind(arg["lengths"][b])
     begin = T.bind(length - (arg["cu_seqlens"][b + 1] - row))
     window = T.bind((arg["slots"][b].astype("int64") * w.heads_kv + head) * (window_words(w.head_dim) * WORD_HALVES))
     pages = cache_pages(w, arg, b, head, max_pages, False)
-    operands = [_Operand(w, what, pages, arg, head, row - begin, window, vectors) for what, vectors in (
+    operands = [_Operand(w, what, pages, arg, pitch, head, row - begin, window, vectors) for what, vectors in (
         ("key", key_vectors(w.layout.key)), ("value", value_vectors(w.layout.value))
     )]  # fmt: skip
     group = v.local(RESIDUAL * w.head_dim, "float32")
@@ -75,6 +75,37 @@ def append_rows(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, ma
     start = T.bind(T.max(begin, whole * RESIDUAL))
     for operand in operands:
         operand.fill_window(start, T.bind(length - start))
+    if w.queries:
+        _turn_queries(w, arg, pitch["q"], head, row, begin, length)
+
+
+def _turn_queries(w: AttentionWorkload, arg: dict[str, Any], pitch: Any, head: Any, row: Any, begin: Any, length: Any) -> None:
+    with T.serial(length - begin) as t, T.serial(w.group) as mine, T.serial(w.head_dim // LANES) as i:
+        at = T.bind((row + t).astype("int64"))
+        query = T.bind(head * w.group + mine)
+        turned = turned_row(w, arg, "q", T.bind(at * pitch + query * w.head_dim), T.bind(begin + t), i)
+        v.store(arg["out"], T.bind((at * w.heads_q + query) * w.head_dim + i * LANES), turned, LANES)
+
+
+def turned_row(w: AttentionWorkload, arg: dict[str, Any], name: str, start: Any, token: Any, i: Any) -> Any:
+    """Channels 16 i .. of the row of ``token`` that begins at element ``start`` of ``arg[name]``,
+    turned, in the model's type."""
+    half, source = w.head_dim // 2, arg[name]
+    angles = T.bind(token.astype("int64") * w.head_dim)
+    x = v.held(v.to_float(v.load(source, start + i * LANES, LANES), LANES))
+    if w.rotary == "half":
+        other = v.held(v.to_float(v.load(source, start + (i * LANES + half) % w.head_dim, LANES), LANES))
+        cosine, sine = (v.load(arg["cos_sin"], angles + part * half + i * LANES % half, LANES) for part in range(2))
+        sign = splat(T.if_then_else(i * LANES < half, tirx.const(-1.0, "float32"), tirx.const(1.0, "float32")))
+    else:
+        other = permute(x, [lane ^ 1 for lane in range(LANES)])
+        both = [lane // 2 for lane in range(LANES)]
+        cosine, sine = (
+            tirx.Shuffle([v.load(arg["cos_sin"], angles + part * half + i * (LANES // 2), LANES // 2)] * 2, both) for part in range(2)
+        )
+        sign = v.constant([-1.0, 1.0] * (LANES // 2), "float32")
+    # As the GPU's: one product is rounded, the other joins it in a fused multiply-add.
+    return v.from_float(v.fma(x, cosine, other * sine * sign), w.dtype, LANES)
 
 
 class _Operand:
@@ -87,6 +118,7 @@ class _Operand:
         what: str,
         pages: Pages,
         arg: dict[str, Any],
+        pitch: dict[str, Any],
         head: Any,
         shift: Any,
         window: Any,
@@ -94,33 +126,18 @@ class _Operand:
     ) -> None:
         self.w, self.what, self.pages, self.arg, self.head = w, what, pages, arg, head
         self.shift, self.window, self.vectors = shift, window, vectors
+        self.name = "k" if what == "key" else "v"
+        self.pitch = pitch[self.name]
         self.bits, self.kind, self.scales = pages.format_of(what)
         self.places = WindowPlaces.of(what, w.head_dim)
         self.steps = w.head_dim // LANES
 
     def new_row(self, token: Any, i: Any) -> Any:
         """Channels 16 i .. of a new token, in the model's type (bf16 as its bits)."""
-        w, source = self.w, self.arg["k" if self.what == "key" else "v"]
-        start = T.bind(((token + self.shift).astype("int64") * w.heads_kv + self.head) * w.head_dim)
-        if self.what == "value" or not w.rotary:
-            return v.load(source, start + i * LANES, LANES)
-        half = w.head_dim // 2
-        angles = T.bind(token.astype("int64") * w.head_dim)
-        x = v.held(v.to_float(v.load(source, start + i * LANES, LANES), LANES))
-        if w.rotary == "half":
-            other = v.held(v.to_float(v.load(source, start + (i * LANES + half) % w.head_dim, LANES), LANES))
-            cosine, sine = (v.load(self.arg["cos_sin"], angles + part * half + i * LANES % half, LANES) for part in range(2))
-            sign = splat(T.if_then_else(i * LANES < half, tirx.const(-1.0, "float32"), tirx.const(1.0, "float32")))
-        else:
-            other = permute(x, [lane ^ 1 for lane in range(LANES)])
-            both = [lane // 2 for lane in range(LANES)]
-            cosine, sine = (
-                tirx.Shuffle([v.load(self.arg["cos_sin"], angles + part * half + i * (LANES // 2), LANES // 2)] * 2, both)
-                for part in range(2)
-            )
-            sign = v.constant([-1.0, 1.0] * (LANES // 2), "float32")
-        # As the GPU's: one product is rounded, the other joins it in a fused multiply-add.
-        return v.from_float(v.fma(x, cosine, other * sine * sign), w.dtype, LANES)
+        start = T.bind((token + self.shift).astype("int64") * self.pitch + self.head * self.w.head_dim)
+        if self.what == "value" or not self.w.rotary:
+            return v.load(self.arg[self.name], start + i * LANES, LANES)
+        return turned_row(self.w, self.arg, self.name, start, token, i)
 
     def load_group(self, first: Any, begin: Any, group: Any) -> None:
         """The 128 tokens from ``first``, those below ``begin`` from the window, into ``group``,

@@ -1,11 +1,9 @@
 // Rows of keys and values that join a low-bit KV cache: where they come from, rotated on the way,
-// and where they lie in the 16-bit window. Comes after granule.cuh and pairs.cuh.
+// and where they lie in the 16-bit window. Comes after granule.cuh and turn.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
-
-enum Rotary { NO_ROTARY, HALF_ROTARY, INTERLEAVED_ROTARY };  // which channels are a pair: (i, i + head_dim / 2), (2 i, 2 i + 1)
 
 // Of one sequence and head; C, written by the program, says what the cache holds (page.cuh) and
 // ROTARY.
@@ -15,18 +13,23 @@ struct NewRows {
   using Rows = Granule<FLOAT, C::HEAD_DIM>;
   static constexpr int HEAD_DIM = C::HEAD_DIM, RESIDUAL = C::RESIDUAL, ROTARY = C::ROTARY;
 
-  const T *k, *v;  // from token old_length on
+  const T *k, *v;  // of token old_length
+  int64_t k_pitch, v_pitch;  // to the next token's
   const float* cos_sin;
   char* window;
   char* pages;       // of all sequences and heads
   const int* table;  // of this sequence's
   int heads, head, old_length;
 
-  __device__ __forceinline__ static void open(void* rows, const void* k, const void* v, const void* cos_sin, void* windows, int slot, void* pages,
-                                              const int* table, int heads, int head, int old_length) {
+  // `row` is that of the first new token in k and v, rows of which lie k_pitch and v_pitch elements
+  // apart.
+  __device__ __forceinline__ static void open(void* rows, const void* k, int k_pitch, const void* v, int v_pitch, int row, const void* cos_sin,
+                                              void* windows, int slot, void* pages, const int* table, int heads, int head, int old_length) {
     static_assert(sizeof(NewRows) <= C::LAUNCH_BYTES, "the program's array holds them");
     NewRows& n = view<NewRows>(rows);
-    n.k = static_cast<const T*>(k), n.v = static_cast<const T*>(v), n.cos_sin = static_cast<const float*>(cos_sin);
+    n.k = static_cast<const T*>(k) + int64_t(row) * k_pitch + head * HEAD_DIM, n.k_pitch = k_pitch;
+    n.v = static_cast<const T*>(v) + int64_t(row) * v_pitch + head * HEAD_DIM, n.v_pitch = v_pitch;
+    n.cos_sin = static_cast<const float*>(cos_sin);
     n.window = static_cast<char*>(windows) + (int64_t(slot) * heads + head) * C::WINDOW_BYTES;
     n.pages = static_cast<char*>(pages), n.table = table, n.heads = heads, n.head = head, n.old_length = old_length;
   }
@@ -44,13 +47,9 @@ struct NewRows {
 
   __device__ __forceinline__ char* page_of(int token) const { return pages + (int64_t(table[token / C::PAGE]) * heads + head) * C::PAGE_BYTES; }
 
-  __device__ __forceinline__ static void rotate(float& x, float& y, float cosine, float sine) {
-    const float turned = __fmaf_rn(x, cosine, -__fmul_rn(y, sine));
-    y = __fmaf_rn(y, cosine, __fmul_rn(x, sine)), x = turned;
-  }
   // Channels `channel` and the next of a new token's key, rotated.
   __device__ __forceinline__ static uint32_t key_pair(const NewRows& n, int token, int channel) {
-    const T* row = n.k + int64_t(token - n.old_length) * n.heads * HEAD_DIM;
+    const T* row = n.k + (token - n.old_length) * n.k_pitch;
     const uint32_t pair = *reinterpret_cast<const uint32_t*>(row + channel);
     if constexpr (ROTARY == NO_ROTARY) return pair;
     const float* angles = n.cos_sin + int64_t(token) * HEAD_DIM;
@@ -74,7 +73,7 @@ struct NewRows {
     return pack_pair(low, high, T());
   }
   __device__ __forceinline__ static uint32_t value_pair(const NewRows& n, int token, int channel) {
-    return *reinterpret_cast<const uint32_t*>(n.v + int64_t(token - n.old_length) * n.heads * HEAD_DIM + channel);
+    return *reinterpret_cast<const uint32_t*>(n.v + (token - n.old_length) * n.v_pitch + channel);
   }
   // The 32-bit word of the window that holds a key's channels `channel` (even) and the next.
   __device__ __forceinline__ static uint32_t* key_word(char* window, int token, int channel) {

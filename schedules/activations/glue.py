@@ -15,7 +15,7 @@ from ..operands import Operand
 from ..rule import Estimate, Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
-from .operation import BARRIER_US, GPUS, LAUNCH_US, WARPS, rank
+from .operation import BARRIER_US, GPUS, LAUNCH_US, WARPS
 from .workload import EPS, MOST_ROWS
 
 NORM, GATED = "norm", "gated"
@@ -182,7 +182,12 @@ def distance(there: GlueWorkload, here: GlueWorkload) -> float | None:
     if there.op != here.op:
         return None
     differ = (there.residual != here.residual) + (there.activation != here.activation)
-    return rank(there, here) + abs(log2(there.k / here.k)) + OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_KIND * differ
+    return _rank(there, here) + abs(log2(there.k / here.k)) + OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_KIND * differ
+
+
+def _rank(there: GlueWorkload, here: GlueWorkload) -> float:
+    """Kernels serve all m alike: the nearest ones."""
+    return abs(log2(max(there.m, 1) / max(here.m, 1)))
 
 
 def _operation(op: str) -> Operation:
@@ -197,7 +202,7 @@ def _operation(op: str) -> Operation:
         candidates=candidates,
         estimate=estimate,
     )  # rows are moved once: no instruction decides, so nothing is promised
-    return Operation(op, GlueWorkload, rules=(rule,), gate="tilebit.autotune.problems.glue", distance=distance, rank=rank)
+    return Operation(op, GlueWorkload, rules=(rule,), gate="tilebit.autotune.problems.glue", distance=distance, rank=_rank)
 
 
 NORMED, GATING = _operation(NORM), _operation(GATED)

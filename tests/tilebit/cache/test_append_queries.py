@@ -104,6 +104,6 @@ def test_queries_that_are_no_tensor(kernels):
     cache = cache_of()
     sequences, (q, k, v) = cache.allocate(2), projected(2)
     with pytest.raises(TypeError, match="q"):
-        cache.append(sequences, k, v, cos_sin=TABLE, q=q.tolist())
+        cache.append(sequences, k, v, cos_sin=TABLE, q=q.tolist())  # pyright: ignore[reportCallIssue, reportArgumentType]
     with pytest.raises(TypeError, match="out"):
-        cache.append(sequences, k, v, cos_sin=TABLE, q=q, out=1)
+        cache.append(sequences, k, v, cos_sin=TABLE, q=q, out=1)  # pyright: ignore[reportCallIssue, reportArgumentType]

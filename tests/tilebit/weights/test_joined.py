@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ K = 256
 ROWS = (128, 64, 192)
 
 
-def layers_of(format: str, bias: bool = False, rows: tuple[int, ...] = ROWS, seed: int = 0) -> list[nn.Module]:
+def layers_of(format: str, bias: bool = False, rows: tuple[int, ...] = ROWS, seed: int = 0) -> list[Any]:
     torch.manual_seed(seed)
     floats = [nn.Linear(K, n, bias, dtype=torch.bfloat16) for n in rows]
     return [QuantLinear.from_float(layer, format) if format else layer for layer in floats]
@@ -29,7 +30,7 @@ def test_outputs_lie_side_by_side(format: str, bias: bool):
     x = torch.randn(3, K, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = torch.cat([layer(x) for layer in layers], -1)
-        found = joined(layers)
+        found: Any = joined(layers)
         assert found is not None
         assert torch.equal(found(x), expected)
         assert torch.equal(torch.cat([layer(x) for layer in layers], -1), expected)  # they go on by themselves
@@ -43,7 +44,7 @@ def test_outputs_lie_side_by_side(format: str, bias: bool):
 def test_one_without_a_bias_adds_nothing():
     layers = [*layers_of("w4a16_g64", True, (64,)), *layers_of("w4a16_g64", False, (64,))]
     x = torch.randn(2, K, dtype=torch.bfloat16)
-    found = joined(layers)
+    found: Any = joined(layers)
     assert found is not None and torch.equal(found(x), torch.cat([layer(x) for layer in layers], -1))
 
 
@@ -55,11 +56,11 @@ def test_one_layer_is_itself():
     assert joined([plain]) is plain
 
 
-def _permuted(layers: list[nn.Module]) -> None:
+def _permuted(layers: list[Any]) -> None:
     layers[1].register_buffer("perm", torch.randperm(K))
 
 
-CASES: dict[str, Callable[[], list[nn.Module]]] = {
+CASES: dict[str, Callable[[], list[Any]]] = {
     "kinds": lambda: [*layers_of("w4a16_g64", rows=(64,)), *layers_of("", rows=(64,))],
     "formats": lambda: [*layers_of("w4a16_g64", rows=(64,)), *layers_of("w4a16_g128", rows=(64,))],
     "dtypes": lambda: [*layers_of("w4a16_g64", rows=(64,)), layers_of("w4a16_g64", rows=(64,))[0].to(torch.float16)],
@@ -86,5 +87,5 @@ def test_layers_that_read_channels_in_one_order_make_one():
     for layer in layers:
         layer.register_buffer("perm", order.clone())
     x = torch.randn(2, K, dtype=torch.bfloat16)
-    found = joined(layers)
+    found: Any = joined(layers)
     assert found is not None and torch.equal(found(x), torch.cat([layer(x) for layer in layers], -1))

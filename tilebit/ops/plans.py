@@ -19,6 +19,7 @@ from ..kernels import KernelUnavailable, find_kernel
 from ..schedules.operands import Operand
 from ..schedules.operations import AnyWorkload, workspace_words
 from ..schedules.schedule import Schedule
+from ..schedules.target import Target
 from .dispatch import device_target
 from .launchers import bind
 from .operands import ALIGNMENT, check, rows_apart
@@ -61,6 +62,28 @@ _lock = threading.Lock()
 held: dict[Key, OperationPlan] = {}
 
 
+class _Rehearsal(threading.local):
+    """What a thread's calls would have needed, while it rehearses."""
+
+    wanted: dict[tuple[AnyWorkload, Target], None] | None = None
+
+
+_rehearsal = _Rehearsal()
+
+
+def rehearsed(call: Callable[[], object]) -> list[tuple[AnyWorkload, Target]]:
+    """Run ``call`` without the launches for which no kernel is loaded, and say which kernels those
+    need: what they write is left as it is, and results mean nothing. Products are launched
+    (``prepare`` is for them)."""
+    wanted: dict[tuple[AnyWorkload, Target], None] = {}
+    _rehearsal.wanted = wanted
+    try:
+        call()
+    finally:
+        _rehearsal.wanted = None
+    return list(wanted)
+
+
 def forget() -> None:
     """Drop every plan, so that the next calls look their kernels up again (after tuning, or after
     loading a pack)."""
@@ -83,6 +106,8 @@ def launcher(workload_of: Callable[[Key], AnyWorkload], words: Callable[[Any], s
         plan = held.get(key)
         if plan is None:
             plan = made(key, operands)
+            if plan is None:
+                return
         run = plan.dependent if dependent else plan.launch
         try:
             if plan.guarded:
@@ -97,9 +122,12 @@ def launcher(workload_of: Callable[[Key], AnyWorkload], words: Callable[[Any], s
                 raise
             launch(key, ready)  # the preceding kernel is a copy's now, and a dependent launch might read what it writes before it has
 
-    def made(key: Key, operands: Operands) -> OperationPlan:
+    def made(key: Key, operands: Operands) -> OperationPlan | None:
         workload, device = workload_of(key), key[-1]
         check(workload.operands(device_target(device).arch), operands, device, words(workload))
+        if _rehearsal.wanted is not None:
+            _rehearsal.wanted[workload.bucketed(), device_target(device)] = None
+            return None
         with _lock:
             plan = held.get(key)
             if plan is None:

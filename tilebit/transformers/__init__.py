@@ -11,11 +11,12 @@ Only this package imports transformers.
 from __future__ import annotations
 
 from .cache import TilebitCache
+from .compiled import compile, release
 from .config import TilebitConfig
 from .loading import load
 from .registry import register
 from .replacing import takeover
 
-__all__ = ["TilebitCache", "TilebitConfig", "load", "register", "takeover"]
+__all__ = ["TilebitCache", "TilebitConfig", "compile", "load", "register", "release", "takeover"]
 
 register()

@@ -141,12 +141,37 @@ class TilebitCache(Cache):
         """The step that new keys ``k`` [rows, heads, columns, head_dim] belong to: at a forward call's
         first layer a new one, with room for its tokens. Raises before anything has changed."""
         rows, _, columns, _ = k.shape
+        return self._begun(rows, columns, visible.padding, k.dtype, k.device)
+
+    @property
+    def fusible(self) -> bool:
+        """Whether a compiled step may write all layers at once: each is tilebit's, a prompt is there, and
+        no step is to be revocable."""
+        return len(self.own) == len(self.layers) and self.seen > 0 and not self._recording
+
+    def continues(self, mask: Tensor | None, positions: Tensor | None) -> bool:
+        """Whether a call with ``attention_mask`` and ``position_ids`` brings a token to every row, each at
+        its place behind those that the cache holds."""
+        if mask is not None and not bool(mask[:, -1].all()):
+            return False
+        return positions is None or positions.expand(self.rows, 1)[:, 0].tolist() == self.pool.lengths()
+
+    def begin_step(self, rows: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
+        """``begin`` for a token in each row, which is written in all layers before ``settle``."""
+        return self._begun(rows, 1, mask, dtype, device)
+
+    def settle(self) -> None:
+        """All layers have been written."""
+        for layer in self.own:
+            layer.seen = self.seen
+
+    def _begun(self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
         if self._broken:
             raise ValueError("an earlier call failed between two layers, and the cache holds half of its tokens; accepted: reset() first")
         if any(layer.seen != self.seen for layer in self.own):
             raise ValueError("a layer was called out of order: a forward call did not end; accepted: reset() first")
-        self.pool.begin(rows, k.dtype, k.device)
-        padding = padding_of(visible, columns, self.seen, self.pool.lengths())
+        self.pool.begin(rows, dtype, device)
+        padding = padding_of(mask, columns, self.seen, self.pool.lengths())
         if padding is not None and self.windowed and self._inside(padding):
             raise ValueError(
                 "attention_mask has padding between tokens, and the model has sliding windows, which count it; accepted: padding before "
@@ -159,7 +184,7 @@ class TilebitCache(Cache):
             self._undo.cache = self.pool.cache
         if padding is not None:
             self._padding.append((self.seen, padding))
-        self.step = Step(batch, columns, counts, padding, k.device)
+        self.step = Step(batch, columns, counts, padding, device)
         self.seen += columns
         return self.step
 

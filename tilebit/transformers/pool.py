@@ -24,6 +24,7 @@ class Pool:
         self._cache: KVCache | None = None
         self.handles: list[int] = []
         self._batch: Batch | None = None
+        self._batches: dict[int, Batch] = {}  # of each number of rows: a CUDA graph has their addresses
 
     @property
     def cache(self) -> KVCache:
@@ -51,7 +52,7 @@ class Pool:
                 "at most as many: make it with more sequences"
             )
         if self._cache is None or (self._cache.dtype, self._cache.device) != (dtype, device):
-            self._cache = None
+            self._cache, self._batches = None, {}
             if self.sequences is None:
                 self._cache = self._made(rows, rows, dtype, device)
             else:
@@ -66,7 +67,11 @@ class Pool:
         needed = sum(max(0, self._pages(s.length + count) - len(s.pages)) for s, count in zip(held, counts, strict=True))
         self._room(0, needed)
         if self._batch is None:
-            self._batch = self.cache.batch(self.handles)
+            self._batch = self._batches.get(len(self.handles))
+            if self._batch is None:
+                self._batch = self._batches[len(self.handles)] = self.cache.batch(self.handles)
+            else:
+                self._batch.assign(self.handles)
         return self.cache.advance(self._batch, counts)
 
     def lengths(self) -> list[int]:
@@ -116,4 +121,4 @@ class Pool:
             rows = max(2 * rows, rows + slots - old.free_slots)
         grown = self._made(total, rows, old.dtype, old.device)
         grown.load_state(old.state())
-        self._cache, self._batch = grown, None
+        self._cache, self._batch, self._batches = grown, None, {}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..cache.batch import Batch
-from .masks import Visible
 
 
 class Step:
@@ -21,11 +20,10 @@ class Step:
         self.places = None if padding is None else (~padding).flatten().nonzero().flatten().to(device)
 
 
-def padding_of(visible: Visible, columns: int, seen: int, lengths: Sequence[int]) -> Tensor | None:
+def padding_of(mask: Tensor | None, columns: int, seen: int, lengths: Sequence[int]) -> Tensor | None:
     """Which of the new columns are padding, bool [rows, columns] on the host; None where none is.
-    ``seen`` columns are in the cache, ``lengths`` of them tokens. Raises ``ValueError`` for a mask
-    that says something else of these."""
-    mask = visible.padding
+    ``mask`` [rows, columns] is false where a column is padding; ``seen`` columns are in the cache,
+    ``lengths`` of them tokens. Raises ``ValueError`` for a mask that says something else of these."""
     if mask is None:
         if any(length != seen for length in lengths):
             raise ValueError("the cache was filled with padding and attention_mask is None; accepted: the mask of all columns so far")

@@ -1,0 +1,213 @@
+"""Compiled models: fused steps give the logits of the model as it was, are taken where they may be, and notice what is changed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison import GREEDY, own_cache, prompts
+from tiny_models import SIZES, gemma2, gemma3, llama, made, phi3, qwen3
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
+
+import tilebit
+import tilebit.transformers
+from tilebit.transformers import TilebitCache, compile, release
+from tilebit.transformers.compiled import DecodeSteps
+
+LIMIT = 0.1  # of float16 logits with a deviation of 2
+ROWS, COLUMNS, PADDING = 2, 124, (0, 7)  # a window fills on the way
+
+
+def mistral() -> PreTrainedConfig:
+    return MistralConfig(**{**SIZES, "head_dim": 64, "sliding_window": 24})
+
+
+def qwen2() -> PreTrainedConfig:
+    """Biases of q, k and v."""
+    return Qwen2Config(**{**SIZES, "hidden_size": 256})
+
+
+KINDS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "llama": (llama, "w4a16_g64"), "mistral": (mistral, ""), "qwen2": (qwen2, "w8a16_g128"), "qwen3": (qwen3, "w4a16_g32"),
+    "phi3": (lambda: phi3(hidden_size=256), ""), "gemma2": (gemma2, "w4a16_g128"),
+}  # fmt: skip
+
+
+def model_of(kind: str, quantized: bool = True) -> Any:
+    config, format = KINDS[kind]
+    model: Any = made(config(), torch.float16)
+    if format and quantized:
+        tilebit.quantize_model(model, format)
+    return model
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each fused step."""
+    found: list[int] = []
+    real = DecodeSteps.run
+
+    def run(self: DecodeSteps, cache: TilebitCache, ids: Tensor, *rest: Any) -> Tensor:
+        found.append(len(ids))
+        return real(self, cache, ids, *rest)
+
+    monkeypatch.setattr(DecodeSteps, "run", run)
+    return found
+
+
+@torch.no_grad()
+def steps_of(model: Any, count: int = 10, format: str = "kv16", **options: Any) -> list[Tensor]:
+    """Logits of ``count`` tokens, one after another, behind a prompt with padding: always the same ones."""
+    model.set_attn_implementation("tilebit")
+    cache = TilebitCache(model.config, format=format)
+    inputs = prompts(ROWS, COLUMNS, PADDING)
+    mask = inputs["attention_mask"]
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    model(**inputs, position_ids=places, past_key_values=cache)
+    ids = torch.randint(2, 256, (count, ROWS, 1), generator=torch.Generator().manual_seed(3))
+    found = []
+    for step in ids:
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1, **options}
+        found.append(model(input_ids=step, past_key_values=cache, **given).logits)
+    return found
+
+
+def alike(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert float((a - b).abs().max()) < LIMIT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fused_step_gives_the_logits_of_the_model(kind: str, taken: list[int]):
+    model = model_of(kind)
+    expected = steps_of(model)
+    assert compile(model, (ROWS,)) is model
+    alike(steps_of(model), expected)
+    assert taken == [ROWS] * 10
+    release(model)
+    assert all(torch.equal(a, b) for a, b in zip(steps_of(model), expected, strict=True))  # its weights, now views, are the same
+    assert len(taken) == 10
+
+
+def test_low_bit_caches_are_filled_alike(taken: list[int]):
+    """Layer 0 sees the same input: its packed keys and values are the same bits, but for what rotary embeddings in fp32 round otherwise."""
+    model = model_of("llama")
+    expected = steps_of(model, format="kv4_channel")
+    alike(steps_of(compile(model, (ROWS,)), format="kv4_channel"), expected)
+    assert len(taken) == 10
+
+
+@torch.no_grad()
+def test_generate_takes_it(taken: list[int]):
+    model: Any = compile(model_of("llama"), (1, 3))
+    assert inspect.signature(model.forward) == inspect.signature(type(model)(model.config).forward)
+    own = own_cache(model)
+    model.generate(**prompts(1, 20), past_key_values=own, **GREEDY)
+    assert taken == [1] * 15 and own.get_seq_length() == 35
+    model.generate(**prompts(1, 20), past_key_values=own_cache(model), num_beams=3, **GREEDY)
+    assert taken == [1] * 15 + [3] * 15
+    model.generate(**prompts(2, 20), past_key_values=own_cache(model), **GREEDY)  # rows that are not prepared for
+    model.generate(**prompts(1, 20), past_key_values=own_cache(model), prompt_lookup_num_tokens=4, **GREEDY)  # revocable steps
+    assert len(taken) == 30
+
+
+@pytest.mark.parametrize("case", ["hidden states", "positions", "gradients", "training", "tuple"])
+def test_other_calls_run_as_before(case: str, taken: list[int]):
+    model: Any = compile(model_of("llama", quantized=False), (1,))
+    cache, ids = own_cache(model), torch.tensor([[5]])
+    options: dict[str, Any] = {"past_key_values": cache}
+    with torch.no_grad():
+        model(**prompts(1, 20), **options)
+        if case == "hidden states":
+            assert len(model(input_ids=ids, output_hidden_states=True, **options).hidden_states) == 3
+        elif case == "positions":
+            model(input_ids=ids, position_ids=torch.tensor([[100]]), **options)
+        elif case == "training":
+            model.train()(input_ids=ids, **options)
+        elif case == "tuple":
+            assert isinstance(model(input_ids=ids, return_dict=False, **options), tuple)
+    if case == "gradients":
+        with torch.enable_grad(), pytest.raises(ValueError, match="derivative with respect to k"):  # as the model says it
+            model(input_ids=ids, **options)
+    assert taken == []
+
+
+def test_changed_layers_are_noticed(taken: list[int]):
+    model: Any = compile(model_of("llama"), (ROWS,))
+    other = made(llama(), torch.float16, seed=5)
+    tilebit.quantize_model(other, KINDS["llama"][1])
+    model.load_state_dict(other.state_dict())
+    alike(steps_of(model), steps_of(other))
+    model.model.layers[1].mlp.gate_proj = copy.deepcopy(other.model.layers[0].mlp.gate_proj)
+    other.model.layers[1].mlp.gate_proj = copy.deepcopy(other.model.layers[0].mlp.gate_proj)
+    alike(steps_of(model), steps_of(other))
+    assert len(taken) == 20
+    model.to(torch.bfloat16)
+    found = steps_of(model)
+    assert found[0].dtype == torch.bfloat16
+    assert float((found[0].float() - steps_of(other)[0].float()).abs().max()) < 1.0 and len(taken) == 30
+
+
+def test_a_copy_is_a_model_of_its_own(taken: list[int]):
+    model: Any = compile(model_of("llama"), (ROWS,))
+    expected = steps_of(model)
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    alike(steps_of(copied), expected)
+    assert len(taken) == 20
+
+
+def test_a_compiled_model_is_saved(tmp_path: Path):
+    model: Any = compile(model_of("llama"), (ROWS,))
+    expected = steps_of(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    alike(steps_of(compile(loaded, (ROWS,))), expected)
+
+
+def test_an_unknown_kind_runs_as_before(taken: list[int]):
+    model = made(gemma3(), torch.float16)
+    with pytest.warns(UserWarning, match="Gemma3ForCausalLM is not compiled.*gemma3_text.*accepted: .*llama"):
+        assert compile(model, (ROWS,)) is model
+    steps_of(model, 2)
+    rotary = made(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float16)
+    with pytest.warns(UserWarning, match="'dynamic', which depends on a sequence's length"):
+        compile(rotary)
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"batch_sizes": ()}, r"batch_sizes is \[\]"), ({"batch_sizes": (0, 1)}, "1 and above"), ({"max_tokens": 0}, "max_tokens is 0")],
+)
+def test_what_is_refused(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        compile(made(llama(), torch.float16), **options)
+    with pytest.raises(TypeError, match="accepted: a causal language model of transformers"):
+        compile(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """And a sequence that is full says so."""
+    model: Any = compile(model_of("llama"), (1,), max_tokens=40)
+    cache = own_cache(model, max_tokens=21)
+    with torch.no_grad():
+        model(**prompts(1, 20), past_key_values=cache)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no kernel"):
+            patch.setattr(model.tilebit_steps, "launch", _failing)
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        assert cache.get_seq_length() == 20 and cache.pool.lengths() == [20]
+        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+
+
+def _failing(*_: Any) -> Tensor:
+    raise RuntimeError("no kernel")

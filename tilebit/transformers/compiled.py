@@ -1,0 +1,247 @@
+"""``compile``: decode steps of a model of transformers as one fused step, on GPUs as one CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..accepted import expect
+from ..cache.batch import Batch
+from ..cache.kvcache import KVCache
+from ..kernels import build
+from ..ops.plans import rehearsed
+from ..ops.prepare import prepare
+from ..weights.modules import QuantLinear
+from .anatomy import anatomy
+from .cache import NAME, TilebitCache
+from .fused import FusedStep
+
+ALLOWED = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+
+CHANGES = ("_apply", "load_state_dict")  # methods after which a model's tensors may be other ones
+
+
+def compile(model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None) -> PreTrainedModel:
+    """``model`` itself, whose decode steps are fused from now on, in ``generate`` and in calls:
+
+        tilebit.transformers.compile(model, batch_sizes=(1, 16))
+        model.generate(**inputs, past_key_values=TilebitCache(model.config, "kv4_channel", max_tokens=4096, sequences=1))
+
+    A call under ``torch.no_grad`` with one new token a row, ``batch_sizes`` rows and a filled
+    ``TilebitCache`` takes the fused step: q, k and v are one product, gate and up another, norms
+    take the residual sum with them, rotary embeddings the write to the cache, and each kernel is
+    launched before the one before it ends. On a GPU the step is captured as a CUDA graph at the
+    second such call with a cache, and replayed from then on: use one cache again (``reset()``)
+    rather than making another. Any other call runs as it did: prompts, drafts of several tokens,
+    outputs of hidden states, training.
+
+    Kernels of the step's products are compiled here, in parallel, for as many rows as
+    ``batch_sizes`` names. Weights are held once: the model's layers become views of the joined ones.
+    ``max_tokens`` bounds a sequence (default: the model's own bound). Layers that are replaced, moved,
+    cast or loaded afterwards are noticed, and joined again.
+
+    Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
+    for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``
+    and ``ValueError`` for what is no model of transformers or no number of rows, and
+    ``KernelUnavailable`` where a kernel cannot be built.
+    """
+    expect("model", model, PreTrainedModel, "a causal language model of transformers")
+    sizes = sorted(set(batch_sizes))
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"batch_sizes is {sizes}; accepted: one or more numbers of rows, 1 and above")
+    bound = getattr(model.config, "max_position_embeddings", None) if max_tokens is None else max_tokens
+    if type(bound) is not int or bound < 1:
+        raise ValueError(f"max_tokens is {bound!r}; accepted: the most tokens that a sequence may have, 1 and above")
+    release(model)
+    try:
+        steps = DecodeSteps(model, sizes, bound)
+    except ValueError as error:
+        warnings.warn(f"{type(model).__name__} is not compiled, and runs as before: {error}", stacklevel=2)
+        return model
+    model.set_attn_implementation(NAME)
+    steps.install()
+    return model
+
+
+def release(model: PreTrainedModel) -> None:
+    """Let ``model`` run as it did before ``compile``."""
+    held = model.__dict__.pop("tilebit_steps", None)
+    if held is not None:
+        held.uninstall()
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """A step as a CUDA graph: it reads ``ids`` and writes ``logits``, in the memory of the cache that one
+    batch is of."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    logits: Tensor
+
+
+Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has run, and loaded its kernels
+
+
+class DecodeSteps:
+    """The fused steps of a model, for batches of ``sizes`` rows: one graph for each batch of a cache."""
+
+    def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int) -> None:
+        self.model, self.sizes, self.max_tokens = model, sizes, max_tokens
+        self._graphs: Graphs = weakref.WeakKeyDictionary()
+        self._build()
+
+    def _build(self) -> None:
+        parts = anatomy(self.model)
+        self.step = FusedStep(parts, self.model.device, self.max_tokens)
+        self._held = [
+            (owner._modules, name, module)
+            for owner in self.model.modules()
+            for name, module in owner._modules.items()
+            if module is not None and not isinstance(module, torch.nn.ModuleList)
+        ]
+        self._graphs.clear()
+        self._stale = False
+        quantized = torch.nn.ModuleList(part for part in self.step.products if isinstance(part, QuantLinear))
+        if len(quantized):
+            prepare(quantized, self.sizes)
+
+    # ---- in the model ----
+
+    def install(self) -> None:
+        """Be asked first wherever the model is called or changed. Bound methods, so that a copy of the
+        model has its own."""
+        model = self.model
+        self._own = {name: getattr(model, name) for name in ("forward", *CHANGES)}
+        model.__dict__["tilebit_steps"] = self
+        model.__dict__["forward"] = MethodType(_called(type(model)), self)
+        model.__dict__.update({name: MethodType(_changed(type(model), name), self) for name in CHANGES})
+
+    def uninstall(self) -> None:
+        for name in self._own:
+            self.model.__dict__.pop(name, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeSteps:
+        """Of a copied model, whose step is built at its first call."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
+        made.sizes, made.max_tokens, made._graphs, made._held, made._stale = (
+            self.sizes,
+            self.max_tokens,
+            weakref.WeakKeyDictionary(),
+            [],
+            True,
+        )
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a compiled model cannot be pickled; accepted: save_pretrained, or release(model) before")
+
+    def original(self, *given: Any, **named: Any) -> Any:
+        """A call of the model as it ran before."""
+        return self._own["forward"](*given, **named)
+
+    def called(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        found = None if given else self._fitting(named)
+        return self.original(*given, **named) if found is None else self._stepped(*found)
+
+    def changed(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._stale = True
+        return self._own[name](*given, **named)
+
+    def _current(self) -> None:
+        """Build the step again where a layer is another one than it was built of."""
+        if self._stale or any(owner.get(name) is not module for owner, name, module in self._held):
+            self._build()
+
+    # ---- a call ----
+
+    def _fitting(self, named: dict[str, Any]) -> tuple[TilebitCache, Tensor, Tensor | None] | None:
+        """What a fused step needs of a call's arguments; None where the call is for the model itself."""
+        ids, cache = named.get("input_ids"), named.get("past_key_values")
+        if not isinstance(cache, TilebitCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+            return None
+        if ids.shape[0] not in self.sizes or torch.is_grad_enabled() or self.model.training or not cache.fusible:
+            return None
+        others = {name for name, value in named.items() if name not in ALLOWED and value not in (None, False)}
+        mask, positions = named.get("attention_mask"), named.get("position_ids")
+        if others or named.get("return_dict") is False or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+            return None
+        if cache.seen >= self.max_tokens or not cache.continues(mask, positions):
+            return None
+        return cache, ids, mask
+
+    def _stepped(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None) -> CausalLMOutputWithPast:
+        self._current()
+        logits = self.run(cache, ids[:, 0], mask)
+        return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
+
+    def run(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits [rows, vocabulary] behind ``ids`` [rows]: on a GPU a buffer that the next step writes to."""
+        step = cache.begin_step(len(ids), mask, self.model.dtype, ids.device)
+        try:
+            logits = self.launch(cache.pool.cache, step.batch, ids)
+        except Exception:
+            cache.abandon()
+            raise
+        cache.settle()
+        return logits
+
+    def launch(self, kv: KVCache, batch: Batch, ids: Tensor) -> Tensor:
+        """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
+        ``batch`` has been advanced by one token each. On a GPU, captured at the second call with both."""
+        if batch not in self._graphs:
+            missing = rehearsed(lambda: self.step(ids, kv, batch))
+            batch.written.clear()  # it is all written again
+            for target in dict.fromkeys(target for _, target in missing):
+                build([workload for workload, of in missing if of == target], target, jobs=None)
+            self._graphs[batch] = None
+            return self.step(ids, kv, batch)  # kernels load, and workspaces are made, outside of the graph
+        if not ids.is_cuda:
+            return self.step(ids, kv, batch)
+        captured = self._graphs[batch]
+        if captured is None:
+            captured = self._graphs[batch] = self._captured(kv, batch, ids)
+        captured.ids.copy_(ids)
+        captured.graph.replay()
+        return captured.logits
+
+    def replay(self, batch: Batch) -> None:
+        """The captured step of ``batch`` once more, as it is: what is left without the host's work."""
+        captured = self._graphs[batch]
+        assert captured is not None
+        captured.graph.replay()
+
+    def _captured(self, kv: KVCache, batch: Batch, ids: Tensor) -> Captured:
+        held = ids.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.step(held, kv, batch)
+        return Captured(graph, held, logits)
+
+
+def _called(kind: type) -> Callable[..., Any]:
+    @functools.wraps(kind.forward)  # generate looks at what a model's forward takes
+    def forward(steps: DecodeSteps, *given: Any, **named: Any) -> Any:
+        return steps.called(given, named)
+
+    return forward
+
+
+def _changed(kind: type, name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(kind, name))
+    def change(steps: DecodeSteps, *given: Any, **named: Any) -> Any:
+        return steps.changed(name, given, named)
+
+    return change

@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from .attention import attention
-from .models import evaluate, generate, quantize
+from .models import Batches, BenchedCaches, BenchedModel, PromptTokens, Steps, bench_whole, evaluate, generate, quantize
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .tasks import (
     Budget,
@@ -115,21 +115,32 @@ def tune(
 
 @app.command()
 def bench(
-    n: N,
-    k: K,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)] = None,
+    k: Annotated[int | None, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)] = None,
     m: Ms = None,
     format: Format = "w4a16_g128",
     dtype: Dtype = "bfloat16",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:i]: where to measure.")] = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="Append the rows to this JSON-lines file.", dir_okay=False)] = None,
+    model: BenchedModel = None,
+    kv_format: BenchedCaches = None,
+    batch: Batches = None,
+    prompt_tokens: PromptTokens = 512,
+    steps: Steps = 32,
     as_json: Json = False,
 ) -> None:
-    """Time tilebit and torch on this machine, interleaved in one process: torch's 16-bit linear (cuBLAS on a GPU) and, on the CPU, its
-    int4 kernel."""
-    chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
-    rows: list[dict[str, Any]] = []
+    """Time a product, or with --model a whole model. A product (--n, --k): tilebit and torch on this machine, interleaved in one process:
+    torch's 16-bit linear (cuBLAS on a GPU) and, on the CPU, its int4 kernel. A model: prompts and decode steps beside the 16-bit model."""
+    if (model is None) == (n is None or k is None):
+        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
     if out is not None:
         new_file(out, folders=True)
+    if model is not None:
+        bench_whole(model, format, kv_format, batch, prompt_tokens, steps, dtype, device, out, as_json)
+        return
+    assert n is not None and k is not None
+    chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
+    rows: list[dict[str, Any]] = []
     with failures():
         from ..autotune.measure import busy
         from .bench import measure_workloads, write_rows

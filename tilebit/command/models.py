@@ -1,4 +1,4 @@
-"""The commands of whole models: ``tilebit quantize | generate | evaluate``."""
+"""The commands of whole models: ``tilebit quantize | generate | evaluate``, and ``bench --model``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ Skip = Annotated[
 ClipSearch = Annotated[bool, typer.Option("--clip-search", help="Search for clipped ranges: a smaller error, a longer wait.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU, else the CPU), cpu or cuda[:i].")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (what config.json says), float16 or bfloat16: what is computed in.")]
+BenchedModel = Annotated[
+    Path | None, typer.Option("--model", help="A model's directory, or a config.json, of which one with random weights is made.")
+]
+BenchedCaches = Annotated[
+    list[str] | None, typer.Option("--kv-format", help="With --model: format of the KV cache; repeat it for several. Default: kv4_channel.")
+]
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="With --model: rows; repeat it for several. Default: 1.", min=1)]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", help="With --model: tokens of each row's prompt.", min=1)]
+Steps = Annotated[int, typer.Option("--steps", help="With --model: decode steps of a round.", min=1)]
 
 
 def quantize(
@@ -156,6 +165,50 @@ def evaluate(
         kl, top1 = ("-" if row[name] is None else f"{row[name]:{kind}}" for name, kind in (("kl", ".2e"), ("top1", ".1%")))
         table.add_row(row["model"], row["kv_format"] or "none", f"{row['perplexity']:.4g}", kl, top1)
     print_parts(table)
+
+
+def bench_whole(
+    model: Path,
+    format: str,
+    kv_format: list[str] | None,
+    batch: list[int] | None,
+    prompt_tokens: int,
+    steps: int,
+    dtype: str,
+    device: str,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """``tilebit bench --model``: prompts and decode steps of ``model`` quantized to ``format`` over each cache,
+    beside the 16-bit model."""
+    _needed()
+    place, caches = _device(device), list(dict.fromkeys(kv_format or ["kv4_channel"]))
+    for name in caches:
+        _known_cache(name)
+    _quantization(format, None, False)
+    with failures():
+        from ..schedules.target import detect_target
+        from ..transformers.benching import Sizes, bench_model
+        from .bench import process_fields, write_rows
+
+        sizes = Sizes(list(dict.fromkeys(batch or [1])), prompt_tokens, steps)
+        rows = bench_model(model, format, caches, sizes, _dtype(dtype), place)
+        if out is not None:
+            write_rows(out, [{**process_fields(detect_target(str(place))), "op": "model", "model": str(model), **row} for row in rows])
+    if as_json:
+        print_json(rows)
+        return
+    dense = {row["batch"]: row for row in rows if row["kv_format"] is None}
+    table = new_table(f"{model}: prompts of {prompt_tokens} tokens", "batch", "weights", "cache", "prefill, tokens/s", "decode, ms a step",
+                      "against 16 bits", "weights", "cache")  # fmt: skip
+    for row in rows:
+        base = dense.get(row["batch"])
+        ratio = "-" if base is None else f"{base['decode_ms'] / row['decode_ms']:.2f}x"
+        table.add_row(
+            str(row["batch"]), row["format"] or "16 bits", row["kv_format"] or "16 bits", f"{row['prefill_tokens_per_s']:.0f}",
+            f"{row['decode_ms']:.3f}", ratio, _size(row["weight_bytes"]), _size(row["cache_bytes"]),
+        )  # fmt: skip
+    print_parts(table, f"rows: {out}" if out is not None else "")
 
 
 def _needed() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 from .cache import TilebitCache
+from .compiled import compile
 from .opening import most_tokens
 
 
@@ -79,18 +80,21 @@ def speak(
 ) -> Spoken:
     """Continue ``ids`` int64 [1, tokens] by up to ``max_tokens`` tokens, greedily or, above ``temperature``
     0, by sampling; ``write`` is given the text piece by piece. ``kv_format`` names a cache's
-    ("kv4_channel"); None is transformers' own in 16 bits. Two tokens are generated and
-    dropped first: kernels compile and load outside of what is timed."""
+    ("kv4_channel"), over which steps are fused (``compile``) where the model's kind is known; None is
+    transformers' own in 16 bits. Three tokens are generated and dropped first: kernels compile and
+    load, and steps are captured, outside of what is timed."""
     cache: Any = None
     if kv_format is not None:
         cache = TilebitCache(model.config, format=kv_format, max_tokens=ids.shape[1] + max_tokens, sequences=1)
         model.set_attn_implementation("tilebit")
+        if getattr(model, "tilebit_steps", None) is None:
+            compile(model, (1,))
     options: dict[str, Any] = {"do_sample": temperature > 0, "pad_token_id": tokenizer.pad_token_id or tokenizer.eos_token_id or 0}
     options |= {"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
     options["attention_mask"] = torch.ones_like(ids)
     warm = cache or DynamicCache(config=model.config)
     state = torch.get_rng_state()
-    model.generate(ids, past_key_values=warm, max_new_tokens=min(2, max_tokens), **options)  # pyright: ignore[reportCallIssue]
+    model.generate(ids, past_key_values=warm, max_new_tokens=min(3, max_tokens), **options)  # pyright: ignore[reportCallIssue]
     torch.set_rng_state(state)
     if cache is not None:
         cache.reset()

@@ -270,3 +270,31 @@ def test_without_transformers_every_command_says_how_to_get_it(monkeypatch: pyte
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for words in (("quantize", "a", str(tmp_path / "b")), ("generate", "a", "--prompt", "b"), ("evaluate", "a", "--text", "b")):
         assert "pip install 'tilebit[transformers]'" in refused(*words)
+
+
+def test_bench_of_a_model(dense: Path, packed: Path, tmp_path: Path):
+    """Beside the 16-bit model, of a directory and of a config alone; a packed one by itself."""
+    rows = tmp_path / "rows.jsonl"
+    short = ("--prompt-tokens", "20", "--steps", "3", "--device", "cpu", "--format", "w4a16_g64")
+    found = parsed("bench", "--model", str(dense), *short, "--kv-format", "kv16", "--kv-format", "kv4_channel", "--out", str(rows))
+    assert [(row["impl"], row["kv_format"], row["batch"]) for row in found] == [
+        ("16 bits", None, 1),
+        ("tilebit", "kv16", 1),
+        ("tilebit", "kv4_channel", 1),
+    ]
+    assert all(row["decode_ms"] > 0 and row["prefill_tokens_per_s"] > 0 for row in found)
+    assert found[0]["weight_bytes"] > 1.5 * found[1]["weight_bytes"] and found[1]["cache_bytes"] > found[2]["cache_bytes"] > 0
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["decode_ms"] for row in written] == [row["decode_ms"] for row in found] and {row["op"] for row in written} == {"model"}
+    assert [row["impl"] for row in parsed("bench", "--model", str(dense / "config.json"), *short)] == ["16 bits", "tilebit"]
+    assert [(row["impl"], row["format"]) for row in parsed("bench", "--model", str(packed), *short[:-2])] == [("tilebit", "packed")]
+    assert "against 16 bits" in call("bench", "--model", str(dense), *short).output
+
+
+def test_what_bench_refuses(dense: Path, packed: Path):
+    assert "by --n and --k, or a model, by --model" in refused("bench")
+    assert "not both" in refused("bench", "--n", "64", "--k", "64", "--model", str(dense))
+    assert "accepted: at most 192" in refused("bench", "--model", str(dense), "--prompt-tokens", "180", "--steps", "20")
+    assert "no directory" in refused("bench", "--model", str(dense / "nothing"))
+    assert "whose weights are not there" in refused("bench", "--model", str(packed / "config.json"), "--prompt-tokens", "20")
+    assert "kv3" in refused("bench", "--model", str(dense), "--kv-format", "kv3")

@@ -1,0 +1,271 @@
+"""A whole decode step of an 8B model: ``python -m results.measure.step`` appends rows to results/rows/step.
+
+The model is a Llama-3-8B shape of transformers with random weights, compiled by
+``tilebit.transformers.compile``; sequences are of lengths that are spread over a window, so that
+windows fill at different steps. A timed step is what a server does: room for the next token is made
+on the host, and the captured step is replayed; all sequences grow. With the peer harness staged
+(``--peers``: its folder) the steps of ``results/peers/step_peers.py`` are timed in turn with tilebit's:
+16-bit weights, and vLLM's kernels on the same codes, both over a 16-bit cache that does not grow.
+
+Nothing is timed before it is checked. The step over a 16-bit cache must give the logits of the
+peers' steps, whose weights are the dequantized ones; over each low-bit cache, those of the model as
+it runs uncompiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import tilebit
+import tilebit.transformers
+from tilebit.command.bench import process_fields, write_rows
+from tilebit.layouts.kv import RESIDUAL
+from tilebit.schedules.target import detect_target
+from tilebit.transformers import TilebitCache
+from tilebit.transformers.compiled import DecodeSteps
+
+from ..peers.step_peers import CompiledGlue, Layer, PeerStep, Shape, VllmGlue, dense_product, marlin_product
+from ..report.rows import ROWS
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+KV_FORMATS = ("kv16", "kv8_channel", "kv4_channel", "kv2_channel")
+TOLERANCE = 0.02  # relative Frobenius error of a step's logits in fp16
+ROUNDS, STEPS = 12, 8
+NEW = 2 + (ROUNDS + 1) * STEPS + 8  # tokens that a sequence gets at most
+
+Step = Callable[[], object]
+
+
+def made_model(format: str, layers: int, device: str) -> Any:
+    """The model with random weights, float16, quantized to ``format`` and compiled."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**MODEL, "num_hidden_layers": layers}), dtype=torch.float16).eval()
+    tilebit.quantize_model(model, format)
+    return model
+
+
+def spread(batch: int, context: int) -> list[int]:
+    """Lengths of about ``context`` tokens, evenly over a window; none fills at the first step."""
+    return [context - 2 - b * (RESIDUAL // batch) for b in range(batch)]
+
+
+def filled(model: Any, kv_format: str, lengths: Sequence[int], k: Tensor, v: Tensor) -> TilebitCache:
+    """A cache whose layers all hold the rows ``k`` and ``v`` [tokens, heads_kv, head_dim], sequence after
+    sequence."""
+    cache = TilebitCache(model.config, format=kv_format, max_tokens=max(lengths) + NEW, sequences=len(lengths))
+    cache.pool.begin(len(lengths), k.dtype, k.device)
+    batch = cache.pool.advance(lengths)
+    for layer in range(len(cache.own)):
+        cache.pool.cache.append(batch, k, v, layer=layer)
+    cache.seen = max(lengths)
+    cache.settle()
+    return cache
+
+
+def uncompiled(model: Any, cache: TilebitCache, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The logits of the model as it ran before ``compile``; the cache is as it was, behind it."""
+    mask = torch.arange(cache.seen + 1)[None] >= cache.seen - torch.tensor(lengths)[:, None]
+    positions = torch.tensor(lengths, device=ids.device)[:, None]
+    with torch.no_grad():
+        found = model.tilebit_steps.original(
+            input_ids=ids[:, None], attention_mask=mask.to(ids.device), position_ids=positions, past_key_values=cache
+        )
+    kv = cache.pool.cache
+    for handle, length in zip(cache.pool.handles, lengths, strict=True):
+        kv.truncate(handle, length)
+    cache.seen -= 1
+    cache.settle()
+    return found.logits[:, -1]
+
+
+def relative(y: Tensor, reference: Tensor) -> float:
+    return float((y.float() - reference.float()).norm() / reference.float().norm())
+
+
+def timed(steps: dict[str, Step], device: str) -> dict[str, list[float]]:
+    """Microseconds a step of each round: ``STEPS`` of each in turn, one after another without waiting."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # clocks rise, caches fill
+        for _ in range(STEPS):
+            step()
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            _wait(device)
+            found[name].append((time.perf_counter() - start) / STEPS * 1e6)
+    return found
+
+
+def peer_steps(model: Any, device: str, harness: Any) -> dict[str, PeerStep]:
+    """The steps of 16-bit weights and of Marlin on the model's codes."""
+    config, blocks, step = model.config, model.model.layers, model.tilebit_steps.step
+    shape = Shape(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
+    codes = [[part.unpack() for part in (b.qkv, b.o, b.gate_up, b.down)] for b in step.blocks]
+    norms = [(layer.input_layernorm.weight, layer.post_attention_layernorm.weight) for layer in blocks]
+    rest = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight, step.rotary)
+    dense = [Layer([dense_product(q.dequantize(torch.float16)) for q in four], two) for four, two in zip(codes, norms, strict=True)]
+    marlin = [Layer([marlin_product(q, harness) for q in four], two) for four, two in zip(codes, norms, strict=True)]
+    try:
+        glue: Any = VllmGlue(step.rotary, torch.float16)
+    except AttributeError as error:
+        print(f"vLLM's library has no {error}: its step has torch.compile's glue", flush=True)
+        glue = CompiledGlue()
+    return {"cublas_fa3": PeerStep(shape, dense, *rest, CompiledGlue()), "vllm_kernels": PeerStep(shape, marlin, *rest, glue)}
+
+
+def measure(
+    model: Any, device: str, batch: int, context: int, kv_formats: Sequence[str], peers: dict[str, PeerStep], format: str
+) -> list[dict[str, Any]]:
+    """The rows of one batch and context. Raises ``ValueError`` where logits are not what they must be."""
+    config, lengths = model.config, spread(batch, context)
+    generator = torch.Generator(device).manual_seed(1)
+    ids = torch.randint(config.vocab_size, (batch,), device=device, generator=generator)
+    k, v = (torch.randn(sum(lengths), config.num_key_value_heads, config.head_dim, device=device, generator=generator).half() for _ in "kv")
+    steps: dict[str, Step] = {}
+    errors: dict[str, float] = {}
+    reference: Tensor | None = None
+    held: list[Any] = []
+    for name in kv_formats:
+        cache = filled(model, name, lengths, k, v)
+        expected = uncompiled(model, cache, ids, lengths)
+        runner = Runner(model.tilebit_steps, cache, ids)
+        logits = runner().clone()
+        errors[f"tilebit {name}"] = relative(logits, expected)
+        reference = logits if name == "kv16" else reference
+        again = runner().clone()  # captured
+        if not bool(torch.isfinite(again).all()):
+            raise ValueError(f"the captured step over {name} gives {again}")
+        steps[f"tilebit {name}"] = runner
+        held.append(cache)
+    if peers:
+        room = max(lengths) + 8
+        whole = [torch.zeros(config.num_hidden_layers, batch, room, *k.shape[1:], dtype=k.dtype, device=device) for _ in "kv"]
+        for rows, cache in zip((k, v), whole, strict=True):
+            for b, own in enumerate(rows.split(lengths)):
+                cache[:, b, : len(own)] = own
+    for name, peer in peers.items():
+        peer.hold(whole[0], whole[1], lengths)
+        errors[name] = relative(peer(ids), reference) if reference is not None else float("nan")
+        steps[name] = captured(peer, ids)
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    if wrong:
+        raise ValueError(f"relative errors of logits are {wrong}; accepted: up to {TOLERANCE}; no row is written")
+    rows = []
+    for step in steps.values():
+        step()  # a window may fill at the step before, which replays would repeat
+    replays: dict[str, Step] = {name: runner.replay for name, runner in steps.items() if isinstance(runner, Runner) and device != "cpu"}
+    alone = {name: statistics.median(us) for name, us in timed(replays, device).items()}
+    for name, us in timed(steps, device).items():
+        impl, _, kv_format = name.partition(" ")
+        p20, median, p80 = statistics.quantiles(us, n=5)[0], statistics.median(us), statistics.quantiles(us, n=5)[3]
+        rows.append({
+            "impl": impl, "format": "fp16" if impl == "cublas_fa3" else format, "kv_format": kv_format or "kv16",
+            "batch": batch, "kv_len": context, "layers": config.num_hidden_layers, "us": round(median, 1), "us_p20": round(p20, 1),
+            "us_p80": round(p80, 1), "graph_us": round(alone.get(name, median), 1), "rel_err": errors[name],
+        })  # fmt: skip
+    return rows
+
+
+class Runner:
+    """A step of all sequences: room for a token each, then the compiled step."""
+
+    def __init__(self, steps: DecodeSteps, cache: TilebitCache, ids: Tensor) -> None:
+        self._steps, self._kv, self._ids = steps, cache.pool.cache, ids
+        self._batch = self._kv.batch(cache.pool.handles)
+
+    def __call__(self) -> Tensor:
+        self._kv.advance(self._batch)
+        return self._steps.launch(self._kv, self._batch, self._ids)
+
+    def replay(self) -> None:
+        """The captured step alone: the last one again."""
+        self._steps.replay(self._batch)
+
+
+def captured(step: PeerStep, ids: Tensor) -> Step:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step(ids)
+    return graph.replay
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m results.measure.step", description="Time whole decode steps of an 8B model.")
+    parser.add_argument("--device", help="cuda or cpu; default: the GPU where there is one")
+    parser.add_argument("--format", default="w4a16_g128", help="of weights (default: w4a16_g128)")
+    parser.add_argument("--kv", default=",".join(KV_FORMATS), help=f"formats of caches (default: {','.join(KV_FORMATS)})")
+    parser.add_argument("--points", default="1x4096,16x4096,64x4096", help="batches and contexts (default: 1x4096,16x4096,64x4096)")
+    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="of the model (default: 32)")
+    parser.add_argument("--peers", type=Path, help="the folder of the peer harness, whose libraries are staged")
+    parser.add_argument("--out", type=Path, default=ROWS / "step", help="folder of the rows, one file per device")
+    options = parser.parse_args(arguments)
+    target = detect_target(options.device)
+    device = "cuda:0" if target.is_cuda else "cpu"
+    points = [tuple(int(part) for part in point.split("x")) for point in options.points.split(",")]
+    start = time.perf_counter()
+    model = made_model(options.format, options.layers, device)
+    print(f"model made and quantized in {time.perf_counter() - start:.1f} s", flush=True)
+    start = time.perf_counter()
+    batches = sorted({batch for batch, _ in points})
+    tilebit.transformers.compile(model, batches, max(context for _, context in points) + NEW)
+    tilebit.prepare(model, batches)
+    print(f"compiled for {batches} rows in {time.perf_counter() - start:.1f} s", flush=True)
+    peers: dict[str, PeerStep] = {}
+    if options.peers is not None:
+        sys.path.insert(0, str(options.peers))
+        harness: Any = __import__("gemm_peers")
+        for library in ("_C.abi3.so", "_vllm_fa3_C.abi3.so"):
+            __import__("common").load_so(library)
+        peers = peer_steps(model, device, harness)
+    common = {**process_fields(target), "op": "step"}
+    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    for batch, context in points:
+        try:
+            rows = [{**common, **row} for row in measure(model, device, batch, context, options.kv.split(","), peers, options.format)]
+        except ValueError as error:
+            print(f"batch {batch}, context {context}: {error}", flush=True)
+            continue
+        write_rows(path, rows)
+        print(
+            f"batch {batch}, context {context}",
+            "  ".join(f"{r['impl']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in rows),
+            "us",
+            flush=True,
+        )
+        gc.collect()
+        if target.is_cuda:
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from typing import Any
 from ..schedules.gemm.workload import Workload
 from ..schedules.ranker import expected_us
 from ..schedules.schedule import Schedule
-from ..schedules.select import NEAR_ENOUGH, neighbours
+from ..schedules.select import NEAR_ENOUGH, Known, neighbours
 from .provenance import now, source_commit
 from .ranker import Sample, add_options, asked, trained
 
@@ -67,7 +67,7 @@ def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
     for group in groups:
         seen = set(map(id, group))
         others = [s for s in found if id(s) not in seen]
-        ranker = trained(others)
+        ranker, known = trained(others), Known.among(s.record for s in others)
         for measured in _grouped(group, lambda s: (s.record.workload, s.target)):
             first, schedules = measured[0], [s.record.schedule for s in measured]
             us = {s.record.schedule: s.us for s in measured}
@@ -76,7 +76,7 @@ def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
             learned = dict(zip(schedules, expected_us(workload, schedules, target, ranker), strict=True))
             chosen = {
                 "analytic": min(schedules, key=analytic.__getitem__),
-                "nearest": _nearest(measured, others, analytic),
+                "nearest": _nearest(measured, known, analytic),
                 "ranker": min(schedules, key=learned.__getitem__),
             }
             best = min(us.values())
@@ -102,12 +102,12 @@ def summary(rows: Iterable[Regret]) -> list[dict[str, Any]]:
     return found
 
 
-def _nearest(measured: Sequence[Sample], others: Sequence[Sample], expected: dict[Schedule, float]) -> Schedule:
+def _nearest(measured: Sequence[Sample], known: Known, expected: dict[Schedule, float]) -> Schedule:
     """What ``select`` takes over from records without a ranker: the nearest one's schedule that is
     not expected to be slow here."""
     first = measured[0]
     bound = NEAR_ENOUGH * min(expected.values())
-    near = (r.schedule for _, r in neighbours(first.record.workload, first.target, [s.record for s in others]))
+    near = (r.schedule for _, r in neighbours(first.record.workload, first.target, known))
     return next((s for s in near if expected.get(s, 2 * bound) <= bound), min(expected, key=expected.__getitem__))
 
 

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,14 @@ def shipped_records() -> list[TuningRecord]:
     if not folder.is_dir():
         return []
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
-    return [record for f in files for record in parse_records(f.read_bytes(), f.name)]
+    return [record for f in files for record in _parsed(f.read_bytes(), f.name)]
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: bytes, source: str) -> tuple[TuningRecord, ...]:
+    """Shipped records are thousands and seldom change: ``refresh`` reads them again and parses them
+    once."""
+    return tuple(parse_records(text, source))
 
 
 def records_path() -> Path:

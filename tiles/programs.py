@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from threading import Lock
 
@@ -42,24 +44,40 @@ def program_sources(name: str) -> tuple[Path, ...]:
 
 
 def _source(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None  # a name inside a module rather than a module
+    spec = _spec(module)
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Of a module, or None for a name inside one. Packages above it are imported, modules are not:
+    those of programs import their compilers, which take seconds and are for other processes."""
+    above, _, _ = module.rpartition(".")
+    if above and ((package := _spec(above)) is None or package.submodule_search_locations is None):
+        return None
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
 
 
 def _imports(module: str, path: Path, libraries: set[str]) -> list[str]:
     """Names of the libraries' modules that the file at ``path`` may import, wherever in it; some
     are names inside modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return [name for name in _imported(path.read_text(encoding="utf-8"), package) if name.partition(".")[0] in libraries]
+
+
+@lru_cache(maxsize=512)
+def _imported(text: str, package: str) -> tuple[str, ...]:
+    """Names that a file of ``package`` with this text may import. Programs share most of their
+    files, and parsing takes most of the time."""
     names = []
     with _PARSING:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    return [name for name in names if name.partition(".")[0] in libraries]
+    return tuple(names)

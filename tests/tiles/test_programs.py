@@ -1,8 +1,10 @@
-"""The sources of a program, found by threads that compile ahead."""
+"""The sources of a program, found by threads that compile ahead, and without a compiler."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -28,6 +30,21 @@ def test_threads_make_syntax_trees_one_at_a_time(monkeypatch: pytest.MonkeyPatch
             inside.release()
 
     monkeypatch.setattr(programs, "ast", SimpleNamespace(**{**vars(ast), "parse": alone}))
+    programs._imported.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(programs.program_sources, ["gemm_cpu", "quantize_cpu"] * 2))
     assert found[:2] == found[2:] and not met
+
+
+def test_no_compiler_is_imported_for_a_key() -> None:
+    """What only looks up a kernel, such as the first call of a product, waits for no compiler to load."""
+    code = """
+import sys
+from tilebit.schedules.operations import OPERATIONS
+from tilebit.tiles.programs import program_sources
+names = [rule.program for operation in OPERATIONS.values() for rule in operation.rules]
+assert len(names) > 10 and all(len(program_sources(name)) > 5 for name in names)
+print([name for name in ("tvm", "tilelang") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

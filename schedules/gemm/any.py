@@ -26,9 +26,11 @@ MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 8), 16, 4
 PAIRED_BITS = 4  # codes of up to so many bits are looked up by twos
 ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each
 X_PITCH = STEP_K * 2 + 64  # bytes from one row of x to the next: a quarter of a warp meets no bank twice
+STATIC_SMEM = 16  # the ticket
 PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
 # What is tried.
-WARPS = (8, 16)
+WARPS, MOST_WARPS = (4, 8, 16), 32  # of a block; of an SM
+SPLITS = (1, 2, 4, 8)
 IN_FLIGHT = 72 << 10  # bytes of planes requested per SM
 FULL = 0.9  # of the places of whole waves
 
@@ -88,7 +90,7 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
     tiles = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(workload.m, 1) // s.block_m)
     if s.split_k > 1 and tiles > TICKETS:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
-    smem = shared_bytes(workload, s) + 16  # and a ticket
+    smem = shared_bytes(workload, s) + STATIC_SMEM
     resident = s.min_blocks * (smem + target.BLOCK_SMEM)
     if resident > target.smem_per_sm or smem > target.smem:
         reasons.append(
@@ -117,19 +119,20 @@ def any_candidates(workload: Workload, target: Target) -> list[Schedule]:
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     found: list[tuple[float, int, Schedule]] = []
-    for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), WARPS, (1, 2, 4, 8)):
+    for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), WARPS, SPLITS):
         base = Schedule(PROGRAM, block_n, block_m, 1, STAGES[0], warps, split_k, min_blocks)
         blocks, places = n_pad // block_n * -(-max(workload.m, 1) // block_m) * split_k, target.units * min_blocks
-        if warps * min_blocks > 32 or steps(workload) < split_k * warps // 2 or (split_k > 1 and blocks > 2 * places):
+        split_for_nothing = split_k > 1 and (blocks > 2 * places or steps(workload) < split_k * warps)
+        if warps * min_blocks > MOST_WARPS or split_for_nothing or (warps > WARPS[0] and steps(workload) < warps):
             continue
-        stages = min(max(round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base))), STAGES[0]), STAGES[1])
-        depths = [depth for depth in range(stages, STAGES[0] - 1, -1) if not any_legal(workload, replace(base, num_stages=depth), target)]
-        if depths:
-            full = blocks / (-(-blocks // places) * places)
-            # Tables are filled once a block, and x is read: wide blocks, where the grid is full.
-            found.append((min(full, FULL), warps * min_blocks, replace(base, num_stages=depths[0])))
+        wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))
+        turns = -(-steps(workload) // (split_k * warps))
+        for depth in range(max(1, min(wanted, turns, STAGES[1])), 0, -1):
+            deepest = replace(base, num_stages=depth)
+            if not any_legal(workload, deepest, target):
+                full = blocks / (-(-blocks // places) * places)
+                found.append((min(full, FULL), warps * min_blocks, deepest))
+                break
+    # Tables are filled once a block, and x is read: wide blocks, where the grid is full.
     found.sort(key=lambda one: (-one[0], one[2].split_k, -one[1], -one[2].block_n))
-    if not found:  # a short k: fewer warps
-        small = [Schedule(PROGRAM, 16, block_m, 1, STAGES[0], warps) for warps in (8, 4, 2, 1)]
-        return [schedule for schedule in small if not any_legal(workload, schedule, target)]
     return [schedule for _, _, schedule in found]

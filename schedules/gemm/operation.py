@@ -11,6 +11,7 @@ from ..schedule import Schedule
 from ..target import Target
 from . import any as any_precision
 from . import cpu, cpu_any, rules, stream
+from .any_cost import any_estimate
 from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
@@ -106,6 +107,7 @@ ANY = Rule(
     reads=_TILE - {"block_k"},
     legal=any_precision.any_legal,
     candidates=any_precision.any_candidates,
+    estimate=any_estimate,
     workspace_words=rules.workspace_words,
     promises=("mma", "cp_async", "wide_shared_loads"),
 )

@@ -23,17 +23,29 @@ struct AnyProduct {
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1, PITCH = 576;   // tiles of columns; bytes from one row of x to the next
   static constexpr bool KEEPS_X = TILES > 1 && NT == 1;
 
-  // Tables of the block's rows from their codebooks, T [row][2^BITS], by all its THREADS threads.
+  // Tables of the block's rows from their codebooks, T [row][2^BITS], by all its THREADS threads. A
+  // thread loads so many neighbouring numbers of a row at once, and stores each (of pairs each
+  // before one other): number by number, every load waited for the one before it.
   template <int THREADS>
   __device__ __forceinline__ static void fill_tables(void* tables, const void* codebooks, int thread) {
-    constexpr int ENTRIES = PAIRS ? 1 << (2 * BITS) : 1 << BITS, ALL = TILES * 16 * ENTRIES;
-    const uint16_t* numbers = static_cast<const uint16_t*>(codebooks);
-    for (int i = thread; i < ALL; i += THREADS) {
-      const int row = i & 15, entry = i / 16 % ENTRIES, tile = i / 16 / ENTRIES;
-      const uint16_t* own = numbers + ((tile * 16 + row) << BITS);
-      const int first = entry & LAST, second = PAIRS ? entry >> BITS : first, index = PAIRS ? second * 16 + first : first;
-      const uint32_t v = __ldg(own + first) | static_cast<uint32_t>(__ldg(own + second)) << 16;
-      *reinterpret_cast<uint4*>(static_cast<char*>(tables) + tile * TABLE + index * ENTRY + row * 16) = make_uint4(v, v, v, v);
+    constexpr int NUMBERS = 1 << BITS, AT_ONCE = PAIRS ? NUMBERS : 8, GROUPS = PAIRS ? NUMBERS : NUMBERS / 8, ALL = TILES * 16 * GROUPS;
+    constexpr int ROUNDS = (ALL + THREADS - 1) / THREADS;
+#pragma unroll(ROUNDS < 4 ? ROUNDS : 4)
+    for (int round = 0; round < ROUNDS; ++round) {
+      const int i = round * THREADS + thread, row = i & 15, group = i / 16 % GROUPS, tile = i / 16 / GROUPS;
+      if (ALL % THREADS != 0 && i >= ALL) break;
+      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * 16 + row) << BITS);
+      const uint32_t second = PAIRS ? __ldg(own + group) : 0;
+      uint2 loaded[AT_ONCE / 4];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE / 4; ++j) loaded[j] = __ldg(reinterpret_cast<const uint2*>(own + (PAIRS ? 0 : group * 8)) + j);
+      char* to = static_cast<char*>(tables) + tile * TABLE + (PAIRS ? group * 16 : group * 8) * ENTRY + row * 16;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y;
+        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : __byte_perm(two, two, j % 2 ? 0x3232 : 0x1010);
+        *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+      }
     }
   }
 
@@ -72,16 +84,17 @@ struct AnyProduct {
     return __byte_perm(number, load_shared_32(table + __byte_perm(second, lane, selector)), 0x5410);
   }
 
+  // x of a lane's column; columns that are not there have whatever x was: their sums are not stored.
   __device__ __forceinline__ static void load_x(uint32_t x, int i, int lane, uint32_t (&values)[NT][4]) {
-    const int column = COLUMNS < 8 ? min(lane >> 2, COLUMNS - 1) : lane >> 2;
 #pragma unroll
-    for (int c = 0; c < NT; ++c) load_shared_128(x + (c * 8 + column) * PITCH + i * 64 + (lane & 3) * 16, values[c]);
+    for (int c = 0; c < NT; ++c)
+      if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(x + (c * 8 + (lane >> 2)) * PITCH + i * 64 + (lane & 3) * 16, values[c]);
   }
 
   // sums [TILES][NT][4] += weights of TILES * 16 rows times x, 256 k of both. planes: [plane][tile] 512
   // bytes; x: [column] 256 numbers, in PITCH bytes; tables: [tile] as fill_tables left them.
   __device__ __forceinline__ static void multiply(SharedAddress planes, SharedAddress x, SharedAddress tables, float* sums, int lane) {
-    uint32_t kept[KEEPS_X ? 8 : 1][NT][4];
+    uint32_t kept[KEEPS_X ? 8 : 1][NT][4] = {};
     if constexpr (KEEPS_X) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) load_x(x.address, i, lane, kept[i]);
@@ -104,7 +117,7 @@ struct AnyProduct {
         }
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          uint32_t loaded[NT][4];
+          uint32_t loaded[NT][4] = {};
           if constexpr (!KEEPS_X) load_x(x.address, u * 4 + q, lane, loaded);
           const uint32_t(&values)[NT][4] = KEEPS_X ? kept[KEEPS_X ? u * 4 + q : 0] : loaded;
 #pragma unroll

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ...layouts.packing import PackedLayout
+from ...layouts.planes import layout_of, pack_planes
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of, packed_layout
 from ...schedules.gemm.parts import TOKEN_SCALES
@@ -151,8 +152,8 @@ def unpack_planes(planes: Tensor, layout: PackedLayout) -> Tensor:
     """int32 [bits, tiles_n, tiles_k, words], the highest bits first -> uint8 codes [tiles_n *
     tile_n, tiles_k * tile_k]."""
     codes = unpack_tiles(planes[0], layout)
-    for plane in planes[1:]:
-        codes = codes << 1 | unpack_tiles(plane, layout)
+    for number, plane in enumerate(planes[1:], 1):
+        codes = codes << 1 | unpack_tiles(plane, layout_of(layout, number))
     return codes
 
 
@@ -273,8 +274,9 @@ def _problem(
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
     if layout.padded(workload.n, workload.k) != (workload.n, workload.k):
-        ones = np.full((workload.n, workload.k), (1 << layout.bits) - 1, dtype=np.uint8)
-        words &= torch.from_numpy(layout.pack(ones).view(np.int32)).to(device)  # padding codes are 0; of planes, each
+        ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
+        inside = pack_planes(ones, f.bits, layout) if f.codebook else layout.pack(ones)
+        words &= torch.from_numpy(inside.view(np.int32)).to(device)  # padding codes are 0
 
     def drawn(name: str, values: Tensor) -> Tensor:
         picked = torch.randint(0, values.numel(), stated[name].shape, generator=generator, device=device)

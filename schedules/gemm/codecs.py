@@ -99,7 +99,7 @@ GROUPED_BYTES = replace(
 ANY = Codec(
     "any",
     device=lambda f: "",
-    programs=frozenset({"gemm_any_cpu"}),
+    programs=frozenset({"gemm_any", "gemm_any_cpu"}),
     group_sizes=(-1,),
     ops_per_weight={},
     cpu_ops_per_weight={},

@@ -9,7 +9,9 @@ from math import log2
 from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
+from . import any as any_precision
 from . import cpu, cpu_any, rules, stream
+from .any_cost import any_estimate
 from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
@@ -95,6 +97,20 @@ MMA = Rule(
     workspace_words=rules.workspace_words,
     promises=("mma", "cp_async", "wide_shared_loads"),
 )
+ANY = Rule(
+    any_precision.PROGRAM,
+    "tilebit.tiles.gemm.any",
+    unserved=_unserved(any_precision.PROGRAM),
+    sources=_sources,
+    arches=any_precision.ARCHES,
+    tried=any_precision.ARCHES,
+    reads=_TILE - {"block_k"},
+    legal=any_precision.any_legal,
+    candidates=any_precision.any_candidates,
+    estimate=any_estimate,
+    workspace_words=rules.workspace_words,
+    promises=("mma", "cp_async", "wide_shared_loads"),
+)
 CPU = Rule(
     cpu.PROGRAM,
     "tilebit.tiles.cpu.gemm.program",
@@ -143,7 +159,7 @@ def rank(there: Workload, here: Workload) -> tuple[bool, float]:
 GEMM = Operation(
     "gemm",
     Workload,
-    rules=(BULK, STREAM, WGMMA, MMA, CPU, CPU_ANY),
+    rules=(BULK, STREAM, WGMMA, MMA, ANY, CPU, CPU_ANY),
     gate="tilebit.autotune.problems.verify",
     distance=distance,
     rank=rank,

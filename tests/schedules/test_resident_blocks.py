@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tilebit.layouts.formats import QuantFormat
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.activations import operation as quantize_rules
 from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.attention import decode as decode_rules
 from tilebit.schedules.attention import rules as attention_rules
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm import any as any_rules
 from tilebit.schedules.gemm import rules as gemm_rules
 from tilebit.schedules.gemm import stream as stream_rules
 from tilebit.schedules.gemm.workload import Workload
@@ -31,6 +33,7 @@ ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
     "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
     "gemm_stream": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
+    "gemm_any": lambda w, s, _: any_rules.shared_bytes(w, s) + any_rules.STATIC_SMEM,
     "attention_decode": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
     "attention_decode_bulk": lambda w, s, _: decode_rules.shared_bytes(w, s) + decode_rules.STATIC_SMEM,
     "quantize_rows": lambda w, s, _: quantize_rules.kept_bytes(w, s),
@@ -43,6 +46,7 @@ CASES = (
     (W4, Schedule("gemm_stream", 64, 8, 64, 3, 4, min_blocks=2)),
     (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=2)),
     (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=3)),
+    (replace(W4, format=QuantFormat.parse("w3a16_any")), Schedule("gemm_any", 16, 8, 1, 2, 4, min_blocks=2)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 3, 4, min_blocks=2)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 3, 4, min_blocks=3)),
     (QuantizeWorkload(64, 4096, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 8, min_blocks=2)),

@@ -33,6 +33,7 @@ W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
 MXFP4, NVFP4, LQQ = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128"))
 W8A8, ASYM = map(QuantFormat.parse, ("w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
+W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -50,6 +51,9 @@ CASES: tuple[Case, ...] = (
     (Workload(5, 505, 1001, MXFP4, "bfloat16", token_scales=True), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
     (Workload(130, 505, 1001, NVFP4, bias=True, token_scales=True), Schedule("gemm_wgmma", 128, 128, 64, 3, 8)),
     (Workload(16, 505, 1001, NVFP4, "bfloat16", token_scales=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 8, split_k=2)),
+    (Workload(1, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any", 32, 1, 1, 2, 4)),
+    (Workload(8, 505, 1001, W4_ANY, "bfloat16", bias=True), Schedule("gemm_any", 16, 8, 1, 2, 8)),
+    (Workload(17, 505, 1001, W8_ANY, token_scales=True), Schedule("gemm_any", 16, 16, 1, 2, 2, split_k=2)),
     (Workload(130, 505, 1001, LQQ, bias=True), Schedule("gemm_wgmma", 128, 128, 256, 2, 8)),
     (Workload(130, 505, 1001, LQQ, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
     (Workload(33, 320, 1000, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),

@@ -1,4 +1,4 @@
-"""The end of a tile of ``gemm_stream`` and ``gemm_stream_bulk``: the sums of a block's rings, and
+"""The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and ``gemm_any``: the sums of a block's rings, and
 of the blocks that share the tile, are added up in one order, ring by ring, block by block, and
 stored."""
 
@@ -23,7 +23,8 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
     # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what
     # this block stores / 4].
-    told, parts = rules.exchange_at(workload, s), rules.exchange_at(workload, s) + 4
+    told = rules.exchange_at(workload, s) if s.program == rules.BULK else 0
+    parts = told + 4
     each = -(-elements // 4 // splits)  # quads (of neighbouring rows) that a block stores, the last ones fewer
 
     def ring_sum(shared, ring, element):

@@ -174,7 +174,15 @@ def test_shared_memory_by_hand():
     assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
     assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 32) + rest
     assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
-    assert set(programs("gemm")) == {"gemm_wgmma", "gemm_mma", "gemm_stream", "gemm_stream_bulk", "gemm_cpu", "gemm_any_cpu"}
+    assert set(programs("gemm")) == {
+        "gemm_wgmma",
+        "gemm_mma",
+        "gemm_stream",
+        "gemm_stream_bulk",
+        "gemm_any",
+        "gemm_cpu",
+        "gemm_any_cpu",
+    }
 
 
 @pytest.mark.parametrize(("num_warps", "min_blocks"), list(product((4, 8, 12, 16), (1, 2, 3, 4))))

@@ -18,8 +18,6 @@ from tilebit.schedules.gemm.cpu_any import PROGRAM, any_candidates, any_legal
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import select
-from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
@@ -129,9 +127,3 @@ def test_candidates_are_legal_and_illegal_schedules_say_why() -> None:
     assert "2^31" in sentence
     (sentence,) = legal(Workload(1, 64, 64, GemmFormat.parse("w4a16_g128")), good, target("avx2"))
     assert sentence == "format is w4a16_g128; gemm_any_cpu has no codec for it."
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-def test_on_gpus_the_error_says_that_cpus_run_it(arch: str) -> None:
-    with pytest.raises(ValueError, match=r"w3a16_any.*its programs run on: cpu"):
-        select(Workload(1, 64, 64, form(3)), target_from_name(arch))

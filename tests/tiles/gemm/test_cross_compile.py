@@ -33,6 +33,7 @@ HALF, BFLOAT = "float16", "bfloat16"
 MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
+W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -80,7 +81,13 @@ CASES = (
     ("sm_90a", Workload(8, 4096, 4096, NVFP4, BFLOAT), Schedule("gemm_stream_bulk", 64, 8, 128, 2, 8)),
     ("sm_89", Workload(4, 4096, 4096, MXFP4, BFLOAT), Schedule("gemm_stream", 128, 4, 64, 2, 4, min_blocks=2)),
     ("sm_90a", Workload(16, 4096, 4096, MXFP4, HALF), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
+    ("sm_90a", Workload(1, 57344, 8192, W3_ANY, HALF), Schedule("gemm_any", 32, 1, 1, 3, 4, min_blocks=2)),
+    ("sm_80", Workload(8, 505, 1001, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),
+    ("sm_86", Workload(2, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any", 16, 2, 1, 1, 4)),
+    ("sm_89", Workload(16, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any", 16, 16, 1, 1, 4)),
+    ("sm_90a", Workload(4, 4096, 14336, W8_ANY, HALF), Schedule("gemm_any", 32, 4, 1, 1, 8)),
 )
+ANY = "gemm_any"
 TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 
 
@@ -102,6 +109,9 @@ def test_the_cases_use_every_value_and_are_legal():
         assert {s.block_k for _, w, s in mine if not w.format.x} == {32, 64, 128}
         assert any(s.split_k > 1 for _, _, s in mine) and any(s.min_blocks > 1 for _, _, s in mine)
         assert any(w.n % 64 and w.k % 8 for _, w, _ in mine)
+    served = [(a, w, s) for a, w, s in CASES if s.program == ANY]
+    assert {a for a, _, _ in served} == set(find_rule(ANY).arches) and {w.dtype for _, w, _ in served} == {HALF, BFLOAT}
+    assert {s.block_m for _, _, s in served} == {1, 2, 4, 8, 16} and {s.split_k > 1 for _, _, s in served} == {True, False}
     for name in TILED:
         schedules = [s for _, _, s in CASES if s.program == name]
         three = name == "gemm_wgmma"  # warpgroups, and slabs
@@ -124,7 +134,7 @@ def pool() -> Iterator[CompilePool]:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[2].program in TILED), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[2].program == ANY, case[2].program in TILED)), ids=label)
 def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Schedule]):
     arch, workload, schedule = case
     target = target_from_name(arch)

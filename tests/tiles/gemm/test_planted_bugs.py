@@ -32,15 +32,18 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
 sys.path.append(str(Path(__file__).parents[1]))
-from emulation import planted, planted_cpu, planted_loops, planted_stream
+from emulation import planted, planted_any_cuda, planted_cpu, planted_loops, planted_stream
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_gemm import Edits, EmulatedGemm
 from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import SPLIT, W4, W8, Bug, swap, work
 
-BUGS = (*planted.BUGS, *planted_loops.BUGS, *planted_stream.BUGS)
+BUGS = (*planted.BUGS, *planted_loops.BUGS, *planted_stream.BUGS, *planted_any_cuda.BUGS)
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # so few that a small grid of stream_k has waves and shares
-TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER}
+TARGET = {
+    "gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER, "gemm_any": HOPPER,
+}  # fmt: skip
+GENERATED = (*stream.ARCHES, "gemm_any")
 
 
 @cache
@@ -50,9 +53,9 @@ def sound_problems(workload: Workload):
 
 def emulated(workload: Workload, schedule: Schedule, edits: Edits | None = None) -> EmulatedGemm | GeneratedGemm:
     """Tiled programs run on a stand-in for TileLang, the others as what TileLang generates."""
-    if schedule.program in stream.ARCHES:
+    if schedule.program in GENERATED:
         return GeneratedGemm(workload, schedule, TARGET[schedule.program], edits)
-    cases = [(bug.workload, bug.schedule) for bug in BUGS if bug.schedule.program not in stream.ARCHES]
+    cases = [(bug.workload, bug.schedule) for bug in BUGS if bug.schedule.program not in GENERATED]
     return EmulatedGemm(workload, schedule, edits, together=cases, target=TARGET[schedule.program])
 
 

@@ -1,0 +1,138 @@
+"""The rule of ``gemm_any``, the CUDA program for weights of bit planes and codebooks, see
+``tiles/gemm/any.py``.
+
+``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps
+of STEP_K, with ``num_stages`` steps in flight each; ``split_k`` blocks share an output tile through
+a workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from ...layouts.planes import CUDA_TILE_K, CUDA_TILE_N
+from ..schedule import Schedule
+from ..target import Target
+from .rules import TICKETS
+from .workload import Workload
+
+PROGRAM = "gemm_any"
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a")
+STEP_K = CUDA_TILE_K
+BLOCK_N = (16, 32, 64)  # divisors of a tile of planes
+BLOCK_M = (1, 2, 4, 8, 16)
+MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 8), 16, 4
+PAIRED_BITS = 4  # codes of up to so many bits are looked up by twos
+ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each
+X_PITCH = STEP_K * 2 + 64  # bytes from one row of x to the next: a quarter of a warp meets no bank twice
+STATIC_SMEM = 16  # the ticket
+PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
+# What is tried.
+WARPS, MOST_WARPS = (4, 8, 16), 32  # of a block; of an SM
+SPLITS = (1, 2, 4, 8)
+IN_FLIGHT = 72 << 10  # bytes of planes requested per SM
+FULL = 0.9  # of the places of whole waves
+
+
+def table_bytes(bits: int) -> int:
+    """Bytes of the tables of 16 rows: of pairs of codes, the second of which counts 16, or of
+    codes."""
+    last = (1 << bits) - 1
+    return ENTRY * (last * 17 + 1 if bits <= PAIRED_BITS else last + 1)
+
+
+def tables_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of a block's tables."""
+    return schedule.block_n // 16 * table_bytes(workload.format.bits)
+
+
+def plane_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of planes in a slot of a warp's ring."""
+    return workload.format.bits * schedule.block_n * STEP_K // 8
+
+
+def slot_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of a slot: planes, then x."""
+    return plane_bytes(workload, schedule) + schedule.block_m * X_PITCH
+
+
+def shared_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of shared memory of a block: tables and rings, whose place the warps' sums take."""
+    s = schedule
+    rings = s.num_warps * s.num_stages * slot_bytes(workload, s)
+    return max(tables_bytes(workload, s) + rings, s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
+
+
+def steps(workload: Workload) -> int:
+    """Steps that cover k."""
+    return -(-workload.k // STEP_K)
+
+
+def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
+    s, reasons = schedule, []
+    for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M)):
+        if getattr(s, field) not in accepted:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
+    for field, low, high in (
+        ("num_warps", 1, MAX_WARPS),
+        ("num_stages", *STAGES),
+        ("split_k", 1, MAX_SPLIT_K),
+        ("min_blocks", 1, MAX_MIN_BLOCKS),
+    ):
+        if not low <= getattr(s, field) <= high:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
+    if reasons:
+        return reasons
+    if s.split_k > steps(workload):
+        reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
+    tiles = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(workload.m, 1) // s.block_m)
+    if s.split_k > 1 and tiles > TICKETS:
+        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
+    smem = shared_bytes(workload, s) + STATIC_SMEM
+    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
+    if resident > target.smem_per_sm or smem > target.smem:
+        reasons.append(
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
+            "use fewer num_stages, num_warps, min_blocks or a smaller block_n."
+        )
+    if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
+        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
+    needed, share = registers_needed(workload, s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
+    if needed > min(share, 255):
+        reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")
+    return reasons
+
+
+def registers_needed(workload: Workload, schedule: Schedule) -> int:
+    """Registers of a thread, about: sums, planes, codes, x and addresses."""
+    s, bits = schedule, workload.format.bits
+    columns = max(1, s.block_m // 8)
+    x = 32 if s.block_n > 16 and columns == 1 else 4 * columns
+    return s.block_n // 16 * columns * 4 + 4 * bits + (8 if bits <= PAIRED_BITS else 16) + x + 24
+
+
+def any_candidates(workload: Workload, target: Target) -> list[Schedule]:
+    """Legal schedules worth trying, the most promising first: of the blocks that fit, those that
+    fill the SMs' places, rings that keep IN_FLIGHT bytes of planes on their way to an SM."""
+    block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
+    n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
+    found: list[tuple[float, int, Schedule]] = []
+    for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), WARPS, SPLITS):
+        base = Schedule(PROGRAM, block_n, block_m, 1, STAGES[0], warps, split_k, min_blocks)
+        blocks, places = n_pad // block_n * -(-max(workload.m, 1) // block_m) * split_k, target.units * min_blocks
+        split_for_nothing = split_k > 1 and (blocks > 2 * places or steps(workload) < split_k * warps)
+        if warps * min_blocks > MOST_WARPS or split_for_nothing or (warps > WARPS[0] and steps(workload) < warps):
+            continue
+        wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))
+        turns = -(-steps(workload) // (split_k * warps))
+        for depth in range(max(1, min(wanted, turns, STAGES[1])), 0, -1):
+            deepest = replace(base, num_stages=depth)
+            if not any_legal(workload, deepest, target):
+                full = blocks / (-(-blocks // places) * places)
+                found.append((min(full, FULL), warps * min_blocks, deepest))
+                break
+    # Tables are filled once a block, and x is read: wide blocks, where the grid is full.
+    found.sort(key=lambda one: (-one[0], one[2].split_k, -one[1], -one[2].block_n))
+    return [schedule for _, _, schedule in found]

@@ -1,0 +1,74 @@
+"""Bugs to plant in ``gemm_any``: in the order of planes and bits, in its tables, in its loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tilebit.layouts.formats import GemmFormat
+from tilebit.layouts.packing import PackedLayout
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+
+from .planted import Bug, device, swap
+
+FILLED = "thread\n            )\n"
+
+
+def of_width(bits: int, m: int = 5, n: int = 60, k: int = 700) -> Workload:
+    return Workload(m, n, k, GemmFormat.parse(f"w{bits}a16_any"), bias=True)
+
+
+ONE = Schedule("gemm_any", 16, 8, 1, 2, 2)
+TWO = Schedule("gemm_any", 32, 8, 1, 2, 2)
+SPLIT = replace(ONE, split_k=3)
+W3, W6 = of_width(3), of_width(6)
+
+
+def loop(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in the program's page."""
+    return Bug(name, workload, schedule, {"any.py": swap(*pairs)}, sign=sign)
+
+
+def neighbours_first(layout: PackedLayout) -> np.ndarray:
+    """A word's bits in the order of k."""
+    return np.sort(layout.order, axis=1)
+
+
+# A layout of another name is that of all planes.
+BUGS = (
+    Bug("planes not rotated", W3, ONE, order=lambda layout: layout.order),
+    Bug("bits of planes in the order of k", W6, ONE, order=neighbours_first),
+    device("planes in the wrong order", W3, ONE, ("from + p * stride", "from + (PLANES - 1 - p) * stride")),
+    device("highest bit dropped", W3, ONE, ("high = 2 * i < BITS ?", "high = i > 0 && 2 * i < BITS ?")),
+    device("lowest bit of an even width dropped", W6, ONE, ("low = 2 * i + 1 < BITS ?", "low = 2 * i + 2 < BITS ?")),
+    device("codes turned by a bit too few", W3, ONE, ("(j + 33 - BITS)", "(j + 32 - BITS)")),
+    device("four planes selected as the other four", W6, ONE, ("0xe1e1e1e1u", "0x1e1e1e1eu")),
+    device("codebook of the neighbour", W3, ONE, ("((tile * 16 + row) << BITS)", "((tile * 16 + (row ^ 1)) << BITS)")),
+    device("codebook of the same row of the first tile", W6, TWO, ("((tile * 16 + row) << BITS)", "(row << BITS)")),
+    device("table of row r for row r + 8", W6, ONE, ("low + ENTRY / 2", "low")),
+    device("table of the first tile", W3, TWO, ("tables.address + t * TABLE", "tables.address")),
+    device("second code of a pair for the first", W3, ONE, ("second * 16 + first : first", "first * 16 + second : first")),
+    device("numbers of a register exchanged", W6, ONE, ("0x5410", "0x1054")),
+    device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),
+    device("x of a neighbouring lane", W6, TWO, ("+ (lane & 3) * 16, values[c]", "+ ((lane ^ 1) & 3) * 16, values[c]")),
+    device("second half of a step with the first half's x", W3, ONE, ("load_x(x.address, u * 4 + q", "load_x(x.address, q")),
+    device("sums of the first tile", W3, TWO, ("sums + (t * NT + c) * 4, a", "sums + c * 4, a")),
+    loop("numbers of x past k read", of_width(3, k=500), ONE, ("True if whole else step", "True if True else step"), sign=""),
+    loop("planes read before they have come", W3, ONE, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
+    loop(
+        "tables read while they are filled",
+        W3,
+        ONE,
+        (f"{FILLED}            T.sync_threads()", FILLED),
+        sign="",
+    ),
+    loop("all warps' sums in one place", W3, ONE, ("warp * (s.block_m * sum_pitch)", "0 * (s.block_m * sum_pitch)"), sign=""),
+    loop("rows of the tile's first block", W3, ONE, ("row % 64 * 8", "0")),
+    loop(
+        "a step that two blocks take", of_width(6, k=1200), SPLIT, ("bz * steps // splits + warp", "bz * (steps // splits) + warp"), sign=""
+    ),
+    loop("x of the first step", W6, ONE, ("x[by * s.block_m, step * rules.STEP_K + lane * 8]", "x[by * s.block_m, lane * 8]")),
+    loop("x of the first rows", of_width(3, m=13), ONE, ("x[by * s.block_m, step", "x[0, step")),
+)

@@ -1,0 +1,73 @@
+"""``gemm_any`` without a GPU: the whole kernel that TileLang generates, on every thread of every block, exact from bit planes to y; every
+width, ragged sizes, shares of k."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from lanes import one_of_each
+
+from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.verify import check_exact, check_guards, guarded_output
+from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
+from tilebit.schedules.gemm.any import PROGRAM
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+
+sys.path.append(str(Path(__file__).parents[1]))
+from emulation.device_code import needs_host_compiler
+from emulation.generated_gemm import GeneratedGemm
+from gemm_cases import Case, label
+
+pytestmark = needs_host_compiler
+AMPERE = target_from_name("sm_80")
+
+
+def form(bits: int) -> GemmFormat:
+    return GemmFormat.parse(f"w{bits}a16_any")
+
+
+def schedule(block_n: int, block_m: int, stages: int, warps: int, split_k: int = 1) -> Schedule:
+    return Schedule(PROGRAM, block_n, block_m, 1, stages, warps, split_k)
+
+
+SCHEDULES = (
+    schedule(32, 1, 2, 2), schedule(16, 8, 2, 3), schedule(16, 2, 3, 2, split_k=2), schedule(32, 16, 2, 2, split_k=3),
+    schedule(32, 4, 2, 4), schedule(16, 1, 1, 2),
+)  # fmt: skip
+SHAPES = ((5, 100, 1000), (1, 64, 1536), (17, 33, 900), (16, 48, 768), (3, 16, 31))
+
+
+def cases() -> list[Case]:
+    """Every width in both types; shapes, schedules, bias and scales of rows take turns."""
+    found = []
+    for i, (bits, dtype) in enumerate(product(CODEBOOK_BITS, ("float16", "bfloat16"))):
+        workload = Workload(*SHAPES[i % len(SHAPES)], form(bits), dtype, bias=i % 2 == 1, token_scales=i % 3 == 1)
+        legals = [s for s in SCHEDULES[i % len(SCHEDULES) :] + SCHEDULES if not legal(workload, s, AMPERE)]
+        found.append((workload, legals[0]))
+    return found
+
+
+CASES = cases()
+
+
+def test_the_cases_cover_everything() -> None:
+    assert {(w.m, w.n, w.k) for w, _ in CASES} == set(SHAPES)
+    assert {s for _, s in CASES} == set(SCHEDULES)
+    assert {(w.format.bits, w.dtype) for w, _ in CASES} == set(product(CODEBOOK_BITS, ("float16", "bfloat16")))
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits), ids=label)
+def test_exact(case: Case) -> None:
+    workload, _ = case
+    problem = exact_problem(workload, CASES.index(case), "sm_80")
+    output = guarded_output((workload.m, workload.n), problem.x.dtype)
+    gemm = GeneratedGemm(*case, AMPERE)
+    gemm(problem, output.y)
+    assert check_guards(output) == [] and check_exact(output.y, problem.reference()) == []
+    assert not gemm.tickets_left

@@ -1,0 +1,152 @@
+// Products of weights of any precision: bit planes become codes, codes numbers of their channel's
+// table, and these the A operand of mma.m16n8k16, in registers.
+//
+// A lane has 32 weights of a row in a word of each plane (layouts/planes.py): bit w - p of plane p
+// is that of weight w, so bits w, w - 1, ... of plane 0, 1, ... are its code, and a word of codes is
+// selected bits of the planes' words: of 4 planes a quarter of an instruction a weight. Tables lie in
+// shared memory once for each lane, in a bank of its own (a random place in a row's table would meet
+// the others' banks three at a time): of up to 4 bits a table of pairs, whose look-up is an operand
+// register of two weights, of more one of single numbers, twice in a word. A byte of codes becomes an
+// address by one byte permutation. Comes after ptx/instructions.cuh.
+#pragma once
+#include <stdint.h>
+
+namespace tilebit {
+
+template <typename T, int BITS, int TILES, int COLUMNS>
+struct AnyProduct {
+  static constexpr bool PAIRS = BITS <= 4;
+  static constexpr int PERIOD = PAIRS ? 4 : 8;    // bits from one code of a word to the next; and words of codes
+  static constexpr int LAST = (1 << BITS) - 1;    // the largest code
+  static constexpr int ENTRY = 256;               // bytes: of rows r / 4 and r / 4 + 8, four lanes each
+  static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of 16 rows; of pairs the index is second * 16 + first
+  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1, PITCH = 576;   // tiles of columns; bytes from one row of x to the next
+  static constexpr bool KEEPS_X = TILES > 1 && NT == 1;
+
+  // Tables of the block's rows from their codebooks, T [row][2^BITS], by all its THREADS threads. A
+  // thread loads so many neighbouring numbers of a row at once, and stores each (of pairs each
+  // before one other): number by number, every load waited for the one before it.
+  template <int THREADS>
+  __device__ __forceinline__ static void fill_tables(void* tables, const void* codebooks, int thread) {
+    constexpr int NUMBERS = 1 << BITS, AT_ONCE = PAIRS ? NUMBERS : 8, GROUPS = PAIRS ? NUMBERS : NUMBERS / 8, ALL = TILES * 16 * GROUPS;
+    constexpr int ROUNDS = (ALL + THREADS - 1) / THREADS;
+#pragma unroll(ROUNDS < 4 ? ROUNDS : 4)
+    for (int round = 0; round < ROUNDS; ++round) {
+      const int i = round * THREADS + thread, row = i & 15, group = i / 16 % GROUPS, tile = i / 16 / GROUPS;
+      if (ALL % THREADS != 0 && i >= ALL) break;
+      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * 16 + row) << BITS);
+      const uint32_t second = PAIRS ? __ldg(own + group) : 0;
+      uint2 loaded[AT_ONCE / 4];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE / 4; ++j) loaded[j] = __ldg(reinterpret_cast<const uint2*>(own + (PAIRS ? 0 : group * 8)) + j);
+      char* to = static_cast<char*>(tables) + tile * TABLE + (PAIRS ? group * 16 : group * 8) * ENTRY + row * 16;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y;
+        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : __byte_perm(two, two, j % 2 ? 0x3232 : 0x1010);
+        *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+      }
+    }
+  }
+
+  // The bits of `from` where `mask` has a one, of `other` elsewhere.
+  __device__ __forceinline__ static uint32_t select(uint32_t from, uint32_t other, uint32_t mask) { return (from & mask) | (other & ~mask); }
+  __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
+
+  // planes: a word of each -> words of codes: word j has those of weights j, j + PERIOD, ..., each in
+  // the low bits of PERIOD of its own. Selected in two or three steps, of which the first ones serve
+  // several words.
+  __device__ __forceinline__ static void select_codes(const uint32_t (&planes)[BITS], uint32_t (&words)[PERIOD]) {
+    uint32_t two[4][2], four[2][4];  // [planes 2 i, 2 i + 1][weights j, modulo 2], [planes 4 i ..][modulo 4]
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t high = 2 * i < BITS ? planes[2 * i < BITS ? 2 * i : 0] : 0, low = 2 * i + 1 < BITS ? planes[2 * i + 1 < BITS ? 2 * i + 1 : 0] : 0;
+        two[i][j] = select(high, low, 0x55555555u << j);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four[i][j] = select(two[2 * i][j % 2], two[2 * i + 1][j % 2], rotated(0x99999999u, 32 - j));
+#pragma unroll
+    for (int j = 0; j < PERIOD; ++j) {
+      const uint32_t word = PAIRS ? four[0][j % 4] : select(four[0][j % 4], four[1][j % 4], rotated(0xe1e1e1e1u, 32 - j));
+      words[j] = rotated(word, (j + 33 - BITS) % 32);
+    }
+  }
+
+  // Two numbers of a row: of the codes of byte q of words `first` and `second`, or of pairs, of `first`.
+  __device__ __forceinline__ static uint32_t look_up(uint32_t table, uint32_t lane, uint32_t first, uint32_t second, int q) {
+    const uint32_t selector = 0x5504 | q << 4;  // byte q of codes above the lane's byte
+    const uint32_t number = load_shared_32(table + __byte_perm(first, lane, selector));
+    if constexpr (PAIRS) return number;
+    return __byte_perm(number, load_shared_32(table + __byte_perm(second, lane, selector)), 0x5410);
+  }
+
+  // x of a lane's column; columns that are not there have whatever x was: their sums are not stored.
+  __device__ __forceinline__ static void load_x(uint32_t x, int i, int lane, uint32_t (&values)[NT][4]) {
+#pragma unroll
+    for (int c = 0; c < NT; ++c)
+      if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(x + (c * 8 + (lane >> 2)) * PITCH + i * 64 + (lane & 3) * 16, values[c]);
+  }
+
+  // sums [TILES][NT][4] += weights of TILES * 16 rows times x, 256 k of both. planes: [plane][tile] 512
+  // bytes; x: [column] 256 numbers, in PITCH bytes; tables: [tile] as fill_tables left them.
+  __device__ __forceinline__ static void multiply(SharedAddress planes, SharedAddress x, SharedAddress tables, float* sums, int lane) {
+    uint32_t kept[KEEPS_X ? 8 : 1][NT][4] = {};
+    if constexpr (KEEPS_X) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) load_x(x.address, i, lane, kept[i]);
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      uint32_t stored[BITS][4];
+#pragma unroll
+      for (int p = 0; p < BITS; ++p) load_shared_128(planes.address + (p * TILES + t) * 512 + lane * 16, stored[p]);
+      const uint32_t low = tables.address + t * TABLE, high = low + ENTRY / 2;
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        uint32_t words[2][PERIOD];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          uint32_t of_row[BITS];
+#pragma unroll
+          for (int p = 0; p < BITS; ++p) of_row[p] = stored[p][2 * h + u];
+          select_codes(of_row, words[h]);
+        }
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          uint32_t loaded[NT][4] = {};
+          if constexpr (!KEEPS_X) load_x(x.address, u * 4 + q, lane, loaded);
+          const uint32_t(&values)[NT][4] = KEEPS_X ? kept[KEEPS_X ? u * 4 + q : 0] : loaded;
+#pragma unroll
+          for (int pair = 0; pair < 4; pair += 2) {
+            uint32_t a[4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int j = pair + i;
+              a[2 * i] = look_up(low, lane * 4, words[0][j], words[0][(j + 4) % PERIOD], q);
+              a[2 * i + 1] = look_up(high, lane * 4, words[1][j], words[1][(j + 4) % PERIOD], q);
+            }
+#pragma unroll
+            for (int c = 0; c < NT; ++c) mma_m16n8k16(sums + (t * NT + c) * 4, a, values[c] + pair, T());
+          }
+        }
+      }
+    }
+  }
+};
+
+// A warp's 512 bytes of each of PLANES planes and TILES tiles of 16 rows, from the lane's first 16
+// bytes on; the planes lie `stride` bytes apart. To [plane][tile].
+template <int PLANES, int TILES>
+__device__ __forceinline__ void async_copy_planes(SharedAddress to, const void* from_, int64_t stride, int lane) {
+  const char* from = static_cast<const char*>(from_) + lane * 16;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) cp_async_16(to.address + (p * TILES + t) * 512 + lane * 16, from + p * stride + t * 512, true);
+}
+
+}  // namespace tilebit

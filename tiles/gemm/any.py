@@ -1,0 +1,145 @@
+"""``gemm_any``: the GEMM on bit planes and codebooks (Any-Precision LLM), built for few rows of x.
+
+    y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n])
+
+A block computes ``block_n`` output channels for ``block_m`` rows of x. It lays out its channels'
+tables in shared memory while the first planes are on their way; then its ``num_warps`` warps take
+the steps of k (256 deep) in turn, each streaming the planes' lines and x through a ring of
+``num_stages`` slots that no other warp touches: of the planes only those that the format has.
+``split_k`` blocks share an output tile, through a workspace. Every sum has a fixed order.
+
+Weights reach the tensor cores as numbers of the 16-bit type, looked up in the operand's registers
+(``device/codecs/any_product.cuh``, in CUDA because what a lane holds there is the instruction's
+concern): eight rows of x cost what one costs, and sums are fp32. For every further ``block_m`` rows
+the planes are read and looked up again.
+"""
+
+from typing import Any
+
+from ...schedules.gemm import any as rules
+from ...schedules.gemm.workload import Workload
+from ...schedules.schedule import Schedule
+from ...schedules.target import Target
+from ..compiler.headers import TYPES, device_source
+from ..program import TileProgram
+from .operands import Operands
+from .stream_sums import sum_macros
+
+HEADERS = (
+    "ptx/instructions.cuh", "codecs/any_product.cuh", "pipeline/copies.cuh", "store/split_k.cuh", "store/sums.cuh",
+)  # fmt: skip
+
+# As of stream.py, for the same reasons: warps loop for different lengths.
+PASS_CONFIGS = {
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_safe_memory_legalize": True,
+    "tl.disable_shared_memory_reuse": True,
+}
+
+
+def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
+    """The TileLang PrimFunc of one (workload, schedule); parameters as in ``wgmma.build``, m
+    dynamic, with planes as the weight and codebooks as scales."""
+    import tilelang.language as T
+
+    p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
+    splits, stages, warps, threads = s.split_k, s.num_stages, s.num_warps, s.num_warps * 32
+    row_tiles, column_tiles = s.block_n // 16, max(1, s.block_m // 8)
+    steps, k_tiles, plane_bytes = rules.steps(workload), rules.steps(workload), rules.plane_bytes(workload, s)
+    slot_words, rings_at = rules.slot_bytes(workload, s) // 4, rules.tables_bytes(workload, s) // 4
+    product = f"tilebit::AnyProduct<{TYPES[dtype]}, {bits}, {row_tiles}, {s.block_m}>"
+    copy_x = f"tilebit::async_copy_rows<{s.block_m}, 1, {rules.X_PITCH}>"
+    whole = p.kx % rules.STEP_K == 0  # no step reaches past k
+    end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
+
+    m, words = T.dynamic("m"), T.dynamic("words")
+    TokenScales, Bias = p.tensors(T, target.arch, "token_scales", "bias", m=m)
+    Workspace = T.Tensor((words,), "int32") if splits > 1 else None
+
+    def planes_at(shared, warp, slot):
+        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words])
+
+    def x_at(shared, warp, slot, byte=0):
+        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words + (plane_bytes + byte) // 4])
+
+    @T.macro
+    def request_planes(weight, shared, warp, lane, bx, step, slot):
+        row = bx * s.block_n
+        T.call_extern(
+            "handle", f"tilebit::async_copy_planes<{bits}, {row_tiles}>", planes_at(shared, warp, slot),
+            T.address_of(weight[0, row // 64, step, row % 64 * 8]), T.int64(p.n_tiles * k_tiles * 2048), lane,
+        )  # fmt: skip
+
+    @T.macro
+    def request_x(x, shared, warp, lane, by, step, slot):
+        """Rows past the last are left as they are (their columns of y are not stored), k past the
+        last is zero, as are the weights' codes there."""
+        T.call_extern(
+            "handle", copy_x, x_at(shared, warp, slot, lane * 16), T.address_of(x[by * s.block_m, step * rules.STEP_K + lane * 8]),
+            p.kx * 2, 0, x.shape[0] - by * s.block_m, (by + 1) * s.block_m <= x.shape[0],
+            True if whole else step * rules.STEP_K + lane * 8 < p.kx,
+        )  # fmt: skip
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((m, p.kx), dtype),
+        weight: T.Tensor((bits, p.n_tiles, k_tiles, 512), "int32"),
+        scales: T.Tensor((p.n_pad, 1 << bits), dtype),
+        token_scales: TokenScales,
+        bias: Bias,
+        workspace: Workspace,
+        y: T.Tensor((m, p.n), dtype),
+    ):
+        with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads) as (bx, by, bz):
+            T.import_source(device_source(HEADERS))
+            T.annotate_min_blocks_per_sm(s.min_blocks)
+            shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # tables and rings, then sums
+            sums = T.alloc_local((row_tiles * column_tiles * 4,), "float32")
+            thread = T.get_thread_binding()
+            after = p.after((), token_scales=token_scales, bias=bias)
+            warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
+            step, end = T.alloc_var("int32", init=bz * steps // splits + warp), (bz + 1) * steps // splits
+            slot = T.alloc_var("int32", init=0)
+
+            for i in T.unroll(row_tiles * column_tiles * 4):
+                sums[i] = 0.0
+            for stage in T.unroll(stages):
+                if step + stage * warps < end:
+                    request_planes(weight, shared, warp, lane, bx, step + stage * warps, stage)
+                    request_x(x, shared, warp, lane, by, step + stage * warps, stage)
+                T.ptx_commit_group()
+            T.call_extern(
+                "handle", f"{product}::fill_tables<{threads}>", T.address_of(shared[0]), T.address_of(scales[bx * s.block_n, 0]), thread
+            )
+            T.sync_threads()
+
+            while step < end:  # the warp's share of the block's steps
+                T.ptx_wait_group(stages - 1)
+                T.sync_warp()
+                T.call_extern(
+                    "handle", f"{product}::multiply", planes_at(shared, warp, slot), x_at(shared, warp, slot), T.address_of(shared[0]),
+                    sums.access_ptr("rw"), lane,
+                )  # fmt: skip
+                T.sync_warp()  # all lanes have read the slot
+                if step + stages * warps < end:
+                    request_planes(weight, shared, warp, lane, bx, step + stages * warps, slot)
+                    request_x(x, shared, warp, lane, by, step + stages * warps, slot)
+                T.ptx_commit_group()
+                step = step + warps
+                slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+
+            T.sync_threads()  # tables and rings become sums [warp][column][sum_pitch]
+            T.call_extern(
+                "handle", f"tilebit::store_sums<{row_tiles}, {s.block_m}, {sum_pitch}>", sums.access_ptr("r"),
+                T.address_of(shared[warp * (s.block_m * sum_pitch)]), lane,
+            )  # fmt: skip
+            T.sync_threads()
+            if splits == 1:
+                end_of_tile.store_alone(shared, y, after, bx, by, thread)
+            else:
+                end_of_tile.store_by_ticket(shared, workspace, y, after, bx, by, bz, thread)
+
+    return main
+
+
+PROGRAM = TileProgram(name=rules.PROGRAM, compiler="tilelang", build=build, headers=HEADERS, pass_configs=PASS_CONFIGS)

@@ -21,7 +21,7 @@ from ...layouts.packing import PackedLayout
 from ...layouts.planes import layout_of, pack_planes
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of, packed_layout
-from ...schedules.gemm.parts import TOKEN_SCALES
+from ...schedules.gemm.parts import CHANNELS, TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
@@ -49,7 +49,7 @@ class Problem:
     holds ``weight`` int32 (packed), ``scales`` [groups, n_pad] (or codebooks [n_pad, 2^bits]), ``zeros`` [groups, n_pad]
     (asymmetric formats; of two integer levels the offsets), ``row_scales`` fp32
     [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m], or [groups, m]
-    where groups of x have scales, and ``bias`` [n] (if the
+    where groups of x have scales, ``bias`` [n], and ``channels`` int32 [n], some columns of y in any order (if the
     workload has them), as the kernels take them. Padding codes and scales are 0.
     """
 
@@ -66,21 +66,22 @@ class Problem:
         return {**self.operands, **rows, "x": self.x[: y.shape[0]], "y": y}
 
     def outputs(self) -> Tensor:
-        """A new y [m, n] to write to."""
-        return torch.empty(self.workload.m, self.workload.n, dtype=self._dtype, device=self.x.device)
+        """A new y [m, n], or as wide as the workload says, to write to."""
+        return torch.empty(self.workload.m, self.workload.columns, dtype=self._dtype, device=self.x.device)
 
     @property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.workload.dtype)
 
     def reference(self) -> Tensor:
-        """y = (x @ w^T) * token_scales + bias in fp64, [m, n]."""
-        return self._product(torch.float64)
+        """y = (x @ w^T) * token_scales + bias in fp64, [m, n], or as wide as the workload says: then NaN
+        where nothing is written."""
+        return self._placed(self._product(torch.float64))
 
     def torch_result(self) -> Tensor:
         """The same product as torch computes it in the workload's dtype on the dequantized weight
-        (of int8 x in fp32, and rounded), [m, n]."""
-        return self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype)
+        (of int8 x in fp32, and rounded), as ``reference``."""
+        return self._placed(self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype))
 
     def dequantized(self) -> Tensor:
         """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
@@ -98,6 +99,12 @@ class Problem:
             return x
         scales = self.operands[TOKEN_SCALES].to(dtype)
         return x * (_per_column(scales, w.format.x_group, w.k, dtype) if w.format.x_grouped else scales[:, None])
+
+    def _placed(self, product: Tensor) -> Tensor:
+        if not self.workload.width:
+            return product
+        y = product.new_full((len(product), self.workload.width), float("nan"))
+        return y.index_copy_(1, self.operands[CHANNELS].long(), product)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
         w = self.workload
@@ -307,4 +314,6 @@ def _problem(
         operands[TOKEN_SCALES] = row_scales[picked]
     if workload.bias:
         operands["bias"] = bias.to(dtype)
+    if workload.width:
+        operands[CHANNELS] = torch.randperm(workload.width, generator=generator, device=device)[: workload.n].to(torch.int32)
     return Problem(workload, layout, x.to(getattr(torch, workload.x_dtype)), operands)

@@ -21,8 +21,11 @@ from .workload import PROPOSED_M, Workload
 # One unit is a factor of two in n, k or m.
 OTHER_DTYPE = 0.25
 OTHER_BIAS = 0.0625
+OTHER_STORE = 0.0625  # in order, or by an index
 OTHER_SYMMETRY = 0.25
 OTHER_GROUP = 0.5
+
+PLACING = frozenset({rules.WGMMA.program, rules.MMA.program, cpu.PROGRAM})  # programs that store some columns of a wider y
 
 _TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "split_k", "min_blocks"})
 
@@ -33,7 +36,13 @@ def _tiles(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def _unserved(program: str) -> Callable[[Workload], list[str]]:
-    return lambda workload: codec_of(workload.format).unserved(workload.format, program)
+    def reasons(workload: Workload) -> list[str]:
+        found = codec_of(workload.format).unserved(workload.format, program)
+        if workload.width and program not in PLACING:
+            found.append(f"{program} does not store channels by an index; accepted: {', '.join(sorted(PLACING))}.")
+        return found
+
+    return reasons
 
 
 def _sources(workload: Workload) -> tuple[str, ...]:
@@ -143,6 +152,7 @@ def distance(there: Workload, here: Workload) -> float | None:
         return None
     shape = abs(log2(there.n / here.n)) + abs(log2(there.k / here.k)) + abs(log2(max(there.m, 1) / max(here.m, 1)))
     numbers = OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_BIAS * (there.bias != here.bias)
+    numbers += OTHER_STORE * ((there.width > 0) != (here.width > 0))
     return shape + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
 
 

@@ -2,7 +2,8 @@
 which they are.
 
 A part changes the fp32 sums before they are rounded and stored: each is multiplied by, or increased
-by, the number of an operand that belongs to its output channel or to its row of x. So is what
+by, the number of an operand that belongs to its output channel or to its row of x; or it says where
+they are stored: in which column of y, by the index of its output channel. So is what
 precedes a product and is the same for a whole row: a norm, whose weights are folded into those of
 the product, is ``token_scales``, 1 / rms of each row. A new part is a line of ``_known``.
 """
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
+CHANNELS = "channels"  # of products that write some columns of a wider y: the column of each output channel
 SCALES = "scales"  # per-channel ones are a part; those of groups, and codebooks, are the weight's own, and the same operand
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``operand``, of ``dtype``: what each sum is to be done with ("multiply", "add").
+    """``operand``, of ``dtype``: what each sum is to be done with ("multiply", "add"), or where it is
+    to be stored ("place").
 
     ``axis`` says which index of y [m, n] is that of the operand: "n", the output channel, or "m",
     the row of x. ``packed``: it belongs to the packed weight and is padded as that is.
@@ -45,6 +48,7 @@ def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
         (Part("row_scales", "multiply", "float32"), w.format.row_scaled),
         (Part(TOKEN_SCALES, "multiply", "float32", axis="m", packed=False), w.token_scales),
         (Part("bias", "add", w.dtype, packed=False), w.bias),
+        (Part(CHANNELS, "place", "int32", packed=False), w.width > 0),
     )
 
 
@@ -56,13 +60,13 @@ def parts(workload: Workload, applied: Collection[str] = ()) -> tuple[Part, ...]
 
 
 def part_operands(w: Workload, n_pad: int, packing: str) -> tuple[Operand, ...]:
-    """The operands that only parts read, in call order, absent ones too, but for token scales: those
-    are operands of the workloads that have them. ``n_pad``: n of the packed weight; ``packing`` is
+    """The operands that only parts read, in call order, absent ones too, but for token scales and
+    channels: those are operands of the workloads that have them. ``n_pad``: n of the packed weight; ``packing`` is
     advice on what belongs to it."""
     return tuple(
         Operand(part.operand, part.dtype, _shape(part, w, n_pad), optional=True, absent=not there, advice=_advice(part, w, packing))
         for part, there in _known(w)
-        if part.operand != SCALES and (there or part.axis == "n")
+        if part.operand != SCALES and (there or (part.axis == "n" and part.does != "place"))
     )
 
 
@@ -76,5 +80,7 @@ def _advice(part: Part, w: Workload, packing: str) -> str:
     if part.axis == "m" and w.format.x_grouped:
         group = w.format.x_group
         return f"pass a value for each group of {group} of each row of x: tilebit.quantize_activations(x, group={group})"
+    if part.does == "place":
+        return f"pass the column of y, 0 to {w.width - 1}, of each output channel in {part.dtype}"
     whose = "a value for each row of x" if part.axis == "m" else "a value for each output channel"
     return packing if part.packed else f"pass {whose} in {part.dtype}"

@@ -26,6 +26,8 @@ class Workload:
     ``token_scales`` are fp32. Where the format's x is int8, x holds codes, ``token_scales`` (always
     there) are their scales, and sums are int32; of x whose groups have scales ``token_scales`` is
     [groups, m], and sums over groups are fp32.
+    ``width`` (0: n): columns of a y of which this product writes n, output channel j to column
+    ``channels[j]`` of int32 [n], in no order but each once; the others are left as they are.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
@@ -41,10 +43,13 @@ class Workload:
     dtype: str = "float16"
     bias: bool = False
     token_scales: bool = False
+    width: int = 0
 
     def __post_init__(self) -> None:
         if self.m < 0 or self.n < 1 or self.k < 1:
             raise ValueError(f"(m, n, k) is ({self.m}, {self.n}, {self.k}); accepted: m >= 0, n >= 1, k >= 1")
+        if self.width and self.width < self.n:
+            raise ValueError(f"width is {self.width} with n = {self.n}; accepted: 0, or as many columns of y as n and more")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
         if self.format.x:
@@ -66,6 +71,11 @@ class Workload:
         return codes + self.n * (f.groups(self.k) * f.group_bytes + (4 if f.row_scaled else 0))
 
     @property
+    def columns(self) -> int:
+        """Of y."""
+        return self.width or self.n
+
+    @property
     def x_dtype(self) -> str:
         return self.format.x or self.dtype
 
@@ -78,6 +88,7 @@ class Workload:
     def bytes(self) -> int:
         """Bytes that one call must move at least: weights once, x once, y once."""
         after = (2 * self.n if self.bias else 0) + (4 * self.m * self._row_scales if self.token_scales else 0)
+        after += 4 * self.n if self.width else 0
         return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * self.n) + after
 
     @property
@@ -111,12 +122,12 @@ class Workload:
             Operand("scales", f.parameter_dtype(self.dtype), scales, advice=packing),
             Operand("zeros", f.zero_dtype(self.dtype), groups, optional=True, absent=f.symmetric, advice=packing),
             *part_operands(self, groups[1], packing),
-            Operand("y", self.dtype, ("m", self.n), written=True, read=False),
+            Operand("y", self.dtype, ("m", self.columns), written=True, read=False),
         )
 
     def options(self) -> str:
         """The command line's words for this workload."""
-        bias = " --bias" if self.bias else ""
+        bias = (" --bias" if self.bias else "") + (f" --width {self.width}" if self.width else "")
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
     def with_m(self, m: int) -> Workload:
@@ -139,7 +150,8 @@ class Workload:
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
         tokens = self.token_scales and not self.format.x  # with codes for x they go without saying
-        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * tokens}"
+        wider = f" in {self.width} columns" if self.width else ""
+        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * tokens}{wider}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -150,9 +162,9 @@ class Workload:
             "format": self.format.to_json(),
             "dtype": self.dtype,
             "bias": self.bias,
-            **(
-                {"token_scales": True} if self.token_scales and not self.format.x else {}
-            ),  # absent, as in what was stored before there were any
+            # absent, as in what was stored before there were any
+            **({"token_scales": True} if self.token_scales and not self.format.x else {}),
+            **({"width": self.width} if self.width else {}),
         }
 
     @classmethod
@@ -161,5 +173,5 @@ class Workload:
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
         return cls(
             m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
-            token_scales=data.get("token_scales", False),
+            token_scales=data.get("token_scales", False), width=data.get("width", 0),
         )  # fmt: skip

@@ -55,6 +55,7 @@ Ms = Annotated[
 Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]
 Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
+Width = Annotated[int, typer.Option("--width", help="Columns of y, of which the n channels are some by an index; 0: n, in order.")]
 
 DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
 
@@ -86,12 +87,13 @@ def compile_command(
     format: Format = "w4a16_g128",
     dtype: Dtype = "float16",
     bias: Bias = False,
+    width: Width = 0,
     target: TargetName = "auto",
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
     compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
 
 
@@ -103,13 +105,14 @@ def tune(
     format: Format = "w4a16_g128",
     dtype: Dtype = "float16",
     bias: Bias = False,
+    width: Width = 0,
     target: TargetName = "auto",
     budget: Budget = None,
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
     tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
 
 
@@ -175,12 +178,13 @@ def explain(
     format: Format = "w4a16_g128",
     dtype: Dtype = "float16",
     bias: Bias = False,
+    width: Width = 0,
     target: TargetName = "auto",
     limit: Limit = 20,
     as_json: Json = False,
 ) -> None:
     """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
-    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target)
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width)
     explain_schedules(workload, chosen, limit, as_json)
 
 
@@ -236,12 +240,13 @@ def pack(
     format: Format = "w4a16_g128",
     dtype: Dtype = "float16",
     bias: Bias = False,
+    width: Width = 0,
     target: TargetName = "auto",
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Compile kernels and export them as a pack: a directory that loads with torch and apache-tvm-ffi alone (tilebit.packs.load)."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
 
@@ -269,7 +274,9 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str) -> tuple[Target, list[Workload]]:
+def _asked(
+    n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0
+) -> tuple[Target, list[Workload]]:
     """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
     from ..layouts.formats import QuantFormat
     from ..schedules.gemm.workload import Workload
@@ -277,7 +284,7 @@ def _asked(n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: 
     target = named_target(arch)
     with usage():
         parsed = QuantFormat.parse(format)
-        return target, [Workload(m, n, k, parsed, dtype, bias) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
+        return target, [Workload(m, n, k, parsed, dtype, bias, width=width) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
 
 
 def _subject(workload: Workload) -> str:

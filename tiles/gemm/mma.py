@@ -26,7 +26,7 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, finish
+from .operands import BARRIER, Operands, column_of, finish
 
 HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh")
 
@@ -40,8 +40,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to whole 16 bytes), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
-    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, workspace int32 (of a split k: tickets,
-    then sums; ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, channels int32 ``[n]``, workspace int32
+    (of a split k: tickets, then sums; ``device/store/split_k.cuh``), y ``[m, n]``, of a workload
+    with a width ``[m, width]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout
@@ -58,7 +59,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm)
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
+    Zeros, RowScales, TokenScales, Bias, Channels = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "channels", m=m
+    )
     Workspace = T.Tensor((words,), "int32") if split else None
 
     @T.prim_func
@@ -70,12 +73,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         row_scales: RowScales,
         token_scales: TokenScales,
         bias: Bias,
+        channels: Channels,
         workspace: Workspace,
-        y: T.Tensor((m, p.n), dtype),
+        y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
+            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, channels=channels)
             Xs = T.alloc_shared((bm, bk), x_dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
@@ -139,11 +143,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
-                            y[by * bm + c, bx * bn + r] = Ys[c, r]
+                            y[by * bm + c, column_of(bx * bn + r, after)] = Ys[c, r]
                 else:
                     for r, c in T.Parallel(bn, bm):
                         if by * bm + c < m and bx * bn + r < p.n:
-                            y[by * bm + c, bx * bn + r] = finish(Y[r, c], after, m=by * bm + c, n=bx * bn + r)
+                            y[by * bm + c, column_of(bx * bn + r, after)] = finish(Y[r, c], after, m=by * bm + c, n=bx * bn + r)
 
     return main
 

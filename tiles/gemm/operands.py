@@ -31,6 +31,11 @@ class Operands:
         return self.workload.n
 
     @property
+    def columns(self) -> int:
+        """Of y."""
+        return self.workload.columns
+
+    @property
     def n_tiles(self) -> int:
         """64-row slabs of the packed weight."""
         return -(-self.n // 64)
@@ -200,7 +205,8 @@ class Operands:
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
-        return f"tilebit::Store<{', '.join(map(str, arguments))}{self.sum_type()}>"
+        placed = f"{self.sum_type() or ', float'}, {w.width}" if w.width else self.sum_type()
+        return f"tilebit::Store<{', '.join(map(str, arguments))}{placed}>"
 
     def sum_type(self) -> str:
         """The accumulators' type as a further template argument, where it is not fp32."""
@@ -217,9 +223,16 @@ def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
     """What is stored for the sum ``value``: after all parts, in fp32. ``at``: its indices by axis,
     m=row, n=channel."""
     for part, tensor in after:
+        if part.does == "place":
+            continue
         number = tensor[(0,) * (len(tensor.shape) - 1) + (at[part.axis],)].astype("float32")
         value = value * number if part.does == "multiply" else value + number
     return value
+
+
+def column_of(channel: Any, after: Sequence[tuple[Part, Any]]) -> Any:
+    """Of y, where output channel ``channel`` is stored."""
+    return next((tensor[channel] for part, tensor in after if part.does == "place"), channel)
 
 
 def addresses(T: Any, after: Sequence[tuple[Part, Any]]) -> list[Any]:

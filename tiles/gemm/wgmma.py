@@ -70,8 +70,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     x ``[m, kx]`` (kx: k rounded up to whole 16 bytes, for TMA), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
     n_pad]``, row_scales fp32 ``[n_pad]``, token_scales fp32 ``[m]`` or ``[groups, m]``, bias
-    ``[n]``, workspace int32 (of shared tiles: tickets, then fp32 sums;
-    ``device/store/split_k.cuh``), y ``[m, n]``. m is dynamic.
+    ``[n]``, channels int32 ``[n]``, workspace int32 (of shared tiles: tickets, then fp32 sums;
+    ``device/store/split_k.cuh``), y ``[m, n]``, of a workload with a width ``[m, width]``. m is
+    dynamic.
     """
     import tilelang.language as T
 
@@ -85,7 +86,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     kinds = tuple(range(len(plan.heights)))
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
+    Zeros, RowScales, TokenScales, Bias, Channels = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "channels", m=m
+    )
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
@@ -233,12 +236,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         row_scales: RowScales,
         token_scales: TokenScales,
         bias: Bias,
+        channels: Channels,
         workspace: Workspace,
-        y: T.Tensor((m, p.n), dtype),
+        y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=schedule.split_k if clustered else cluster) as block:
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
+            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, channels=channels)
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")

@@ -73,6 +73,9 @@ CASES = (
     ("sm_90a", Workload(300, 505, 1001, ASYM, BFLOAT, bias=True), Schedule("gemm_wgmma", 64, 128, 128, 4, 4)),
     ("sm_90a", Workload(4096, 4096, 14336, W4_GROUPS, HALF), Schedule("gemm_wgmma", 128, 128, 128, 5, 8)),
     ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 80, 128, 4, 12, stream_k=True)),
+    ("sm_90a", Workload(250, 505, 1001, W4_GROUPS, HALF, bias=True, width=600), Schedule("gemm_wgmma", 128, 128, 128, 4, 8)),
+    ("sm_90a", Workload(16, 505, 4096, W8_GROUPS, BFLOAT, width=4096), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=2)),
+    ("sm_86", Workload(65, 505, 1001, W4_GROUPS, HALF, width=600), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
     ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
     ("sm_86", Workload(300, 505, 1001, W8A8, BFLOAT, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
@@ -155,7 +158,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     workspace = ["workspace"] if workspace_words(workload, schedule, target) else []
     rows = ["row_scales"] if workload.format.row_scaled else []
     tokens = ["token_scales"] if workload.token_scales else []
-    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *workspace, "y")
+    channels = ["channels"] if workload.width else []
+    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *channels, *workspace, "y")
     if schedule.program == "gemm_mma" and workload.format.integer_sums:
         check_integer_products(kernel, schedule)
     if schedule.program == "gemm_wgmma":

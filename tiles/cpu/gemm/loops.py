@@ -174,6 +174,8 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
         after = parts(plan.workload, applied=() if plan.integers else ("scales",))
+        placed = any(part.does == "place" for part in after)
+        after = tuple(part for part in after if part.does != "place")
         of_channels = {part: _of_channels(plan, arg[part.operand], part, column) for part in after if part.axis == "n"}
         for i in range(plan.block_m):
             row = T.bind(block * plan.block_m + i)
@@ -188,6 +190,15 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                         number = v.to_float(v.load(of_channels[part], 0, lanes), lanes)
                     value = value * number if part.does == "multiply" else value + number
                 value = T.bind(v.from_float(value, dtype, lanes))
+                if placed:
+                    stage = v.local(lanes, str(arg["y"].dtype))
+                    v.store(stage, 0, value, lanes)
+                    first = T.bind(row.astype("int64") * plan.workload.width)
+                    with T.serial(T.max(T.min(n - column, lanes), 0)) as j:
+                        to = T.bind(arg["channels"][column + j])
+                        with T.If((to >= 0) & (to < plan.workload.width)), T.Then():  # a wrong index costs no other memory
+                            T.buffer_store(arg["y"], stage[j], [first + to])
+                    continue
                 start = T.bind(row.astype("int64") * n + column)
                 if not ragged:
                     v.store(arg["y"], start, value, lanes)

@@ -84,20 +84,36 @@ struct Add {
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
 };
+// Says where a sum goes, and leaves it as it is: the column of y of its output channel.
+template <typename T>
+struct Place {
+  static constexpr bool OF_ROW = false;
+  using Number = T;
+  using Operand = const void*;
+  __device__ __forceinline__ static float apply(float sum, float) { return sum; }
+};
 template <typename P>
 struct OfRow : P {
   static constexpr bool OF_ROW = true;
 };
 __device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
 template <typename P>
 __device__ __forceinline__ float number_of(typename P::Operand operand, int at) {
   return to_float(static_cast<const typename P::Number*>(operand)[at]);
 }
 
-// What one block stores of y [m][N]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
+// The operand of the last part, which is that of Place where there is one.
+__device__ __forceinline__ const int* last_operand(const void* operand) { return static_cast<const int*>(operand); }
+template <typename... Operands>
+__device__ __forceinline__ const int* last_operand(const void*, const void* next, Operands... operands) {
+  return last_operand(next, operands...);
+}
+
+// What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
 // accumulators (A: fp32 or int32) in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
 // [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
-template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float>
+template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0>
 struct Store {
   using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
@@ -116,7 +132,7 @@ struct Store {
   // constant distances from there (a third of the instructions: a tile of 128 x 256 took 4,400
   // cycles to store, so 2,500; H200). Only where a warpgroup has three or four slabs do the pieces
   // of a thread not lie one below the other.
-  static constexpr bool BELOW = OWN % PIECES == 0 && OWN / PIECES % 8 == 0;
+  static constexpr bool BELOW = WIDTH == 0 && OWN % PIECES == 0 && OWN / PIECES % 8 == 0;
   T* staged;                 // where it stages its first matrix
   const T* source;           // what it stores: its first piece, or all that the warpgroup has staged; the same of y
   T* y;
@@ -129,7 +145,7 @@ struct Store {
     staged = mine + place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1));
     source = mine + place(column, at);
     const int row = n0 + group * OWN_ROWS + at * 8;
-    y = static_cast<T*>(whole) + int64_t(m0 + column) * N + row;
+    y = static_cast<T*>(whole) + (WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * N + row);
     columns = m - m0 - column, rows = N - row;
   }
 
@@ -158,8 +174,9 @@ struct Store {
     }
   }
 
-  // values: [slab][COUNT], of the columns `chunk` of the tile.
-  __device__ __forceinline__ void store(const float* values, int chunk) const {
+  // values: [slab][COUNT], of the columns `chunk` of the tile; operands: of the parts.
+  template <typename... Operands>
+  __device__ __forceinline__ void store(const float* values, int chunk, Operands... operands) const {
     sync_group<BARRIER + 1, OWN>(group);  // all have read what lay there
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
@@ -172,6 +189,10 @@ struct Store {
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
       }
     sync_group<BARRIER + 1, OWN>(group);
+    if constexpr (WIDTH > 0) {
+      place_channels(chunk, last_operand(operands...));
+      return;
+    }
 #pragma unroll 2
     for (int pass = 0; pass < PASSES; ++pass) {
       const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / PIECES, at = index % PIECES;
@@ -183,6 +204,20 @@ struct Store {
       } else {
         for (int i = 0; i < min(8, rows - at * 8); ++i) to[i] = from[i];
       }
+    }
+  }
+
+  // Stores what is staged of the columns `chunk` by the index: a thread the numbers of one output
+  // channel, 2 bytes each, for all rows of x, so that a warp's lie near each other where the index
+  // is sorted. What would lie outside of y is not stored.
+  __device__ __forceinline__ void place_channels(int chunk, const int* channels) const {
+    constexpr int TOGETHER = OWN_ROWS < OWN ? OWN / OWN_ROWS : 1;  // columns
+    for (int row = own % OWN_ROWS; row < min(OWN_ROWS, rows); row += OWN) {
+      const int to = channels[N - rows + row];
+      if (static_cast<unsigned>(to) >= static_cast<unsigned>(WIDTH)) continue;
+#pragma unroll 4
+      for (int column = TOGETHER > 1 ? own / OWN_ROWS : 0; column < COLUMNS; column += TOGETHER)
+        if (chunk * COLUMNS + column < columns) y[int64_t(chunk * COLUMNS + column) * WIDTH + to] = source[place(column, row / 8) + row % 8];
     }
   }
 };
@@ -218,7 +253,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(accumulators[S::start(slab, chunk) + i]);
       S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-      store.store(values, chunk);
+      store.store(values, chunk, operands...);
     }
     return;
   }
@@ -256,7 +291,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
       for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(mine[i]);
     }
     S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-    S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk);  // without registers to spare, found anew
+    S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk, operands...);  // without registers to spare, found anew
   }
 }
 
@@ -335,7 +370,7 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
   }
   const int own = 2 * I + block % O::SPLIT;
   S::template apply<Parts...>(values, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(staging, y, m, n0, m0, thread).store(values, own);
+  S(staging, y, m, n0, m0, thread).store(values, own, operands...);
 }
 
 }  // namespace tilebit

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(kernels, changed, 
 def test_queries_that_are_no_tensor(kernels):
     cache = cache_of()
     sequences, (q, k, v) = cache.allocate(2), projected(2)
-    with pytest.raises(TypeError, match="q"):
-        cache.append(sequences, k, v, cos_sin=TABLE, q=q.tolist())  # pyright: ignore[reportCallIssue, reportArgumentType]
-    with pytest.raises(TypeError, match="out"):
-        cache.append(sequences, k, v, cos_sin=TABLE, q=q, out=1)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    wrong: list[dict[str, Any]] = [{"q": q.tolist()}, {"q": q, "out": 1}]
+    for given in wrong:
+        with pytest.raises(TypeError, match=list(given)[-1]):
+            cache.append(sequences, k, v, cos_sin=TABLE, **given)

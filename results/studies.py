@@ -36,6 +36,8 @@ from .report.rows import Row, json_rows, read_rows
 from .report.selection import SELECTION_FIELDS, selection_section
 from .report.static import FIELDS as STATIC_FIELDS
 from .report.static import static_section
+from .report.step import FIELDS as STEP_FIELDS
+from .report.step import step_section
 from .report.sweep import SWEEP_FIELDS, sweep_section
 from .report.versions import VERSIONS_FIELDS, versions_section
 
@@ -86,6 +88,14 @@ STUDIES = (
         CHAIN_FIELDS,
         lambda rows: chain_section(read_chains(rows / "chain"), read_rows(rows / "gemm")),
         ("python -m results.measure.chain",),
+    ),
+    Study(
+        "step",
+        "A whole decode step",
+        "What does a token of an 8B model take, beside 16 bits and vLLM's kernels?",
+        STEP_FIELDS,
+        lambda rows: step_section(rows / "step"),
+        ("python -m results.measure.step --peers FOLDER",),
     ),
     Study(
         "sweep",

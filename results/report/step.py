@@ -1,0 +1,59 @@
+"""A whole decode step of an 8B model: the page of ``step``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .cells import commits_of
+from .markdown import number, table
+from .rows import json_rows
+
+FIELDS = ("gpu", "impl", "format", "kv_format", "batch", "kv_len", "layers", "us", "graph_us", "rel_err", "run", "commit")
+NAMES = {"tilebit": "tilebit", "cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
+
+
+def step_section(folder: Path) -> str:
+    """Each device's steps in the newest process that timed them; "" without rows."""
+    newest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    runs: dict[tuple[Any, ...], str] = {}
+    for _, row in json_rows(folder, FIELDS):
+        case = row["gpu"], row["layers"], row["batch"], row["kv_len"]
+        cases = newest.setdefault(row["gpu"], {})
+        if runs.get(case) != row["run"]:
+            runs[case] = row["run"]
+            for key in [key for key in cases if key[:3] == case[1:]]:
+                del cases[key]
+        cases[(*case[1:], row["impl"], row["format"], row["kv_format"])] = row
+    parts = []
+    for gpu, cases in sorted(newest.items()):
+        rows = list(cases.values())
+        about = (
+            f"Commit {commits_of(rows)}. One new token for each sequence of a batch, from the token to its logits: medians of rounds in "
+            "which all of a batch's steps alternate. tilebit's sequences grow, with room made on the host at each step, and windows fill "
+            "at different steps; the others run again at one length. A graph alone is the captured step without the host. Logits agree with "
+            "each other's, and over low-bit caches with the uncompiled model's, to 2 %."
+        )
+        header = [
+            "batch", "tokens in the cache", "layers", "kernels", "weights", "cache", "ms a step", "its graph alone, ms", "16 bits take",
+            "vLLM's kernels take",
+        ]  # fmt: skip
+        parts += [f"## {gpu}", about, table(header, [_line(row, cases) for row in sorted(rows, key=_order)])]
+    return "\n\n".join(parts)
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kv_len"], row["batch"], -row["us"]
+
+
+def _line(row: dict[str, Any], cases: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    place = row["layers"], row["batch"], row["kv_len"]
+    ratios = []
+    for impl in ("cublas_fa3", "vllm_kernels"):
+        peer = next((r for key, r in cases.items() if key[:4] == (*place, impl)), None)
+        ratios.append("-" if peer is None or row["impl"] != "tilebit" else f"{peer['us'] / row['us']:.2f}x")
+    graph = number(row["graph_us"] / 1e3) if row["impl"] == "tilebit" else "-"
+    return [
+        str(row["batch"]), str(row["kv_len"]), str(row["layers"]), NAMES[row["impl"]], row["format"], row["kv_format"],
+        number(row["us"] / 1e3), graph, *ratios,
+    ]  # fmt: skip

@@ -1,0 +1,48 @@
+"""Measuring decode steps, here on a CPU with a model of one layer: what rows say, and what is checked before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from results.measure import step
+
+SMALL = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "MODEL", {**step.MODEL, **SMALL})
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    monkeypatch.setattr(step, "STEPS", 2)
+
+
+def test_a_row_for_each_cache(small: None, tmp_path: Path) -> None:
+    step.main(["--device", "cpu", "--layers", "1", "--points", "2x200", "--kv", "kv16,kv4_channel", "--out", str(tmp_path)])
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["op"], row["impl"], row["kv_format"], row["batch"], row["kv_len"]) for row in rows] == [
+        ("step", "tilebit", "kv16", 2, 200), ("step", "tilebit", "kv4_channel", 2, 200)
+    ]  # fmt: skip
+    assert all(0 < row["us_p20"] <= row["us"] <= row["us_p80"] and row["rel_err"] < step.TOLERANCE for row in rows)
+
+
+def test_wrong_logits_write_no_row(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "uncompiled", lambda model, cache, ids, lengths: torch.randn(len(ids), 256))
+    step.main(["--device", "cpu", "--layers", "1", "--points", "1x150", "--kv", "kv4_channel", "--out", str(tmp_path)])
+    assert "relative errors of logits are {'tilebit kv4_channel'" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def test_no_window_fills_at_the_first_step() -> None:
+    for batch in (1, 16, 64):
+        lengths = step.spread(batch, 4096)
+        assert len(set(lengths)) == batch and all((length + 1) % 128 for length in lengths)

@@ -1,0 +1,48 @@
+"""The page of decode steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from results.report.step import step_section
+
+
+def row(impl: str, us: float, run: str = "1", **fields: Any) -> dict[str, Any]:
+    common = {"gpu": "a GPU", "format": "w4a16_g128", "kv_format": "kv16", "batch": 16, "kv_len": 4096, "layers": 32, "rel_err": 0.001}
+    return {**common, "impl": impl, "us": us, "graph_us": us - 100.0, "run": run, "commit": "a" * 40, **fields}
+
+
+def section(tmp_path: Path, *rows: dict[str, Any]) -> str:
+    (tmp_path / "a-gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return step_section(tmp_path)
+
+
+def test_each_step_stands_beside_its_peers_of_the_newest_process(tmp_path: Path) -> None:
+    old = row("tilebit", 9000.0), row("vllm_kernels", 9000.0)
+    new = (
+        row("tilebit", 2000.0, "2", kv_format="kv4_channel"),
+        row("cublas_fa3", 6000.0, "2", format="fp16"),
+        row("vllm_kernels", 5000.0, "2"),
+    )
+    text = section(tmp_path, *old, *new)
+    assert "| 16 | 4096 | 32 | tilebit | w4a16_g128 | kv4_channel | 2.00 | 1.90 | 3.00x | 2.50x |" in text
+    assert "| 16 | 4096 | 32 | cuBLAS, FA3 | fp16 | kv16 | 6.00 | - | - | - |" in text
+    assert "9.00" not in text
+    assert "| 1 | 4096 | 32 | tilebit | w4a16_g128 | kv16 | 2.00 | 1.90 | - | - |" in section(
+        tmp_path, *new, row("tilebit", 2000.0, "3", batch=1)
+    )
+
+
+def test_a_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    short = row("tilebit", 10.0)
+    del short["graph_us"]
+    with pytest.raises(ValueError, match="graph_us missing"):
+        section(tmp_path, short)
+
+
+def test_without_rows_there_is_no_page(tmp_path: Path) -> None:
+    assert section(tmp_path) == ""

@@ -29,7 +29,7 @@ X_PITCH = STEP_K * 2 + 64  # bytes from one row of x to the next: a quarter of a
 STATIC_SMEM = 16  # the ticket
 PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
 # What is tried.
-WARPS, MOST_WARPS = (4, 8, 16), 32  # of a block; of an SM
+WARPS, FEWER_WARPS, MOST_WARPS = (4, 8, 16), (1, 2), 32  # of a block; of an SM
 SPLITS = (1, 2, 4, 8)
 IN_FLIGHT = 72 << 10  # bytes of planes requested per SM
 FULL = 0.9  # of the places of whole waves
@@ -115,15 +115,21 @@ def registers_needed(workload: Workload, schedule: Schedule) -> int:
 
 def any_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth trying, the most promising first: of the blocks that fit, those that
-    fill the SMs' places, rings that keep IN_FLIGHT bytes of planes on their way to an SM."""
+    fill the SMs' places, rings that keep IN_FLIGHT bytes of planes on their way to an SM; of few
+    warps where shared memory holds no more."""
+    return _of_warps(WARPS, workload, target) or _of_warps(FEWER_WARPS, workload, target)
+
+
+def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target) -> list[Schedule]:
+    """``any_candidates`` of so many warps a block."""
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     found: list[tuple[float, int, Schedule]] = []
-    for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), WARPS, SPLITS):
+    for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), numbers, SPLITS):
         base = Schedule(PROGRAM, block_n, block_m, 1, STAGES[0], warps, split_k, min_blocks)
         blocks, places = n_pad // block_n * -(-max(workload.m, 1) // block_m) * split_k, target.units * min_blocks
         split_for_nothing = split_k > 1 and (blocks > 2 * places or steps(workload) < split_k * warps)
-        if warps * min_blocks > MOST_WARPS or split_for_nothing or (warps > WARPS[0] and steps(workload) < warps):
+        if warps * min_blocks > MOST_WARPS or split_for_nothing or (warps > numbers[0] and steps(workload) < warps):
             continue
         wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))
         turns = -(-steps(workload) // (split_k * warps))

@@ -237,8 +237,8 @@ def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
     sums of. Raises ``KernelUnavailable``."""
     if schedule.stream_k:
         return MOST_ROWS if rows is None else rows
-    scales = plan.operands[2]
-    tiles_n = -(-int(scales.shape[1]) // schedule.block_n)
+    n_pad = -(-plan.workload.n // rules.SLAB_N) * rules.SLAB_N  # not the scales' length: of codebooks that is the codes'
+    tiles_n = -(-n_pad // schedule.block_n)
     step = max(schedule.block_m, SLICE_ROWS)
     steps = rules.TICKETS // (tiles_n * (step // schedule.block_m))
     if steps == 0:

@@ -57,7 +57,8 @@ def prepare(
     number of rows): before a CUDA-graph capture or a first request.
 
     ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether
-    calls pass them, or a model, whose ``QuantLinear`` layers say so themselves. All kernels compile
+    calls pass them, or a model, whose ``QuantLinear`` layers say so themselves, and whose
+    ``AnyPrecisionLinear`` layers do, for the width that each is set to. All kernels compile
     in parallel, a process each, as many as there are cores. With ``background`` this returns at
     once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its
     own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
@@ -73,13 +74,20 @@ def prepare(
 
 
 def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bias: bool, dependent: bool) -> list[Plan]:
-    from ..weights.modules import QuantLinear  # it imports the operator
+    from ..weights.any_modules import AnyPrecisionLinear  # they import the operator
+    from ..weights.modules import QuantLinear
 
     if isinstance(weights, torch.nn.Module):
         layers = [module for module in weights.modules() if isinstance(module, QuantLinear)]
-        if not layers:
-            raise ValueError(f"{type(weights).__name__} has no QuantLinear layer; quantize it first (tilebit.quantize_model)")
-        return [_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers]
+        of_widths = [module for module in weights.modules() if isinstance(module, AnyPrecisionLinear)]
+        if not layers and not of_widths:
+            raise ValueError(
+                f"{type(weights).__name__} has no QuantLinear or AnyPrecisionLinear layer; quantize it first (tilebit.quantize_model)"
+            )
+        return [
+            *(_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers),
+            *(_plan(layer.packed.view(layer.bits), layer.bias is not None, False) for layer in of_widths),
+        ]
     found = [weights] if isinstance(weights, PackedWeight) else list(weights) if isinstance(weights, Iterable) else []
     if not found or not all(isinstance(packed, PackedWeight) for packed in found):
         raise TypeError(

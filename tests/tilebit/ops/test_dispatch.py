@@ -106,11 +106,11 @@ def test_the_option_has_a_plan_of_its_own():
     assert dispatch.plan_for(*keys, False) is plain and dispatch.plan_for(*keys, True) is early
 
 
-def slices(schedule: Schedule, m: int, rows: int | None, n: int = N) -> list[int]:
+def slices(schedule: Schedule, m: int, rows: int | None, n: int = N, format: str = "") -> list[int]:
     """The rows of each launch of a call with ``m`` rows, by a launcher bound for up to ``rows``."""
     kernel = FakeKernel(("x", "weight", "scales", "workspace", "y"), schedule)
     x, y = torch.arange(m).view(m, 1), torch.arange(m).view(m, 1)
-    dispatch._bind(kernel, cuda_plan(n), rows)(x, y, y, None, None, None, y)  # type: ignore[arg-type]
+    dispatch._bind(kernel, cuda_plan(n, format=format), rows)(x, y, y, None, None, None, y)  # type: ignore[arg-type]
     parts: list[tuple[Tensor, Tensor]] = [(arguments[0], arguments[-1]) for _, arguments in kernel.calls]
     assert all(torch.equal(part_x, part_y) for part_x, part_y in parts), "the same rows of x and y"
     assert torch.equal(torch.cat([part for part, _ in parts]), x), "every row once"
@@ -168,6 +168,12 @@ def test_slices_start_where_y_is_aligned(monkeypatch: pytest.MonkeyPatch, asked:
     thin = Schedule("gemm_stream", 64, 1, 64, split_k=2)
     monkeypatch.setattr(dispatch.rules, "TICKETS", 4 * 20)
     assert slices(thin, 40, 64, n=255) == [16, 16, 8]
+
+
+def test_tickets_are_those_of_output_channels_also_where_channels_have_codebooks(monkeypatch: pytest.MonkeyPatch, asked: list[int]):
+    """Codebooks are [n_pad, 8]: of 1,024 channels there are 64 tiles, not one."""
+    monkeypatch.setattr(dispatch.rules, "TICKETS", 2 * 64)
+    assert slices(Schedule("gemm_any", 16, 8, 1, split_k=2), 40, None, n=1024, format="w3a16_any") == [16, 16, 8]
 
 
 def test_more_tiles_than_tickets_are_refused(monkeypatch: pytest.MonkeyPatch, asked: list[int]):

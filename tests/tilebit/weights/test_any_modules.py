@@ -12,6 +12,7 @@ from torch import nn
 
 import tilebit
 from tilebit import AnyPrecisionLinear
+from tilebit.ops import dispatch
 from tilebit.weights.any_packed import pack_any
 from tilebit.weights.quantize_any import AnyPrecisionTensor
 
@@ -165,3 +166,39 @@ def test_a_model_is_quantized_in_place() -> None:
     with pytest.raises(ValueError, match="sensitivity names 'head'"):
         tilebit.quantize_model_any(shared, sensitivity={"head": torch.ones(2, 2)})
     assert all(type(one) is not AnyPrecisionLinear for one in shared)
+
+
+def test_prepare_compiles_the_width_that_a_layer_is_set_to() -> None:
+    model, x = nn.ModuleDict({"a": layer(), "b": layer(1)}), rows(2)
+    tilebit.set_precision(model, 4)
+    tilebit.prepare(model, m=[2], bias=True)
+    plan = dispatch.plan_for(x.device, N, K, "w4a16_any", BF16, True)
+    assert 2 in plan.launchers
+    with pytest.raises(ValueError, match="Linear has no QuantLinear or AnyPrecisionLinear layer"):
+        tilebit.prepare(nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_layer_is_repacked_and_every_number_of_rows_is_exact() -> None:
+    one = layer().to("cuda")
+    assert one.arch != "cpu"
+    for bits in (3, 4, 5):
+        for m in (1, 2, 5, 8, 9, 16, 17, 64, 257):
+            assert torch.equal(one(rows(m).cuda(), bits=bits).cpu(), expected(bits, rows(m))), (bits, m)
+    assert torch.equal(one.cpu()(rows()), expected(5, rows()))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_width_has_a_graph() -> None:
+    """A graph replays the width that it was captured in, whatever the layer is set to since."""
+    one, x = layer().to("cuda"), rows(2).cuda()
+    graphs, results = {bits: torch.cuda.CUDAGraph() for bits in (3, 4, 5)}, {}
+    for bits, graph in graphs.items():
+        tilebit.set_precision(one, bits)
+        tilebit.prepare(one, m=[2])
+        with torch.cuda.graph(graph):
+            results[bits] = one(x)
+    for bits in (4, 3, 5, 3):
+        results[bits].fill_(torch.nan)
+        graphs[bits].replay()
+        assert torch.equal(results[bits].cpu(), expected(bits, rows(2)))

@@ -26,7 +26,7 @@ from .workload import AttentionWorkload
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 MOVERS = {"append": "attention_append", "gather": "attention_gather"}
-MOVER_WARPS = {"append": (4,), "gather": (4, 8)}
+MOVER_WARPS = {"append": (8,), "gather": (4, 8)}
 WGMMA, MMA = "attention_prefill", "attention_prefill_mma"
 LOADING_WARPS = 4  # of a block of the program with wgmma, beside the computing ones
 LOADING_REGISTERS = 24  # of a loading thread: the fewest that setmaxnreg knows

@@ -42,8 +42,8 @@ def asked(op: str, format: str, **changes) -> AttentionWorkload:
 ATTENTION_CASES = (
     ("sm_80", asked("decode", "kv8_token", window=1000, sink_tokens=4), Schedule("attention_decode", 64, 8, 128, 2, 4)),
     ("sm_90a", asked("decode", "kv4_channel", lse=True), Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
-    ("sm_80", asked("append", "kvfp8", dtype="bfloat16"), Schedule("attention_append", 128, 1, 128, num_warps=4)),
-    ("sm_90a", asked("append", "kv4_channel", rotary="half"), Schedule("attention_append", 128, 1, 128, num_warps=4)),
+    ("sm_80", asked("append", "kvfp8", dtype="bfloat16"), Schedule("attention_append", 128, 1, 128, num_warps=8)),
+    ("sm_90a", asked("append", "kv4_channel", rotary="half"), Schedule("attention_append", 128, 1, 128, num_warps=8)),
     ("sm_80", asked("gather", "kv4_channel"), Schedule("attention_gather", 128, 1, 128, num_warps=4)),
     ("sm_90a", asked("gather", "kv16"), Schedule("attention_gather", 128, 1, 128, num_warps=4)),
     ("sm_80", prefill(128), Schedule("attention_prefill_mma", 64, 128, 128, 2, 8)),

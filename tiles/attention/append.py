@@ -30,9 +30,11 @@ HEADERS = (
     *(f"kv/{name}.cuh" for name in ("pairs", "granule", "page", "sequences", "quantize", "turn", "new_rows", "pack")),
 )
 ROTARY = {"": "NO_ROTARY", "half": "HALF_ROTARY", "interleaved": "INTERLEAVED_ROTARY"}
-WARPS, THREADS = 4, 128
-GRANULES = RESIDUAL // GRANULE // WARPS  # of a warp
-ROWS_WORDS = 10  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
+WARPS, THREADS = 8, 256
+# Blocks of an SM by head_dim: as many as fit without spills, so that those that fill no window take
+# few turns. What ptxas makes for older devices takes more registers.
+BLOCKS, BLOCKS_BEFORE_SM90 = {64: 4, 128: 4, 256: 2}, 2
+ROWS_WORDS = 12  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
 SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequences.cuh``)
 
 
@@ -42,9 +44,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language as T
 
     w, dtype = workload, workload.dtype
-    # left alone, ptxas takes 175 registers at 2 bits and 128 channels, which is 2 blocks; as a loop
-    # in CUDA it took 123
-    blocks_per_sm = 4 if w.format.key == "int2" and w.head_dim == 128 else 1
+    blocks = BLOCKS[w.head_dim] if target.arch == "sm_90a" else BLOCKS_BEFORE_SM90
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
     constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
     source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
@@ -77,12 +77,13 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
         with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=THREADS) as (item, head):
             T.import_source(source)
-            T.annotate_min_blocks_per_sm(blocks_per_sm)
-            rows, line, place = T.alloc_local((ROWS_WORDS,), "int64"), T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
-            fragments = T.alloc_local((GRANULES * fragment_words,), "uint32")
-            extremes = T.alloc_shared((2 * WARPS * w.head_dim if by_channel else 1,), "float32")
-            total, sequence, index, length, old_length, group, e, begin, row, end = (T.alloc_var("int32") for _ in range(10))
-            thread = T.get_thread_binding()
+            T.annotate_min_blocks_per_sm(blocks)
+            line, place = T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
+            rows = T.alloc_shared((ROWS_WORDS,), "int64")  # registers are few
+            fragments = T.alloc_local((fragment_words,), "uint32")
+            staged = T.alloc_shared((WARPS * GRANULE * (w.head_dim + 8),), dtype)
+            parameters = T.alloc_shared((2 * w.head_dim if by_channel else 4,), "float32")
+            total, sequence, index, length, old_length, row = (T.alloc_var("int32") for _ in range(6))
             T.call_extern("handle", "tilebit::wait_for_predecessor")  # all operands may be its
             T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
             total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
@@ -93,61 +94,34 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                     place,
                 )  # fmt: skip
                 sequence = place[SEQUENCE]
-                index = item - place[FIRST]
                 length = lengths[sequence]
                 row = cu_seqlens[sequence]
                 old_length = length - (cu_seqlens[sequence + 1] - row)
-                group = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + index * RESIDUAL
+                index = item - place[FIRST]
                 call(
                     "NewRows::open", rows, k, k_pitch, v, v_pitch, row, cos_sin if w.rotary else lengths,
                     windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
-                    w.heads_kv, head, old_length,
+                    w.heads_kv, head, old_length, length, index,
                 )  # fmt: skip
-                if w.queries:  # of the tokens of this group, and the last group's of those after it, too
-                    end = T.if_then_else(group + 2 * RESIDUAL > length, length, group + RESIDUAL)
-                    call(
-                        "Turn::queries", q, q_pitch, cos_sin, row - old_length, T.max(group, old_length), end,
-                        head * w.group, w.group, w.heads_q, out,
-                    )  # fmt: skip
-                full = group + RESIDUAL <= length
+                T.sync_threads()  # rows are opened
+                full = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + (index + 1) * RESIDUAL <= length
+                if full:
+                    call("Pack::prefetch", rows)
+                if w.queries:
+                    call(f"NewRows::turn_queries<{w.group}>", rows, q, q_pitch, head * w.group, w.heads_q, out)
                 if full:  # all of the group is here: it goes to its pages
-                    for g in T.unroll(GRANULES, explicit=True):
-                        call(
-                            "Pack::load<true>", rows, group, thread // 32 * GRANULES + g,
-                            T.address_of(fragments[g * fragment_words]),
-                        )  # fmt: skip
+                    call("Pack::load<true>", rows, staged, fragments)
                     if by_channel:
-                        call("Pack::find_extremes", fragments, extremes)
+                        call("Pack::find_extremes", fragments, staged)
                         T.sync_threads()  # all warps' extremes are there
-                        call("Pack::quantize_channels", rows, group, fragments, extremes)
-                    for g in T.unroll(GRANULES, explicit=True):
-                        call(
-                            "Pack::store_keys", rows, group + (thread // 32 * GRANULES + g) * GRANULE,
-                            T.address_of(fragments[g * fragment_words]),
-                            head_scales[0, head] if w.format.has_head_scales else T.float32(1.0),
-                        )  # fmt: skip
-                    for g in T.unroll(GRANULES, explicit=True):
-                        call(
-                            "Pack::load<false>", rows, group, thread // 32 * GRANULES + g,
-                            T.address_of(fragments[g * fragment_words]),
-                        )  # fmt: skip
-                        call(
-                            "Pack::store_values", rows, group + (thread // 32 * GRANULES + g) * GRANULE,
-                            T.address_of(fragments[g * fragment_words]),
-                            head_scales[1, head] if w.format.has_head_scales else T.float32(1.0),
-                        )  # fmt: skip
-                first_of_sequence = index == 0
-                if first_of_sequence:
-                    T.sync_threads()  # the window has been read
-                    group = T.truncdiv(length, RESIDUAL) * RESIDUAL
-                    begin = T.max(group, old_length)
-                    e = thread
-                    while e < (length - begin) * (w.head_dim // 2):  # pairs of channels
-                        call(
-                            "NewRows::store_pair", rows, begin + T.truncdiv(e, w.head_dim // 2),
-                            begin + T.truncdiv(e, w.head_dim // 2) - group, T.truncmod(e, w.head_dim // 2) * 2,
-                        )  # fmt: skip
-                        e = e + THREADS
+                        call("Pack::find_parameters", rows, staged, parameters)
+                        T.sync_threads()  # all channels' parameters are there
+                        call("Pack::quantize_channels", fragments, parameters)
+                    call("Pack::store_keys", rows, fragments, head_scales[0, head] if w.format.has_head_scales else T.float32(1.0))
+                    call("Pack::load<false>", rows, staged, fragments)
+                    call("Pack::store_values", rows, fragments, head_scales[1, head] if w.format.has_head_scales else T.float32(1.0))
+                T.sync_threads()  # the window has been read
+                call("NewRows::store_rows", rows)
 
     return main
 

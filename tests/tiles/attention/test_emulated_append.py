@@ -35,7 +35,7 @@ STEPS = (
 
 
 def schedule(workload: AttentionWorkload) -> Schedule:
-    found = Schedule("attention_append", RESIDUAL, 1, workload.head_dim, num_warps=4)
+    found = Schedule("attention_append", RESIDUAL, 1, workload.head_dim, num_warps=8)
     assert legal(workload, found, TARGET) == []
     return found
 

@@ -80,6 +80,7 @@ void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& 
 void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 // Lane l brings elements (l / 4, 2 (l % 4) + half) of a matrix and receives those of its transpose.
 void ptx_movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t from);
+inline void ptx_prefetch_global_L2(const void*) {}
 void ptx_ld_global_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from);
 void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address);
 void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address);

@@ -50,7 +50,7 @@ def append(format: str, **changes) -> AttentionWorkload:
 BULK = Schedule("attention_decode_bulk", 32, 8, 64, 2, 2)
 ASYNC = Schedule("attention_decode", 32, 16, 64, 3, 3)
 WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit become P in two steps
-APPEND = Schedule("attention_append", 128, 1, 64, num_warps=4)
+APPEND = Schedule("attention_append", 128, 1, 64, num_warps=8)
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
 KV4, WINDOWED, CAPPED = decode("kv4_channel"), decode("kv4_channel", window=100, sink_tokens=20), decode("kv4_channel", soft_cap=2.0)

@@ -11,7 +11,7 @@ template <typename C>
 struct NewRows {
   using T = typename C::T;
   using Rows = Granule<FLOAT, C::HEAD_DIM>;
-  static constexpr int HEAD_DIM = C::HEAD_DIM, RESIDUAL = C::RESIDUAL, ROTARY = C::ROTARY;
+  static constexpr int HEAD_DIM = C::HEAD_DIM, RESIDUAL = C::RESIDUAL;
 
   const T *k, *v;  // of token old_length
   int64_t k_pitch, v_pitch;  // to the next token's
@@ -19,19 +19,24 @@ struct NewRows {
   char* window;
   char* pages;       // of all sequences and heads
   const int* table;  // of this sequence's
-  int heads, head, old_length;
+  int heads, head, old_length, length, row;
+  int group;   // first token of the group that this block packs, if it is complete
+  bool first;  // of this sequence's work items
 
   // `row` is that of the first new token in k and v, rows of which lie k_pitch and v_pitch elements
   // apart.
   __device__ __forceinline__ static void open(void* rows, const void* k, int k_pitch, const void* v, int v_pitch, int row, const void* cos_sin,
-                                              void* windows, int slot, void* pages, const int* table, int heads, int head, int old_length) {
+                                              void* windows, int slot, void* pages, const int* table, int heads, int head, int old_length, int length,
+                                              int index) {
     static_assert(sizeof(NewRows) <= C::LAUNCH_BYTES, "the program's array holds them");
+    if (threadIdx.x != 0) return;
     NewRows& n = view<NewRows>(rows);
     n.k = static_cast<const T*>(k) + int64_t(row) * k_pitch + head * HEAD_DIM, n.k_pitch = k_pitch;
     n.v = static_cast<const T*>(v) + int64_t(row) * v_pitch + head * HEAD_DIM, n.v_pitch = v_pitch;
     n.cos_sin = static_cast<const float*>(cos_sin);
     n.window = static_cast<char*>(windows) + (int64_t(slot) * heads + head) * C::WINDOW_BYTES;
-    n.pages = static_cast<char*>(pages), n.table = table, n.heads = heads, n.head = head, n.old_length = old_length;
+    n.pages = static_cast<char*>(pages), n.table = table, n.heads = heads, n.head = head, n.old_length = old_length, n.length = length, n.row = row;
+    n.group = old_length / RESIDUAL * RESIDUAL + index * RESIDUAL, n.first = index == 0;
   }
 
   // Work items of a sequence: the groups that its new tokens fill, or one where they fill none.
@@ -47,33 +52,23 @@ struct NewRows {
 
   __device__ __forceinline__ char* page_of(int token) const { return pages + (int64_t(table[token / C::PAGE]) * heads + head) * C::PAGE_BYTES; }
 
-  // Channels `channel` and the next of a new token's key, rotated.
-  __device__ __forceinline__ static uint32_t key_pair(const NewRows& n, int token, int channel) {
-    const T* row = n.k + (token - n.old_length) * n.k_pitch;
-    const uint32_t pair = *reinterpret_cast<const uint32_t*>(row + channel);
-    if constexpr (ROTARY == NO_ROTARY) return pair;
-    const float* angles = n.cos_sin + int64_t(token) * HEAD_DIM;
-    float low = low_of(pair, T()), high = high_of(pair, T());
-    constexpr int HALF = HEAD_DIM / 2;
-    if constexpr (ROTARY == INTERLEAVED_ROTARY) {
-      rotate(low, high, angles[channel / 2], angles[HALF + channel / 2]);
-    } else {
-      const bool upper = channel >= HALF;
-      const int i = channel % HALF;
-      const uint32_t other = *reinterpret_cast<const uint32_t*>(row + (upper ? i : i + HALF));
-      float low_other = low_of(other, T()), high_other = high_of(other, T());
-      if (upper) {
-        rotate(low_other, low, angles[i], angles[HALF + i]);
-        rotate(high_other, high, angles[i + 1], angles[HALF + i + 1]);
-      } else {
-        rotate(low, low_other, angles[i], angles[HALF + i]);
-        rotate(high, high_other, angles[i + 1], angles[HALF + i + 1]);
-      }
-    }
-    return pack_pair(low, high, T());
-  }
-  __device__ __forceinline__ static uint32_t value_pair(const NewRows& n, int token, int channel) {
-    return *reinterpret_cast<const uint32_t*>(n.v + (token - n.old_length) * n.v_pitch + channel);
+  __device__ __forceinline__ const T* key(int token) const { return k + (token - old_length) * k_pitch; }
+  __device__ __forceinline__ const T* value(int token) const { return v + (token - old_length) * v_pitch; }
+  // Queries of this group's tokens, and the last group's of those after it, too: HEADS of them, from
+  // `first` on of `all`, for each token; their rows lie `pitch` elements apart and go to `out`
+  // [tokens, all, HEAD_DIM].
+  template <int HEADS>
+  __device__ __forceinline__ static void turn_queries(const void* rows, const void* q, int pitch, int first, int all, void* out) {
+    const NewRows& n = view<NewRows>(rows);
+    const int begin = max(n.group, n.old_length), end = n.group + 2 * RESIDUAL > n.length ? n.length : n.group + RESIDUAL;
+    Turn<C>::each_row((end - begin) * HEADS, 2 % C::WARPS, [&](int i, bool mine) {
+      const int position = begin + i / HEADS, its = first + i % HEADS;
+      const int64_t row = n.row + (position - n.old_length);
+      T* to = static_cast<T*>(out) + (row * all + its) * HEAD_DIM;
+      Turn<C>::template move<true>(static_cast<const T*>(q) + row * pitch + its * HEAD_DIM, n.cos_sin, position, [&](int channel, uint32_t pair) {
+        if (mine) *reinterpret_cast<uint32_t*>(to + channel) = pair;
+      });
+    });
   }
   // The 32-bit word of the window that holds a key's channels `channel` (even) and the next.
   __device__ __forceinline__ static uint32_t* key_word(char* window, int token, int channel) {
@@ -85,12 +80,24 @@ struct NewRows {
     const int fragment = channel / 16, i = (channel % 16) / 8 + (token % 16) / 8 * 2, owner = channel % 8 * 4 + token % 8 / 2;
     return reinterpret_cast<uint16_t*>(window + C::WINDOW_VALUES_AT + token / 16 * Rows::BYTES) + ((fragment * 32 + owner) * 4 + i) * 2 + token % 2;
   }
-  // Channels `channel` and the next of a new token go to the window, as its token `place`.
-  __device__ __forceinline__ static void store_pair(const void* rows, int token, int place, int channel) {
+  // New tokens that fill no group go to the window, by all warps of the sequence's first block
+  // together.
+  __device__ __forceinline__ static void store_rows(const void* rows) {
     const NewRows& n = view<NewRows>(rows);
-    *key_word(n.window, place, channel) = key_pair(n, token, channel);
-    const uint32_t pair = value_pair(n, token, channel);
-    *value_element(n.window, place, channel) = uint16_t(pair), *value_element(n.window, place, channel + 1) = uint16_t(pair >> 16);
+    if (!n.first) return;
+    const int group = n.length / RESIDUAL * RESIDUAL, begin = max(group, n.old_length);
+    Turn<C>::each_row(n.length - begin, 0, [&](int i, bool mine) {
+      Turn<C>::template move<true>(n.key(begin + i), n.cos_sin, begin + i, [&](int channel, uint32_t pair) {
+        if (mine) *key_word(n.window, begin + i - group, channel) = pair;
+      });
+    });
+    Turn<C>::each_row(n.length - begin, 1 % C::WARPS, [&](int i, bool mine) {
+      Turn<C>::template move<false>(n.value(begin + i), n.cos_sin, begin + i, [&](int channel, uint32_t pair) {
+        if (!mine) return;
+        *value_element(n.window, begin + i - group, channel) = uint16_t(pair);
+        *value_element(n.window, begin + i - group, channel + 1) = uint16_t(pair >> 16);
+      });
+    });
   }
 };
 

@@ -1,8 +1,7 @@
 // Groups of 128 tokens, quantized and packed in registers into their pages. A warp holds 16 tokens
 // as the A fragments that a granule is made of: register i of fragment f holds row lane / 4 + 8 (i
 // & 1), columns 16 f + 2 (lane % 4) + 8 (i >> 1) and the next, rows tokens and columns channels.
-// Values' granules have them the other way round: movmatrix. Comes after new_rows.cuh and
-// quantize.cuh.
+// Of values rows are channels and columns tokens. Comes after new_rows.cuh and quantize.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -14,126 +13,154 @@ struct Pack {
   using N = NewRows<C>;
   using Rows = typename N::Rows;
   static constexpr int KEY = C::KEY, VALUE = C::VALUE, KEY_SCALES = C::KEY_SCALES, HEAD_DIM = C::HEAD_DIM, PAGE = C::PAGE, RESIDUAL = C::RESIDUAL;
-  static constexpr int TILES = HEAD_DIM / 16, WARPS = C::WARPS, HALVES = RESIDUAL / 16 / WARPS;  // granules of a warp
+  static constexpr int TILES = HEAD_DIM / 16, WARPS = C::WARPS, GRANULE = 16;
+  static constexpr int PITCH = HEAD_DIM + 8;  // of a new row in shared memory: 16 bytes more than it has, so that eight lie in different banks
+  static_assert(WARPS * GRANULE == RESIDUAL, "a granule for each warp");
   using Fragments = uint32_t[TILES][4];
-  using Extremes = float[2][WARPS][HEAD_DIM];  // lowest and highest
+  using Extremes = uint2[8][PITCH / 2];               // of a warp: lowest and highest of two tokens, of two neighbouring channels each
+  using ChannelParameters = float4[HEAD_DIM / 2];     // 1 / scale and zero of a channel, and of the next
 
-  // Sixteen tokens of keys or values, granule `granule` of the group that begins with token
-  // `group`.
+  __device__ __forceinline__ static int warp() { return int(threadIdx.x) >> 5; }
+
+  // The window's part of a group is asked for: it comes from memory, keys and values together.
+  __device__ __forceinline__ static void prefetch(const void* rows) {
+    const N& n = view<N>(rows);
+    if (n.group + warp() * GRANULE >= n.old_length) return;
+#pragma unroll
+    for (int line = (threadIdx.x & 31) * 128; line < Rows::BYTES; line += 32 * 128) {
+      prefetch_l2(n.window + warp() * Rows::BYTES + line);
+      prefetch_l2(n.window + C::WINDOW_VALUES_AT + warp() * Rows::BYTES + line);
+    }
+  }
+
+  // This warp's sixteen tokens, keys or values, of the group: what
+  // waited in the window, and new rows, which pass through the shared memory `staged`.
   template <bool KEYS>
-  __device__ __forceinline__ static void load(const void* rows, int group, int granule, uint32_t* fragments) {
+  __device__ __forceinline__ static void load(const void* rows, void* staged, uint32_t* fragments) {
     const N& n = view<N>(rows);
     Fragments& r = view<Fragments>(fragments);
-    const int lane = threadIdx.x & 31;
-    const int token = group + granule * 16;
+    const int lane = threadIdx.x & 31, token = n.group + warp() * GRANULE, old = n.old_length - token;
+    __syncwarp();  // no value is loaded before keys are stored, as registers are few; and what was staged before has been read
+    if (old > 0) {
+      const char* waiting = n.window + (KEYS ? 0 : C::WINDOW_VALUES_AT) + warp() * Rows::BYTES;
 #pragma unroll
-    for (int f = 0; f < TILES; ++f) {
-      uint32_t w[4] = {0u, 0u, 0u, 0u};
-      if (token < n.old_length) {
-        const uint4 words = *reinterpret_cast<const uint4*>(n.window + (KEYS ? 0 : C::WINDOW_VALUES_AT) + granule * Rows::BYTES + (f * 32 + lane) * 16);
-        w[0] = words.x, w[1] = words.y, w[2] = words.z, w[3] = words.w;
-        if (!KEYS) {
-          const uint32_t turned = transpose(w[1]);
-          w[0] = transpose(w[0]), w[1] = transpose(w[2]), w[2] = turned, w[3] = transpose(w[3]);
-        }
+      for (int f = 0; f < TILES; ++f) {
+        const uint4 words = *reinterpret_cast<const uint4*>(waiting + (f * 32 + lane) * 16);
+        r[f][0] = words.x, r[f][1] = words.y, r[f][2] = words.z, r[f][3] = words.w;
+      }
+    }
+    if (old < GRANULE) {
+      T* mine = static_cast<T*>(staged) + warp() * GRANULE * PITCH;
+      for (int i = max(old, 0); i < GRANULE; i += Turn<C>::ROWS) {
+        const int row = i + lane / Turn<C>::LANES;
+        T* to = mine + min(row, GRANULE - 1) * PITCH;
+        const T* from = KEYS ? n.key(token + min(row, GRANULE - 1)) : n.value(token + min(row, GRANULE - 1));
+        Turn<C>::template move<KEYS>(from, n.cos_sin, token + min(row, GRANULE - 1), [&](int channel, uint32_t pair) {
+          if (row < GRANULE) *reinterpret_cast<uint32_t*>(to + channel) = pair;
+        });
+      }
+      __syncwarp();
+      const int matrix = lane >> 3, upper = KEYS ? matrix & 1 : matrix >> 1, right = KEYS ? matrix >> 1 : matrix & 1;
+      const uint32_t from = shared_address(mine + (upper * 8 + (lane & 7)) * PITCH + right * 8);
+      uint32_t kept[2];  // of tokens that waited, in registers of the lower and the upper eight
+#pragma unroll
+      for (int half_of_tokens = 0; half_of_tokens < 2; ++half_of_tokens) {
+        const int first = half_of_tokens * 8 + (KEYS ? lane >> 2 : (lane & 3) * 2);
+        kept[half_of_tokens] = (first < old ? 0x0000ffffu : 0u) | (first + (KEYS ? 0 : 1) < old ? 0xffff0000u : 0u);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int mine = token + (lane >> 2) + (i & 1) * 8, channel = f * 16 + (lane & 3) * 2 + (i >> 1) * 8;
-        if (mine >= n.old_length) w[i] = KEYS ? N::key_pair(n, mine, channel) : N::value_pair(n, mine, channel);
-        r[f][i] = w[i];
+      for (int f = 0; f < TILES; ++f) {
+        uint32_t fresh[4];
+        if constexpr (KEYS)
+          ldmatrix_x4(from + f * 32, fresh);
+        else
+          ldmatrix_x4_transposed(from + f * 32, fresh);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t mask = kept[KEYS ? i & 1 : i >> 1];
+          r[f][i] = old > 0 ? (r[f][i] & mask) | (fresh[i] & ~mask) : fresh[i];
+        }
       }
     }
   }
 
-  // The extremes of each channel over this warp's tokens, to the shared memory `extremes`.
+  // The extremes of each channel over two tokens of this warp's, to its part of `shared`, where new
+  // rows were staged.
   __device__ __forceinline__ static void find_extremes(const uint32_t* fragments, void* shared) {
-    const auto& r = view<Fragments[HALVES]>(fragments);
-    auto &lows = view<Extremes>(shared)[0], &highs = view<Extremes>(shared)[1];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const auto& r = view<Fragments>(fragments);
+    Extremes& mine = view<Extremes[WARPS]>(shared)[warp()];
+    const int lane = threadIdx.x & 31;
+    __syncwarp();  // they have been read
 #pragma unroll
     for (int f = 0; f < TILES; ++f)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // column 2 (lane % 4) + {0, 1, 8, 9}
-        float low = INFINITY, high = -INFINITY;
-#pragma unroll
-        for (int g = 0; g < HALVES; ++g)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const uint32_t pair = r[g][f][(e >> 1) * 2 + i];
-            const float x = e & 1 ? high_of(pair, T()) : low_of(pair, T());
-            low = fminf(low, x), high = fmaxf(high, x);
-          }
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
-          high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
-        }
-        const int channel = f * 16 + (lane & 3) * 2 + (e & 1) + (e >> 1) * 8;
-        if (lane < 4) lows[warp][channel] = low, highs[warp][channel] = high;
+      for (int e = 0; e < 2; ++e) {  // columns 2 (lane % 4) + 8 e and the next
+        Range<T> range;
+        range.take(r[f][2 * e]), range.take(r[f][2 * e + 1]);
+        mine[lane >> 2][f * 8 + (lane & 3) + e * 4] = make_uint2(range.low, range.high);
       }
   }
-  // Codes with parameters of each channel over the group's tokens, which are stored too.
-  __device__ __forceinline__ static void quantize_channels(const void* rows, int group, uint32_t* fragments, const void* shared) {
+  // Of all warps' extremes in `shared` the parameters of each channel, to the shared memory
+  // `parameters` and to the group's record, of which each page of a group has a slice.
+  __device__ __forceinline__ static void find_parameters(const void* rows, const void* shared, void* parameters) {
     constexpr float MOST = float((1 << (bits_of(KEY) % 16)) - 1);
+    constexpr int SLICE = PAGE < RESIDUAL ? C::GROUP_RECORD * PAGE / RESIDUAL : C::GROUP_RECORD;
     const N& n = view<N>(rows);
-    auto& r = view<Fragments[HALVES]>(fragments);
-    const auto &lows = view<Extremes>(shared)[0], &highs = view<Extremes>(shared)[1];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const auto& extremes = view<Extremes[WARPS]>(shared);
+    for (int i = threadIdx.x; i < HEAD_DIM * 2; i += C::THREADS) {  // four lanes for two channels
+      const int part = i & 3, channel = i / 4 * 2 + (part & 1);
+      Range<T> range;
 #pragma unroll
-    for (int f = 0; f < TILES; ++f) {
-      Parameters p[4];
+      for (int w = 0; w < WARPS; ++w)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int channel = f * 16 + (lane & 3) * 2 + (e & 1) + (e >> 1) * 8;
-        float low = lows[0][channel], high = highs[0][channel];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) low = fminf(low, lows[w][channel]), high = fmaxf(high, highs[w][channel]);
-        p[e] = parameters_of(low, high, MOST);
-      }
-#pragma unroll
-      for (int g = 0; g < HALVES; ++g)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[g][f][i] = codes_of<T, KEY>(r[g][f][i], p[(i >> 1) * 2], p[(i >> 1) * 2 + 1]);
-      if (warp == 0 && lane < 4) {
-        const int at = (f * 4 + lane) * 16;  // in the group's record, of which each page of a group has a slice
-        constexpr int SLICE = PAGE < RESIDUAL ? C::GROUP_RECORD * PAGE / RESIDUAL : C::GROUP_RECORD;
-        char* record = n.page_of(group + (PAGE < RESIDUAL ? at / SLICE * PAGE : 0)) + C::KEY_PARAMETERS_AT;
-        if (PAGE > RESIDUAL) record += group % PAGE / RESIDUAL * SLICE;
-        *reinterpret_cast<uint4*>(record + at % SLICE) = make_uint4(pack_pair(p[0].zero, p[1].zero, half()), pack_pair(p[0].scale, p[1].scale, half()),
-                                                                    pack_pair(p[2].zero, p[3].zero, half()), pack_pair(p[2].scale, p[3].scale, half()));
-      }
+        for (int row = 0; row < 2; ++row) {
+          const uint2 found = extremes[w][part * 2 + row][i / 4];
+          range.take_low(found.x), range.take_high(found.y);
+        }
+      range.join(1), range.join(2);
+      if (part > 1) continue;
+      const Parameters p = channel & 1 ? parameters_of(high_of(range.low, T()), high_of(range.high, T()), MOST)
+                                       : parameters_of(low_of(range.low, T()), low_of(range.high, T()), MOST);
+      reinterpret_cast<float2*>(parameters)[channel] = make_float2(p.inverse, p.zero);
+      const int at = (channel / 16 * 4 + channel % 8 / 2) * 16;
+      char* record = n.page_of(n.group + (PAGE < RESIDUAL ? at / SLICE * PAGE : 0)) + C::KEY_PARAMETERS_AT;
+      if (PAGE > RESIDUAL) record += n.group % PAGE / RESIDUAL * SLICE;
+      uint16_t* to = reinterpret_cast<uint16_t*>(record + at % SLICE + channel % 16 / 8 * 8) + (channel & 1);
+      to[0] = uint16_t(pack_pair(p.zero, 0.0f, half())), to[2] = uint16_t(pack_pair(p.scale, 0.0f, half()));
     }
+  }
+  // Codes with the parameters of each channel.
+  __device__ __forceinline__ static void quantize_channels(uint32_t* fragments, const void* parameters) {
+    auto& r = view<Fragments>(fragments);
+    const auto& channels = view<ChannelParameters>(parameters);
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int f = 0; f < TILES; ++f)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float4 p = channels[f * 8 + (lane & 3) + e * 4];
+        const Parameters low = {0.0f, p.x, p.y}, high = {0.0f, p.z, p.w};
+#pragma unroll
+        for (int i = 2 * e; i < 2 * e + 2; ++i) r[f][i] = codes_of<T, KEY>(r[f][i], low, high);
+      }
   }
   // A granule of keys, whose channels may be quantized already, to its page.
-  __device__ __forceinline__ static void store_keys(const void* rows, int token, uint32_t* fragments, float head_scale) {
+  __device__ __forceinline__ static void store_keys(const void* rows, uint32_t* fragments, float head_scale) {
     const N& n = view<N>(rows);
     Fragments& r = view<Fragments>(fragments);
+    const int token = n.group + warp() * GRANULE;
     char* page = n.page_of(token);
-    if constexpr (KEY_SCALES == PER_TOKEN) quantize_tokens<KEY>(r, page + C::KEY_PARAMETERS_AT + token % PAGE * C::PAIR_BYTES);
-    if constexpr (KEY == FP8) {
-#pragma unroll
-      for (int f = 0; f < TILES; ++f)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[f][i] = e4m3_of<T>(r[f][i], head_scale);
-    }
+    if constexpr (KEY_SCALES == PER_TOKEN) quantize_rows(r, page + C::KEY_PARAMETERS_AT + token % PAGE * C::PAIR_BYTES);
+    if constexpr (KEY == FP8) quantize_fp8(r, head_scale);
     store<KEY>(page + token % PAGE * C::KEY_TOKEN, r);
   }
-  __device__ __forceinline__ static void store_values(const void* rows, int token, uint32_t* fragments, float head_scale) {
+  __device__ __forceinline__ static void store_values(const void* rows, uint32_t* fragments, float head_scale) {
     const N& n = view<N>(rows);
     Fragments& r = view<Fragments>(fragments);
+    const int token = n.group + warp() * GRANULE;
     char* page = n.page_of(token);
-    if constexpr (has_zero(VALUE)) quantize_tokens<VALUE>(r, page + C::VALUE_PARAMETERS_AT + token % PAGE * C::PAIR_BYTES);
-#pragma unroll
-    for (int f = 0; f < TILES; ++f) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (VALUE == FP8) r[f][i] = e4m3_of<T>(r[f][i], head_scale);
-        r[f][i] = transpose(r[f][i]);
-      }
-      const uint32_t swapped = r[f][1];
-      r[f][1] = r[f][2], r[f][2] = swapped;
-    }
+    if constexpr (has_zero(VALUE)) quantize_columns(r, page + C::VALUE_PARAMETERS_AT + token % PAGE * C::PAIR_BYTES);
+    if constexpr (VALUE == FP8) quantize_fp8(r, head_scale);
     store<VALUE>(page + C::VALUES_AT + token % PAGE * C::VALUE_TOKEN, r);
   }
 
@@ -164,32 +191,52 @@ struct Pack {
         *reinterpret_cast<uint2*>(to) = make_uint2(words[2 * j], words[2 * j + 1]);
     }
   }
-  // Codes of a granule with parameters of each token (over the channels), which are stored too.
-  template <int KIND>
-  __device__ __forceinline__ static void quantize_tokens(Fragments& r, char* parameters) {
+  __device__ __forceinline__ static void quantize_fp8(Fragments& r, float head_scale) {
+    const Divisor scale(head_scale);
+#pragma unroll
+    for (int f = 0; f < TILES; ++f)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[f][i] = e4m3_of<T>(r[f][i], scale);
+  }
+  // Codes of keys with parameters of each token (over the channels), which are stored too: tokens
+  // are rows.
+  __device__ __forceinline__ static void quantize_rows(Fragments& r, char* parameters) {
     const int lane = threadIdx.x & 31;
-    constexpr float MOST = float((1 << (bits_of(KIND) % 16)) - 1);
 #pragma unroll
-    for (int half_of_rows = 0; half_of_rows < 2; ++half_of_rows) {
-      float low = INFINITY, high = -INFINITY;
+    for (int upper = 0; upper < 2; ++upper) {
+      Range<T> range;
 #pragma unroll
-      for (int f = 0; f < TILES; ++f)
+      for (int f = 0; f < TILES; ++f) range.take(r[f][upper]), range.take(r[f][upper + 2]);
 #pragma unroll
-        for (int i = half_of_rows; i < 4; i += 2) {
-          low = fminf(low, fminf(low_of(r[f][i], T()), high_of(r[f][i], T())));
-          high = fmaxf(high, fmaxf(low_of(r[f][i], T()), high_of(r[f][i], T())));
-        }
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) {
-        low = fminf(low, __shfl_xor_sync(0xffffffffu, low, step));
-        high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
-      }
-      const Parameters p = parameters_of(low, high, MOST);
+      for (int step = 1; step < 4; step *= 2) range.join(step);
+      const float low = fminf(low_of(range.low, T()), high_of(range.low, T())), high = fmaxf(low_of(range.high, T()), high_of(range.high, T()));
+      const Parameters p = parameters_of(low, high, float((1 << (bits_of(KEY) % 16)) - 1));
 #pragma unroll
       for (int f = 0; f < TILES; ++f)
 #pragma unroll
-        for (int i = half_of_rows; i < 4; i += 2) r[f][i] = codes_of<T, KIND>(r[f][i], p, p);
-      if ((lane & 3) == 0) reinterpret_cast<uint32_t*>(parameters)[(lane >> 2) + half_of_rows * 8] = pack_pair(p.scale, p.zero, half());
+        for (int i = upper; i < 4; i += 2) r[f][i] = codes_of<T, KEY>(r[f][i], p, p);
+      if ((lane & 3) == 0) reinterpret_cast<uint32_t*>(parameters)[(lane >> 2) + upper * 8] = pack_pair(p.scale, p.zero, half());
+    }
+  }
+  // Of values: tokens are columns, two in each register.
+  __device__ __forceinline__ static void quantize_columns(Fragments& r, char* parameters) {
+    constexpr float MOST = float((1 << (bits_of(VALUE) % 16)) - 1);
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int right = 0; right < 2; ++right) {
+      Range<T> range;
+#pragma unroll
+      for (int f = 0; f < TILES; ++f) range.take(r[f][2 * right]), range.take(r[f][2 * right + 1]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) range.join(step);
+      const Parameters p = parameters_of(low_of(range.low, T()), low_of(range.high, T()), MOST);
+      const Parameters next = parameters_of(high_of(range.low, T()), high_of(range.high, T()), MOST);
+#pragma unroll
+      for (int f = 0; f < TILES; ++f)
+#pragma unroll
+        for (int i = 2 * right; i < 2 * right + 2; ++i) r[f][i] = codes_of<T, VALUE>(r[f][i], p, next);
+      if (lane < 4)
+        reinterpret_cast<uint2*>(parameters)[lane + right * 4] = make_uint2(pack_pair(p.scale, p.zero, half()), pack_pair(next.scale, next.zero, half()));
     }
   }
 };

@@ -23,6 +23,24 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
+// Of each half the lower and the higher; a NaN gives way.
+__device__ __forceinline__ uint32_t lower_pair(uint32_t x, uint32_t y, half) {
+  const half2 pair = __hmin2(*reinterpret_cast<const half2*>(&x), *reinterpret_cast<const half2*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t higher_pair(uint32_t x, uint32_t y, half) {
+  const half2 pair = __hmax2(*reinterpret_cast<const half2*>(&x), *reinterpret_cast<const half2*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t lower_pair(uint32_t x, uint32_t y, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __hmin2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t higher_pair(uint32_t x, uint32_t y, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&x), *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // An 8 x 8 matrix of 16-bit elements, row lane / 4, columns 2 (lane % 4) and the next: transposed.
 __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   uint32_t out;

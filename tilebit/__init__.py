@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.gptq import gptq
+    from .weights.mixed import MixedLinear
     from .weights.modules import QuantLinear, quantize_model
     from .weights.packed import PackedWeight, pack
     from .weights.precision import PrecisionPlan, select_channels
@@ -39,6 +40,7 @@ _HOME = {
     "KVCache": "cache.kvcache",
     "KVFormat": "layouts.kv_formats",
     "KernelUnavailable": "kernels",
+    "MixedLinear": "weights.mixed",
     "PackedWeight": "weights.packed",
     "PrecisionPlan": "weights.precision",
     "QuantFormat": "layouts.formats",
@@ -69,6 +71,7 @@ __all__ = [
     "KVCache",
     "KVFormat",
     "KernelUnavailable",
+    "MixedLinear",
     "PackedWeight",
     "PrecisionPlan",
     "QuantFormat",

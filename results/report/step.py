@@ -31,8 +31,8 @@ def step_section(folder: Path) -> str:
         about = (
             f"Commit {commits_of(rows)}. One new token for each sequence of a batch, from the token to its logits: medians of rounds in "
             "which all of a batch's steps alternate. tilebit's sequences grow, with room made on the host at each step, and windows fill "
-            "at different steps; the others run again at one length. A graph alone is the captured step without the host. Logits agree with "
-            "each other's, and over low-bit caches with the uncompiled model's, to 2 %."
+            "at different steps; the others run again at one length. A graph alone is the captured step without the host. Logits agree "
+            "with each other's, and over low-bit caches with the uncompiled model's, to 2 %."
         )
         header = [
             "batch", "tokens in the cache", "layers", "kernels", "weights", "cache", "ms a step", "its graph alone, ms", "16 bits take",

@@ -70,14 +70,15 @@ class Plan:
     )
 
     def __init__(
-        self, device: torch.device, n: int, k: int, format: GemmFormat, dtype: torch.dtype, bias: bool, dependent: bool = False
-    ) -> None:
+        self, device: torch.device, n: int, k: int, format: GemmFormat, dtype: torch.dtype, bias: bool, dependent: bool = False,
+        width: int = 0,
+    ) -> None:  # fmt: skip
         self.device = device
         self.dtype = dtype
         self.bias = bias
         self.dependent = dependent
         self.target = device_target(device)
-        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias)
+        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width)
         self.operands = self.workload.operands(self.target.arch)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
@@ -177,13 +178,15 @@ def plan_for(
     dtype: torch.dtype,
     bias: bool,
     dependent: bool = False,
+    width: int = 0,
 ) -> Plan:
-    """The plan of such calls, made and checked on first use. Raises ``ValueError`` for a format,
+    """The plan of such calls (with ``width`` of those that write some columns of a wider y), made and
+    checked on first use. Raises ``ValueError`` for a format,
     shape, dtype or device that is not supported."""
-    key = (n, k, format, bias, dtype, device, dependent)
+    key = (n, k, format, bias, dtype, device, dependent, width)
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = Plan(device, n, k, GemmFormat.parse(format), dtype, bias, dependent)
+        plan = plans[key] = Plan(device, n, k, GemmFormat.parse(format), dtype, bias, dependent, width)
     return plan
 
 

@@ -16,6 +16,7 @@ from ..weights.packed import PackedWeight
 from . import dispatch
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES, Plan
+from .launchers import Launcher
 from .operands import ALIGNMENT, check, describe, schema
 from .quantize import QUANTIZE
 
@@ -49,44 +50,60 @@ def _gemm_int8(
     of a ``PackedWeight`` of ``format``. Raises ``ValueError`` for what does not fit and
     ``KernelUnavailable``, before a launch.
     """
-    _check_x(x, dtype, weight.device)
+    check_x(x, dtype, weight.device)
     *leading, columns = x.shape
     plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent)
     if not plan.workload.format.integer_sums:
         raise ValueError(f"format is {format}, whose x is of 16 bits; accepted: a format with int8 x, such as 'w4a8_lqq_g128'")
     if columns not in (k, plan.kx):
-        _reject_x(x, weight.device, k)
+        reject_x(x, weight.device, k)
     y = torch.empty((*leading, n), dtype=dtype, device=x.device)
     m = x.numel() // columns
     if not m:
         return y
+    rows, token_scales = as_read(plan, x, token_scales, m)
+    launch(plan, m, (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n)))
+    return y
+
+
+def as_read(plan: Plan, x: Tensor, token_scales: Tensor | None, m: int) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of ``m`` rows as the kernels of ``plan`` read them; scales of another shape
+    as they are, which ``launch`` refuses."""
     if token_scales is not None:
         if plan.workload.format.x_grouped:
             if token_scales.ndim and token_scales.shape[1:] == x.shape[:-1]:
                 token_scales = token_scales.reshape(token_scales.shape[0], m).contiguous()
         elif token_scales.shape == x.shape[:-1]:
             token_scales = token_scales.reshape(m).contiguous()
-    rows = x.reshape(m, columns)
-    rows = torch.nn.functional.pad(rows, (0, plan.kx - k)) if columns != plan.kx else rows.contiguous()
-    operands = (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n))
-    launch = plan.launchers.get(m)
-    if launch is None:
+    rows = x.reshape(m, x.shape[-1])
+    return torch.nn.functional.pad(rows, (0, plan.kx - rows.shape[1])) if rows.shape[1] != plan.kx else rows.contiguous(), token_scales
+
+
+def ready(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> Launcher:
+    """The kernel for ``m`` rows; where there is none yet, operands are checked first."""
+    found = plan.launchers.get(m)
+    if found is None:
         _check(plan, operands)
-        launch = plan.launcher(m)
+        found = plan.launcher(m)
+    return found
+
+
+def launch(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> None:
+    """Launch the kernel for ``m`` rows on operands in the plan's order."""
+    run = ready(plan, m, operands)
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):
-                launch(*operands)
+                run(*operands)
         else:
-            launch(*operands)
+            run(*operands)
     except Exception:
         _check(plan, operands)  # says what the kernel's own check found in this operator's words
         own = [t.clone() if t is not None and t.data_ptr() % ALIGNMENT else t for t in operands[:-1]]
         if all(a is b for a, b in zip(own, operands, strict=False)):
             raise
         with torch.cuda.device(plan.device) if plan.guarded else nullcontext():
-            launch(*own, operands[-1])  # rows off a 16-byte boundary: rare, so tried first
-    return y
+            run(*own, operands[-1])  # rows off a 16-byte boundary: rare, so tried first
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: bool, token_scales: Tensor | None) -> Tensor:
@@ -106,7 +123,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: boo
         )
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:
-            _reject_x(x, packed.device, packed.k)
+            reject_x(x, packed.device, packed.k)
         if codes and packed.format.x_grouped:
             raise ValueError(
                 f"x is {describe(x)} and the weight's columns are reordered (act order): groups of {packed.format.x_group} are those of "
@@ -143,21 +160,20 @@ def of_rows(
 def _check(plan: Plan, operands: tuple[Tensor | None, ...]) -> None:
     w = plan.workload
     call = f"gemm with x of int8 [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
-    rows, *held, token_scales, bias, y = operands
-    stated = {o.name: o for o in plan.operands}
-    names = [o.name for o in plan.operands]
-    check([stated[name] for name in names[1:5]] + [stated["bias"]], (*held, bias), plan.device, call, dense=True)
-    check([stated["x"], stated["token_scales"], stated["y"]], (rows, token_scales, y), plan.device, call)
+    given = list(zip(plan.operands, operands, strict=True))
+    for dense in (True, False):  # first what belongs to the weight
+        some = [(o, tensor) for o, tensor in given if (o.name not in ("x", "token_scales", "y")) == dense]
+        check([o for o, _ in some], [tensor for _, tensor in some], plan.device, call, dense=dense)
 
 
-def _check_x(x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def check_x(x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPE_NAMES))}")
     if x.ndim < 1 or x.dtype is not torch.int8 or not x.shape[-1]:
-        _reject_x(x, device)
+        reject_x(x, device)
 
 
-def _reject_x(x: Tensor, device: torch.device, k: int | None = None) -> NoReturn:
+def reject_x(x: Tensor, device: torch.device, k: int | None = None) -> NoReturn:
     shape = "[..., k] with k >= 1" if k is None else f"[..., {k}]"
     raise ValueError(f"x is {describe(x)}; accepted: int8 {shape} on {device}, codes of rows with token_scales beside them")
 
@@ -176,7 +192,7 @@ def _fake(
     dtype: torch.dtype,
     dependent: bool = False,
 ) -> Tensor:
-    _check_x(x, dtype, weight.device)
+    check_x(x, dtype, weight.device)
     GemmFormat.parse(format)
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,10 @@ from ..kernels import find_kernel
 from ..weights.packed import PackedWeight
 from . import dispatch
 from .dispatch import Plan
+
+if TYPE_CHECKING:
+    from ..weights.mixed import MixedLinear
+    from ..weights.modules import QuantLinear
 
 
 class Preparation:
@@ -57,8 +62,8 @@ def prepare(
     number of rows): before a CUDA-graph capture or a first request.
 
     ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether
-    calls pass them, or a model, whose ``QuantLinear`` layers say so themselves, and whose
-    ``AnyPrecisionLinear`` layers do, for the width that each is set to. All kernels compile
+    calls pass them, or a model, whose layers say so themselves (``AnyPrecisionLinear``: for the width
+    that each is set to). All kernels compile
     in parallel, a process each, as many as there are cores. With ``background`` this returns at
     once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its
     own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
@@ -74,19 +79,23 @@ def prepare(
 
 
 def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bias: bool, dependent: bool) -> list[Plan]:
-    from ..weights.any_modules import AnyPrecisionLinear  # they import the operator
+    from ..weights.any_modules import AnyPrecisionLinear  # they import the operators
+    from ..weights.mixed import MixedLinear
     from ..weights.modules import QuantLinear
 
     if isinstance(weights, torch.nn.Module):
-        layers = [module for module in weights.modules() if isinstance(module, QuantLinear)]
+        mixed = [module for module in weights.modules() if isinstance(module, MixedLinear) and len(module.parts) > 1]
+        parts = {id(part) for module in mixed for _, part in module.parts}
+        layers = [module for module in weights.modules() if isinstance(module, QuantLinear) and id(module) not in parts]
         of_widths = [module for module in weights.modules() if isinstance(module, AnyPrecisionLinear)]
-        if not layers and not of_widths:
+        if not (layers or mixed or of_widths):
             raise ValueError(
                 f"{type(weights).__name__} has no QuantLinear or AnyPrecisionLinear layer; quantize it first (tilebit.quantize_model)"
             )
         return [
             *(_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers),
             *(_plan(layer.packed.view(layer.bits), layer.bias is not None, False) for layer in of_widths),
+            *(_plan(part.packed, part.bias is not None, early, layer.out_features) for layer in mixed for part, early in _early(layer)),
         ]
     found = [weights] if isinstance(weights, PackedWeight) else list(weights) if isinstance(weights, Iterable) else []
     if not found or not all(isinstance(packed, PackedWeight) for packed in found):
@@ -97,5 +106,10 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
     return [_plan(packed, bias, dependent) for packed in found]
 
 
-def _plan(packed: PackedWeight, bias: bool, dependent: bool) -> Plan:
-    return dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent)
+def _early(layer: MixedLinear) -> list[tuple[QuantLinear, bool]]:
+    """Its parts, and whether their kernels start early."""
+    return [(part, name == "high" and layer.launches == "dependent") for name, part in layer.parts]
+
+
+def _plan(packed: PackedWeight, bias: bool, dependent: bool, width: int = 0) -> Plan:
+    return dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent, width)

@@ -52,7 +52,7 @@ def workspace(device: torch.device, words: int) -> Space:
     space = _eager.get((index, stream))
     if space is None or space[1] < words:
         space = _allocate(device, words)
-        if not _managed_by_inductor(index, stream):
+        if not managed_by_inductor(index, stream):
             _eager[index, stream] = space
     return space
 
@@ -65,7 +65,7 @@ def _for_capture(device: torch.device, index: int, stream: int, words: int) -> S
     if held is not None and held[0] == capture and held[1][1] >= words:
         return held[1]
     space = _allocate(device, words)
-    if not _managed_by_inductor(index, stream):
+    if not managed_by_inductor(index, stream):
         _captured[index, stream] = (capture, space)
     return space
 
@@ -85,7 +85,7 @@ def _allocate(device: torch.device, words: int) -> Space:
     return memory.data_ptr(), length, memory
 
 
-def _managed_by_inductor(index: int, stream: int) -> bool:
+def managed_by_inductor(index: int, stream: int) -> bool:
     """Whether torch.compile's own CUDA-graph manager runs this call. It owns every allocation on
     its stream and rejects one that outlives the call, so there each call gets a workspace of its
     own (which costs one clear of the tickets)."""

@@ -221,21 +221,25 @@ class QuantLinear(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        described = state_dict.get(prefix + EXTRA)
-        if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
-            try:
-                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, parse_described(described))}
-            except ValueError as error:
-                errors.append(f"{prefix.rstrip('.') or 'QuantLinear'}: {error}")
-                return
-        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        assign = bool(local_metadata.get("assign_to_params_buffers"))
-        found = [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
+        state_dict, found = self.fitting(state_dict, prefix, local_metadata)
         if found:
             errors += found
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._settle()
+
+    def fitting(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """(``state_dict`` with the layer's tensors in its own layout, what keeps them from being its, in
+        sentences)."""
+        described = state_dict.get(prefix + EXTRA)
+        if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
+            try:
+                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, parse_described(described))}
+            except ValueError as error:
+                return state_dict, [f"{prefix.rstrip('.') or 'QuantLinear'}: {error}"]
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        return state_dict, [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
 
     def _as_stored_here(self, state_dict: dict[str, Any], prefix: str, described: dict[str, Any]) -> dict[str, Tensor]:
         """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when

@@ -35,7 +35,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(workspaces, "_eager", {})
     monkeypatch.setattr(workspaces, "_captured", {})
     monkeypatch.setattr(workspaces, "_current_stream", lambda index: state.stream)
-    monkeypatch.setattr(workspaces, "_managed_by_inductor", lambda index, stream: state.managed)
+    monkeypatch.setattr(workspaces, "managed_by_inductor", lambda index, stream: state.managed)
     monkeypatch.setattr(workspaces, "_allocate", lambda device, words: allocate(torch.device("cpu"), words))
     monkeypatch.setattr(workspaces, "capture_id", lambda stream: state.capture)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)

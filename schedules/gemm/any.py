@@ -128,7 +128,7 @@ def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target) -> l
     for block_n, min_blocks, warps, split_k in product(BLOCK_N, range(1, MAX_MIN_BLOCKS + 1), numbers, SPLITS):
         base = Schedule(PROGRAM, block_n, block_m, 1, STAGES[0], warps, split_k, min_blocks)
         blocks, places = n_pad // block_n * -(-max(workload.m, 1) // block_m) * split_k, target.units * min_blocks
-        split_for_nothing = split_k > 1 and (blocks > 2 * places or steps(workload) < split_k * warps)
+        split_for_nothing = split_k > 1 and (blocks // split_k >= target.units or steps(workload) < split_k * warps)
         if warps * min_blocks > MOST_WARPS or split_for_nothing or (warps > numbers[0] and steps(workload) < warps):
             continue
         wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))

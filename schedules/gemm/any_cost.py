@@ -1,9 +1,9 @@
 """The analytic model of ``gemm_any``: how long a schedule should take, from counted instructions.
 
-One warp and step of 256 k of 16 rows are 128 look-ups of a weight by each lane. Counted in the code
-of sm_90a: of up to 4 bits 64 loads of pairs with 64 byte permutations for their addresses and about
-70 instructions that make codes; of more bits 128 loads, 192 permutations and about 250. A load of
-16 bytes a lane takes shared memory four cycles, all others one. Nothing here is fitted yet.
+One warp and step of 256 k of 16 rows are 128 weights of each lane. Shared memory is busy longest:
+64 loads of pairs of up to 4 bits, or 128 of single numbers, a cycle each; four for each load or
+copy of 16 bytes a lane. Beside it byte permutations and selections, two a cycle. Constants that say
+"fitted" are of some 250 measurements at m = 1 and 8 on an H200, three shapes, 3 to 8 bits.
 """
 
 from __future__ import annotations
@@ -13,44 +13,53 @@ from math import ceil, hypot
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .any import ENTRY, PAIRED_BITS, plane_bytes, steps, table_bytes
-from .cost import ISSUE, KNEE_BYTES, L2_SPEEDUP, LANES, STREAM_BURST, STREAM_LAUNCH_US, STREAM_SPLIT_US
+from .any import ENTRY, PAIRED_BITS, STATIC_SMEM, plane_bytes, registers_needed, shared_bytes, steps, table_bytes
+from .cost import KNEE_BYTES, L2_SPEEDUP, LANES, STREAM_BURST
 from .workload import Workload
 
-LOOK_UPS = 64, 128  # loads from tables of a step of 16 rows: of pairs, of single codes
-ISSUED = 215, 600  # instructions of it
-SETUP = 250  # a warp's instructions before its first step and after its last
-FILL = 24  # instructions for an entry of a table of each of a warp's lanes
-WAVE_US = 1.6  # the first planes of a block, its tables and its sums, where no other block hides them
-SHARED_US = 0.5  # and where one does
+LOOK_UPS = 64, 128  # loads from tables of a step of 16 rows: of pairs, of single numbers
+SELECTIONS = 125, 300  # permutations, selections, rotations of it
+WIDE = 4  # cycles of 16 bytes a lane
+STEP_CYCLES = 10  # of a step, beside
+ALONE_US = 1.5  # a block's first planes, tables and sums, where it is alone on an SM; fitted
+TOGETHER_US = 0.25  # and where others compute meanwhile; fitted
+LAUNCH_US = 2.2  # with a grid's first planes; fitted
+SPLIT_US = 3.5  # tickets and what blocks of a tile wait for; fitted
+
+
+def resident_blocks(workload: Workload, schedule: Schedule, target: Target) -> int:
+    """Blocks that an SM holds, whether they were asked for or not."""
+    s, threads = schedule, schedule.num_warps * 32
+    by_memory = target.smem_per_sm // (shared_bytes(workload, s) + STATIC_SMEM + target.BLOCK_SMEM)
+    by_registers = target.REGISTERS_PER_SM // (threads * registers_needed(workload, s))
+    return max(1, min(by_memory, by_registers, target.threads_per_sm // threads))
 
 
 def any_estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
     """The model's expectation for ``schedule``; meant for legal ones."""
     w, s, bits, clock = workload, schedule, workload.format.bits, target.dequant_gops / target.units / LANES
-    tiles, columns, m_blocks = s.block_n // 16, max(1, s.block_m // 8), -(-max(w.m, 1) // s.block_m)
-    blocks = -(-w.n // s.block_n) * m_blocks * s.split_k
-    places = target.units * s.min_blocks
-    waves, busiest = -(-blocks // places), -(-blocks // target.units)
-    utilization = blocks / (busiest * target.units)
+    tiles, columns, m_blocks = s.block_n // 16, max(1, s.block_m // 8), ceil(max(w.m, 1) / s.block_m)
+    rows = min(max(w.m, 1), s.block_m)
+    blocks = ceil(w.n / s.block_n) * m_blocks * s.split_k
+    busiest = ceil(blocks / target.units)
+    resident = min(resident_blocks(w, s, target), busiest)
+    waves, utilization = ceil(busiest / resident), blocks / (busiest * target.units)
     turns = ceil(ceil(steps(w) / s.split_k) / s.num_warps)
-    full = steps(w) / s.split_k / (turns * s.num_warps)  # of the last turn some warps have no step
+    short = (turns * s.num_warps * s.split_k / steps(w)) ** (1 / resident)  # in its last turn some warps have no step
 
-    in_flight = min(s.min_blocks, busiest) * s.num_warps * min(s.num_stages, turns) * plane_bytes(w, s)
-    flow = min(1.0, (in_flight / KNEE_BYTES) ** 0.5) * min(1.0, utilization * full * STREAM_BURST)
-    x = -(-w.n // s.block_n) * min(max(w.m, 1), s.block_m) * m_blocks * w.k * 2
+    in_flight = resident * s.num_warps * min(s.num_stages, turns) * plane_bytes(w, s)
+    flow = min(1.0, (in_flight / KNEE_BYTES) ** 0.5) * min(1.0, utilization * STREAM_BURST)
+    x = ceil(w.n / s.block_n) * rows * m_blocks * w.k * 2
     load = (w.weight_bytes * (1 + (m_blocks - 1) / L2_SPEEDUP) + x / L2_SPEEDUP) / (target.read_gbps * 1e3) / flow
 
     paired = bits <= PAIRED_BITS
-    x_loads = 8 * columns * (1 if tiles > 1 and columns == 1 else tiles)
-    wide = tiles * bits + x_loads + (bits * tiles + columns * 4) / 2  # read, and brought by the copies
-    issued = tiles * ISSUED[not paired] + tiles * 16 * (columns - 1) + 2 * x_loads + 40
-    entries = tiles * table_bytes(bits) / ENTRY * 16 / 32  # of a warp's lanes, one each
-    of_block = s.num_warps * (turns * full * issued + SETUP) + entries * FILL
-    shared = s.num_warps * turns * full * (tiles * LOOK_UPS[not paired] + 4 * wide) + 4 * entries
-    compute = busiest * max(of_block / (4 * ISSUE), shared / ISSUE) / (clock * 1e3)
+    x_reads = 8 * columns * ceil(min(s.block_m, 8) / 2) * (1 if tiles > 1 and columns == 1 else tiles)
+    cycles = tiles * (LOOK_UPS[not paired] + 2 * WIDE * bits) + x_reads + WIDE * rows
+    cycles = max(cycles, tiles * SELECTIONS[not paired] / 2) + STEP_CYCLES
+    entries = tiles * table_bytes(bits) // ENTRY * 256 / 128  # cycles that it takes to store them
+    compute = busiest * (steps(w) / s.split_k * cycles * short + entries) / (clock * 1e3)
 
-    ends = WAVE_US + (waves - 1) * (WAVE_US if s.min_blocks == 1 else SHARED_US)
-    split = STREAM_SPLIT_US * s.split_k if s.split_k > 1 else 0.0
-    us = STREAM_LAUNCH_US + ends + hypot(load, compute) + split
-    return Estimate(us, 1, load, compute, 0.0, ends, split, STREAM_LAUNCH_US, waves, utilization)
+    ends = busiest / resident * (ALONE_US if resident == 1 else TOGETHER_US)
+    split = SPLIT_US if s.split_k > 1 else 0.0
+    us = LAUNCH_US + ends + hypot(load, compute) + split
+    return Estimate(us, 1, load, compute, 0.0, ends, split, LAUNCH_US, waves, utilization)

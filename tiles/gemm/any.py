@@ -26,7 +26,7 @@ from .operands import Operands
 from .stream_sums import sum_macros
 
 HEADERS = (
-    "ptx/instructions.cuh", "codecs/any_product.cuh", "pipeline/copies.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "pipeline/copies.cuh", "store/split_k.cuh", "store/sums.cuh",
 )  # fmt: skip
 
 # As of stream.py, for the same reasons: warps loop for different lengths.

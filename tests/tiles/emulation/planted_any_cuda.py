@@ -50,7 +50,7 @@ BUGS = (
     device("table of row r for row r + 8", W6, ONE, ("low + ENTRY / 2", "low")),
     device("table of the first tile", W3, TWO, ("tables.address + t * TABLE", "tables.address")),
     device("second code of a pair for the first", W3, ONE, ("second * 16 + first : first", "first * 16 + second : first")),
-    device("numbers of a register exchanged", W6, ONE, ("0x5410", "0x1054")),
+    device("numbers of a register exchanged", W6, ONE, ("high << 16 | low", "low << 16 | high")),
     device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),
     device("x of a neighbouring lane", W6, TWO, ("+ (lane & 3) * 16, values[c]", "+ ((lane ^ 1) & 3) * 16, values[c]")),
     device("second half of a step with the first half's x", W3, ONE, ("load_x(x.address, u * 4 + q", "load_x(x.address, q")),

@@ -6,8 +6,8 @@
 // selected bits of the planes' words: of 4 planes a quarter of an instruction a weight. Tables lie in
 // shared memory once for each lane, in a bank of its own (a random place in a row's table would meet
 // the others' banks three at a time): of up to 4 bits a table of pairs, whose look-up is an operand
-// register of two weights, of more one of single numbers, twice in a word. A byte of codes becomes an
-// address by one byte permutation. Comes after ptx/instructions.cuh.
+// register of two weights, of more one of single numbers. A byte of codes becomes an
+// address by one byte permutation. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -43,14 +43,12 @@ struct AnyProduct {
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
         const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y;
-        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : __byte_perm(two, two, j % 2 ? 0x3232 : 0x1010);
+        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : j % 2 ? two >> 16 : two & 0xffff;
         *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
       }
     }
   }
 
-  // The bits of `from` where `mask` has a one, of `other` elsewhere.
-  __device__ __forceinline__ static uint32_t select(uint32_t from, uint32_t other, uint32_t mask) { return (from & mask) | (other & ~mask); }
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
 
   // planes: a word of each -> words of codes: word j has those of weights j, j + PERIOD, ..., each in
@@ -63,17 +61,29 @@ struct AnyProduct {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint32_t high = 2 * i < BITS ? planes[2 * i < BITS ? 2 * i : 0] : 0, low = 2 * i + 1 < BITS ? planes[2 * i + 1 < BITS ? 2 * i + 1 : 0] : 0;
-        two[i][j] = select(high, low, 0x55555555u << j);
+        two[i][j] = lop3_select(0x55555555u << j, high, low);
       }
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) four[i][j] = select(two[2 * i][j % 2], two[2 * i + 1][j % 2], rotated(0x99999999u, 32 - j));
+      for (int j = 0; j < 4; ++j) four[i][j] = lop3_select(rotated(0x99999999u, 32 - j), two[2 * i][j % 2], two[2 * i + 1][j % 2]);
 #pragma unroll
     for (int j = 0; j < PERIOD; ++j) {
-      const uint32_t word = PAIRS ? four[0][j % 4] : select(four[0][j % 4], four[1][j % 4], rotated(0xe1e1e1e1u, 32 - j));
+      const uint32_t word = PAIRS ? four[0][j % 4] : lop3_select(rotated(0xe1e1e1e1u, 32 - j), four[0][j % 4], four[1][j % 4]);
       words[j] = rotated(word, (j + 33 - BITS) % 32);
     }
+  }
+
+  // Two 16-bit numbers in a register: by a multiplication, whose units are idle where those that
+  // permute and select are not.
+  __device__ __forceinline__ static uint32_t joined(uint32_t low, uint32_t high) {
+#ifdef TILEBIT_HOST_EMULATION
+    return high << 16 | low;
+#else
+    uint32_t both;
+    asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(both) : "r"(high), "r"(low));
+    return both;
+#endif
   }
 
   // Two numbers of a row: of the codes of byte q of words `first` and `second`, or of pairs, of `first`.
@@ -81,7 +91,7 @@ struct AnyProduct {
     const uint32_t selector = 0x5504 | q << 4;  // byte q of codes above the lane's byte
     const uint32_t number = load_shared_32(table + __byte_perm(first, lane, selector));
     if constexpr (PAIRS) return number;
-    return __byte_perm(number, load_shared_32(table + __byte_perm(second, lane, selector)), 0x5410);
+    return joined(number, load_shared_32(table + __byte_perm(second, lane, selector)));
   }
 
   // x of a lane's column; columns that are not there have whatever x was: their sums are not stored.

@@ -86,6 +86,8 @@ class AttentionWorkload:
             raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, or None for head_dim ** -0.5")
         if self.op == "append" and self.queries and not self.rotary:
             raise ValueError("queries is True and rotary ''; accepted: queries with rotary 'half' or 'interleaved', which turns them")
+        if self.scale == self.head_dim**-0.5:
+            object.__setattr__(self, "scale", None)  # said or not, it is one kernel
         unused: dict[str, Any] = {} if self.op == "append" else dict(_OF_APPEND)
         if self.op == "prefill":
             unused |= {"format": KVFormat(), "page_size": RESIDUAL}

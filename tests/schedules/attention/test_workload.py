@@ -119,3 +119,10 @@ def test_names():
     assert DECODE.title == "decode batch=3 kv_len=1000 q_len=2 heads=32/8x128 kv4_channel"
     assert DECODE.served == "decode 32/8x128 kv4_channel float16"
     assert DECODE.softmax_scale == 128**-0.5 and replace(DECODE, scale=2.0).softmax_scale == 2.0
+
+
+def test_the_usual_scale_is_the_same_said_or_not():
+    for head_dim in (64, 128, 256):
+        said, left = (AttentionWorkload("decode", 1, 1, 4096, 32, 8, head_dim, KVFormat(), scale=scale) for scale in (head_dim**-0.5, None))
+        assert said == left and hash(said) == hash(left) and said.softmax_scale == head_dim**-0.5
+    assert AttentionWorkload("decode", 1, 1, 4096, 32, 8, 128, KVFormat(), scale=0.1).scale == 0.1

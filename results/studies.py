@@ -18,6 +18,8 @@ from .report.ablation import ABLATION_FIELDS, ATTENTION_FIELDS, ablation_section
 from .report.activations import FIELDS as ACTIVATIONS_FIELDS
 from .report.activations import activations_section
 from .report.any_m import any_m_section
+from .report.any_precision import FIELDS as ANY_PRECISION_FIELDS
+from .report.any_precision import any_precision_section
 from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
 from .report.chains import FIELDS as CHAIN_FIELDS
@@ -112,6 +114,14 @@ STUDIES = (
         Row,
         lambda rows: any_m_section(read_rows(rows / "any_m")),
         ("python -m results.peers.import_peers FILE --run untuned --out results/rows/any_m",),
+    ),
+    Study(
+        "any_precision",
+        "Every width from one store",
+        "How fast are products of 3 to 8 bits that one store of bit planes serves, beside 16 bits?",
+        ANY_PRECISION_FIELDS,
+        lambda rows: any_precision_section(rows / "any_precision"),
+        ("python -m results.measure.any_precision",),
     ),
     Study(
         "formats",

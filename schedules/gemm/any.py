@@ -109,7 +109,7 @@ def registers_needed(workload: Workload, schedule: Schedule) -> int:
     """Registers of a thread, about: sums, planes, codes, x and addresses."""
     s, bits = schedule, workload.format.bits
     columns = max(1, s.block_m // 8)
-    x = 32 if s.block_n > 16 and columns == 1 else 4 * columns
+    x = (32 if s.block_n > 16 else 4) * columns  # for several tiles of rows all of a step's
     return s.block_n // 16 * columns * 4 + 4 * bits + (8 if bits <= PAIRED_BITS else 16) + x + 24
 
 

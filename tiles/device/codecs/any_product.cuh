@@ -21,7 +21,7 @@ struct AnyProduct {
   static constexpr int ENTRY = 256;               // bytes: of rows r / 4 and r / 4 + 8, four lanes each
   static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of 16 rows; of pairs the index is second * 16 + first
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1, PITCH = 576;   // tiles of columns; bytes from one row of x to the next
-  static constexpr bool KEEPS_X = TILES > 1 && NT == 1;
+  static constexpr bool KEEPS_X = TILES > 1;  // in registers, for all tiles
 
   // Tables of the block's rows from their codebooks, T [row][2^BITS], by all its THREADS threads. A
   // thread loads so many neighbouring numbers of a row at once, and stores each (of pairs each

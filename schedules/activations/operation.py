@@ -175,7 +175,7 @@ def cpu_estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target)
 
 def distance(there: QuantizeWorkload, here: QuantizeWorkload) -> float | None:
     """How far two calls are apart, in factors of two of a size."""
-    differ = sum(getattr(there, name) != getattr(here, name) for name in ("out", "group", "norm", "smooth"))
+    differ = sum(getattr(there, name) != getattr(here, name) for name in ("out", "group", "norm", "smooth", "residual", "gate"))
     return rank(there, here) + abs(log2(there.k / here.k)) + OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_OUT * differ
 
 

@@ -127,8 +127,8 @@ def gated(
     """y [..., k] of x [..., 2 k], fp16 or bf16: activation(x[..., :k]) * x[..., k:] in fp32, rounded once.
 
     ``activation`` is "silu" or "gelu_tanh". With ``out`` "int8" or "e4m3" (codes, scales) of y, as
-    ``quantize_activations`` gives them (``group`` 128 or a token; ``smooth`` fp32 [k]). ``dependent``,
-    tracing, capturing and errors are ``add_norm``'s.
+    ``quantize_activations`` gives them (``group`` 128 or a token; ``smooth`` fp32 [k]; on CUDA k up
+    to 32768). ``dependent``, tracing, capturing and errors are ``add_norm``'s.
     """
     expect_tensors(x=x)
     expect("activation", activation, str, " or ".join(map(repr, ACTIVATIONS)))

@@ -114,6 +114,12 @@ def test_what_a_block_cannot_hold_is_illegal():
         in legal(replace(W, norm=True, smooth=True), replace(through, num_warps=4, min_blocks=5), H200)[0]
     )
     assert legal(W, replace(s, stream_k=True), H200) == ["stream_k is True; accepted by quantize_rows, which does not use it: False."]
+    wide = replace(s, num_warps=32)
+    for k, most in ((65536, 65536), (32768, 32768)):
+        w = replace(W, k=k, gate="silu" if most == 32768 else "")
+        assert legal(w, wide, H200) == [] and candidates(w, H200)
+        assert legal(replace(w, k=k + 1), wide, H200) == [f"k is {k + 1}; accepted by quantize_rows: at most {most}."]
+    assert legal(replace(W, k=32768, gate="silu"), replace(s, num_warps=16), H200) == [], "four chunks of fewer threads"
     with pytest.raises(ValueError, match="no schedule for QuantizeWorkload"):
         choose(replace(W, k=70000), H200, [])
 

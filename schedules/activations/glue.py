@@ -16,10 +16,9 @@ from ..rule import Estimate, Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from .operation import BARRIER_US, GPUS, LAUNCH_US, WARPS
-from .workload import EPS, MOST_ROWS
+from .workload import ACTIVATIONS, EPS, MOST_ROWS
 
 NORM, GATED = "norm", "gated"
-ACTIVATIONS = ("silu", "gelu_tanh")
 CHUNK = 8  # values that a thread loads and stores at once: 16 bytes
 MOST_CHUNKS = 4  # of a row that a thread of a norm holds
 CHUNK_US = 0.2  # a chunk more of each thread, one after another

@@ -28,6 +28,7 @@ BLOCK_M = (1, 2, 4, 8, 16)
 CHUNK = 16  # values that a thread loads, and codes that it stores, at once
 MOST_RESIDENT = 8  # blocks of an SM that go through all rows
 MOST_CHUNKS = 4  # of a thread: 32 registers, of the 64 that 1,024 threads of a block have each
+MOST_GATED = 2  # of 1,024 threads, where a chunk is loaded as gates and what they gate: three spill up to 16 bytes (sm_80, sm_90a)
 CPU_THREADS_MAX = 512
 REGISTERS = 32  # of a thread, beside 8 for each chunk that it holds
 OTHER_OUT = 0.25  # other codes, groups, a norm, factors: the same bytes, some more instructions
@@ -51,6 +52,11 @@ def row_threads(schedule: Schedule) -> int:
 def chunks(workload: QuantizeWorkload, schedule: Schedule) -> int:
     """Chunks of a row that each of its threads holds."""
     return -(-workload.k // (CHUNK * row_threads(schedule)))
+
+
+def most_chunks(workload: QuantizeWorkload, num_warps: int) -> int:
+    """Chunks of a row that a thread has registers for."""
+    return MOST_GATED if workload.gate and num_warps == WARPS[-1] else MOST_CHUNKS
 
 
 def through_threads(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> int:
@@ -91,14 +97,14 @@ def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> lis
             )
         elif kept > target.smem:
             reasons.append(f"a block needs {kept} bytes of shared memory, {target.smem} are there; use fewer num_warps.")
-    if chunks(workload, s) > MOST_CHUNKS:
-        most = CHUNK * MOST_CHUNKS * row_threads(s)
+    if chunks(workload, s) > (held := most_chunks(workload, s.num_warps)):
+        most = CHUNK * held * row_threads(s)
         reasons.append(f"num_warps is {s.num_warps} for {s.block_m} rows, which hold {most} values of a row; k is {workload.k}: use more.")
     return reasons
 
 
 def unserved(workload: QuantizeWorkload) -> list[str]:
-    most = CHUNK * MOST_CHUNKS * 32 * WARPS[-1]
+    most = max(CHUNK * most_chunks(workload, warps) * 32 * warps for warps in WARPS)
     return [f"k is {workload.k}; accepted by {ROWS}: at most {most}."] if workload.k > most else []
 
 
@@ -175,7 +181,7 @@ def cpu_estimate(workload: QuantizeWorkload, schedule: Schedule, target: Target)
 
 def distance(there: QuantizeWorkload, here: QuantizeWorkload) -> float | None:
     """How far two calls are apart, in factors of two of a size."""
-    differ = sum(getattr(there, name) != getattr(here, name) for name in ("out", "group", "norm", "smooth"))
+    differ = sum(getattr(there, name) != getattr(here, name) for name in ("out", "group", "norm", "smooth", "residual", "gate"))
     return rank(there, here) + abs(log2(there.k / here.k)) + OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_OUT * differ
 
 

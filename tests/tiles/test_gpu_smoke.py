@@ -85,6 +85,11 @@ CASES: tuple[Case, ...] = (
     # blocks that go through all rows, three and more of them each
     (QuantizeWorkload(1000, 1001, "bfloat16", "int8", 128, norm=True, smooth=True), Schedule("quantize_rows", 1, 2, 1, 2, 4)),
     (QuantizeWorkload(1000, 8192, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 16, min_blocks=2)),
+    # what comes in is a sum, or gated
+    (QuantizeWorkload(65, 4096, "bfloat16", norm=True, residual=True), Schedule("quantize_rows", 1, 1, 1, num_warps=8)),
+    (QuantizeWorkload(1000, 1001, norm=True, smooth=True, residual=True, offset=1.0), Schedule("quantize_rows", 1, 2, 1, 2, 4)),
+    (QuantizeWorkload(16, 14336, "bfloat16", "e4m3", 128, gate="silu"), Schedule("quantize_rows", 1, 1, 1, num_warps=16)),
+    (QuantizeWorkload(33, 1001, "float16", "int8", smooth=True, gate="gelu_tanh"), Schedule("quantize_rows", 1, 2, 1, num_warps=8)),
     (GlueWorkload("norm", 130, 1032, "bfloat16", residual=True), Schedule("norm_rows", 1, 1, 1, num_warps=2)),
     (GlueWorkload("norm", 1, 4096, residual=True, offset=1.0), Schedule("norm_rows", 1, 1, 1, num_warps=16)),
     (GlueWorkload("gated", 130, 1032), Schedule("gated_rows", 1, 1, 1, num_warps=4)),

@@ -15,7 +15,7 @@ from .dispatch import DTYPE_NAMES
 from .operands import describe, schema
 from .plans import Key, bucket, launcher
 
-_taken = ", ".join(schema(QuantizeWorkload(1, 1).operands("cpu")))
+_taken = ", ".join(schema([o for o in QuantizeWorkload(1, 1).operands("cpu") if o.name != "residual"]))  # which another op has
 _SCHEMA = f"quantize({_taken}, str out='int8', int group={PER_TOKEN}, float eps={EPS}, bool dependent=False) -> (Tensor, Tensor)"
 
 
@@ -70,7 +70,7 @@ def _workload(key: Key) -> QuantizeWorkload:
     return QuantizeWorkload(m, k, DTYPE_NAMES[dtype], *options)
 
 
-_launch = launcher(_workload, lambda workload: workload.served)
+launch = launcher(_workload, lambda workload: workload.served)
 
 
 def _quantize(
@@ -82,7 +82,7 @@ def _quantize(
     eps: float = EPS,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    codes, scales = _outputs(x, norm_weight, smooth, out, group)
+    codes, scales = outputs(x, norm_weight, smooth, out, group)
     k = x.shape[-1]
     m = x.numel() // k
     if m:
@@ -101,7 +101,7 @@ def _quantize(
             written = codes, scales
         else:
             written = codes.view(m, codes.shape[-1]), scales.view(m) if group == PER_TOKEN else scales.view(scales.shape[0], m)
-        _launch(key, (rows, norm_weight, smooth, *written), dependent and not moved)
+        launch(key, (rows, None, norm_weight, smooth, *written), dependent and not moved)
     return codes if out == "int8" else codes.view(torch.float8_e4m3fn), scales
 
 
@@ -114,18 +114,19 @@ def _fake(
     eps: float = EPS,
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    codes, scales = _outputs(x, norm_weight, smooth, out, group)
+    codes, scales = outputs(x, norm_weight, smooth, out, group)
     return codes if out == "int8" else codes.view(torch.float8_e4m3fn), scales
 
 
-def _outputs(x: Tensor, norm_weight: Tensor | None, smooth: Tensor | None, out: str, group: int) -> tuple[Tensor, Tensor]:
-    """New codes, as bytes, and scales of a call. Raises ``ValueError`` for operands that do not fit."""
+def outputs(x: Tensor, norm_weight: Tensor | None, smooth: Tensor | None, out: str, group: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+    """New codes, as bytes, and scales of a call, whose x [..., rows * k] holds ``rows`` side by side that
+    become one. Raises ``ValueError`` for operands that do not fit."""
     if x.ndim < 1 or x.shape[-1] < 1 or x.dtype not in DTYPE_NAMES:
         raise ValueError(f"x is {describe(x)}; accepted: float16 or bfloat16 [..., k] with k >= 1; convert it with x.to(...)")
     if out not in OUTS or group not in GROUPS:
         outs = " or ".join(map(repr, OUTS))
         raise ValueError(f"out is {out!r} and group {group}; accepted: out {outs}, group 128 or {PER_TOKEN} (a token)")
-    k = x.shape[-1]
+    k = x.shape[-1] // rows
     for name, tensor, dtype in (("norm_weight", norm_weight, x.dtype), ("smooth", smooth, torch.float32)):
         if tensor is not None and (tensor.dtype is not dtype or tensor.shape != (k,) or tensor.device != x.device):
             wanted = f"{str(dtype).removeprefix('torch.')} [{k}] on {x.device}"

@@ -1,29 +1,32 @@
 """The operators ``torch.ops.tilebit.add_norm`` and ``.gated`` and the functions in front of them: what
 stands between the products of a decoder.
 
-On CUDA each is one kernel. On CPUs torch computes it: products take the time there.
+On CUDA each is one kernel. On CPUs torch computes it: products take the time there. Where ``out``
+asks for codes they are other operators (``rows_to_codes.py``), one kernel everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..accepted import expect, expect_tensors
-from ..schedules.activations.glue import ACTIVATIONS, CHUNK, GATED, NORM, GlueWorkload
-from ..schedules.activations.workload import EPS
+from ..schedules.activations.glue import CHUNK, GATED, NORM, GlueWorkload
+from ..schedules.activations.workload import ACTIVATIONS, EPS, OUTS, PER_TOKEN
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES
-from .operands import describe
 from .plans import Key, bucket, launcher
+from .rows_fit import expect_gates, expect_norm, expect_numbers
+from .rows_to_codes import ADD_NORM_QUANTIZE, GATED_QUANTIZE
 
 TANH = (2 / math.pi) ** 0.5  # of GELU's tanh form, here as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
 
 
+@overload
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -32,7 +35,38 @@ def add_norm(
     offset: float = 0.0,
     inplace: bool = False,
     dependent: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    *,
+    out: None = None,
+    group: None = None,
+    smooth: None = None,
+) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = EPS,
+    offset: float = 0.0,
+    inplace: bool = False,
+    dependent: bool = False,
+    *,
+    out: str,
+    group: int | None = None,
+    smooth: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]: ...
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = EPS,
+    offset: float = 0.0,
+    inplace: bool = False,
+    dependent: bool = False,
+    *,
+    out: str | None = None,
+    group: int | None = None,
+    smooth: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None]:
     """(y, the new residual) of x [..., k], fp16 or bf16: RMSNorm,
 
         y = s * rsqrt(mean(s^2) + eps) * (weight + offset),    s = x + residual
@@ -41,6 +75,11 @@ def add_norm(
     ``residual`` s is x, and None is returned for it. ``weight`` [k] and ``residual`` have x's dtype;
     ``offset`` 1 is Gemma's norm. With ``inplace`` the new residual is written where the old one lies
     (contiguous), and is what is returned. A row whose squares have no finite sum gives NaN.
+
+    With ``out`` "int8" or "e4m3" (codes, scales, the new residual): y is not rounded but becomes
+    codes with a scale for each token, or for each ``group`` 128 values of it, after ``smooth`` fp32
+    [k] factors by column; bit for bit what ``quantize_activations`` gives for s, whose shapes and
+    special cases these are. Any k.
 
     ``dependent`` (programmatic dependent launch): the kernel may start while the preceding kernel of
     the stream still runs, and waits for its end before it reads x and residual; ``weight`` it reads
@@ -54,17 +93,47 @@ def add_norm(
     if residual is not None and not inplace:
         residual = residual.clone(memory_format=torch.contiguous_format)
         dependent = False  # the copy's is the preceding kernel, an ordinary one
+    if out is not None or group is not None or smooth is not None:
+        per = _expect_codes(out, group, smooth)
+        return *ADD_NORM_QUANTIZE(x, residual, weight, smooth, out, per, eps, offset, dependent), residual
     return ADD_NORM(x, residual, weight, eps, offset, dependent), residual
 
 
-def gated(x: Tensor, activation: str = "silu", dependent: bool = False) -> Tensor:
+def _expect_codes(out: str | None, group: int | None, smooth: Tensor | None) -> int:
+    """The group of an op. Raises ``TypeError`` for options of codes that are none, or where none are asked for."""
+    expect("out", out, str, f"{' or '.join(map(repr, OUTS))} where group or smooth is given")
+    expect("group", group, int | None, "128, or None for a scale a token")
+    expect_tensors(("smooth",), smooth=smooth)
+    return PER_TOKEN if group is None else group
+
+
+@overload
+def gated(
+    x: Tensor, activation: str = "silu", dependent: bool = False, *, out: None = None, group: None = None, smooth: None = None
+) -> Tensor: ...
+@overload
+def gated(
+    x: Tensor, activation: str = "silu", dependent: bool = False, *, out: str, group: int | None = None, smooth: Tensor | None = None
+) -> tuple[Tensor, Tensor]: ...
+def gated(
+    x: Tensor,
+    activation: str = "silu",
+    dependent: bool = False,
+    *,
+    out: str | None = None,
+    group: int | None = None,
+    smooth: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """y [..., k] of x [..., 2 k], fp16 or bf16: activation(x[..., :k]) * x[..., k:] in fp32, rounded once.
 
-    ``activation`` is "silu" or "gelu_tanh". ``dependent``, tracing, capturing and errors are
-    ``add_norm``'s.
+    ``activation`` is "silu" or "gelu_tanh". With ``out`` "int8" or "e4m3" (codes, scales) of y, as
+    ``quantize_activations`` gives them (``group`` 128 or a token; ``smooth`` fp32 [k]; on CUDA k up
+    to 32768). ``dependent``, tracing, capturing and errors are ``add_norm``'s.
     """
     expect_tensors(x=x)
     expect("activation", activation, str, " or ".join(map(repr, ACTIVATIONS)))
+    if out is not None or group is not None or smooth is not None:
+        return GATED_QUANTIZE(x, smooth, activation, out, _expect_codes(out, group, smooth), dependent)
     return GATED_ROWS(x, activation, dependent)
 
 
@@ -84,6 +153,7 @@ def _add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = E
     if not m:
         return y
     if not x.is_cuda or k % CHUNK:
+        expect_numbers(eps, offset)
         if residual is not None:
             x = residual.add_(x)
         f = x.float()
@@ -115,27 +185,13 @@ def _gated(x: Tensor, activation: str = "silu", dependent: bool = False) -> Tens
 
 def _normed_like(x: Tensor, residual: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
     """A new y. Raises ``ValueError`` for operands that do not fit."""
-    if x.ndim < 1 or x.shape[-1] < 1 or x.dtype not in DTYPE_NAMES:
-        raise ValueError(f"x is {describe(x)}; accepted: float16 or bfloat16 [..., k] with k >= 1; convert it with x.to(...)")
-    for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
-        if tensor is not None and (tensor.dtype is not x.dtype or tensor.shape != shape or tensor.device != x.device):
-            raise ValueError(
-                f"{name} is {describe(tensor)}; accepted with x of {describe(x)}: {str(x.dtype).removeprefix('torch.')} {list(shape)} on "
-                f"{x.device}; convert it with .to(...)"
-            )
-    if residual is not None and not residual.is_contiguous():
-        raise ValueError(f"residual is {describe(residual)} with strides {residual.stride()}; accepted in place: a contiguous one")
+    expect_norm(x, residual, weight)
     return x.new_empty(x.shape)
 
 
 def _gated_like(x: Tensor, activation: str = "silu", *_: Any) -> Tensor:
     """A new y. Raises ``ValueError`` for what does not fit."""
-    if x.ndim < 1 or x.shape[-1] < 2 or x.shape[-1] % 2 or x.dtype not in DTYPE_NAMES:
-        raise ValueError(
-            f"x is {describe(x)}; accepted: float16 or bfloat16 [..., 2 k], gates before what they gate; convert it with x.to(...)"
-        )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
+    expect_gates(x, activation)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 

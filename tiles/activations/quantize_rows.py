@@ -2,14 +2,16 @@
 
     scale = amax / largest,    code = round(y * (largest / amax)),    amax = max(|y|, floor)
 
-of a token or of each 128 values of it, with y = x (* rsqrt(mean(x^2) + eps) * norm_weight) (*
-smooth): ``schedules/activations/workload.py`` says it exactly.
+of a token or of each 128 values of it, with y = x (* rsqrt(mean(x^2) + eps) * (norm_weight +
+offset)) (* smooth), and x perhaps the residual sum, or a gate's activation times what it gates:
+``schedules/activations/workload.py`` says it exactly.
 
 The threads of a row hold it in registers, 16 values of it in a chunk, from its one load to the
 codes; a chunk is loaded and its codes are stored 16 bytes at a time. The largest value of a token
 is found by shuffles and, where a row has several warps, through a word of shared memory for each;
 that of a group by eight neighbouring lanes. What a thread does with its chunk is CUDA
-(``device/activations/quantize.cuh``); y is computed twice, so that only x is held.
+(``device/activations/quantize.cuh``); y is computed twice, so that only x is held. A residual sum
+or a gated row becomes x as it is loaded (``incoming.cuh``): nothing else differs.
 
 A block has ``block_m`` rows and ends (``num_stages`` 1), or as many blocks as run at once,
 ``min_blocks`` on an SM, go through all rows (2): the next rows are on their way while codes of the
@@ -29,6 +31,7 @@ from ..compiler.headers import TYPES, device_source, literal
 from ..program import TileProgram
 
 HEADERS = ("ptx/instructions.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "activations/quantize.cuh")
+SUMMED_HEADERS = (*HEADERS, "activations/rows.cuh", "activations/incoming.cuh")  # where what comes in is not x itself
 WARP = 32
 FEW_CHUNKS = 2  # of a thread, which has registers to keep what it computed of them
 
@@ -48,13 +51,32 @@ def rows_source(w: QuantizeWorkload, arch: str, held: int, keeping: int) -> str:
         "float LARGEST": f"{w.largest!r}f",
         "float FLOOR": f"{literal(w.floor):.9g}f",
         "float EPS": f"{literal(w.eps):.9e}f",
+        "float OFFSET": f"{literal(w.offset):.9e}f",
     }
-    lines = (f"  static constexpr {name} = {value};" for name, value in numbers.items())
-    return "\n".join(["struct Rows {", f"  using T = {TYPES[w.dtype]};", *lines, "};", ""])
+    return _struct("Rows", w, numbers)
+
+
+def incoming_source(w: QuantizeWorkload, arch: str) -> str:
+    """``struct Sources``: what comes in where it is not x itself."""
+    numbers = {
+        "int K": w.columns(arch),
+        "bool RESIDUAL": str(w.residual).lower(),
+        "bool GATED": str(bool(w.gate)).lower(),
+        "bool GELU": str(w.gate == "gelu_tanh").lower(),
+        "float EPS": "0.0f",  # the norm is Rows' affair
+        "float OFFSET": "0.0f",
+    }
+    return _struct("Sources", w, numbers)
+
+
+def _struct(name: str, w: QuantizeWorkload, numbers: dict[str, Any]) -> str:
+    lines = (f"  static constexpr {declared} = {value};" for declared, value in numbers.items())
+    return "\n".join([f"struct {name} {{", f"  using T = {TYPES[w.dtype]};", *lines, "};", ""])
 
 
 def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any:
-    """The TileLang PrimFunc over x [m, columns], norm_weight and smooth [columns] where there are any,
+    """The TileLang PrimFunc over x [m, columns], of a gate [m, 2 columns], residual [m, columns],
+    norm_weight and smooth [columns] where there are any,
     codes int8 [m, code columns], scales fp32 [m] or [groups, m]; m is dynamic, from 1 up."""
     import tilelang.language as T
 
@@ -63,15 +85,24 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
     warps, block_warps = per_row // WARP, schedule.num_warps  # of a row, and of all
     columns, code_columns, words = w.columns(target.arch), w.code_columns(target.arch), CHUNK // 2
     through = schedule.num_stages == 2
-    source = f"{device_source(HEADERS)}\n{rows_source(w, target.arch, held, threads if through else 0)}"
+    other = bool(w.residual or w.gate)  # than x itself
+    rows = rows_source(w, target.arch, held, threads if through else 0)
+    source = f"{device_source(SUMMED_HEADERS if other else HEADERS)}\n{rows}{incoming_source(w, target.arch) if other else ''}"
     m = T.dynamic("m")
+    Residual = T.Tensor((m, columns), w.dtype) if w.residual else None
     NormWeight = T.Tensor((columns,), w.dtype) if w.norm else None
     Smooth = T.Tensor((columns,), "float32") if w.smooth else None
     Scales = T.Tensor((m,) if by_token else (w.groups, m), "float32")
 
     most_blocks = target.units * schedule.min_blocks  # that go through the rows
     kept_weight, kept_factor = through and w.norm, through and w.smooth
-    call = caller({}, "Rows")
+    call = caller({"Incoming": "tilebit::Incoming<Sources>"}, "Rows")
+
+    def load(x: Any, residual: Any, row: Any, rows: Any, column: Any, words: Any) -> Any:
+        """A chunk of x, or of what takes its place."""
+        if other:
+            return call("Incoming::load", x, residual if w.residual else x, row, rows, column, words)
+        return call("Chunk::load", x, row, rows, column, words)
 
     def kept(buffer: Any, chunk: Any, thread: Any) -> Any:
         """Where a thread's first four of ``chunk`` are, in words of ``weights`` and of ``factors``."""
@@ -80,7 +111,8 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
 
     @T.prim_func
     def main(
-        x: T.Tensor((m, columns), w.dtype),
+        x: T.Tensor((m, (2 if w.gate else 1) * columns), w.dtype),
+        residual: Residual,
         norm_weight: NormWeight,
         smooth: Smooth,
         codes: T.Tensor((m, code_columns), "int8"),
@@ -113,16 +145,16 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
             T.call_extern("handle", "tilebit::launch_dependents")
             if through:
                 for c in T.unroll(held, explicit=True):
-                    call("Chunk::load", x, row, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
+                    load(x, residual, row, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
             for step in T.serial(T.ceildiv(T.ceildiv(m, block_m) - index, most_blocks) if through else 1):
                 if through:
                     for i in T.unroll(held * words, explicit=True):
                         raw[i] = ahead[i]
                     for c in T.unroll(held, explicit=True):
-                        call("Chunk::load", x, row + most_blocks * block_m, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
+                        load(x, residual, row + most_blocks * block_m, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))
                 else:
                     for c in T.unroll(held, explicit=True):
-                        call("Chunk::load", x, row, m, place + c * per_row * CHUNK, T.address_of(raw[c * words]))
+                        load(x, residual, row, m, place + c * per_row * CHUNK, T.address_of(raw[c * words]))
                 root = T.float32(1.0)
                 if w.norm:
                     total = T.float32(0.0)
@@ -179,7 +211,7 @@ PROGRAM = TileProgram(
     name=ROWS,
     compiler="tilelang",
     build=build,
-    headers=HEADERS,
+    headers=SUMMED_HEADERS,
     pass_configs={
         "tl.disable_thread_storage_sync": True,  # the barriers that are needed stand here
         "tl.disable_safe_memory_legalize": True,  # copies are inside by construction

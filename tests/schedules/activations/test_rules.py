@@ -8,6 +8,7 @@ import pytest
 
 from tilebit.schedules.activations.operation import MOST_CHUNKS, chunks, row_threads
 from tilebit.schedules.activations.workload import QuantizeWorkload
+from tilebit.schedules.operands import present
 from tilebit.schedules.operations import candidates, estimate, legal, params, workload_from_json
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose
@@ -28,6 +29,9 @@ AVX = Target("cpu", "a processor", 4, 0, 0, 1 << 22, 100.0, 1.0, 100.0, features
         ({"group": 64}, "group is 64; accepted: -1, 128"),
         ({"eps": -1.0}, "eps is -1.0; accepted: finite numbers from 0"),
         ({"eps": float("nan")}, "eps is nan"),
+        ({"offset": float("inf")}, "offset is inf; accepted: finite numbers"),
+        ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh'"),
+        ({"gate": "silu", "residual": True}, "gate is 'silu' and there is a residual; accepted: one of both"),
     ],
 )
 def test_fields_out_of_range_are_named(change: dict, words: str):
@@ -35,17 +39,33 @@ def test_fields_out_of_range_are_named(change: dict, words: str):
         replace(W, **change)
 
 
-@pytest.mark.parametrize("w", [W, replace(W, out="e4m3", group=128, norm=True, eps=1e-5, smooth=True, dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "w",
+    [
+        W,
+        replace(W, out="e4m3", group=128, norm=True, eps=1e-5, smooth=True, dtype="bfloat16"),
+        replace(W, norm=True, residual=True, offset=1.0),
+        replace(W, gate="gelu_tanh"),
+    ],
+)
 def test_it_is_stored_and_found_again(w: QuantizeWorkload):
     assert workload_from_json(w.to_json()) == w
-    assert set(w.to_json()) == {"op", *(f.name for f in fields(w))}
+
+    later = {name for name, value in (("residual", False), ("offset", 0.0), ("gate", "")) if getattr(w, name) == value}
+    assert set(w.to_json()) == {"op", *(f.name for f in fields(w))} - later
     assert w.static() == replace(w, m=0) and w.bucketed() == w and replace(w, m=3000).bucketed() == w
     assert replace(w, norm=False, eps=3.0) == replace(w, norm=False), "eps says nothing without a norm"
 
 
+def test_what_was_stored_before_there_was_a_residual_is_read():
+    old = {"op": "quantize", "m": 4, "k": 64, "dtype": "float16", "out": "int8", "group": -1, "norm": False, "eps": 1e-6, "smooth": False}
+    assert QuantizeWorkload(4, 64).to_json() == old and workload_from_json(old) == QuantizeWorkload(4, 64)
+    assert replace(W, offset=1.0) == W, "an offset says nothing without a norm"
+
+
 def test_operands_are_those_of_a_product():
     w = QuantizeWorkload(3, 300, group=128, norm=True, smooth=True)
-    shapes = {arch: {o.name: o.shape for o in w.operands(arch)} for arch in ("cpu", "sm_80")}
+    shapes = {arch: {o.name: o.shape for o in present(w.operands(arch))} for arch in ("cpu", "sm_80")}
     assert shapes["cpu"] == {"x": ("m", 300), "norm_weight": (300,), "smooth": (300,), "codes": ("m", 300), "scales": (3, "m")}
     assert shapes["sm_80"] == {"x": ("m", 304), "norm_weight": (304,), "smooth": (304,), "codes": ("m", 304), "scales": (3, "m")}
     assert params(W, Schedule("quantize_cpu", 1, 1, 1, num_warps=2), AVX) == ("x", "codes", "scales")
@@ -94,6 +114,12 @@ def test_what_a_block_cannot_hold_is_illegal():
         in legal(replace(W, norm=True, smooth=True), replace(through, num_warps=4, min_blocks=5), H200)[0]
     )
     assert legal(W, replace(s, stream_k=True), H200) == ["stream_k is True; accepted by quantize_rows, which does not use it: False."]
+    wide = replace(s, num_warps=32)
+    for k, most in ((65536, 65536), (32768, 32768)):
+        w = replace(W, k=k, gate="silu" if most == 32768 else "")
+        assert legal(w, wide, H200) == [] and candidates(w, H200)
+        assert legal(replace(w, k=k + 1), wide, H200) == [f"k is {k + 1}; accepted by quantize_rows: at most {most}."]
+    assert legal(replace(W, k=32768, gate="silu"), replace(s, num_warps=16), H200) == [], "four chunks of fewer threads"
     with pytest.raises(ValueError, match="no schedule for QuantizeWorkload"):
         choose(replace(W, k=70000), H200, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -32,12 +33,16 @@ CASES = (
     QuantizeWorkload(2, 8192, HALF, "e4m3", norm=True),
     QuantizeWorkload(4, 127, HALF, "int8", 128, norm=True, smooth=True),
     QuantizeWorkload(1, 70001, HALF, "int8", smooth=True),
+    QuantizeWorkload(9, 1003, HALF, norm=True, eps=1e-5, residual=True, offset=1.0),
+    QuantizeWorkload(7, 300, BFLOAT, "e4m3", 128, smooth=True, residual=True),
+    QuantizeWorkload(9, 300, HALF, "int8", 128, gate="silu"),
+    QuantizeWorkload(5, 333, BFLOAT, "e4m3", smooth=True, gate="gelu_tanh"),
 )
 ISAS = [isa for isa in ("avx512", "avx2") if runs_here(isa) and isa != ISA]
 
 
-def kind(w: QuantizeWorkload) -> tuple[str, bool]:
-    return w.out, w.norm
+def kind(w: QuantizeWorkload) -> tuple[str, bool, bool, bool]:
+    return w.out, w.norm, w.residual, bool(w.gate)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +76,14 @@ def test_other_instruction_sets(pool: CompilePool, w: QuantizeWorkload, isa: str
     assert verdict.ok, verdict.reasons
 
 
-@pytest.mark.parametrize("name", one_of_each(planted_quantize.CPU_BUGS, lambda name: "eps" in name), ids=lambda n: n.replace(" ", "-"))
+BUGS = one_of_each(planted_quantize.CPU_BUGS, lambda name: ("eps" in name, name[:3] in ("sum", "gat")))
+
+
+@pytest.mark.parametrize("name", BUGS, ids=lambda n: n.replace(" ", "-"))
 def test_planted_bugs_are_caught(pool: CompilePool, name: str):
     w = QuantizeWorkload(9, 300, HALF, "int8", 128, norm="norm" in name or "eps" in name, smooth="factor" in name)
+    if name.startswith(("sum", "offset", "gate")):
+        w = replace(w, norm=name[0] == "o", offset=float(name[0] == "o"), residual=name[0] != "g", gate="silu" * (name[0] == "g"))
     gate = QuantizeGate(edge_problem(w, 5), random_problem(w, 6))
     kernel = kernel_of(pool, w, planted_quantize.NAME, bug=1 + list(planted_quantize.CPU_BUGS).index(name))
     assert not gate.verify(partial(launch, kernel.load(), {})).ok

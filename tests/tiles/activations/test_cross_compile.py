@@ -40,6 +40,10 @@ CASES: tuple[Case, ...] = (
     ("sm_90a", QuantizeWorkload(4096, 4096, "float16", "e4m3", norm=True, smooth=True), through(2, 16, 1)),
     ("sm_80", QuantizeWorkload(4096, 8192, "float16", norm=True), through(1, 16, 2)),
     ("sm_90a", QuantizeWorkload(1, 65536, "float16", "int8", norm=True, smooth=True), rows(1, 32)),
+    ("sm_90a", QuantizeWorkload(64, 4096, "bfloat16", "int8", norm=True, residual=True, offset=1.0), rows(1, 8)),
+    ("sm_90a", QuantizeWorkload(1, 14336, "bfloat16", "int8", 128, gate="silu"), rows(1, 32)),
+    ("sm_86", QuantizeWorkload(4096, 8192, "float16", "int8", norm=True, residual=True), through(1, 16, 1)),
+    ("sm_80", QuantizeWorkload(1, 32768, "float16", "e4m3", smooth=True, gate="gelu_tanh"), rows(1, 32)),
     ("sm_80", QuantizeWorkload(1, 65536, "bfloat16", "e4m3", 128, norm=True, smooth=True), rows(1, 32)),
 )
 

@@ -54,6 +54,12 @@ CASES = (
     (QuantizeWorkload(9, 1025, HALF), through(1, 4, 2)),
     (QuantizeWorkload(2, 72, BFLOAT, "int8", 128, smooth=True), through(4, 4, 1)),
     (QuantizeWorkload(13, 1000, HALF, "int8", 128, norm=True, smooth=True), through(1, 1, 1)),  # two chunks
+    (QuantizeWorkload(5, 1001, HALF, norm=True, eps=1e-5, residual=True, offset=1.0), rows(1, 2)),  # the last chunk is mostly empty
+    (QuantizeWorkload(7, 300, BFLOAT, "e4m3", 128, smooth=True, residual=True), rows(2, 4)),
+    (QuantizeWorkload(13, 1000, BFLOAT, norm=True, smooth=True, residual=True), through(1, 2, 1)),
+    (QuantizeWorkload(7, 300, HALF, gate="silu"), rows(2, 4)),
+    (QuantizeWorkload(3, 1032, BFLOAT, "int8", 128, smooth=True, gate="gelu_tanh"), rows(1, 2)),
+    (QuantizeWorkload(13, 1000, HALF, "e4m3", smooth=True, gate="silu"), through(1, 2, 1)),
 )
 
 
@@ -66,13 +72,20 @@ def test_the_cases_cover_everything():
     assert all(legal(w, s, TARGET) == [] for w, s in CASES)
     assert {(w.dtype, w.out, w.group) for w, _ in CASES} == {(d, o, g) for d in (HALF, BFLOAT) for o in ("int8", "e4m3") for g in (-1, 128)}
     assert {(w.norm, w.smooth) for w, _ in CASES} == {(n, s) for n in (True, False) for s in (True, False)}
+    assert {(w.gate, w.residual, w.offset) for w, _ in CASES} >= {("silu", False, 0), ("gelu_tanh", False, 0), ("", True, 0), ("", True, 1)}
+    assert {(bool(w.gate), w.residual) for w, s in CASES if s.num_stages == 2} == {(False, False), (False, True), (True, False)}
     assert {chunks(w, s) for w, s in CASES} == {1, 2, 3, 4} and {row_threads(s) > 32 for _, s in CASES} == {True, False}
     assert {s.num_stages for _, s in CASES} == {1, 2}
     assert max(w.m / (s.block_m * s.min_blocks * TARGET.units) for w, s in CASES if s.num_stages == 2) > 3, "three rows a block and more"
     assert {w.k % 16 for w, _ in CASES} >= {0, 1, 8, 15} and any(w.m % s.block_m for w, s in CASES)
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[0].group, case[0].norm, case[1].num_stages)), ids=label)
+def sort_of(case: tuple[QuantizeWorkload, Schedule]) -> tuple[int, bool, bool, bool, int]:
+    w, s = case
+    return w.group, w.norm, w.residual, bool(w.gate), s.num_stages
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, sort_of), ids=label)
 def test_every_code_and_scale(case: tuple[QuantizeWorkload, Schedule]):
     verdict = gate_of(case[0], 1, TARGET.arch, "cpu").verify(GeneratedQuantize(*case, TARGET, seed=1))
     assert verdict.ok, verdict.reasons

@@ -38,6 +38,13 @@ CPU_BUGS: dict[str, Edit] = {
     "tail of a vector": swap(("range(count)", "range(count - 1)")),
     "NaN ignored": swap(("Select(finite, amax /", "Select(bits > splat(0, 'int32'), amax /")),
     "factors forgotten": swap(("if self.w.smooth:", "if False:")),
+    "sums behind a vector": swap((", tirx.Shuffle([found], [i]), [at + i])", ", tirx.Shuffle([found], [0]), [at + i])")),
+    "sum of x alone": swap((' + self._floats("residual", at, count)))', "))")),
+    "sum is not what is read": swap(('"residual" if self.w.residual else "x", self.start', '"x", self.start')),
+    "offset forgotten": swap(("weight + splat(self.w.offset) if self.w.offset else weight", "weight")),
+    "gate on itself": swap(("at + self.w.k, count", "at, count")),
+    "gate of the row before": swap(("self.start * 2 + column", "self.start + column")),
+    "gate's other side": swap(("Select(inner < splat(0.0), fall,", "Select(inner < splat(0.0), splat(1.0),")),
     "norm of the groups": swap(("splat(float(self.w.k))", "splat(128.0)")),
 }
 
@@ -45,6 +52,8 @@ TOKEN, GROUP = QuantizeWorkload(7, 300), QuantizeWorkload(7, 300, "bfloat16", gr
 LONG = QuantizeWorkload(7, 1000)  # two warps of a row have values
 NORM = QuantizeWorkload(7, 300, "float16", norm=True, smooth=True)
 LOOP = QuantizeWorkload(27, 1000, "float16", norm=True, smooth=True)
+SUM, GATE = QuantizeWorkload(7, 1001, norm=True, residual=True, offset=1.0), QuantizeWorkload(7, 300, gate="silu")
+SUMS = QuantizeWorkload(27, 1000, norm=True, smooth=True, residual=True)
 FLOATS = QuantizeWorkload(7, 300, "float16", "e4m3", 128)
 WIDE, PAIRS = Schedule("quantize_rows", 1, 1, 1, num_warps=2), Schedule("quantize_rows", 1, 2, 1, num_warps=4)
 THROUGH = Schedule("quantize_rows", 1, 2, 1, num_stages=2, num_warps=4)
@@ -107,6 +116,15 @@ BUGS = (
         DEVICE,
         swap(("present(at) ? __ldg(reinterpret_cast<const float4*>", "true ? __ldg(reinterpret_cast<const float4*>")),
     ),
+    Bug("the residual kept", SUM, WIDE, DEVICE, swap(("*reinterpret_cast<uint4*>(kept) = ", "(void)kept; (void)"))),
+    Bug("the residual left out", SUM, WIDE, DEVICE, swap(("low_of(words[i], T()) + low_of(held[i], T())", "low_of(words[i], T())"))),
+    Bug("an offset on nothing", SUM, WIDE, DEVICE, swap(("return __fadd_rn(weight, R::OFFSET);", "return weight;"))),
+    Bug("sums behind the last row", SUM, PAIRS, DEVICE, swap(("row >= rows || !Eight", "!Eight"))),
+    Bug("gates behind the last column", GATE, WIDE, DEVICE, swap(("row >= rows || !Eight<R>::present(at)", "row >= rows"))),
+    Bug("sums of the next rows", SUMS, THROUGH, PAGE, swap(("residual, row + most_blocks * block_m, m,", "residual, row, m,"))),
+    Bug("a gate on itself", GATE, WIDE, DEVICE, swap(("load_written(from + R::K, ups);", "load_written(from, ups);"))),
+    Bug("gates of the row before", GATE, WIDE, DEVICE, swap(("row * (2 * R::K) + column", "row * R::K + column"))),
+    Bug("the second half of a chunk", GATE, WIDE, DEVICE, swap(("load_gated(x, row, at, words)", "load_gated(x, row, column, words)"))),
     Bug("codes of what is not finite", FLOATS, WIDE, DEVICE, swap(("codes_of(y, inverse) & kept", "codes_of(y, inverse)"))),
 )
 

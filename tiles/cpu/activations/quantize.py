@@ -2,10 +2,11 @@
 
     scale = amax / largest,    code = round(y * (largest / amax)),    amax = max(|y|, floor)
 
-of a token or of each 128 values of it, with y = x (* rsqrt(mean(x^2) + eps) * norm_weight) (*
-smooth): ``schedules/activations/workload.py`` says it exactly. A task is a row, which is read two
-times, with a norm three times, from the cache it came to at the first; what y is made of is computed
-again, so that nothing of a row is kept.
+of a token or of each 128 values of it, with y = x (* rsqrt(mean(x^2) + eps) * (norm_weight +
+offset)) (* smooth), and x perhaps the residual sum, or a gate's activation times what it gates:
+``schedules/activations/workload.py`` says it exactly. A task is a row, which is read two times, with
+a norm three times, from the cache it came to at the first; what y is made of is computed again, so
+that nothing of a row is kept but the residual sum, which is written first.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ NAME = "quantize_cpu"
 
 
 def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any:
-    """The PrimFunc over x [m, k], norm_weight and smooth [k] where there are any, codes int8 [m, k],
-    scales fp32 [m] or [groups, m]; m is symbolic.
+    """The PrimFunc over x [m, k], of a gate [m, 2 k], residual [m, k], norm_weight and smooth [k] where
+    there are any, codes int8 [m, k], scales fp32 [m] or [groups, m]; m is symbolic.
 
     Raises ``ValueError`` on a target without AVX2.
     """

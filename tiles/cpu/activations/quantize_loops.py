@@ -15,13 +15,14 @@ from ....schedules.activations.workload import PER_TOKEN, QuantizeWorkload
 from .. import vectors as v
 from ..attention.granules import LANES
 from ..gemm.lane_sums import max_everywhere, sum_everywhere
-from ..numbers import splat, to_e4m3
+from ..numbers import LOG2_E, exp2, splat, to_e4m3
 from ..vectors import T, tirx
 
 INFINITY = 0x7F800000  # its bits in fp32: those of every finite magnitude are fewer, those of NaNs more
 # 1.5 * 2^23: where a number is added to it, what is rounded away is what lies behind the point.
 ROUNDER = 12582912.0
 ROUNDER_BITS = 0x4B400000
+TWICE_TANH = 2 * (2 / math.pi) ** 0.5  # of GELU's tanh form, as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
 
 
 def quantize_row(w: QuantizeWorkload, arg: dict[str, Any], row: Any, m: Any) -> None:
@@ -41,23 +42,59 @@ def _place(w: QuantizeWorkload, group: Any, row: Any, m: Any) -> Any:
 
 
 class _Values:
-    """The values of one row, which begins at ``start`` of x: x itself, after a norm, with factors."""
+    """The values of one row, which begins at ``start`` of the codes: of x itself, of the residual sum
+    or of what a gate lets through, after a norm, with factors."""
 
     def __init__(self, w: QuantizeWorkload, arg: dict[str, Any], start: Any) -> None:
         self.w, self.arg, self.start = w, arg, start
+        if w.residual:
+            self._add()
         self.inverse_root = self._inverse_root() if w.norm else None
 
     def at(self, column: Any, count: int) -> Any:
         """fp32: the ``count`` values (16, or fewer at the end) from ``column`` on, then zeros."""
         y = self._x(column, count)
         if self.inverse_root is not None:
-            y = y * self.inverse_root * v.to_float(self._loaded("norm_weight", column, count), LANES)
+            weight = v.to_float(self._loaded("norm_weight", column, count), LANES)
+            y = y * self.inverse_root * (weight + splat(self.w.offset) if self.w.offset else weight)
         if self.w.smooth:
             y = y * self._loaded("smooth", column, count)
         return v.held(y)
 
     def _x(self, column: Any, count: int) -> Any:
-        return v.held(v.to_float(self._loaded("x", self.start + column, count), LANES))
+        if self.w.gate:
+            return self._gated(column, count)
+        return self._floats("residual" if self.w.residual else "x", self.start + column, count)
+
+    def _floats(self, name: str, at: Any, count: int) -> Any:
+        return v.held(v.to_float(self._loaded(name, at, count), LANES))
+
+    def _rounded(self, y: Any) -> Any:
+        """fp32 to x's dtype, as its buffers hold it."""
+        return v.from_float(v.held(y), self.w.dtype, LANES)
+
+    def _add(self) -> None:
+        """The sum in the residual's place, in the dtype of both."""
+        held = self.arg["residual"]
+        for column, count in _vectors(0, self.w.k):
+            at = T.bind(self.start + column)
+            found = v.held(self._rounded(self._floats("x", at, count) + self._floats("residual", at, count)))
+            if count == LANES:
+                v.store(held, at, found, LANES)
+            else:
+                for i in range(count):
+                    T.buffer_store(held, tirx.Shuffle([found], [i]), [at + i])
+
+    def _gated(self, column: Any, count: int) -> Any:
+        """gate * sigmoid(inner) * up, rounded to x's dtype; sigmoid by the exponential of what is not positive."""
+        at = T.bind(self.start * 2 + column)
+        gate, up = self._floats("x", at, count), self._floats("x", at + self.w.k, count)
+        inner = gate
+        if self.w.gate == "gelu_tanh":
+            inner = v.held((gate + splat(0.044715) * gate * gate * gate) * splat(TWICE_TANH))
+        fall = exp2(tirx.call_llvm_pure_intrin("float32x16", "llvm.fabs", inner) * splat(-LOG2_E))
+        share = tirx.Select(inner < splat(0.0), fall, splat(1.0)) / (splat(1.0) + fall)
+        return v.held(v.to_float(v.held(self._rounded(gate * share * up)), LANES))
 
     def _loaded(self, name: str, at: Any, count: int) -> Any:
         source = self.arg[name]

@@ -2,7 +2,7 @@
 // warp with one another. The arithmetic is that of schedules/activations/workload.py.
 //
 // R states: T, the numbers of x and of a norm's weight; COLUMNS of x, a multiple of 8, and
-// CODE_COLUMNS, one of 16; NORM, SMOOTH, K and EPS of the norm; E4M3, else int8; LARGEST code, FLOOR
+// CODE_COLUMNS, one of 16; NORM, SMOOTH, K, EPS and OFFSET of the norm; E4M3, else int8; LARGEST code, FLOOR
 // of the largest value; AGAIN: values are computed for the codes once more, so that none are kept from
 // the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without); KEEPING:
 // that many threads of a block keep the norm's weight and the factors of their columns, and pointers
@@ -78,6 +78,10 @@ struct Chunk {
     return __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(smooth) + column));
   }
 
+  __device__ __forceinline__ static float raised(float weight) {
+    if constexpr (R::OFFSET != 0.0f) return __fadd_rn(weight, R::OFFSET);
+    return weight;
+  }
   // What is quantized: 4 values, `within` the chunk from `column` on. Four at a time, because registers
   // are short where a thread holds four chunks.
   __device__ __forceinline__ static void values(const uint32_t* chunk, int column, int within, float inverse_root, const void* norm_weight,
@@ -89,10 +93,10 @@ struct Chunk {
     if (!present(column)) return;  // zeros
     if constexpr (R::NORM) {
       const uint2 weight = weight_of(norm_weight, column, within);
-      y[0] = __fmul_rn(__fmul_rn(y[0], inverse_root), low_of(weight.x, T()));
-      y[1] = __fmul_rn(__fmul_rn(y[1], inverse_root), high_of(weight.x, T()));
-      y[2] = __fmul_rn(__fmul_rn(y[2], inverse_root), low_of(weight.y, T()));
-      y[3] = __fmul_rn(__fmul_rn(y[3], inverse_root), high_of(weight.y, T()));
+      y[0] = __fmul_rn(__fmul_rn(y[0], inverse_root), raised(low_of(weight.x, T())));
+      y[1] = __fmul_rn(__fmul_rn(y[1], inverse_root), raised(high_of(weight.x, T())));
+      y[2] = __fmul_rn(__fmul_rn(y[2], inverse_root), raised(low_of(weight.y, T())));
+      y[3] = __fmul_rn(__fmul_rn(y[3], inverse_root), raised(high_of(weight.y, T())));
     }
     if constexpr (R::SMOOTH) {
       const float4 factors = factors_of(smooth, column, within);

@@ -69,18 +69,23 @@ struct Eight {
       return gate / (1.0f + __expf(-gate));
     }
   }
-  // Eight of a row's gated values: `index` counts them over all rows.
-  __device__ __forceinline__ static void gate(const void* x, int64_t index, int rows, void* y) {
-    constexpr int PER_ROW = R::K / 8;
-    const int64_t row = index / PER_ROW, column = index % PER_ROW * 8;
-    if (row >= rows) return;
+  // Eight gated values of row `row` from `column` on.
+  __device__ __forceinline__ static void load_gated(const void* x, int64_t row, int column, uint32_t* out) {
     const T* from = static_cast<const T*>(x) + row * (2 * R::K) + column;
-    uint32_t gates[WORDS], ups[WORDS], out[WORDS];
+    uint32_t gates[WORDS], ups[WORDS];
     load_written(from, gates);
     load_written(from + R::K, ups);
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
       out[i] = pack_pair(activated(low_of(gates[i], T())) * low_of(ups[i], T()), activated(high_of(gates[i], T())) * high_of(ups[i], T()), T());
+  }
+  // Eight of a row's gated values: `index` counts them over all rows.
+  __device__ __forceinline__ static void gate(const void* x, int64_t index, int rows, void* y) {
+    constexpr int PER_ROW = R::K / 8;
+    const int64_t row = index / PER_ROW, column = index % PER_ROW * 8;
+    if (row >= rows) return;
+    uint32_t out[WORDS];
+    load_gated(x, row, int(column), out);
     *reinterpret_cast<uint4*>(static_cast<T*>(y) + row * R::K + column) = make_uint4(out[0], out[1], out[2], out[3]);
   }
 };

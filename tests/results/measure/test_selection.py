@@ -40,6 +40,7 @@ FORMAT = QuantFormat(4, 64, False)
 HOPPER = target_from_name("sm_90a")
 CPU = Target("cpu", "test cpu", 3, 0, 0, 1 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
 SMALL = Workload(40, 128, 256, FORMAT)
+grid_of = cache(full_grid)  # one takes seconds, and several tests look at the same
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ SMALL = Workload(40, 128, 256, FORMAT)
     ("workload", "target"), [(Workload(1, 192, 512), HOPPER), (Workload(300, 640, 512), HOPPER), (Workload(3, 96, 256), CPU)]
 )
 def test_the_grid_holds_every_candidate_and_nothing_illegal_or_twice(workload: Workload, target: Target) -> None:
-    found, offered = full_grid(workload, target), candidates(workload, target)
+    found, offered = grid_of(workload, target), candidates(workload, target)
     assert offered and set(offered) < set(found) and len(set(found)) == len(found)
     assert not any(legal(workload, s, target) for s in found[:: max(1, len(found) // 2000)])
     assert {s.program for s in found} == {name for name, rule in programs("gemm", target.arch).items() if not rule.unserved(workload)}
@@ -71,14 +72,14 @@ def slow_grid() -> Iterator[Schedule]:
 def test_the_grid_leaves_out_nothing_legal() -> None:
     """Tiles and pipelines are judged by their least demanding schedule; here every schedule is asked for itself."""
     asked = {s for s in slow_grid() if not (s.raster and s.block_m >= SMALL.m)}
-    assert {s for s in asked if not legal(SMALL, s, HOPPER)} == asked & set(full_grid(SMALL, HOPPER))
+    assert {s for s in asked if not legal(SMALL, s, HOPPER)} == asked & set(grid_of(SMALL, HOPPER))
 
 
 @pytest.mark.slow
 def test_a_grid_that_is_too_large_is_cut_by_the_rule_that_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Workload(1, 32, 64, FORMAT)
     assert scanned(few, CPU, 10**6) == ((all_of := full_grid(few, CPU)), len(all_of), "all legal schedules")
-    monkeypatch.setattr(grid, "full_grid", cache(full_grid))  # the large one takes seconds each time
+    monkeypatch.setattr(grid, "full_grid", grid_of)
     every = grid.full_grid(SMALL, HOPPER)
     legal = len(every)
     offered = candidates(SMALL, HOPPER) or []

@@ -128,13 +128,22 @@ def append_and_rotate(
     head_scales: Tensor | None,
     cos_sin: Tensor | None,
     q: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     format: str,
     page_size: int,
     rotary: str = "half",
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     dependent: bool = False,
 ) -> Tensor:
     """``append``, and the new tokens' queries in the same launch: ``q`` [tokens, heads_q,
     head_dim], rows as k's, turned at the same positions; a new tensor of its shape.
+
+    ``q_norm`` and ``k_norm`` [head_dim], both or neither, in q's dtype: each head of q and of k is
+    first divided by sqrt(mean of squares + ``norm_eps``) and multiplied by the weights plus
+    ``norm_offset``; all of it in fp32, rounded once. Then ``rotary`` may be "", with no ``cos_sin``.
+    ``cos_sin`` may be narrower than head_dim, a multiple of 32: the first channels are turned.
 
     ``torch.ops.tilebit.attention_append_and_rotate.out`` writes into ``out`` (other memory than
     q's). Rows that belong to no sequence stay undefined. Rows of q, k and v may lie any multiple of
@@ -142,8 +151,9 @@ def append_and_rotate(
     may write every operand.
     """
     return attention_ops.APPEND_AND_ROTATE(
-        k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, format, page_size, rotary, dependent
-    )
+        k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, format, page_size, rotary,
+        norm_eps, norm_offset, dependent,
+    )  # fmt: skip
 
 
 def gather(

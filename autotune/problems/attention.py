@@ -199,7 +199,9 @@ def attention_problem(
             operands |= {"k": normal(new, w.heads_kv, w.head_dim), "v": normal(new, w.heads_kv, w.head_dim)}
         operands["cu_seqlens"] = ints(_starts(rows))
         if w.rotary:
-            operands["cos_sin"] = _rotary_table(max(lengths, default=1), w.head_dim).to(device)
+            operands["cos_sin"] = _rotary_table(max(lengths, default=1), w.turned_channels).to(device)
+        if w.qk_norm:
+            operands |= {name: (1 + normal(w.head_dim) / 4).to(dtype) for name in ("q_norm", "k_norm")}
         written = {name: (tuple(operands[name].shape), torch.int32) for name in ("pages", "windows")}
     elif w.op == "gather":
         operands["cu_kv"] = ints(_starts(lengths))
@@ -241,9 +243,9 @@ def _copied(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _rotary_table(positions: int, head_dim: int) -> Tensor:
-    """fp32 [positions, head_dim]: cosines, then sines, of each position's head_dim / 2 angles."""
-    angles = torch.arange(positions)[:, None] * ROTARY_BASE ** (-torch.arange(0, head_dim, 2) / head_dim)
+def _rotary_table(positions: int, dim: int) -> Tensor:
+    """fp32 [positions, dim]: cosines, then sines, of each position's dim / 2 angles."""
+    angles = torch.arange(positions)[:, None] * ROTARY_BASE ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
 

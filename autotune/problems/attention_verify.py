@@ -24,13 +24,14 @@ from ...layouts.kv_formats import KVFormat
 from ...layouts.kv_quantize import dequantize_group, quantize_group
 from ...layouts.kv_quantize import unpack_pages as unpack_groups
 from ...schedules.attention.workload import AttentionWorkload
-from ...tiles.attention.reference import rotate
+from ...tiles.attention.reference import normalize, rotate
 from ...tiles.attention.unpacked import unpack_pages
 from . import Verdict
 from .attention import AttentionProblem, edge_attention, exact_attention, random_attention, torch_attention
 from .verify import TORCH_FACTOR, GuardedOutput, check_guards, guarded_output
 
 LSE_ERROR = 2.0**-9  # absolute; a rounding of queries or of a scale in 16 bits moves a score by about as much
+ONE_FLIP_OF = 2048  # keys that were rounded the other way
 ROTARY_ERROR = 1e-3  # relative, of a sequence's keys: few codes change when a key is rounded the other way
 MOST_GROUPS = 512  # packed groups that are compared with the twin's: that many, evenly spread, where there are more
 
@@ -147,8 +148,7 @@ class _Appended:
             waiting = (length - self._rows[b]) % RESIDUAL
             old = unpack_pages(o["windows"][slot : slot + 1], window, self._dtype)
             new = [o[name][starts[b] : starts[b + 1]].double() for name in ("k", "v")]
-            if w.rotary:
-                new[0] = rotate(new[0], torch.arange(length - self._rows[b], length, device=new[0].device), o["cos_sin"], w.rotary)
+            new[0] = turned(problem, new[0], torch.arange(length - self._rows[b], length, device=new[0].device), "k_norm")
             k, v = (torch.cat((a[:waiting], b.to(self._dtype).double())) for a, b in zip(old, new, strict=True))
             self._recent.append((k, v))
 
@@ -217,8 +217,8 @@ class _Appended:
             np.array_equal(got[place].keys, expected.keys) and _same_numbers(got[place].key_parameters, expected.key_parameters),
             np.array_equal(got[place].values, expected.values) and _same_numbers(got[place].value_parameters, expected.value_parameters),
         ]
-        if w.rotary:
-            equal[0] = self._same("keys", *(torch.from_numpy(keys) for keys, _ in meant))
+        if w.rotary or w.qk_norm:
+            equal[0] = self._same("keys", *(torch.from_numpy(keys) for keys, _ in meant), flips=len(expected.keys.ravel()) // ONE_FLIP_OF)
         reasons = [
             f"packed {name} of {named} are not the twin's." for name, same in zip(("keys", "values"), equal, strict=True) if not same
         ]
@@ -228,10 +228,14 @@ class _Appended:
                 reasons.append(f"the group before {named} was changed.")
         return reasons
 
-    def _same(self, name: str, got: Tensor, expected: Tensor) -> bool:
-        if name == "values" or not self.problem.workload.rotary:
+    def _same(self, name: str, got: Tensor, expected: Tensor, flips: int = 0) -> bool:
+        """``flips``: how many numbers may have the code beside their own, whose difference is large."""
+        w = self.problem.workload
+        if name == "values" or not (w.rotary or w.qk_norm):
             return torch.equal(got, expected)
-        return float((got - expected).norm()) <= ROTARY_ERROR * float(expected.norm())
+        differences = (got - expected).abs().flatten().sort().values
+        within = float(differences[: differences.numel() - flips].norm()) <= ROTARY_ERROR * float(expected.norm())
+        return within and (not flips or float(differences[-1]) <= float(expected.max() - expected.min()))
 
 
 def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutput]) -> tuple[list[str], float]:
@@ -246,6 +250,14 @@ def _check_of(problem: AttentionProblem) -> _Attended | _Gathered | _Appended:
     return {"append": _Appended, "gather": _Gathered}.get(problem.workload.op, _Attended)(problem)
 
 
+def turned(problem: AttentionProblem, rows: Tensor, positions: Tensor, norm: str) -> Tensor:
+    """``rows`` of an append's queries or keys in fp64, normalized by its weights ``norm`` and turned
+    as it asks."""
+    w, o = problem.workload, problem.operands
+    rows = normalize(rows, o[norm], w.norm_eps, w.norm_offset) if w.qk_norm else rows.double()
+    return rotate(rows, positions, o["cos_sin"], w.rotary) if w.rotary else rows
+
+
 def _turned_queries(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """(the turned queries in fp64, how far each number may be from its own): half a step of the
     dtype, and what fp32 may lose of the difference of two products."""
@@ -254,8 +266,9 @@ def _turned_queries(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     firsts = [length - count for length, count in zip(problem.lengths, counts, strict=True)]
     runs = [torch.arange(first, first + count, device=q.device) for first, count in zip(firsts, counts, strict=True)]
     positions = torch.cat(runs) if runs else torch.arange(0, device=q.device)
-    expected, number = rotate(q, positions, o["cos_sin"], w.rotary), torch.finfo(q.dtype)
-    lost = q.abs().double().amax(-1, keepdim=True) * 2.0**-21
+    expected, number = turned(problem, q, positions, "q_norm"), torch.finfo(q.dtype)
+    largest = normalize(q, o["q_norm"], w.norm_eps, w.norm_offset) if w.qk_norm else q.double()
+    lost = largest.abs().amax(-1, keepdim=True) * 2.0**-21
     return expected, (expected.abs() + lost).clamp(min=number.smallest_normal) * number.eps / 2 + lost
 
 

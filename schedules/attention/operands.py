@@ -17,7 +17,7 @@ _WORDS = "bytes become int32 by .view(torch.int32)"
 
 def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
     """What calls of ``w.op`` are given; head_scales are absent where no operand is fp8, sinks,
-    cos_sin and lse where none is asked for, and an append's q and out where it turns no queries."""
+    cos_sin and lse where none is asked for, and an append's q, norms and out where it has none."""
     rows = Operand("k", w.dtype, ("tokens" if w.op == "append" else "total_kv", w.heads_kv, w.head_dim), apart=w.op == "append")
     q_rows = ("batch", "q_len") if w.op == "decode" else ("tokens",)
     q = Operand("q", w.dtype, (*q_rows, w.heads_q, w.head_dim))
@@ -30,9 +30,10 @@ def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
     if w.op == "decode":
         return (q, pages, windows, tables, slots, lengths, scales, sinks, out, lse)
     if w.op == "append":
-        angles = Operand("cos_sin", "float32", ("max_position", w.head_dim), optional=True, absent=not w.rotary)
+        angles = Operand("cos_sin", "float32", ("max_position", w.turned_channels), optional=True, absent=not w.rotary)
+        norms = [Operand(name, w.dtype, (w.head_dim,), optional=w.queries, absent=not w.qk_norm) for name in ("q_norm", "k_norm")]
         q, out = replace(q, absent=not w.queries, apart=True), replace(out, absent=not w.queries)
-        return (rows, _like(rows, "v"), _bounds("cu_seqlens"), lengths, tables, slots, pages, windows, scales, angles, q, out)
+        return (rows, _like(rows, "v"), _bounds("cu_seqlens"), lengths, tables, slots, pages, windows, scales, angles, q, *norms, out)
     out_k, out_v = (_like(rows, name, written=True, read=False) for name in ("out_k", "out_v"))
     return (pages, windows, tables, slots, lengths, _bounds("cu_kv"), scales, out_k, out_v)
 

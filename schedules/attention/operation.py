@@ -20,7 +20,7 @@ SIZES = {"batch": 0.5, "kv_len": 0.5, "heads_kv": 0.5, "q_len": 1.0}
 OTHER_KEY_SCALES = 0.25
 OTHER_PAGE_SIZE = 0.25
 OTHER_SCORES = 0.0625  # a window, a cap, sinks, ...: what happens to scores, and what is returned
-_SCORES = ("window", "sink_tokens", "sinks", "soft_cap", "scale", "lse", "rotary", "queries")
+_SCORES = ("window", "sink_tokens", "sinks", "soft_cap", "scale", "lse", "rotary", "queries", "rotary_dim", "qk_norm")
 
 _TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "min_blocks"})
 _CPU = frozenset({"block_n", "block_m", "block_k", "num_warps"})

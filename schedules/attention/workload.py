@@ -16,8 +16,11 @@ OPS = ("decode", "append", "gather", "prefill")
 ROTARY = ("", "half", "interleaved")
 Q_BUCKETS = (1, 2, 4, 8, 16)  # of q_len in decode: tokens of a sequence that attend at once
 _OF_SCORES = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False}
-_OF_APPEND: dict[str, Any] = {"rotary": "", "queries": False}
-_LATER: dict[str, Any] = {"queries": False}  # fields that are absent from what was stored before there were any, and where they say nothing
+ROTARY_STEP = 32  # of the channels that are turned
+_NO_NORM: dict[str, Any] = {"norm_eps": 0.0, "norm_offset": 0.0}
+# Fields that are absent from what was stored before there were any, and where they say nothing.
+_LATER: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM}
+_OF_APPEND: dict[str, Any] = {"rotary": "", **_LATER}
 MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 
@@ -38,17 +41,20 @@ class AttentionWorkload:
     ``sink_tokens`` besides; ``sinks``: learned logits join the softmax's denominator; ``soft_cap``
     c > 0: scores become c * tanh(score / c); ``scale`` of scores (None: head_dim ** -0.5); ``lse``:
     the log-sum-exp is returned too; ``rotary`` embedding of appended keys ("half", "interleaved",
-    "": none); ``queries``: an append turns the new tokens' queries too.
+    "": none) of the first ``rotary_dim`` channels (0: all; else a multiple of 32); ``queries``: an
+    append turns the new tokens' queries too, and with ``qk_norm`` first makes each head's RMS 1 and
+    multiplies by weights plus ``norm_offset``: x / sqrt(mean x^2 + ``norm_eps``), queries and keys.
 
     What an op does not look at is set to its default, so that equal questions are equal: query
     heads (then ``heads_kv``) for "gather" and an "append" without ``queries``, all about scores for
-    both, the cache's format and page size for "prefill", ``rotary`` and ``queries`` for all but
-    "append". Raises ``ValueError`` when a field is out of range.
+    both, the cache's format and page size for "prefill", what is done to queries and keys for all
+    but "append". Raises ``ValueError`` when a field is out of range.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("batch", "q_len", "kv_len")  # fields that compiled kernels do not depend on
     COMMAND: ClassVar[str] = "attention"  # the command line's group of commands
-    SIZES: ClassVar[tuple[str, ...]] = (*DYNAMIC, "heads_q", "heads_kv", "head_dim", "page_size", "window", "sink_tokens")  # whole numbers
+    # whole numbers
+    SIZES: ClassVar[tuple[str, ...]] = (*DYNAMIC, "heads_q", "heads_kv", "head_dim", "page_size", "window", "sink_tokens", "rotary_dim")
 
     op: str
     batch: int
@@ -68,6 +74,10 @@ class AttentionWorkload:
     lse: bool = False
     rotary: str = ""
     queries: bool = False
+    rotary_dim: int = 0
+    qk_norm: bool = False
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
 
     def __post_init__(self) -> None:
         for name, accepted in (
@@ -84,17 +94,34 @@ class AttentionWorkload:
             )
         if self.scale is not None and not 0 < self.scale < float("inf"):
             raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, or None for head_dim ** -0.5")
-        if self.op == "append" and self.queries and not self.rotary:
-            raise ValueError("queries is True and rotary ''; accepted: queries with rotary 'half' or 'interleaved', which turns them")
         if self.scale == self.head_dim**-0.5:
             object.__setattr__(self, "scale", None)  # said or not, it is one kernel
         unused: dict[str, Any] = {} if self.op == "append" else dict(_OF_APPEND)
+        if self.op == "append":
+            self._check_turning()
+            unused = {"rotary_dim": self.rotary_dim % self.head_dim if self.rotary else 0} | ({} if self.qk_norm else _NO_NORM)
         if self.op == "prefill":
             unused |= {"format": KVFormat(), "page_size": RESIDUAL}
         elif self.op != "decode":
             unused |= _OF_SCORES | ({} if self.op == "append" and self.queries else {"heads_q": self.heads_kv})
         for name, value in unused.items():
             object.__setattr__(self, name, value)
+
+    def _check_turning(self) -> None:
+        """What an append does to queries and keys on their way."""
+        if self.queries and not self.rotary and not self.qk_norm:
+            raise ValueError("queries is True, rotary '' and qk_norm False; accepted: queries with one of these, which changes them")
+        if self.qk_norm and not self.queries:
+            raise ValueError("qk_norm is True and queries False; accepted: both, since queries and keys are normalized together")
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % ROTARY_STEP:
+            raise ValueError(f"rotary_dim is {self.rotary_dim}; accepted: multiples of {ROTARY_STEP} up to head_dim {self.head_dim}")
+        if not 0 <= self.norm_eps < float("inf") or not abs(self.norm_offset) < float("inf"):
+            raise ValueError(f"norm_eps is {self.norm_eps} and norm_offset {self.norm_offset}; accepted: finite numbers, norm_eps from 0")
+
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that its rotary embedding turns: the width of its table."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def kind(self) -> str:
@@ -111,8 +138,9 @@ class AttentionWorkload:
         asked: dict[str, Any] = {"op": w.op, "batch": w.batch, "kv-len": w.kv_len, "q-len": w.q_len, "heads": f"{w.heads_q}/{w.heads_kv}"}
         asked |= {"head-dim": w.head_dim, "format": w.format.name, "dtype": w.dtype, "page-size": w.page_size}
         asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
-        asked |= {"rotary": w.rotary or None}
-        flags = [f"--{name}" for name in ("sinks", "lse", "queries") if getattr(w, name)]
+        asked |= {"rotary": w.rotary or None, "rotary-dim": w.rotary_dim or None}
+        asked |= {"norm-eps": w.norm_eps or None, "norm-offset": w.norm_offset or None}
+        flags = [f"--{name.replace('_', '-')}" for name in ("sinks", "lse", "queries", "qk_norm") if getattr(w, name)]
         return " ".join([*(f"--{name} {value}" for name, value in asked.items() if value is not None), *flags])
 
     @property

@@ -98,14 +98,22 @@ def _append(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
             continue
         past = length - (bounds[b + 1] - bounds[b])
         k, v = (o[name][bounds[b] : bounds[b + 1]] for name in ("k", "v"))
-        if w.rotary:
-            k = rotated(k, torch.arange(past, length), o["cos_sin"], w.rotary)
+        k = _turned(w, o, k, past, "k_norm")
         if w.queries:
             mine = slice(bounds[b], bounds[b + 1])
-            o["out"][mine] = rotated(o["q"][mine], torch.arange(past, length), o["cos_sin"], w.rotary)
+            o["out"][mine] = _turned(w, o, o["q"][mine], past, "q_norm")
         for head in range(w.heads_kv):
             window = o["windows"][int(o["slots"][b]), head]
             _append_head(w, o, o["block_tables"][b], window, past, head, k[:, head].float().numpy(), v[:, head].float().numpy())
+
+
+def _turned(w: AttentionWorkload, o: dict[str, Tensor], rows: Tensor, first: int, norm: str) -> Tensor:
+    if w.qk_norm:
+        rows = reference.normalize(rows, o[norm], w.norm_eps, w.norm_offset)
+        if w.rotary:
+            rows = reference.rotate(rows, torch.arange(first, first + len(rows)), o["cos_sin"], w.rotary)
+        return rows.to(DTYPES[w.dtype])
+    return rotated(rows, torch.arange(first, first + len(rows)), o["cos_sin"], w.rotary) if w.rotary else rows
 
 
 def _append_head(

@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
@@ -15,7 +16,7 @@ from ..accepted import expect_tensors
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
 from ..ops.operands import describe
-from ..schedules.attention.workload import AttentionWorkload
+from ..schedules.attention.workload import ROTARY_STEP, AttentionWorkload
 from .batch import Batch
 from .counts import whole
 from .rotary import KINDS
@@ -91,32 +92,55 @@ def check_rows(
     if rotary not in KINDS:
         raise ValueError(f"rotary is {rotary!r}; accepted: 'half' and 'interleaved'")
     longest = max((cache.length(h) + (0 if counts is None else n) for h, n in zip(batch.handles, added, strict=True)), default=0)
-    fits = cos_sin.ndim == 2 and cos_sin.shape[0] >= longest and cos_sin.shape[1] == cache.head_dim
+    dim = cos_sin.shape[1] if cos_sin.ndim == 2 else 0
+    fits = 0 < dim <= cache.head_dim and dim % ROTARY_STEP == 0 and cos_sin.shape[0] >= longest
     if not fits or cos_sin.dtype != torch.float32 or cos_sin.device != cache.device:
-        accepted = f"float32 [{longest} positions or more, {cache.head_dim}] on {cache.device}"
+        accepted = f"float32 [{longest} positions or more, {cache.head_dim}, or fewer in steps of {ROTARY_STEP}] on {cache.device}"
         raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: {accepted}")
 
 
-def turning(cache: KVCache, q: Tensor | None, out: Tensor | None, k: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(q [tokens, heads_q, head_dim], out likewise) of an append of ``k`` as it was given, whose
-    queries are turned with it."""
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """What an append does to the new tokens' queries: q [tokens, heads_q, head_dim] and the weights
+    of the norms, as the operator takes them, (eps, offset), and where the result goes (None: new
+    memory)."""
+
+    operands: tuple[Tensor, Tensor | None, Tensor | None]
+    norm: tuple[float, float]
+    out: Tensor | None
+
+
+def turning_of(
+    cache: KVCache,
+    q: Tensor | None,
+    out: Tensor | None,
+    k: Tensor,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+) -> Turning:
+    """Of an append of ``k`` as it was given."""
     if q is None:
-        raise ValueError("out is given and q is not; accepted: both, or q alone: out is where q goes once it is turned")
-    if cos_sin is None:
-        raise ValueError("q is given and cos_sin is not; accepted: both, since cos_sin says by how much q is turned")
-    if not isinstance(q, Tensor):
-        expect_tensors(q=q)
+        given = next(name for name, tensor in (("out", out), ("q_norm", q_norm), ("k_norm", k_norm)) if tensor is not None)
+        raise ValueError(f"{given} is given and q is not; accepted: with q, the new tokens' queries, or without both")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("one of q_norm and k_norm is missing; accepted: both or neither, since queries and keys are normalized together")
+    if cos_sin is None and q_norm is None:
+        raise ValueError("q is given without cos_sin and without norms; accepted: with cos_sin, q_norm and k_norm, or all three")
+    expect_tensors(("q_norm", "k_norm", "out"), q=q, q_norm=q_norm, k_norm=k_norm, out=out)
     heads_q = q.shape[-2] if q.ndim == k.ndim else 0
     fits = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == cache.head_dim and heads_q > 0 and heads_q % cache.heads_kv == 0
     if not fits or q.dtype is not cache.dtype or q.device != cache.device:
         _reject_query(cache, q, f"[{', '.join(map(str, k.shape[:-2]))}, heads_q, {cache.head_dim}], its rows those of k,")
-    if out is None:
-        return q.flatten(0, -3), None
-    if not isinstance(out, Tensor):
-        expect_tensors(out=out)
-    if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (weight.shape != (cache.head_dim,) or weight.dtype is not cache.dtype or weight.device != cache.device):
+            raise ValueError(f"{name} is {describe(weight)}; accepted: {cache.dtype} [{cache.head_dim}] on {cache.device}")
+    if out is not None and (out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous()):
         raise ValueError(f"out is {describe(out)}; accepted: {cache.dtype} {list(q.shape)} on {cache.device}, contiguous: q's shape")
-    return q.flatten(0, -3), out.flatten(0, -3)
+    norm = (norm_eps, norm_offset) if q_norm is not None else (0.0, 0.0)
+    return Turning((q.flatten(0, -3), q_norm, k_norm), norm, None if out is None else out.flatten(0, -3))
 
 
 def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:

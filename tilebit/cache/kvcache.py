@@ -34,7 +34,7 @@ from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
 from .batch import Batch
-from .calls import check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows, turning
+from .calls import Turning, check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows, turning_of
 from .counts import whole
 from .memory import CacheMemory
 from .rotary import rotated
@@ -201,7 +201,6 @@ class KVCache(CacheMemory):
         dependent: bool = ...,
         *,
         q: None = ...,
-        out: None = ...,
     ) -> None: ...
 
     @overload
@@ -217,6 +216,10 @@ class KVCache(CacheMemory):
         dependent: bool = ...,
         *,
         q: Tensor,
+        q_norm: Tensor | None = ...,
+        k_norm: Tensor | None = ...,
+        norm_eps: float = ...,
+        norm_offset: float = ...,
         out: Tensor | None = ...,
     ) -> Tensor: ...
 
@@ -232,6 +235,10 @@ class KVCache(CacheMemory):
         dependent: bool = False,
         *,
         q: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor | None:
         """Put new rows at the end of each sequence, and turn their queries ``q`` too, if given.
@@ -243,20 +250,26 @@ class KVCache(CacheMemory):
         advanced by the rows to write, once for each layer, and rows beyond these are padding. With
         ``dependent`` the preceding kernel may write anything.
 
-        ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's, with
-        ``cos_sin``: the result is q turned at the same positions, in the same launch, in fp32
-        rounded once: a new tensor of q's shape, or ``out`` (contiguous, other memory than q's). Its
-        rows of padding stay undefined. Without q there is no result. Rows of q, k and v may lie any
-        multiple of 16 bytes apart, as slices of a fused projection's output do: nothing is copied.
+        ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's: the
+        result is q turned at the same positions, in the same launch: a new tensor of q's shape, or
+        ``out`` (contiguous, other memory than q's). Its rows of padding stay undefined. Without q
+        there is no result. ``q_norm`` and ``k_norm`` [head_dim], both or neither: each head of q
+        and k is first divided by sqrt(mean of squares + ``norm_eps``) and multiplied by the weights
+        plus ``norm_offset`` (1 for Gemma's), with or without ``cos_sin``; all in fp32, rounded
+        once. ``cos_sin`` of fewer than head_dim columns, a multiple of 32, turns as many channels,
+        the first ones. Rows of q, k and v may lie any multiple of 16 bytes apart, as slices of a
+        fused projection's output do: nothing is copied.
         """
         given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
         check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
-        queries, out = (None, None) if q is None and out is None else turning(self, q, out, given, cos_sin)
+        turning = None
+        if q is not None or out is not None or q_norm is not None or k_norm is not None:
+            turning = turning_of(self, q, out, given, cos_sin, q_norm, k_norm, norm_eps, norm_offset)
         if counts is not None:
             self._advance(batch, counts)
         try:
-            turned = self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent, queries, out)
+            turned = self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent, turning)
         except Exception:
             self._take_back(batch, counts)
             raise
@@ -488,22 +501,22 @@ class KVCache(CacheMemory):
         rotary: str,
         layer: int,
         dependent: bool = False,
-        q: Tensor | None = None,
-        out: Tensor | None = None,
+        turning: Turning | None = None,
     ) -> Tensor | None:
-        """One layer's rows, to their places; the turned ``q``, in ``out`` if given."""
+        """One layer's rows, to their places; the turned queries, if there are any."""
         batch.refresh()
         operands = (
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
             self.scales(layer), cos_sin,
         )  # fmt: skip
-        options = (self.format.name, self.page_size, rotary, dependent)
-        if q is None:
-            ops.APPEND(*operands, *options)
-        elif out is None:
-            out = ops.APPEND_AND_ROTATE(*operands, q, *options)
+        format, size, out = self.format.name, self.page_size, None
+        if turning is None:
+            ops.APPEND(*operands, format, size, rotary, dependent)
+        elif turning.out is None:
+            out = ops.APPEND_AND_ROTATE(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent)
         else:
-            ops.APPEND_AND_ROTATE_OUT(*operands, q, *options, out=out)
+            out = turning.out
+            ops.APPEND_AND_ROTATE_OUT(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent, out=out)
         if batch.most_new:
             batch.written.add(layer)
         return out

@@ -76,7 +76,11 @@ class Kind:
         str,
         typer.Option("--rotary", help="half or interleaved: appended keys are turned (by KVCache.prefill: before). Default: none."),
     ] = ""
+    rotary_dim: Annotated[int, typer.Option("--rotary-dim", help="Channels that are turned, a multiple of 32; 0: all.", min=0)] = 0
     queries: Annotated[bool, typer.Option("--queries", help="An append turns the new tokens' queries, too.")] = False
+    qk_norm: Annotated[bool, typer.Option("--qk-norm", help="An append normalizes queries and keys, head by head.")] = False
+    norm_eps: Annotated[float, typer.Option("--norm-eps", help="What is added to the mean of squares.", min=0.0)] = 0.0
+    norm_offset: Annotated[float, typer.Option("--norm-offset", help="What is added to the weights; 1 for Gemma.")] = 0.0
     target: TargetName = "auto"
 
     @property

@@ -36,7 +36,9 @@ def _taken(op: str, **options: Any) -> str:
 _DECODE = f"{_taken('decode')}, {_LAYOUT}, {_SOFTMAX}"
 _PREFILL = f"{_taken('prefill')}, {_SOFTMAX}"
 _GATHER = f"{_taken('gather')}, {_LAYOUT}"
-_ROTATE = f"{_taken('append', rotary='half', queries=True)}, {_LAYOUT}, str rotary='half', {_LAUNCH}"
+_ROTATE = (
+    f"{_taken('append', rotary='half', queries=True)}, {_LAYOUT}, str rotary='half', float norm_eps=1e-6, float norm_offset=0.0, {_LAUNCH}"
+)
 SCHEMAS = {
     "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_decode.out": f"({_DECODE}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
@@ -131,7 +133,7 @@ def _append(
     dependent: bool = False,
 ) -> None:
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, None, None, format, page_size, rotary, dependent)
+    _launch_append(*rows, None, None, None, None, format, page_size, rotary, 0.0, 0.0, dependent)
 
 
 def _append_and_rotate(
@@ -146,14 +148,18 @@ def _append_and_rotate(
     head_scales: Tensor | None,
     cos_sin: Tensor | None,
     q: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     format: str,
     page_size: int,
     rotary: str = "half",
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     dependent: bool = False,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, q, out, format, page_size, rotary, dependent)
+    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent)
     return out
 
 
@@ -169,15 +175,19 @@ def _append_and_rotate_out(
     head_scales: Tensor | None,
     cos_sin: Tensor | None,
     q: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     format: str,
     page_size: int,
     rotary: str = "half",
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     dependent: bool = False,
     *,
     out: Tensor,
 ) -> None:
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, q, out, format, page_size, rotary, dependent)
+    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent)
 
 
 def _launch_append(
@@ -192,15 +202,19 @@ def _launch_append(
     head_scales: Tensor | None,
     cos_sin: Tensor | None,
     q: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     out: Tensor | None,
     format: str,
     page_size: int,
     rotary: str,
+    norm_eps: float,
+    norm_offset: float,
     dependent: bool,
 ) -> None:
     """One launch for both operators: ``q`` None turns no queries."""
-    if not rotary and (cos_sin is not None or q is not None):
-        given = "cos_sin" if q is None else "q"
+    if not rotary and (cos_sin is not None or (q is not None and q_norm is None)):
+        given = "q" if cos_sin is None else "cos_sin"
         raise ValueError(f"{given} is given and rotary is ''; accepted: rotary 'half' or 'interleaved' with it, or neither")
     if k.ndim != 3 or block_tables.ndim != 2:
         _reject("append", ("k", k, "[tokens, heads_kv, head_dim]"), _tables(block_tables))
@@ -215,11 +229,15 @@ def _launch_append(
         return
     key = (
         "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_q, heads_kv, head_dim,
-        format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, q is not None, k.device,
+        format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, q is not None,
+        0 if cos_sin is None else cos_sin.shape[-1], q_norm is not None, norm_eps, norm_offset, k.device,
     )  # fmt: skip
     if CHECKED:
         check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size)
-    launch(key, (k, v, cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin, q, out), dependent)
+    operands = (
+        k, v, cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, out
+    )  # fmt: skip
+    launch(key, operands, dependent)
 
 
 def _gather_out(

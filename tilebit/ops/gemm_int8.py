@@ -90,7 +90,7 @@ def ready(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> Launcher:
 
 def launch(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> None:
     """Launch the kernel for ``m`` rows on operands in the plan's order."""
-    run = ready(plan, m, operands)
+    run = plan.launchers.get(m) or ready(plan, m, operands)
     try:
         if plan.guarded:
             with torch.cuda.device(plan.device):

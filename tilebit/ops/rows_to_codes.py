@@ -41,10 +41,12 @@ def _add_norm_quantize(
             x, weight = (pad(tensor, (0, -k % ALIGNED)) for tensor in (x, weight))
             smooth = None if smooth is None else pad(smooth, (0, -k % ALIGNED))
             residual, dependent = None, False  # the copies' is the preceding kernel, an ordinary one
-        rows = x.reshape(m, x.shape[-1]).contiguous()
-        held = None if residual is None else residual.view(m, k)
+        rows = x if x.ndim == 2 else x.reshape(m, x.shape[-1])
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        held = residual if residual is None or residual.ndim == 2 else residual.view(m, k)
         key = ("quantize", bucket(m), k, x.dtype, out, group, True, eps, smooth is not None, held is not None, offset, "", x.device)
-        written = codes.view(m, codes.shape[-1]), _by_rows(scales, m, group)
+        written = (codes, scales) if x.ndim == 2 else _by_rows(codes, scales, m, group)
         launch(key, (rows, held, weight, smooth, *written), dependent and rows.data_ptr() == x.data_ptr())
     return _typed(codes, out), scales
 
@@ -65,15 +67,17 @@ def _gated_quantize(
             x = pad(x.unflatten(-1, (2, k)), (0, -k % ALIGNED)).flatten(-2)
             smooth = None if smooth is None else pad(smooth, (0, -k % ALIGNED))
             dependent = False
-        rows = x.reshape(m, x.shape[-1]).contiguous()
+        rows = x if x.ndim == 2 else x.reshape(m, x.shape[-1])
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
         key = ("quantize", bucket(m), k, x.dtype, out, group, False, EPS, smooth is not None, False, 0.0, activation, x.device)
-        written = codes.view(m, codes.shape[-1]), _by_rows(scales, m, group)
+        written = (codes, scales) if x.ndim == 2 else _by_rows(codes, scales, m, group)
         launch(key, (rows, None, None, smooth, *written), dependent and rows.data_ptr() == x.data_ptr())
     return _typed(codes, out), scales
 
 
-def _by_rows(scales: Tensor, m: int, group: int) -> Tensor:
-    return scales.view(m) if group == PER_TOKEN else scales.view(scales.shape[0], m)
+def _by_rows(codes: Tensor, scales: Tensor, m: int, group: int) -> tuple[Tensor, Tensor]:
+    return codes.view(m, codes.shape[-1]), scales.view(m) if group == PER_TOKEN else scales.view(scales.shape[0], m)
 
 
 def _typed(codes: Tensor, out: str) -> Tensor:

@@ -15,6 +15,7 @@ GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gel
 STEADY = ("default", "linear", "llama3", "yarn")  # rotary embeddings that do not change with a sequence's length
 PLAIN, OWN_NORMS = ("llama", "mistral", "qwen2", "phi3"), ("qwen3",)  # without and with norms of q and k
 SANDWICH = ("gemma2",)  # norms before and after attention and MLP, weights that are added to 1
+TURNED = 32  # channels of a head are turned in multiples of it
 KINDS = (*PLAIN, *OWN_NORMS, *SANDWICH)
 
 
@@ -120,12 +121,14 @@ def _norm(module: Any, offset: float) -> Norm:
 
 
 def rotary_table(rotary: Any, positions: int, head_dim: int, device: torch.device) -> Tensor:
-    """fp32 [positions, head_dim]: cosines, then sines, as a model's own rotary embedding computes
-    them. Raises ``ValueError`` for one that turns a part of a head."""
+    """fp32 [positions, turned channels]: cosines, then sines, as a model's own rotary embedding computes
+    them. Raises ``ValueError`` for one that turns a part of a head which no kernel does."""
     with torch.no_grad():
         places = torch.arange(positions, device=device)[None]
         cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), places)
-    if cos.shape[-1] != head_dim:
-        raise ValueError(f"its rotary embedding turns {cos.shape[-1]} of a head's {head_dim} channels; accepted: all of them")
-    half = head_dim // 2
+    if cos.shape[-1] % TURNED or cos.shape[-1] > head_dim:
+        raise ValueError(
+            f"its rotary embedding turns {cos.shape[-1]} of a head's {head_dim} channels; accepted: all of them, or a multiple of {TURNED}"
+        )
+    half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float().contiguous()

@@ -22,6 +22,7 @@ from ..cache.kvcache import KVCache
 from ..kernels import build
 from ..ops.plans import rehearsed
 from ..ops.prepare import prepare
+from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from .anatomy import anatomy
 from .cache import NAME, TilebitCache
@@ -113,7 +114,7 @@ class DecodeSteps:
         ]
         self._graphs.clear()
         self._stale = False
-        quantized = torch.nn.ModuleList(part for part in self.step.products if isinstance(part, QuantLinear))
+        quantized = torch.nn.ModuleList(part for part in self.step.products if isinstance(part, QuantLinear | MixedLinear))
         if len(quantized):
             prepare(quantized, self.sizes)
 

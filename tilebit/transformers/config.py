@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..accepted import expect, format_of
 from ..layouts.formats import GemmFormat
 from ..weights.layers import linears_of
+from ..weights.mixed import JOINT, kind_of
 
 METHOD = "tilebit"
 
@@ -24,7 +25,8 @@ class TilebitConfig(QuantizationConfigMixin):
     ``skip`` names the layers that stay as they are, by full names or their last parts ("lm_head",
     "mlp.gate"); by default the output embeddings alone. ``per_layer`` gives the layers that are so
     named another format, or None to keep one; of several names that fit, in ``skip`` and here, the
-    longest counts. Embeddings stay in 16 bits.
+    longest counts. Embeddings stay in 16 bits. Of layers in two formats (``MixedLinear``) a saved
+    config has both, "w4a8_g128_asym+w8a8_g128": which channels are in which lies beside the weights.
 
     ``source`` is the quantization config of another tool, whose directory is read instead (``load``
     sets it; nothing else counts then).
@@ -49,18 +51,18 @@ class TilebitConfig(QuantizationConfigMixin):
             )
         expect("per_layer", per_layer or {}, Mapping, "names of layers -> formats, or None to keep a layer")
         self.quant_method: Any = METHOD
-        self.format = format_of(format).name
+        self.format = _kind(format)
         self.skip = None if skip is None else [skip] if isinstance(skip, str) else list(skip)
-        self.per_layer = {name: None if kind is None else format_of(kind).name for name, kind in (per_layer or {}).items()}
+        self.per_layer = {name: None if kind is None else _kind(kind) for name, kind in (per_layer or {}).items()}
         self.clip_search = bool(clip_search)
         expect("source", source or {}, Mapping, "the quantization config of another tool's directory")
         self.source = None if source is None else dict(source)
 
     @classmethod
-    def naming(cls, formats: Mapping[str, GemmFormat], model: PreTrainedModel) -> TilebitConfig:
-        """The config that says of ``model`` that the layers ``formats`` have these, and that its other
-        linear layers are kept."""
-        names = {name: format.name for name, format in formats.items()}
+    def naming(cls, formats: Mapping[str, GemmFormat | str], model: PreTrainedModel) -> TilebitConfig:
+        """The config that says of ``model`` that the layers ``formats`` have these, or these two of a
+        mixed layer, and that its other linear layers are kept."""
+        names = {name: _kind(format) for name, format in formats.items()}
         (common, _), *_ = Counter(names.values()).most_common(1)
         skip = [name for name, layer in model.named_modules(remove_duplicate=False) if type(layer) is nn.Linear and name not in names]
         found = cls(common, skip if set(skip) != set(cls()._skipped(model)) else None)
@@ -77,14 +79,27 @@ class TilebitConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD, "format": self.format, **optional}
 
     def formats_of(self, model: PreTrainedModel) -> dict[str, GemmFormat]:
-        """The format of every layer of ``model`` that is quantized, by name. Raises ``ValueError`` for
-        ``per_layer`` that names no layer, and where nothing is left to quantize."""
+        """The format of every layer of ``model`` that is quantized, by name. Raises ``ValueError`` as
+        ``kinds_of`` does, and for a layer that is to be in two, which takes a search."""
+        kinds = self.kinds_of(model)
+        for layer, kind in kinds.items():
+            if JOINT in kind:
+                raise ValueError(
+                    f"{layer} is to be in two formats, {kind}, of channels that a search finds; accepted while a model loads: one. Load it "
+                    "in 16 bits, then tilebit.quantize_model(model, precision=tilebit.select_channels(...))"
+                )
+        return {layer: format_of(kind) for layer, kind in kinds.items()}
+
+    def kinds_of(self, model: PreTrainedModel) -> dict[str, str]:
+        """The format of every layer of ``model`` that is quantized, or the two of a mixed one, by name.
+        Raises ``ValueError`` for ``per_layer`` that names no layer, and where nothing is left to
+        quantize."""
         every = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
         for name in self.per_layer:
             if not any(_ends(layer, name) for layer in every):
                 raise ValueError(f"per_layer names {name!r}; accepted: a layer's name or its last parts: {', '.join(every[:7])}, ...")
         rules = self._rules(model)
-        return {layer: format_of(_chosen(rules, layer)) for layer in linears_of(model, lambda name, _: _chosen(rules, name) is None)}
+        return {layer: str(_chosen(rules, layer)) for layer in linears_of(model, lambda name, _: _chosen(rules, name) is None)}
 
     def _rules(self, model: PreTrainedModel) -> dict[str, str | None]:
         """Names, the longest first, and what layers have that end so; "" is any name's end."""
@@ -96,6 +111,10 @@ class TilebitConfig(QuantizationConfigMixin):
             return self.skip
         output = model.get_output_embeddings()
         return ["lm_head", *(name for name, module in model.named_modules() if output is not None and module is output)]
+
+
+def _kind(format: GemmFormat | str) -> str:
+    return kind_of(format) if isinstance(format, str) and JOINT in format else format_of(format).name
 
 
 def _chosen(rules: Mapping[str, str | None], name: str) -> str | None:

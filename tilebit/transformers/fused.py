@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,10 @@ class FusedStep(nn.Module):
         of = block.of
         sizes = [of.heads * of.head_dim, of.heads_kv * of.head_dim, of.heads_kv * of.head_dim]
         q, k, v = (part.unflatten(-1, (-1, of.head_dim)) for part in qkv.split(sizes, -1))
+        norms: dict[str, Any] = {}
         if of.q_norm is not None and of.k_norm is not None:
-            q, k = _normed(q, of.q_norm), _normed(k, of.k_norm)
-        q = cache.append(batch, k, v, cos_sin=self.rotary, q=q, layer=layer, dependent=True)
+            norms = {"q_norm": of.q_norm.weight, "k_norm": of.k_norm.weight, "norm_eps": of.q_norm.eps, "norm_offset": of.q_norm.offset}
+        q = cache.append(batch, k, v, cos_sin=self.rotary, q=q, layer=layer, dependent=True, **norms)
         out, _ = cache.attend(batch, q[:, None], scale=of.scale, window=of.window, soft_cap=of.soft_cap, layer=layer, dependent=True)
         return out.flatten(1)
 

@@ -16,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
+from ..weights.mixed import PARTS, MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
@@ -73,7 +74,10 @@ class TilebitQuantizer(HfQuantizer):
             for name in self._source.layers:
                 _put(model, name, Awaited())
         held = "|".join(re.escape(name) for name in self._source.layers)
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"^(?:{held})\.[^.]+$"}
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            rf"^(?:{held})\.(?:(?:{'|'.join(PARTS)})\.)?[^.]+$",
+        }
 
     def _expect_floats(self, model: PreTrainedModel) -> None:
         self.formats = self.quantization_config.formats_of(model)
@@ -109,15 +113,18 @@ class TilebitQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
         """``save_pretrained`` asks for this before it writes the config: which then says what the layers
         are now, whatever quantized, cast or replaced them."""
-        formats = {name: layer.format for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, QuantLinear)}
+        named = dict(model.named_modules(remove_duplicate=False))
+        kinds = {name: layer.kind for name, layer in named.items() if isinstance(layer, MixedLinear)}
+        parts = {f"{name}.{part}" for name in kinds for part in PARTS}
+        kinds |= {name: layer.format.name for name, layer in named.items() if isinstance(layer, QuantLinear) and name not in parts}
         left = [name for name, module in model.named_modules() if recognized(module) is not None]
         if left:
             raise ValueError(
                 f"{len(left)} layers are of another quantizer, {left[0]} first; accepted in a directory of {METHOD}: its own and floats: "
                 "load the model with tilebit.transformers.load"
             )
-        if formats:
-            model.config.quantization_config = TilebitConfig.naming(formats, model)
+        if kinds:
+            model.config.quantization_config = TilebitConfig.naming(kinds, model)
         elif hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         return None, {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..weights.checkpoint_config import CheckpointError, LayerScheme, parse_quantization
 from ..weights.checkpoint_decode import decode
+from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.quantize import QuantizedTensor
 
@@ -56,7 +57,7 @@ class OtherLinear:
 
 def recognized(module: nn.Module) -> OtherLinear | None:
     """``module`` as a quantized linear layer of another library, or None."""
-    if isinstance(module, QuantLinear):
+    if isinstance(module, QuantLinear | MixedLinear):
         return None
     held = {name: tensor.detach() for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))}
     weight, words, scales = held.get("weight"), held.get("qweight"), held.get("scales")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import tensor_files
 from ..weights.checkpoint_open import TensorFile, open_tensors
 from ..weights.extra_state import EXTRA
+from ..weights.mixed import JOINT, PARTS, MixedLinear
 from ..weights.modules import QuantLinear, parse_described
 from ..weights.packed import WEIGHTS, PackedWeight, pack
 from .config import TilebitConfig
@@ -23,14 +25,18 @@ _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": tor
 
 class PackedSource:
     """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``:
-    the entries of ``QuantLinear.state_dict``, packed for the architecture that each layer's extra
-    state names. Raises ``CheckpointError`` (a ``ValueError``)."""
+    the entries of ``state_dict`` of ``QuantLinear`` and ``MixedLinear``, packed for the architecture
+    that each layer's extra state names. Raises ``CheckpointError`` (a ``ValueError``)."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
-        self.layers = [name.removesuffix("." + EXTRA) for name in self._files if name.endswith("." + EXTRA)]
-        wanted = config.formats_of(model)
+        index = f".{PARTS[0]}_channels"
+        self._mixed = {name.removesuffix(index) for name in self._files if name.endswith(index)}
+        parts = {f"{name}.{part}" for name in self._mixed for part in PARTS}
+        packed = [name.removesuffix("." + EXTRA) for name in self._files if name.endswith("." + EXTRA)]
+        self.layers = [*(name for name in packed if name not in parts), *sorted(self._mixed)]
+        wanted = config.kinds_of(model)
         lacking = [name for name in wanted if name not in self.layers]
         if lacking:
             raise CheckpointError(
@@ -41,22 +47,43 @@ class PackedSource:
         for name in self.layers:
             self._check(name, model, wanted.get(name))
 
-    def _check(self, name: str, model: PreTrainedModel, wanted: GemmFormat | None) -> None:
+    def _check(self, name: str, model: PreTrainedModel, wanted: str | None) -> None:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         try:
-            packed = _packed_of(self._state(name, meta=True), self._dtype)
+            parts = [_packed_of(self._state(part, meta=True), self._dtype) for part in self._parts(name)]
+            index = sum(prod(self._opened(f"{name}.{part}_channels").shape(f"{name}.{part}_channels")) for part in self._index(name))
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{name} cannot be loaded: {error}; copy the directory again") from None
-        if (packed.n, packed.k) != (layer.out_features, layer.in_features) or packed.format != wanted:
-            said = "none" if wanted is None else wanted.name
+        n, kind = sum(part.n for part in parts), JOINT.join(part.format.name for part in parts)
+        fits = all((part.k, part.dtype, part.arch) == (layer.in_features, parts[0].dtype, parts[0].arch) for part in parts)
+        if not fits or n != layer.out_features or kind != wanted or (name in self._mixed and index != n):
             raise CheckpointError(
-                f"{name} is {packed.format.name} [{packed.n}, {packed.k}] and config.json says {said} [{layer.out_features}, "
+                f"{name} is {kind} [{n}, {parts[0].k}] and config.json says {wanted or 'none'} [{layer.out_features}, "
                 f"{layer.in_features}]; accepted: the config that was saved with the weights: copy the directory again"
             )
 
-    def read(self, name: str, device: torch.device) -> QuantLinear:
-        """The layer ``name`` on ``device``."""
+    def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear:
+        """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
+        not each there once."""
+        if name not in self._mixed:
+            return self._read(name, device)
+        read = {part.rpartition(".")[2]: self._read(part, device) for part in self._parts(name)}
+        low, high = (read.get(part) for part in PARTS)
+        channels = torch.cat([self._opened(f"{name}.{part}_channels").tensor(f"{name}.{part}_channels") for part in PARTS])
+        try:
+            return MixedLinear.of_layers(low, high, channels.to(device))
+        except ValueError as error:
+            raise CheckpointError(f"{name} cannot be loaded: {error}; copy the directory again") from None
+
+    def _parts(self, name: str) -> list[str]:
+        """The packed layers that ``name`` is of: itself, or those of its formats."""
+        return [f"{name}.{part}" for part in PARTS if f"{name}.{part}.{EXTRA}" in self._files] if name in self._mixed else [name]
+
+    def _index(self, name: str) -> tuple[str, ...]:
+        return PARTS if name in self._mixed else ()
+
+    def _read(self, name: str, device: torch.device) -> QuantLinear:
         # Copied: tensors lie anywhere in a mapped file, and kernels ask for whole cache lines.
         state = {part: tensor.clone() for part, tensor in self._state(name).items()}
         packed = _packed_of(state, self._dtype)
@@ -71,15 +98,19 @@ class PackedSource:
             stored = f"{name}.{part}"
             if stored not in self._files:
                 continue
-            file = self._files[stored]
-            if file not in self._open:
-                self._open[file] = open_tensors(file)
-            opened = self._open[file]
+            opened = self._opened(stored)
             if meta and part != EXTRA:
                 state[part] = torch.empty(opened.shape(stored), dtype=_DTYPES[opened.dtype(stored)], device="meta")
             else:
                 state[part] = opened.tensor(stored)
         return state
+
+    def _opened(self, stored: str) -> TensorFile:
+        """The file of a tensor, open. Raises ``KeyError`` where none holds it."""
+        file = self._files[stored]
+        if file not in self._open:
+            self._open[file] = open_tensors(file)
+        return self._open[file]
 
 
 def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None:

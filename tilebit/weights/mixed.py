@@ -3,6 +3,7 @@ et al. 2024, arXiv:2412.14590, section 3.4)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,10 @@ from ..ops.quantize import QUANTIZE
 from ..schedules.activations.workload import EPS
 from .modules import QuantLinear
 from .packed import DTYPES, WEIGHTS, PackedWeight, pack
+from .precision import PrecisionPlan
 from .quantize import quantize
 
+JOINT = "+"  # between the names of a layer's two formats
 LOW, HIGH = QuantFormat.parse("w4a8_g128_asym"), QuantFormat.parse("w8a8_g128")
 PARTS = ("low", "high")
 
@@ -112,6 +115,21 @@ class MixedLinear(nn.Module):
         ]
         return cls(*parts, order, linear.bias, launches)
 
+    @classmethod
+    def of_layers(cls, low: QuantLinear | None, high: QuantLinear | None, channels: Tensor) -> MixedLinear:
+        """Of layers of its parts, each with the bias of its own rows; ``channels`` as the constructor
+        takes them. Raises as that does."""
+        parts = [layer for layer in (low, high) if layer is not None]
+        biases = [layer.bias for layer in parts if layer.bias is not None]
+        if biases and len(biases) < len(parts):
+            raise ValueError("one of low and high has a bias; accepted: both, or none")
+        placed = None
+        if biases:
+            order, count = channels.to(biases[0].device, torch.int64), 0 if low is None else low.out_features
+            check_channels(order[:count], order[count:], sum(len(bias) for bias in biases))
+            placed = torch.empty_like(torch.cat(biases)).index_copy_(0, order, torch.cat(biases))
+        return cls(None if low is None else low.packed, None if high is None else high.packed, channels, placed)
+
     @property
     def launches(self) -> Launches:
         """How the two kernels follow each other. Setting it raises ``ValueError`` for another word."""
@@ -147,6 +165,11 @@ class MixedLinear(nn.Module):
             return formats[0].name
         bits = formats[0].bits + self.share * (formats[1].bits - formats[0].bits)
         return f"w{bits:.3g}{formats[1].name.removeprefix(f'w{formats[1].bits}')}"
+
+    @property
+    def kind(self) -> str:
+        """The formats, whatever the shares: ``w4a8_g128_asym+w8a8_g128``."""
+        return JOINT.join(layer.format.name for _, layer in self.parts)
 
     def forward(self, x: Tensor) -> Tensor:
         low, high = self._modules["low"], self._modules["high"]
@@ -223,8 +246,39 @@ class MixedLinear(nn.Module):
         return found
 
 
+def mixed_layers(layers: Mapping[str, nn.Linear], plan: PrecisionPlan, given: Collection[nn.Linear]) -> dict[nn.Linear, Tensor]:
+    """The channels of the higher format by layer of ``plan``. Raises ``TypeError`` and ``ValueError`` for
+    one that is of no layer or of another shape, for a layer that it has twice, or that is ``given``."""
+    expect("precision", plan, PrecisionPlan, "a PrecisionPlan: tilebit.select_channels(tilebit.channel_salience(model, batches), share)")
+    found: dict[nn.Linear, Tensor] = {}
+    for entry in plan.layers:
+        if entry.name not in layers:
+            raise ValueError(f"precision names {entry.name!r}; accepted: layers that are replaced: {', '.join(list(layers)[:5])}, ...")
+        layer = layers[entry.name]
+        if tuple(layer.weight.shape) != (entry.n, entry.k):
+            raise ValueError(f"precision has {entry.name!r} as [{entry.n}, {entry.k}]; the layer is {list(layer.weight.shape)}")
+        if layer in found or layer in given:
+            raise ValueError(
+                f"precision names {entry.name!r}, which {'weights' if layer in given else 'it'} names too; accepted: one of them"
+            )
+        found[layer] = entry.channels
+    return found
+
+
+def kind_of(kind: str) -> str:
+    """The name of a format, or of the two of a mixed layer, as ``MixedLinear.kind`` writes it. Raises
+    ``ValueError`` for anything else."""
+    formats = [format_of(name) for name in kind.split(JOINT)]
+    if len(formats) > 2:
+        raise ValueError(
+            f"{kind!r} names {len(formats)} formats; accepted: one, or two of a mixed layer, such as '{LOW.name}{JOINT}{HIGH.name}'"
+        )
+    check_pair(*formats) if len(formats) == 2 else None
+    return JOINT.join(format.name for format in formats)
+
+
 def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
-    """(int64 [n]: all channels but ``channels`` ascending, then these; how many come before them).
+    """(int64 [n]: all channels but ``channels`` ascending, then these (all: ascending); how many come before them).
     Raises ``ValueError`` for channels that are not some of 0 to n - 1, each at most once."""
     expect_tensors(channels=channels)
     if channels.ndim != 1 or channels.is_floating_point() or channels.is_complex() or channels.dtype is torch.bool:
@@ -235,4 +289,5 @@ def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
     rest = torch.ones(n, dtype=torch.bool, device=channels.device)
     rest[channels] = False
     before = rest.nonzero().flatten()
+    channels = channels if len(before) else channels.sort().values  # all of them: the plain layer
     return torch.cat([before, channels]), len(before)

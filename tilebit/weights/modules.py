@@ -23,6 +23,7 @@ from .quantize import QuantizedTensor, quantize
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+    from .precision import PrecisionPlan
 
 
 class QuantLinear(nn.Module):
@@ -287,9 +288,13 @@ def quantize_model(
     dtype: torch.dtype | None = None,
     dependent: bool = False,
     weights: Mapping[str, QuantizedTensor] | None = None,
+    precision: PrecisionPlan | None = None,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
     returns the names replaced.
+
+    Layers of ``precision`` (``select_channels``) become ``MixedLinear`` of its two formats, each with
+    the channels that it says; ``format`` is for the others.
 
     The layers compute in ``dtype``, fp16 or bf16: by default their own. Naming one casts the rest
     of the model to it too, where a layer has another; without it, layers of other types (fp32) are
@@ -300,14 +305,18 @@ def quantize_model(
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
     new layer's. ``weights`` are weights quantized before, by layer (``calibrate``); ``format`` and
     ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
-    replace, and for ``weights`` of no layer or of another shape. Afterwards ``save_pretrained`` of a
+    replace, and for ``weights`` or layers of ``precision`` of no layer, of another shape, or of one
+    layer twice. Afterwards ``save_pretrained`` of a
     transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
     is imported; of another library's it is an error.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
+    from .mixed import MixedLinear, mixed_layers  # made of this module's layers
+
     found = linears_of(model, skip)
     given = given_weights(found, weights or {})
+    mixed = {} if precision is None else mixed_layers(found, precision, given)
     if dtype is None:
         for name, layer in found.items():
             if layer.weight.dtype not in DTYPES:
@@ -320,6 +329,8 @@ def quantize_model(
     converted = {
         layer: _from_quantized(layer, given[layer], dtype, dependent)
         if layer in given
+        else MixedLinear.from_float(layer, mixed[layer], precision.low, precision.high, clip_search, dtype)
+        if precision is not None and layer in mixed
         else QuantLinear.from_float(layer, format, clip_search, dtype, dependent)
         for layer in dict.fromkeys(found.values())
     }

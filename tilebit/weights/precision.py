@@ -121,6 +121,7 @@ def select_channels(
     low: GemmFormat | str = QuantFormat(4, 128, False),
     high: GemmFormat | str = QuantFormat(8, 128, True),
     seed: int = 0,
+    multiple: int = 1,
 ) -> PrecisionPlan:
     """The ``share`` of channels that get ``high`` instead of ``low``: with ``choice`` "global" the
     most salient ones of all layers (algorithm 1), with "layer" the most salient ones of each layer,
@@ -129,7 +130,9 @@ def select_channels(
 
     ``of`` "channels" counts channels, to the nearest whole number. ``of`` "weights" counts their
     weights, which bytes follow: from the most salient channel down, as many as fit into that share.
-    Equal ones are taken in the model's order. Raises ``ValueError`` for a share outside 0 to 1, no
+    Equal ones are taken in the model's order. With ``multiple`` each layer then gets the nearest whole
+    multiple of so many channels (or all of them), its most salient ones: 64 are a kernel's tile, which
+    is read whole, and layers whose numbers agree share kernels. Raises ``ValueError`` for a share outside 0 to 1, no
     layers, and words that are not among those above.
     """
     formats = [format if isinstance(format, GemmFormat) else QuantFormat.parse(format) for format in (low, high)]
@@ -137,6 +140,8 @@ def select_channels(
         raise ValueError(f"share is {share!r}; accepted: a number from 0 to 1")
     if choice not in CHOICES or of not in ("channels", "weights"):
         raise ValueError(f"choice is {choice!r}, of {of!r}; accepted: {', '.join(map(repr, CHOICES))}; of 'channels', 'weights'")
+    if not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"multiple is {multiple!r}; accepted: a whole number of channels, 1 and above")
     if not salience:
         raise ValueError("salience is of no layer; accepted: what tilebit.channel_salience returns")
     values = {name: found.of(terms) for name, found in salience.items()}
@@ -146,15 +151,29 @@ def select_channels(
         everything = torch.cat(list(values.values()))
         if choice == "random":
             everything = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed)).double()
+            values = dict(zip(values, everything.split([len(value) for value in values.values()]), strict=True))
         sizes = torch.cat([_sizes(value, salience[name], of) for name, value in values.items()])
         parts = _largest(everything, sizes, share).split([len(value) for value in values.values()])
         taken = dict(zip(values, parts, strict=True))
+    if multiple > 1:
+        taken = {name: _whole(values[name], int(chosen.sum()), multiple) for name, chosen in taken.items()}
     layers = (LayerPrecision(name, len(values[name]), found.k, taken[name].nonzero().flatten()) for name, found in salience.items())
     return PrecisionPlan(tuple(layers), *formats)
 
 
 def _sizes(value: Tensor, found: Salience, of: Unit) -> Tensor:
     return torch.full((len(value),), 1 if of == "channels" else found.k, dtype=torch.int64)
+
+
+def _whole(values: Tensor, count: int, multiple: int) -> Tensor:
+    """bool [channels]: the largest values, as many as is nearest to ``count`` of whole multiples and
+    all."""
+    below = count // multiple * multiple
+    above = min(len(values), below + multiple)
+    wanted = above if above - count <= count - below else below
+    taken = torch.zeros(len(values), dtype=torch.bool)
+    taken[torch.argsort(values, descending=True, stable=True)[:wanted]] = True
+    return taken
 
 
 def _largest(values: Tensor, sizes: Tensor, share: float) -> Tensor:

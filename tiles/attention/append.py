@@ -1,6 +1,6 @@
 """``attention_append``: new keys and values join the cache.
 
-One kernel takes rows of k and v (rotated on the way, if asked, and q's rows with them), fills each
+One kernel takes rows of k and v (normalized and rotated on the way, if asked, and q's with them), fills each
 sequence's 16-bit window and, whenever 128 tokens are together, quantizes and packs them in registers, as the fragments that
 decoding will read, into their pages (BitDecoding V-B): minima and maxima by warp shuffles, no
 second pass, no repacking ever. The same blocks serve one token a sequence and a whole prompt, so
@@ -34,7 +34,7 @@ WARPS, THREADS = 8, 256
 # Blocks of an SM by head_dim: as many as fit without spills, so that those that fill no window take
 # few turns. What ptxas makes for older devices takes more registers.
 BLOCKS, BLOCKS_BEFORE_SM90 = {64: 4, 128: 4, 256: 2}, 2
-ROWS_WORDS = 12  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
+ROWS_WORDS = 13  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
 SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequences.cuh``)
 
 
@@ -47,13 +47,20 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     blocks = BLOCKS[w.head_dim] if target.arch == "sm_90a" else BLOCKS_BEFORE_SM90
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
     constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
+    constants |= {
+        "ROTARY_DIM": w.turned_channels,
+        "NORM": int(w.qk_norm),
+        "NORM_EPS": float(w.norm_eps),
+        "NORM_OFFSET": float(w.norm_offset),
+    }
     source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
     batch, offsets, tokens, num_pages, slots, max_pages, positions, k_pitch, v_pitch, q_pitch = (
         T.dynamic(n)
         for n in ("batch", "offsets", "tokens", "num_pages", "num_slots", "max_pages", "positions", "k_pitch", "v_pitch", "q_pitch")
     )
     HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None
-    CosSin = T.Tensor((positions, w.head_dim), "float32") if w.rotary else None
+    CosSin = T.Tensor((positions, w.turned_channels), "float32") if w.rotary else None
+    QNorm, KNorm = (T.Tensor((w.head_dim,), dtype) if w.qk_norm else None for _ in range(2))  # one object would be one tensor
     Queries = T.StridedTensor((tokens, w.heads_q, w.head_dim), (q_pitch, w.head_dim, 1), dtype) if w.queries else None
     Turned = T.Tensor((tokens, w.heads_q, w.head_dim), dtype) if w.queries else None
 
@@ -72,6 +79,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         head_scales: HeadScales,
         cos_sin: CosSin,
         q: Queries,
+        q_norm: QNorm,
+        k_norm: KNorm,
         out: Turned,
     ):
         # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
@@ -100,7 +109,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                 index = item - place[FIRST]
                 call(
                     "NewRows::open", rows, k, k_pitch, v, v_pitch, row, cos_sin if w.rotary else lengths,
-                    windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
+                    k_norm if w.qk_norm else lengths, windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
                     w.heads_kv, head, old_length, length, index,
                 )  # fmt: skip
                 T.sync_threads()  # rows are opened
@@ -108,7 +117,16 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                 if full:
                     call("Pack::prefetch", rows)
                 if w.queries:
-                    call(f"NewRows::turn_queries<{w.group}>", rows, q, q_pitch, head * w.group, w.heads_q, out)
+                    call(
+                        f"NewRows::turn_queries<{w.group}>",
+                        rows,
+                        q,
+                        q_pitch,
+                        q_norm if w.qk_norm else lengths,
+                        head * w.group,
+                        w.heads_q,
+                        out,
+                    )
                 if full:  # all of the group is here: it goes to its pages
                     call("Pack::load<true>", rows, staged, fragments)
                     if by_channel:

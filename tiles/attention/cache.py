@@ -1,6 +1,8 @@
 """What programs over a low-bit KV cache have in common: constants that a kernel's source states for
 the functions under ``device/kv``, from ``layouts.kv``, and how TileLang is to treat their loops."""
 
+from collections.abc import Mapping
+
 from ...layouts.kv import PAIR_BYTES, RESIDUAL, KVLayout
 from ...layouts.kv_formats import KVFormat
 from ...schedules.attention.workload import AttentionWorkload
@@ -43,8 +45,11 @@ def cache_constants(workload: AttentionWorkload) -> dict[str, str | int]:
     }
 
 
-def cache_source(workload: AttentionWorkload, more: dict[str, str | int] | None = None) -> str:
+def cache_source(workload: AttentionWorkload, more: Mapping[str, str | int | float] | None = None) -> str:
     """``struct Cache``: the constants of ``workload`` and ``more``, and its number type ``T``."""
     numbers = {**cache_constants(workload), **(more or {})}
-    lines = (f"  static constexpr int {name} = {value};" for name, value in numbers.items())
+    lines = (
+        f"  static constexpr float {name} = {value!r}f;" if isinstance(value, float) else f"  static constexpr int {name} = {value};"
+        for name, value in numbers.items()
+    )
     return "\n".join(["struct Cache {", f"  using T = {TYPES[workload.dtype]};", *lines, "};", ""])

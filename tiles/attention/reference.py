@@ -91,12 +91,15 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, **opti
 def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, kind: str) -> Tensor:
     """``k`` [tokens, heads, head_dim] with the rotary embedding of ``positions`` [tokens], fp64.
 
-    ``cos_sin`` [max_position, head_dim] holds the cosines, then the sines, of head_dim / 2 angles.
-    ``kind`` "half" turns the pairs (i, i + head_dim / 2) by angle i, "interleaved" the pairs (2 i,
-    2 i + 1).
+    ``cos_sin`` [max_position, d] holds the cosines, then the sines, of d / 2 angles, by which the
+    first d channels are turned. ``kind`` "half" turns the pairs (i, i + d / 2) by angle i,
+    "interleaved" the pairs (2 i, 2 i + 1).
     """
-    half = k.shape[-1] // 2
+    dim = cos_sin.shape[1]
+    half = dim // 2
     cos, sin = cos_sin.double()[positions, None, :half], cos_sin.double()[positions, None, half:]
+    if dim < k.shape[-1]:
+        return torch.cat((rotate(k[..., :dim], positions, cos_sin, kind), k[..., dim:].double()), dim=-1)
     x = k.double()
     if kind == "half":
         a, b = x[..., :half], x[..., half:]
@@ -105,3 +108,10 @@ def rotate(k: Tensor, positions: Tensor, cos_sin: Tensor, kind: str) -> Tensor:
         raise ValueError(f"kind is {kind!r}; accepted: 'half' and 'interleaved'")
     a, b = x[..., ::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``x`` [tokens, heads, head_dim], each head divided by its root mean square and multiplied by
+    ``weight`` [head_dim] plus ``offset``, fp64."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)

@@ -13,14 +13,35 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import workload_from_json
 
 KV4 = KVFormat.from_name("kv4_channel")
-LATER = {"queries"}
+LATER = {"queries", "rotary_dim", "qk_norm", "norm_eps", "norm_offset"}
 DECODE = AttentionWorkload("decode", 3, 2, 1000, 32, 8, 128, KV4)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_json_keeps_everything(op):
     workload = AttentionWorkload(
-        op, 3, 2, 1000, 32, 8, 128, KVFormat.from_name("k8_token_v2"), "bfloat16", 64, 100, 4, True, 30.0, 0.5, True, "half", True
+        op,
+        3,
+        2,
+        1000,
+        32,
+        8,
+        128,
+        KVFormat.from_name("k8_token_v2"),
+        "bfloat16",
+        64,
+        100,
+        4,
+        True,
+        30.0,
+        0.5,
+        True,
+        "half",
+        True,
+        64,
+        True,
+        0.25,
+        1.0,
     )
     assert workload_from_json(json.loads(json.dumps(workload.to_json()))) == workload
     stored_always = {f.name for f in fields(workload)} - LATER
@@ -65,6 +86,23 @@ def test_json_of_a_gemm_and_of_neither():
 def test_what_is_not_accepted(field, value, words):
     with pytest.raises(ValueError, match=words):
         replace(DECODE, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("queries", True, "queries is True, rotary '' and qk_norm False; accepted: queries with one of these"),
+        ("qk_norm", True, "qk_norm is True and queries False; accepted: both"),
+        ("rotary_dim", 48, "rotary_dim is 48; accepted: multiples of 32 up to head_dim 128"),
+        ("rotary_dim", 160, "rotary_dim is 160"),
+        ("norm_eps", -1.0, "norm_eps is -1.0 and norm_offset 0.0; accepted: finite numbers, norm_eps from 0"),
+        ("norm_offset", float("inf"), "norm_offset inf; accepted"),
+    ],
+)
+def test_what_an_append_does_not_accept(field, value, words):
+    turning = {} if field in ("queries", "qk_norm") else {"rotary": "half", "queries": True, "qk_norm": True}
+    with pytest.raises(ValueError, match=words):
+        replace(DECODE, op="append", **turning | {field: value})
 
 
 def test_equal_questions_are_equal():

@@ -11,9 +11,13 @@ from cache_rows import DIM, HEADS, cache_of, rows
 from torch import Tensor
 
 from tilebit.cache.rotary import rotated
+from tilebit.tiles.attention import reference
 
 HEADS_Q = 3 * HEADS
 TABLE = torch.randn(400, DIM, generator=torch.Generator().manual_seed(1))
+
+
+NORMS = [1 + torch.randn(DIM, generator=torch.Generator().manual_seed(seed)).half() / 4 for seed in (2, 3)]
 
 
 def projected(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,6 +62,22 @@ def test_shapes_of_a_step_and_memory_of_the_caller_s_own(kernels):
     assert turned.data_ptr() == out.data_ptr() and bool(out[2].isnan().all())
 
 
+@pytest.mark.parametrize("table", [TABLE, TABLE[:, :32].contiguous(), None], ids=["all", "half of the channels", "none"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_heads_are_normalized_first(kernels, table, offset):
+    """As Qwen3 and Gemma do it: q and k by weights of their own, all in fp32 rounded once, whatever is turned then."""
+    cache = cache_of("kv16")
+    sequences, (q, k, v) = cache.allocate(2), projected(2, 3)
+    turned = cache.append(sequences, k, v, cos_sin=table, q=q, q_norm=NORMS[0], k_norm=NORMS[1], norm_eps=0.25, norm_offset=offset)
+
+    def expected(rows: Tensor, weight: Tensor) -> Tensor:
+        rows = reference.normalize(rows, weight, 0.25, offset)
+        return (rows if table is None else reference.rotate(rows, torch.arange(3), table, "half")).half()
+
+    assert all(torch.equal(turned[b], expected(q[b], NORMS[0])) for b in range(2))
+    assert all(torch.equal(held, expected(k[b], NORMS[1])) for b, (held, _) in enumerate(cache.gather(sequences)))
+
+
 def test_rows_that_no_kernel_takes_are_copied(kernels):
     """Rows of 8 bytes too much, rows inside out, an address past a boundary: right all the same."""
     cache = cache_of()
@@ -75,8 +95,13 @@ def test_rows_that_no_kernel_takes_are_copied(kernels):
 def bad_calls() -> list[tuple[dict[str, Any], str]]:
     q = projected(2)[0]
     return [
-        ({"out": torch.empty(2, HEADS_Q, DIM).half()}, "out is given and q is not; accepted: both, or q alone"),
-        ({"q": q, "cos_sin": None}, "q is given and cos_sin is not; accepted: both"),
+        ({"out": torch.empty(2, HEADS_Q, DIM).half()}, "out is given and q is not; accepted: with q"),
+        ({"q_norm": NORMS[0], "k_norm": NORMS[1]}, "q_norm is given and q is not; accepted: with q"),
+        ({"q": q, "cos_sin": None}, "q is given without cos_sin and without norms; accepted: with cos_sin, q_norm and k_norm, or all"),
+        ({"q": q, "k_norm": NORMS[1]}, "one of q_norm and k_norm is missing; accepted: both or neither"),
+        ({"q": q, "q_norm": NORMS[0], "k_norm": NORMS[1].float()}, "k_norm is float32"),
+        ({"q": q, "q_norm": NORMS[0][:32], "k_norm": NORMS[1]}, rf"q_norm is float16 \[32\].*accepted: torch.float16 \[{DIM}\]"),
+        ({"q": q, "q_norm": NORMS[0], "k_norm": NORMS[1], "norm_eps": -1.0}, "norm_eps is -1.0.*accepted"),
         ({"q": q[:1]}, rf"q is float16 \[1, {HEADS_Q}, {DIM}\].*accepted: torch.float16 \[2, heads_q, {DIM}\]"),
         ({"q": q[:, :3]}, f"heads_q a multiple of {HEADS}"),
         ({"q": q.float()}, "q is float32"),
@@ -85,7 +110,7 @@ def bad_calls() -> list[tuple[dict[str, Any], str]]:
         ({"q": q, "out": torch.empty(2, HEADS, DIM).half()}, rf"out is float16 \[2, {HEADS}, {DIM}\].*accepted.*\[2, {HEADS_Q}, {DIM}\]"),
         ({"q": q, "out": torch.empty(2, DIM, HEADS_Q).half().transpose(1, 2)}, "out is .*contiguous"),
         ({"q": q, "rotary": "quarter"}, "rotary is 'quarter'"),
-        ({"q": q, "cos_sin": TABLE[:, :32]}, "cos_sin is float32"),
+        ({"q": q, "cos_sin": TABLE[:, :48]}, rf"cos_sin is float32 .*{DIM}, or fewer in steps of 32"),
     ]
 
 

@@ -120,7 +120,9 @@ def test_opcheck_of_append(kernels, rotary):
 def test_opcheck_of_append_and_rotate(kernels):
     p = problem()
     arguments = append_arguments(p, torch.randn(400, DIM), "half")
-    arguments[10:10] = [torch.randn(p["k"].shape[0], HEADS_Q, DIM).half()]
+    q, norms = torch.randn(p["k"].shape[0], HEADS_Q, DIM).half(), [torch.randn(DIM).half() for _ in range(2)]
+    succeeds(torch.ops.tilebit.attention_append_and_rotate.default, [*arguments[:10], q, *norms, *arguments[10:], 0.25, 1.0])
+    arguments[10:10] = [q, None, None]
     succeeds(torch.ops.tilebit.attention_append_and_rotate.default, arguments)
     succeeds(torch.ops.tilebit.attention_append_and_rotate.out, arguments, out=torch.empty_like(arguments[10]))
 

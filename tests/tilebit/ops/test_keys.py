@@ -28,18 +28,30 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 # What calls of each op may differ in; the rest an op does not look at (``AttentionWorkload``).
 SIZES = {"batch": 5, "q_len": 9, "kv_len": 1000, "heads_kv": 1, "head_dim": 128, "dtype": torch.bfloat16}
+NORMED: dict[str, Any] = {"queries": True, "qk_norm": True, "norm_eps": 0.25, "norm_offset": 1.0}
+OF_APPEND = {"rotary", "queries", "rotary_dim", "qk_norm", "norm_eps", "norm_offset"}
 CACHED = {"format": "kv8_token", "page_size": 64}
 FIELDS: dict[str, dict[str, Any]] = {
     "decode": SIZES | CACHED | SCORES | {"heads_q": 8},
     "prefill": SIZES | SCORES | {"heads_q": 8},
-    "append": SIZES | CACHED | {"rotary": "interleaved", "queries": True, "heads_q": {"heads_q": 8, "queries": True}},
+    "append": SIZES
+    | CACHED
+    | {
+        "rotary": "interleaved",
+        "rotary_dim": 32,
+        "queries": True,
+        "heads_q": {"heads_q": 8, "queries": True},
+        "qk_norm": NORMED,
+        "norm_eps": NORMED | {"norm_eps": 0.5},
+        "norm_offset": NORMED | {"norm_offset": 2.0},
+    },
     "gather": {name: value for name, value in SIZES.items() if name != "q_len"} | CACHED,
 }
 LOOKED_AT = {op: {f.name for f in fields(AttentionWorkload)} - {"op"} for op in OPS}
-LOOKED_AT["decode"] -= {"rotary", "queries"}
-LOOKED_AT["prefill"] -= {"rotary", "queries", "format", "page_size"}
+LOOKED_AT["decode"] -= OF_APPEND
+LOOKED_AT["prefill"] -= {*OF_APPEND, "format", "page_size"}
 LOOKED_AT["append"] -= {*SCORES}
-LOOKED_AT["gather"] -= {"heads_q", "q_len", "rotary", "queries", *SCORES}
+LOOKED_AT["gather"] -= {"heads_q", "q_len", *OF_APPEND, *SCORES}
 
 
 @pytest.fixture
@@ -70,10 +82,12 @@ def call(op: str, **changed: Any) -> None:
         q, k = (torch.zeros(batch * n, h, dim, dtype=dtype) for n, h in ((q_len, w["heads_q"]), (kv_len, w["heads_kv"])))
         attention.prefill(q, k, k, cu, cu, sinks, **options)
     elif op == "append":
-        appended = (rows, rows, cu, lengths, tables, slots, *of_cache[:2], None, torch.zeros(4, dim))
+        appended = (rows, rows, cu, lengths, tables, slots, *of_cache[:2], None, torch.zeros(4, w.get("rotary_dim", dim)))
         if w["queries"]:
             q = torch.zeros(batch * q_len, w["heads_q"], dim, dtype=dtype)
-            attention.append_and_rotate(*appended, q, w["format"], w["page_size"], w["rotary"])
+            norms = [torch.ones(dim, dtype=dtype) if "qk_norm" in w else None] * 2
+            by = (w.get("norm_eps", 1e-6), w.get("norm_offset", 0.0))
+            attention.append_and_rotate(*appended, q, *norms, w["format"], w["page_size"], w["rotary"], *by)
         else:
             attention.append(*appended, w["format"], w["page_size"], w["rotary"])
     else:
@@ -94,7 +108,7 @@ def test_every_field_that_an_op_looks_at_is_part_of_its_key(kernels, op):
         found = kernels.asked[-1].to_json()
         differ = {field for field in found if found[field] != usual.get(field)}
         expected = {"lse" if field == "return_lse" else field for field in changed}
-        follow = {"heads_q"} if name in ("heads_kv", "queries") and op in ("append", "gather") else set()
+        follow = {"heads_q"} if op in ("append", "gather") and {"heads_kv", "queries"} & {*changed} else set()
         assert differ == expected | follow, name
         call(op)
         assert len(kernels.asked) == asked + 1, f"{name}: and the usual one is still held"

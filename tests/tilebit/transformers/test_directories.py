@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 from tilebit.layouts.formats import QuantFormat
 from tilebit.transformers import TilebitConfig, quantizer, register, sources
 from tilebit.weights import modules
+from tilebit.weights.mixed import MixedLinear
 from tilebit.weights.modules import QuantLinear
 from tilebit.weights.packed import pack
+from tilebit.weights.precision import LayerPrecision, PrecisionPlan
 from tilebit.weights.quantize import quantize
 
 BIASED = llama(attention_bias=True)
@@ -256,3 +258,47 @@ def test_transformers_is_imported_with_its_package_alone():
     code = "import sys, tilebit, tilebit.weights.modules, tilebit.cache.kvcache, tilebit.command.cli; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_layers_in_two_formats_come_back(tmp_path: Path):
+    """Whichever share of their channels is in which; what a directory says and does not hold is refused."""
+    model = made(BIASED)
+    names = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name != "lm_head"]
+    shares = {name: (0, 1, 10, -1)[place % 4] for place, name in enumerate(names[:-1])}
+    low, high = map(QuantFormat.parse, ("w4a8_g128_asym", "w8a8_g128"))
+    layers = tuple(
+        LayerPrecision(name, w.shape[0], w.shape[1], torch.randperm(w.shape[0])[: share if share >= 0 else w.shape[0]])
+        for name, share in shares.items()
+        if (w := model.get_parameter(f"{name}.weight")) is not None
+    )
+    modules.quantize_model(model, "w4a16_g64", precision=PrecisionPlan(layers, low, high))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "w4a8_g128_asym+w8a8_g128" and set(config["per_layer"].values()) == {low.name, high.name, "w4a16_g64"}
+    read = loaded(tmp_path)
+    same(model, read)
+    kinds = {name: layer.kind for name, layer in read.named_modules() if isinstance(layer, MixedLinear)}
+    assert len(kinds) == sum(share > 0 for share in shares.values()) + sum(share <= 0 for share in shares.values())
+    again = tmp_path / "again"
+    read.save_pretrained(again)
+    same(model, loaded(again))
+
+    (file,) = tmp_path.glob("*.safetensors")
+    entries = load_file(file)
+    mixed = next(name for name, kind in kinds.items() if "+" in kind)
+    for entry, value, message in (
+        (f"{mixed}.high_channels", None, "cannot be loaded"),
+        (f"{mixed}.low_channels", entries[f"{mixed}.low_channels"].clamp(min=5), "do not hold each of"),
+        (f"{mixed}.low_channels", entries[f"{mixed}.low_channels"][1:].clone(), "copy the directory again"),
+        (f"{mixed}.low._extra_state", None, "copy the directory again"),
+    ):
+        changed = {name: tensor for name, tensor in entries.items() if name != entry} | ({} if value is None else {entry: value})
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            loaded(tmp_path)
+
+
+def test_two_formats_take_a_search(tmp_path: Path):
+    for kind, message in (("w4a8_g128_asym+w8a8_g128", "of channels that a search finds"), ("w4a16_g64+w8a8_g128", "the same int8 x")):
+        with pytest.raises(ValueError, match=message):
+            loaded(saved(tmp_path, BIASED), quantization_config=TilebitConfig(kind))

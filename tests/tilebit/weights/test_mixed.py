@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tilebit import MixedLinear, QuantLinear, prepare
+from tilebit import MixedLinear, PrecisionPlan, QuantLinear, prepare, quantize_model
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.ops import dispatch, gemm_mixed
 from tilebit.ops.gemm_mixed import LAUNCHES
 from tilebit.weights.mixed import HIGH, LOW, split_channels
 from tilebit.weights.packed import PackedWeight, pack
-from tilebit.weights.quantize import QuantizedTensor
+from tilebit.weights.precision import LayerPrecision
+from tilebit.weights.quantize import QuantizedTensor, quantize
 
 N, K, M = 100, 300, 5
 SHARES = (0, 1, 10, 50, 100)
@@ -263,3 +266,46 @@ def test_operands_of_either_part_are_checked() -> None:
         getattr(broken, part)._buffers[name] = torch.zeros(3, dtype=getattr(getattr(layer, part), name).dtype)
         with pytest.raises(ValueError, match=rf"{name} is .* needs"):
             broken(x)
+
+
+def planned(**channels: torch.Tensor) -> PrecisionPlan:
+    return PrecisionPlan(tuple(LayerPrecision(name, N, K, own) for name, own in channels.items()), LOW, HIGH)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(one=nn.Linear(K, N), two=nn.Linear(K, N), head=nn.Linear(K, N))).half()
+
+
+def test_a_model_is_quantized_by_a_plan() -> None:
+    """Rows of either format are those that quantizing rounds alone; layers that the plan has not are in the other format."""
+    floats, quantized = model(), model()
+    own = torch.tensor([3, 50, 99])
+    assert quantize_model(quantized, "w4a16_g64", ("head",), precision=planned(one=own)) == ["one", "two"]
+    mixed, plain = quantized.one, quantized.two
+    assert isinstance(mixed, MixedLinear) and isinstance(plain, QuantLinear) and type(quantized.head) is nn.Linear
+    assert plain.format.name == "w4a16_g64" and mixed.high_channels.tolist() == own.tolist() and mixed.dtype == torch.float16
+    expected = quantize(floats.one.weight, LOW).dequantize(torch.float16)
+    expected[own] = quantize(floats.one.weight[own], HIGH).dequantize(torch.float16)
+    assert torch.equal(mixed.dequantize(), expected)
+    assert torch.equal(
+        torch.cat([mixed.get_buffer("low.bias"), mixed.get_buffer("high.bias")]).sort().values, floats.one.bias.sort().values
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "weights", "message"),
+    [
+        (planned(three=torch.tensor([0])), {}, "precision names 'three'; accepted: layers that are replaced: one, two"),
+        (planned(head=torch.tensor([0])), {}, "precision names 'head'; accepted"),
+        (PrecisionPlan((LayerPrecision("one", N, 8, torch.tensor([0])),), LOW, HIGH), {}, r"\[100, 8\]; the layer is \[100, 300\]"),
+        (planned(one=torch.tensor([0])), {"one": 1}, "precision names 'one', which weights names too"),
+        (planned(one=torch.tensor([100])), {}, "accepted: some of 0 to 99"),
+    ],
+)
+def test_a_plan_of_another_model_leaves_it_as_it_was(plan: PrecisionPlan, weights: dict[str, int], message: str) -> None:
+    floats = model()
+    given = {name: quantize(floats.one.weight, LOW) for name in weights}
+    with pytest.raises(ValueError, match=message):
+        quantize_model(floats, "w4a16_g64", ("head",), precision=plan, weights=given)
+    assert all(type(layer) is nn.Linear for layer in floats)

@@ -226,3 +226,27 @@ def test_bad_calibration() -> None:
     channel_salience(model, _samples(1), LOW)
     with pytest.raises(ValueError, match="the weight of lm_head is that of another module"):
         channel_salience(model, _samples(1), LOW, skip=())
+
+
+def test_each_layer_has_a_whole_multiple_of_channels() -> None:
+    """The nearest one of what the global threshold gives, its most salient ones; all where that is nearest."""
+    generator = torch.Generator().manual_seed(2)
+    values = {name: torch.rand(n, generator=generator, dtype=torch.float64) for name, n in (("a", 40), ("b", 27), ("c", 3))}
+    salience = {name: Salience(16, 1, value, value, value) for name, value in values.items()}
+    for choice in ("global", "layer", "random"):
+        free = select_channels(salience, 0.5, choice=choice)
+        whole = select_channels(salience, 0.5, choice=choice, multiple=8)
+        for before, layer in zip(free.layers, whole.layers, strict=True):
+            count = len(layer.channels)
+            assert count % 8 == 0 or count == layer.n
+            assert abs(count - len(before.channels)) <= 4
+            same = set(before.channels.tolist()), set(layer.channels.tolist())
+            assert same[0] <= same[1] or same[1] <= same[0], "rounded, not chosen anew"
+            assert layer.channels.tolist() == sorted(layer.channels.tolist())
+        if choice != "random":
+            assert all(
+                set(layer.channels.tolist()) == set(values[layer.name].topk(len(layer.channels)).indices.tolist()) for layer in whole.layers
+            )
+    assert [len(layer.channels) for layer in select_channels(salience, 1, multiple=64).layers] == [40, 27, 3]
+    with pytest.raises(ValueError, match="multiple is 0; accepted"):
+        select_channels(salience, 0.5, multiple=0)

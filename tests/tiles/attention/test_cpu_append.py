@@ -28,7 +28,8 @@ def _cases():
         found.append(case(replace(w, rotary=("", "half", "interleaved")[i % 3])))
     for i, (rotary, head_dim) in enumerate(product(("half", "interleaved"), HEAD_DIMS)):  # and queries, rows as far apart as a product's
         w = workload("append", FORMATS[2 * i].name, heads_q=2 * GROUPS[i % 5], heads_kv=2, head_dim=head_dim, rotary=rotary)
-        found.append(case(replace(w, queries=True, dtype=("float16", "bfloat16")[i % 2])))
+        w = replace(w, queries=True, dtype=("float16", "bfloat16")[i % 2], rotary_dim=(0, 32, 96)[i % 3] if i > 2 else 0)
+        found.append(case(replace(w, qk_norm=True, norm_eps=1e-5, norm_offset=float(i % 2)) if i % 3 else w))
     return found
 
 

@@ -80,15 +80,20 @@ def test_append(workload: AttentionWorkload):
     assert verdict.ok, verdict.reasons
 
 
+NORM = {"qk_norm": True, "norm_eps": 1e-5, "norm_offset": 1.0}
+TURNS = (  # head_dim, rotary, and the rest
+    (64, "half", {}), (128, "half", NORM), (128, "interleaved", {"rotary_dim": 64}), (64, "interleaved", NORM | {"norm_offset": 0.0}),
+    (256, "half", {"rotary_dim": 96}), (256, "interleaved", {}), (128, "", NORM), (64, "half", NORM | {"rotary_dim": 32}),
+)  # fmt: skip
 QUERIES = tuple(
-    AttentionWorkload("append", 4, 1, 300, HEADS * group, HEADS, head_dim, format, dtype, rotary=rotary, queries=True)
-    for (rotary, head_dim), group, format, dtype in zip(
-        product(("half", "interleaved"), (64, 128, 256)), (1, 4, 3, 5, 2, 7), FORMATS[::2], cycle(DTYPES), strict=False
+    AttentionWorkload("append", 4, 1, 300, HEADS * group, HEADS, head_dim, format, dtype, rotary=rotary, queries=True, **options)
+    for (head_dim, rotary, options), group, format, dtype in zip(
+        TURNS, cycle((1, 4, 3, 5)), cycle(FORMATS[::2]), cycle(DTYPES), strict=False
     )
 )
 
 
-@pytest.mark.parametrize("workload", one_of_each(QUERIES, lambda workload: (workload.rotary,)), ids=label)
+@pytest.mark.parametrize("workload", one_of_each(QUERIES, lambda workload: (workload.rotary, workload.qk_norm)), ids=label)
 def test_queries(workload: AttentionWorkload):
     """Turned where their keys are, by whichever block; rows of q, k and v are slices of one product."""
     problems = [problem_of(workload, steps, seed) for seed, steps in enumerate(STEPS)]

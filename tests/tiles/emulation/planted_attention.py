@@ -53,6 +53,7 @@ WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit b
 APPEND = Schedule("attention_append", 128, 1, 64, num_warps=8)
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
+TURNING = append("kv4_channel", heads_q=6, rotary="half", queries=True)
 KV4, WINDOWED, CAPPED = decode("kv4_channel"), decode("kv4_channel", window=100, sink_tokens=20), decode("kv4_channel", soft_cap=2.0)
 
 
@@ -159,21 +160,38 @@ BUGS = (
     loop("nothing to see, no answer", KV4, BULK, ('returns="int32") == 0:', 'returns="int32") < 0:'), sign="length 0"),
     # append
     bug("an old token taken for a new one", append("kv4_channel"), APPEND,
-        ("if (mine >= n.old_length) w[i]", "if (mine > n.old_length) w[i]"),
+        ("(first < old ? 0x0000ffffu", "(first + 1 < old ? 0x0000ffffu"),
+    ),
+    bug("of two tokens of a word both old or both new", append("kv4_channel"), APPEND,
+        ("first + (KEYS ? 0 : 1) < old", "first < old"),
     ),
     bug("a warp's extremes forgotten", append("kv4_channel"), APPEND,
-        ("for (int w = 1; w < WARPS; ++w) low", "for (int w = 1; w < WARPS - 1; ++w) low"),
+        ("WARPS; ++w)\n#pragma unroll\n        for (int row = 0;", "WARPS - 1; ++w)\n        for (int row = 0;"),
     ),
     loop("extremes read before they are there", append("kv2_channel"), APPEND,
         ("T.sync_threads()  # all warps' extremes are there\n", "pass\n"),
     ),
+    loop("parameters read before they are there", append("kv2_channel"), APPEND,
+        ("T.sync_threads()  # all channels' parameters are there\n", "pass\n"),
+    ),
     loop("window written before it is read", append("kv4_channel"), APPEND, ("T.sync_threads()  # the window has been read", "pass")),
-    bug("values' registers not swapped", append("kv4_token"), APPEND, ("r[f][1] = r[f][2], r[f][2] = swapped;", ";")),
+    bug("new values in the order of keys", append("kv4_token"), APPEND,
+        ("ldmatrix_x4_transposed(from + f * 32, fresh)", "ldmatrix_x4(from + f * 32, fresh)"),
+    ),
     bug("channel scales all in the first page", append("kv4_channel"), APPEND, ("? at / SLICE * PAGE : 0)", "? 0 : 0)")),
     bug("second group's scales in the first's place", append("kv8_channel", page_size=256), APPEND,
-        ("record += group % PAGE / RESIDUAL * SLICE;", ";"),
+        ("record += n.group % PAGE / RESIDUAL * SLICE;", ";"),
     ),
-    bug("codes rounded down", append("kv8_token"), APPEND, ("rintf(__fmul_rn(", "floorf(__fmul_rn(")),
+    bug("codes rounded down", append("kv8_token"), APPEND, ("__fadd_rn(q, 8388608.0f)", "__fadd_rn(floorf(q), 8388608.0f)")),
+    bug("rows one after another", TURNING, APPEND, ("row * pitch + its * HEAD_DIM", "row * all * HEAD_DIM + its * HEAD_DIM")),
+    bug("queries at the position of a neighbour", TURNING, APPEND, ("n.cos_sin, position, [&]", "n.cos_sin, position ^ 1, [&]")),
+    bug("queries of the next group of heads", TURNING, APPEND, ("its = first + i % HEADS;", "its = (first + i % HEADS + 1) % all;")),
+    bug("queries after the last group forgotten", TURNING, APPEND,
+        ("> n.length ? n.length : n.group + RESIDUAL;", "> n.length ? min(n.length, n.group + RESIDUAL) : n.group + RESIDUAL;"),
+    ),
+    bug("keys' rows one after another", TURNING, APPEND,
+        ("return k + (token - old_length) * k_pitch;", "return k + (token - old_length) * heads * HEAD_DIM;"),
+    ),
     # gather
     bug("spread of the rows forgotten", append("kv4_token", op="gather"), GATHER,
         ("chunks[row * CHUNKS + (chunk ^ (row & 7))]", "chunks[row * CHUNKS + chunk]"),

@@ -16,12 +16,13 @@ from ....layouts.kv import GRANULE, RESIDUAL, KVLayout, channel_parameter_bytes,
 from ....layouts.kv_formats import KVFormat
 from ....schedules.attention.workload import AttentionWorkload
 from .. import vectors as v
-from ..gemm.lane_sums import max_everywhere, min_everywhere, permute
+from ..gemm.lane_sums import max_everywhere, min_everywhere
 from ..numbers import splat, to_e4m3
 from ..vectors import T, tirx
 from .attend import gathered
 from .cache_pages import HALF_BYTES, Pages, cache_pages
 from .granules import LANES, OperandVectors, key_vectors, stride, value_vectors
+from .turned_rows import TurnedRows
 
 WORD_HALVES = 2
 
@@ -80,32 +81,13 @@ def append_rows(w: AttentionWorkload, arg: dict[str, Any], pitch: dict[str, Any]
 
 
 def _turn_queries(w: AttentionWorkload, arg: dict[str, Any], pitch: Any, head: Any, row: Any, begin: Any, length: Any) -> None:
-    with T.serial(length - begin) as t, T.serial(w.group) as mine, T.serial(w.head_dim // LANES) as i:
-        at = T.bind((row + t).astype("int64"))
-        query = T.bind(head * w.group + mine)
-        turned = turned_row(w, arg, "q", T.bind(at * pitch + query * w.head_dim), T.bind(begin + t), i)
-        v.store(arg["out"], T.bind((at * w.heads_q + query) * w.head_dim + i * LANES), turned, LANES)
-
-
-def turned_row(w: AttentionWorkload, arg: dict[str, Any], name: str, start: Any, token: Any, i: Any) -> Any:
-    """Channels 16 i .. of the row of ``token`` that begins at element ``start`` of ``arg[name]``,
-    turned, in the model's type."""
-    half, source = w.head_dim // 2, arg[name]
-    angles = T.bind(token.astype("int64") * w.head_dim)
-    x = v.held(v.to_float(v.load(source, start + i * LANES, LANES), LANES))
-    if w.rotary == "half":
-        other = v.held(v.to_float(v.load(source, start + (i * LANES + half) % w.head_dim, LANES), LANES))
-        cosine, sine = (v.load(arg["cos_sin"], angles + part * half + i * LANES % half, LANES) for part in range(2))
-        sign = splat(T.if_then_else(i * LANES < half, tirx.const(-1.0, "float32"), tirx.const(1.0, "float32")))
-    else:
-        other = permute(x, [lane ^ 1 for lane in range(LANES)])
-        both = [lane // 2 for lane in range(LANES)]
-        cosine, sine = (
-            tirx.Shuffle([v.load(arg["cos_sin"], angles + part * half + i * (LANES // 2), LANES // 2)] * 2, both) for part in range(2)
-        )
-        sign = v.constant([-1.0, 1.0] * (LANES // 2), "float32")
-    # As the GPU's: one product is rounded, the other joins it in a fused multiply-add.
-    return v.from_float(v.fma(x, cosine, other * sine * sign), w.dtype, LANES)
+    queries = TurnedRows(w, arg, "q")
+    with T.serial(length - begin) as t, T.serial(w.group) as mine:
+        at, query = T.bind((row + t).astype("int64")), T.bind(head * w.group + mine)
+        start, to = T.bind(at * pitch + query * w.head_dim), T.bind((at * w.heads_q + query) * w.head_dim)
+        factor = queries.factor(start)
+        with T.serial(w.head_dim // LANES) as i:
+            v.store(arg["out"], to + i * LANES, queries.channels(start, factor, begin + t, i), LANES)
 
 
 class _Operand:
@@ -126,39 +108,51 @@ class _Operand:
     ) -> None:
         self.w, self.what, self.pages, self.arg, self.head = w, what, pages, arg, head
         self.shift, self.window, self.vectors = shift, window, vectors
-        self.name = "k" if what == "key" else "v"
-        self.pitch = pitch[self.name]
+        self.pitch = pitch["k" if what == "key" else "v"]
+        self.turned = TurnedRows(w, arg, "k")
         self.bits, self.kind, self.scales = pages.format_of(what)
         self.places = WindowPlaces.of(what, w.head_dim)
         self.steps = w.head_dim // LANES
 
-    def new_row(self, token: Any, i: Any) -> Any:
+    def start_of(self, token: Any) -> Any:
+        """The element at which a new token's row begins."""
+        return T.bind((token + self.shift).astype("int64") * self.pitch + self.head * self.w.head_dim)
+
+    def factor(self, start: Any) -> Any:
+        return self.turned.factor(start) if self.what == "key" else None
+
+    def new_row(self, start: Any, factor: Any, token: Any, i: Any) -> Any:
         """Channels 16 i .. of a new token, in the model's type (bf16 as its bits)."""
-        start = T.bind((token + self.shift).astype("int64") * self.pitch + self.head * self.w.head_dim)
-        if self.what == "value" or not self.w.rotary:
-            return v.load(self.arg[self.name], start + i * LANES, LANES)
-        return turned_row(self.w, self.arg, self.name, start, token, i)
+        if self.what == "value":
+            return v.load(self.arg["v"], start + i * LANES, LANES)
+        return self.turned.channels(start, factor, token, i)
 
     def load_group(self, first: Any, begin: Any, group: Any) -> None:
         """The 128 tokens from ``first``, those below ``begin`` from the window, into ``group``,
         fp32 [128, head_dim]."""
-        with T.serial(RESIDUAL) as t, T.serial(self.steps) as i:
-            to = T.bind((t * self.steps + i) * LANES)
-            with T.If(first + t < begin):
-                with T.Then():
-                    waiting = gathered(self.arg["rows"], self.window + self.places.start(t, i), self.places.lanes)
-                    v.store(group, to, v.to_float(waiting, LANES), LANES)
-                with T.Else():
-                    v.store(group, to, v.to_float(self.new_row(T.bind(first + t), i), LANES), LANES)
+        with T.serial(RESIDUAL) as t, T.If(first + t < begin):
+            with T.Then(), T.serial(self.steps) as i:
+                waiting = gathered(self.arg["rows"], self.window + self.places.start(t, i), self.places.lanes)
+                v.store(group, T.bind((t * self.steps + i) * LANES), v.to_float(waiting, LANES), LANES)
+            with T.Else():
+                token = T.bind(first + t)
+                start = self.start_of(token)
+                factor = self.factor(start)
+                with T.serial(self.steps) as i:
+                    row = self.new_row(start, factor, token, i)
+                    v.store(group, T.bind((t * self.steps + i) * LANES), v.to_float(row, LANES), LANES)
 
     def fill_window(self, start: Any, count: Any) -> None:
         """Tokens ``start`` .. into the window."""
-        with T.serial(count) as t, T.serial(self.steps) as i:
+        with T.serial(count) as t:
             token = T.bind(start + t)
-            row = v.held(self.new_row(token, i))
-            to = T.bind(self.window + self.places.start(token % RESIDUAL, i))
-            for x, place in enumerate(self.places.lanes.tolist()):
-                T.buffer_store(self.arg["rows"], tirx.Shuffle([row], [x]), [to + place])
+            begin = self.start_of(token)
+            factor = self.factor(begin)
+            with T.serial(self.steps) as i:
+                row = v.held(self.new_row(begin, factor, token, i))
+                to = T.bind(self.window + self.places.start(token % RESIDUAL, i))
+                for x, place in enumerate(self.places.lanes.tolist()):
+                    T.buffer_store(self.arg["rows"], tirx.Shuffle([row], [x]), [to + place])
 
     def pack_group(self, first: Any, group: Any) -> None:
         """Quantize ``group`` and write its codes and parameters to the pages of the tokens from

@@ -16,6 +16,7 @@ struct NewRows {
   const T *k, *v;  // of token old_length
   int64_t k_pitch, v_pitch;  // to the next token's
   const float* cos_sin;
+  const T* k_norm;
   char* window;
   char* pages;       // of all sequences and heads
   const int* table;  // of this sequence's
@@ -26,14 +27,14 @@ struct NewRows {
   // `row` is that of the first new token in k and v, rows of which lie k_pitch and v_pitch elements
   // apart.
   __device__ __forceinline__ static void open(void* rows, const void* k, int k_pitch, const void* v, int v_pitch, int row, const void* cos_sin,
-                                              void* windows, int slot, void* pages, const int* table, int heads, int head, int old_length, int length,
+                                              const void* k_norm, void* windows, int slot, void* pages, const int* table, int heads, int head, int old_length, int length,
                                               int index) {
     static_assert(sizeof(NewRows) <= C::LAUNCH_BYTES, "the program's array holds them");
     if (threadIdx.x != 0) return;
     NewRows& n = view<NewRows>(rows);
     n.k = static_cast<const T*>(k) + int64_t(row) * k_pitch + head * HEAD_DIM, n.k_pitch = k_pitch;
     n.v = static_cast<const T*>(v) + int64_t(row) * v_pitch + head * HEAD_DIM, n.v_pitch = v_pitch;
-    n.cos_sin = static_cast<const float*>(cos_sin);
+    n.cos_sin = static_cast<const float*>(cos_sin), n.k_norm = static_cast<const T*>(k_norm);
     n.window = static_cast<char*>(windows) + (int64_t(slot) * heads + head) * C::WINDOW_BYTES;
     n.pages = static_cast<char*>(pages), n.table = table, n.heads = heads, n.head = head, n.old_length = old_length, n.length = length, n.row = row;
     n.group = old_length / RESIDUAL * RESIDUAL + index * RESIDUAL, n.first = index == 0;
@@ -58,14 +59,14 @@ struct NewRows {
   // `first` on of `all`, for each token; their rows lie `pitch` elements apart and go to `out`
   // [tokens, all, HEAD_DIM].
   template <int HEADS>
-  __device__ __forceinline__ static void turn_queries(const void* rows, const void* q, int pitch, int first, int all, void* out) {
+  __device__ __forceinline__ static void turn_queries(const void* rows, const void* q, int pitch, const void* q_norm, int first, int all, void* out) {
     const NewRows& n = view<NewRows>(rows);
     const int begin = max(n.group, n.old_length), end = n.group + 2 * RESIDUAL > n.length ? n.length : n.group + RESIDUAL;
     Turn<C>::each_row((end - begin) * HEADS, 2 % C::WARPS, [&](int i, bool mine) {
       const int position = begin + i / HEADS, its = first + i % HEADS;
       const int64_t row = n.row + (position - n.old_length);
       T* to = static_cast<T*>(out) + (row * all + its) * HEAD_DIM;
-      Turn<C>::template move<true>(static_cast<const T*>(q) + row * pitch + its * HEAD_DIM, n.cos_sin, position, [&](int channel, uint32_t pair) {
+      Turn<C>::template move<true>(static_cast<const T*>(q) + row * pitch + its * HEAD_DIM, n.cos_sin, static_cast<const T*>(q_norm), position, [&](int channel, uint32_t pair) {
         if (mine) *reinterpret_cast<uint32_t*>(to + channel) = pair;
       });
     });
@@ -87,12 +88,12 @@ struct NewRows {
     if (!n.first) return;
     const int group = n.length / RESIDUAL * RESIDUAL, begin = max(group, n.old_length);
     Turn<C>::each_row(n.length - begin, 0, [&](int i, bool mine) {
-      Turn<C>::template move<true>(n.key(begin + i), n.cos_sin, begin + i, [&](int channel, uint32_t pair) {
+      Turn<C>::template move<true>(n.key(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {
         if (mine) *key_word(n.window, begin + i - group, channel) = pair;
       });
     });
     Turn<C>::each_row(n.length - begin, 1 % C::WARPS, [&](int i, bool mine) {
-      Turn<C>::template move<false>(n.value(begin + i), n.cos_sin, begin + i, [&](int channel, uint32_t pair) {
+      Turn<C>::template move<false>(n.value(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {
         if (!mine) return;
         *value_element(n.window, begin + i - group, channel) = uint16_t(pair);
         *value_element(n.window, begin + i - group, channel + 1) = uint16_t(pair >> 16);

@@ -55,7 +55,7 @@ struct Pack {
         const int row = i + lane / Turn<C>::LANES;
         T* to = mine + min(row, GRANULE - 1) * PITCH;
         const T* from = KEYS ? n.key(token + min(row, GRANULE - 1)) : n.value(token + min(row, GRANULE - 1));
-        Turn<C>::template move<KEYS>(from, n.cos_sin, token + min(row, GRANULE - 1), [&](int channel, uint32_t pair) {
+        Turn<C>::template move<KEYS>(from, n.cos_sin, n.k_norm, token + min(row, GRANULE - 1), [&](int channel, uint32_t pair) {
           if (row < GRANULE) *reinterpret_cast<uint32_t*>(to + channel) = pair;
         });
       }

@@ -14,50 +14,78 @@ __device__ __forceinline__ void rotate(float& x, float& y, float cosine, float s
   y = __fmaf_rn(y, cosine, __fmul_rn(x, sine)), x = turned;
 }
 
-// C as in page.cuh, and ROTARY and WARPS of a block. LANES lanes hold a row: each WORDS times two
-// pairs of neighbouring channels, APART channels apart, which are turned with one another.
+// C as in page.cuh; ROTARY, ROTARY_DIM, NORM, NORM_EPS and NORM_OFFSET; WARPS of a block. LANES lanes
+// hold a row: each WORDS times two pairs of neighbouring channels, which are turned with one another
+// (channels from ROTARY_DIM on are not).
 template <typename C>
 struct Turn {
   using T = typename C::T;
-  static constexpr int HEAD_DIM = C::HEAD_DIM, HALF = HEAD_DIM / 2, ROTARY = C::ROTARY;
+  static constexpr int HEAD_DIM = C::HEAD_DIM, DIM = C::ROTARY_DIM, HALF = DIM / 2, ROTARY = C::ROTARY;
   static constexpr int LANES = HEAD_DIM / 4 < 32 ? HEAD_DIM / 4 : 32, WORDS = HEAD_DIM / 4 / LANES;
   static constexpr int ROWS = 32 / LANES;  // of a warp at once
-  static constexpr int APART = ROTARY == HALF_ROTARY ? HALF : 2;
+  using Numbers = float[WORDS][2][2];
 
-  // The first channel of a lane's word `word`.
-  __device__ __forceinline__ static int channel(int word) {
-    const int pair = word * LANES + int(threadIdx.x) % LANES;
-    return ROTARY == HALF_ROTARY ? 2 * pair : 4 * pair;
+  __device__ __forceinline__ static bool turns(int word) { return DIM == HEAD_DIM || 4 * (word * LANES + int(threadIdx.x) % LANES) < DIM; }
+  // The first channel of pair `i` of a lane's word `word`.
+  __device__ __forceinline__ static int channel(int word, int i) {
+    const int at = word * LANES + int(threadIdx.x) % LANES;
+    return ROTARY == HALF_ROTARY && turns(word) ? 2 * at + i * HALF : 4 * at + i * 2;
   }
-  // The row at `from` of a token at `position`, turned if TURNED: store(channel, pair) takes every
-  // two neighbouring channels.
+  // The row at `from` of a token at `position`, normalized and turned if TURNED: store(channel,
+  // pair) takes every two neighbouring channels. A whole warp calls this.
   template <bool TURNED, typename Store>
-  __device__ __forceinline__ static void move(const T* from, const float* cos_sin, int position, const Store& store) {
+  __device__ __forceinline__ static void move(const T* from, const float* cos_sin, const T* norm, int position, const Store& store) {
     uint32_t pairs[WORDS][2];
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) pairs[w][i] = *reinterpret_cast<const uint32_t*>(from + channel(w) + i * APART);
-    if constexpr (TURNED && ROTARY != NO_ROTARY) turn(pairs, cos_sin + int64_t(position) * HEAD_DIM);
+      for (int i = 0; i < 2; ++i) pairs[w][i] = *reinterpret_cast<const uint32_t*>(from + channel(w, i));
+    if constexpr (TURNED && (C::NORM || ROTARY != NO_ROTARY)) {
+      Numbers x;
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x[w][i][0] = low_of(pairs[w][i], T()), x[w][i][1] = high_of(pairs[w][i], T());
+      if constexpr (C::NORM) normalize(x, norm);
+      if constexpr (ROTARY != NO_ROTARY) turn(x, cos_sin + int64_t(position) * DIM);
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pairs[w][i] = pack_pair(x[w][i][0], x[w][i][1], T());
+    }
 #pragma unroll
     for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) store(channel(w) + i * APART, pairs[w][i]);
+      for (int i = 0; i < 2; ++i) store(channel(w, i), pairs[w][i]);
   }
-  __device__ __forceinline__ static void turn(uint32_t (&pairs)[WORDS][2], const float* angles) {
+  __device__ __forceinline__ static void normalize(Numbers& x, const T* norm) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum = __fmaf_rn(x[w][i][0], x[w][i][0], sum), sum = __fmaf_rn(x[w][i][1], x[w][i][1], sum);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+    const float factor = __fdiv_rn(1.0f, __fsqrt_rn(__fmaf_rn(sum, 1.0f / HEAD_DIM, C::NORM_EPS)));
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t weights = *reinterpret_cast<const uint32_t*>(norm + channel(w, i));
+        x[w][i][0] = __fmul_rn(__fmul_rn(x[w][i][0], factor), __fadd_rn(low_of(weights, T()), C::NORM_OFFSET));
+        x[w][i][1] = __fmul_rn(__fmul_rn(x[w][i][1], factor), __fadd_rn(high_of(weights, T()), C::NORM_OFFSET));
+      }
+  }
+  __device__ __forceinline__ static void turn(Numbers& x, const float* angles) {
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
-      const int at = ROTARY == HALF_ROTARY ? channel(w) : channel(w) / 2;  // of two angles
+      if (!turns(w)) continue;
+      const int at = ROTARY == HALF_ROTARY ? channel(w, 0) : channel(w, 0) / 2;  // of two angles
       const float2 cosine = *reinterpret_cast<const float2*>(angles + at), sine = *reinterpret_cast<const float2*>(angles + HALF + at);
-      float x[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) x[i][0] = low_of(pairs[w][i], T()), x[i][1] = high_of(pairs[w][i], T());
       if constexpr (ROTARY == HALF_ROTARY)
-        rotate(x[0][0], x[1][0], cosine.x, sine.x), rotate(x[0][1], x[1][1], cosine.y, sine.y);
+        rotate(x[w][0][0], x[w][1][0], cosine.x, sine.x), rotate(x[w][0][1], x[w][1][1], cosine.y, sine.y);
       else
-        rotate(x[0][0], x[0][1], cosine.x, sine.x), rotate(x[1][0], x[1][1], cosine.y, sine.y);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) pairs[w][i] = pack_pair(x[i][0], x[i][1], T());
+        rotate(x[w][0][0], x[w][0][1], cosine.x, sine.x), rotate(x[w][1][0], x[w][1][1], cosine.y, sine.y);
     }
   }
 

@@ -22,7 +22,9 @@ from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.schedule import Schedule
 
 LANE = np.arange(32)
-LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((?:half_t|bfloat16_t)\*\)\w+\)\[([^\]]*)\]")
+LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((half_t|bfloat16_t|signed char)\*\)\w+\)\[([^\]]*)\]")
+BYTES = {"half_t": 2, "bfloat16_t": 2, "signed char": 1}  # of an element of x
+BYTE_PRODUCT = "tilebit::ByteProduct<"  # the call of small-m programs whose x is int8
 DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
 STAGING = "tilebit::stage_transposed<"  # the call of programs on mma.sync whose output tile goes through shared memory
 # What the functions below compute, as the headers write it.
@@ -30,6 +32,11 @@ STREAM = (
     "PITCH = STEP_K * 2 + 16",
     "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16",
     "from + odd * SCALE_BYTES + (min(i + (lane >> 3), 2 * TILES - 1) ^ odd) * 16",
+)
+STREAM_BYTES = (
+    "PITCH = STEP_K + 16",
+    "(lane & 7) % COLUMNS * PITCH + (lane >> 3) * 16",
+    "static_cast<const uint8_t*>(parameters) + (lane >> 2)",
 )
 STMATRIX = (
     "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
@@ -50,10 +57,13 @@ def conflicts(schedule: Schedule, source: str) -> dict[str, int]:
     Raises ``ValueError`` when the source has none of the accesses that its program makes."""
     s = schedule
     found = {"packed line": shared_access(16 * LANE, 16).conflicts, "scale": shared_access(2 * (LANE >> 2), 2).conflicts}
+    if s.program in gemm_stream.ARCHES and BYTE_PRODUCT in source:
+        _check(source, STREAM_BYTES)
+        return {**found, "scale": shared_access(LANE >> 2, 1).conflicts, "x": _ldmatrix(_stream_x(s, 1), 4)}
     if s.program in gemm_stream.ARCHES:
         _check(source, STREAM)
         scales = sum(_ldmatrix(_stream_scales(s, odd), 4) for odd in (0 * LANE, LANE & 1))  # without and with zero points
-        return {**found, "scale": scales, "x": _ldmatrix(2 * _stream_x(s), 4)}
+        return {**found, "scale": scales, "x": _ldmatrix(_stream_x(s, 2), 4)}
     if s.program == "gemm_wgmma":
         found["x"] = _descriptors(source, s)
         _check(source, STMATRIX)
@@ -70,14 +80,14 @@ def _check(source: str, expressions: tuple[str, ...]) -> None:
     missing = [e for e in expressions if e not in source]
     if missing:
         raise ValueError(
-            f"the source does not compute {missing[0]!r}; accepted: the headers that results/static/conflicts.py was written for"
+            f"the source does not compute {missing[0]!r}; accepted: the headers that results/measure/static/conflicts.py was written for"
         )
 
 
-def _stream_x(s: Schedule) -> np.ndarray:
-    """Element offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements and
-    16 bytes of padding."""
-    return (LANE & 7) % s.block_m * (s.block_k + 8) + (LANE >> 3) * 8
+def _stream_x(s: Schedule, element: int) -> np.ndarray:
+    """Byte offsets that the lanes of gemm_stream's ldmatrix supply: rows of block_k elements of so
+    many bytes and 16 bytes of padding."""
+    return (LANE & 7) % s.block_m * (s.block_k * element + 16) + (LANE >> 3) * 16
 
 
 def _stream_scales(s: Schedule, odd: np.ndarray) -> np.ndarray:
@@ -97,8 +107,8 @@ def _generated(source: str) -> int:
     """Every ldmatrix of the generated source, for several values of its loop variables."""
     found = LDMATRIX.findall(source)
     if not found:
-        raise ValueError("the source has no ldmatrix of a 16-bit buffer; accepted: CUDA that TileLang generated for mma.sync")
-    return sum(_ldmatrix(2 * offsets, int(matrices)) for matrices, expression in found for offsets in _evaluated(expression))
+        raise ValueError("the source has no ldmatrix of 16-bit or int8 x; accepted: CUDA that TileLang generated for mma.sync")
+    return sum(_ldmatrix(BYTES[x] * offsets, int(matrices)) for matrices, x, expression in found for offsets in _evaluated(expression))
 
 
 def _evaluated(expression: str) -> Iterator[np.ndarray]:

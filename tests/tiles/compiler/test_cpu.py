@@ -90,7 +90,7 @@ def test_refusals_say_what_to_do():
     assert "needs" in lines["bare build"] and "'avx2'" in lines["bare build"] and "'avx2'" in lines["bare target"]
     assert "accepted: allocations, then parallel loops" in lines["serial"]
     assert "accepted: at least one" in lines["static"]
-    assert "{-1}}" in lines["two sizes"] and "{-2, -1}}" in lines["two sizes"]  # size i of a tensor: -1 - i
+    assert "{-1}, 0}" in lines["two sizes"] and "{-2, -1}, 0}" in lines["two sizes"]  # size i of a tensor: -1 - i; rows lie together
     assert "void loop0(int32_t begin, int32_t end, int32_t, int32_t, void*, void*);" in lines["two sizes"]
     assert "CC=no-such-compiler is not on PATH; install gcc" in lines["no compiler"]
     assert "failed on cpu_launch.c" in lines["broken compiler"]

@@ -16,6 +16,7 @@ from goldens import check_source
 from lanes import one_of_each
 from toolchain import needs_nvcc
 
+from results.measure.static.conflicts import conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.gemm.rules import workspace_words
 from tilebit.schedules.gemm.workload import Workload
@@ -160,6 +161,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     tokens = ["token_scales"] if workload.token_scales else []
     channels = ["channels"] if workload.width else []
     assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *channels, *workspace, "y")
+    if workload.format.integer_sums:
+        assert not any(conflicts(schedule, (kernel.path / "kernel.cu").read_text()).values())
     if schedule.program == "gemm_mma" and workload.format.integer_sums:
         check_integer_products(kernel, schedule)
     if schedule.program == "gemm_wgmma":

@@ -26,11 +26,12 @@ SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 EVERY_CACHE = "kv16, kv8, kv4, kv2, kvfp8, or mixed; keys per channel or per token"
 
 
-def supported(format: GemmFormat, arch: str, dtype: str) -> bool:
-    """Whether every probe shape has a legal schedule on ``arch``."""
+def supported(format: GemmFormat, arch: str, dtype: str, wider: int = 0) -> bool:
+    """Whether every probe shape has a legal schedule on ``arch``, with ``wider`` where it writes a y
+    with so many columns more, by an index."""
     target = target_from_name(arch)
     for m, n, k in PROBES:
-        workload = Workload(m, n, k, format, dtype)
+        workload = Workload(m, n, k, format, dtype, width=n + wider if wider else 0)
         found = candidates(workload, target) or []
         if not any(not legal(workload, schedule, target) for schedule in found):
             return False
@@ -67,6 +68,7 @@ def support_table() -> str:
     """Operations and formats down, devices across; a cell names the types of activations. Formats
     and operations that are served alike share a line."""
     lines = [[f"gemm: {name}", *columns] for name, columns in _gemm_lines()]
+    lines += [[f"mixed linear: {name}", *columns] for name, columns in _mixed_lines()]
     lines += [[f"{', '.join(ops)}: {name}", *columns] for (name, columns), ops in _attention_lines().items()]
     return table(["what", *(arch if arch != "cpu" else "CPU (x86-64)" for arch in ARCHES)], lines, numbers=False)
 
@@ -97,6 +99,20 @@ def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
         widths.setdefault((" or ".join(kinds), sizes, cells), []).append(f"w{bits}a16")
     integers = [(f"{', '.join(names)}; {kinds}; groups {sizes}", cells) for (kinds, sizes, cells), names in widths.items()]
     return integers + [(", ".join(names), cells) for cells, names in named.items()]
+
+
+def _mixed_lines() -> list[tuple[str, tuple[str, ...]]]:
+    """(formats that may share a layer in words, cells)."""
+    integers: dict[int, list[GemmFormat]] = {}
+    for format in FORMATS.values():
+        if format.integer_sums:
+            integers.setdefault(format.x_group, []).append(format)
+    lines = []
+    for formats in integers.values():
+        columns = [tuple(d for d in DTYPES if all(supported(f, arch, d, wider=64) for f in formats)) for arch in ARCHES]
+        names = ", ".join(f.name for f in sorted(formats, key=lambda f: f.bits))
+        lines.append((f"two of {names}", _cells(columns)))
+    return lines
 
 
 def _attention_lines() -> dict[tuple[str, tuple[str, ...]], list[str]]:

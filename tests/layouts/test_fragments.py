@@ -103,6 +103,7 @@ def test_impossible_fragments_are_refused():
             make(*arguments)
 
 
+@pytest.mark.slow
 def test_tilelang_agrees():
     if find_spec("tilelang") is None:
         pytest.skip("tilelang is not installed (pip install tilebit[compile])")

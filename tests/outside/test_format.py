@@ -156,6 +156,7 @@ torch.save(tilebit.gemm(given["x"], tilebit.pack(q, torch.bfloat16)), sys.argv[3
 """
 
 
+@pytest.mark.slow
 def test_a_pack_serves_without_a_compiler(here: Target, tmp_path: Path):
     packs.export(tmp_path / "pack", dict(zip([W], build([W], here), strict=True)))
     q, x = weight(torch.randint(0, 16, (N, K), dtype=torch.uint8)), torch.randint(-4, 5, (5, K)).bfloat16()

@@ -83,6 +83,7 @@ def test_pack_writes_a_pack_that_loads(tmp_path):
     assert again.exit_code == 1 and "exists" in again.stderr
 
 
+@pytest.mark.slow
 def test_show_writes_pictures(tmp_path):
     names = parsed("show", "list")
     assert {"sm_90a:4", "cpu:8", "awq:4", "wgmma_a:k16"} <= set(names)

@@ -254,6 +254,7 @@ def test_registering_again_changes_nothing():
     register()
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_with_its_package_alone():
     code = "import sys, tilebit, tilebit.weights.modules, tilebit.cache.kvcache, tilebit.command.cli; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -97,6 +97,7 @@ def test_refusals_say_what_to_do():
     assert lines["left"] == "['kernel.ll']"
 
 
+@pytest.mark.slow
 def test_library_runs_without_a_compiler(tmp_path):
     isa = next((isa for isa in ("avx512", "avx2") if runs_here(isa)), None)
     if isa is None:

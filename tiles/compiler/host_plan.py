@@ -276,7 +276,7 @@ def dim_name(symbol: str) -> str:
 def _is_optional(expr: Any) -> bool:
     """Whether ``expr`` is what a tensor holds, or another number where it has none (strides)."""
     asked = expr.args[0] if type(expr).__name__ == "Call" and expr.op.name == "tirx.if_then_else" else None
-    return type(asked).__name__ == "Call" and asked.op.name == "tirx.isnullptr"
+    return asked is not None and type(asked).__name__ == "Call" and asked.op.name == "tirx.isnullptr"
 
 
 def _is_struct_get(expr: Any, field: int) -> bool:

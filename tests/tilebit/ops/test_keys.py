@@ -85,9 +85,9 @@ def call(op: str, **changed: Any) -> None:
         appended = (rows, rows, cu, lengths, tables, slots, *of_cache[:2], None, torch.zeros(4, w.get("rotary_dim", dim)))
         if w["queries"]:
             q = torch.zeros(batch * q_len, w["heads_q"], dim, dtype=dtype)
-            norms = [torch.ones(dim, dtype=dtype) if "qk_norm" in w else None] * 2
-            by = (w.get("norm_eps", 1e-6), w.get("norm_offset", 0.0))
-            attention.append_and_rotate(*appended, q, *norms, w["format"], w["page_size"], w["rotary"], *by)
+            norm = torch.ones(dim, dtype=dtype) if "qk_norm" in w else None
+            by = {name: w[name] for name in ("norm_eps", "norm_offset") if name in w}
+            attention.append_and_rotate(*appended, q, norm, norm, w["format"], w["page_size"], w["rotary"], **by)
         else:
             attention.append(*appended, w["format"], w["page_size"], w["rotary"])
     else:

@@ -80,8 +80,8 @@ def test_append(workload: AttentionWorkload):
     assert verdict.ok, verdict.reasons
 
 
-NORM = {"qk_norm": True, "norm_eps": 1e-5, "norm_offset": 1.0}
-TURNS = (  # head_dim, rotary, and the rest
+NORM: dict[str, Any] = {"qk_norm": True, "norm_eps": 1e-5, "norm_offset": 1.0}
+TURNS: tuple[tuple[int, str, dict[str, Any]], ...] = (  # head_dim, rotary, and the rest
     (64, "half", {}), (128, "half", NORM), (128, "interleaved", {"rotary_dim": 64}), (64, "interleaved", NORM | {"norm_offset": 0.0}),
     (256, "half", {"rotary_dim": 96}), (256, "interleaved", {}), (128, "", NORM), (64, "half", NORM | {"rotary_dim": 32}),
 )  # fmt: skip

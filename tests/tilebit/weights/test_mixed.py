@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tilebit import MixedLinear, PrecisionPlan, QuantLinear, prepare, quantize_model
+from tilebit import MixedLinear, PrecisionPlan, QuantLinear, packs, prepare, quantize_model
+from tilebit.kernels import build
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.ops import dispatch, gemm_mixed
 from tilebit.ops.gemm_mixed import LAUNCHES
@@ -266,6 +267,25 @@ def test_operands_of_either_part_are_checked() -> None:
         getattr(broken, part)._buffers[name] = torch.zeros(3, dtype=getattr(getattr(layer, part), name).dtype)
         with pytest.raises(ValueError, match=rf"{name} is .* needs"):
             broken(x)
+
+
+def test_a_pack_serves_both_kernels(tmp_path, launches) -> None:
+    """As where nothing may be compiled: the pack has the kernels, with their index, and no other is looked for."""
+    layer, x = made(10)[0], torch.randn(M, K).half()
+    expected = layer(x)
+    plans = [
+        dispatch.plan_for(part.weight.device, part.out_features, K, part.format.name, x.dtype, True, False, N) for _, part in layer.parts
+    ]
+    built = build([plan.workload.with_m(M) for plan in plans], plans[0].target)
+    packs.export(tmp_path / "pack", built)
+    pack_of_both = packs.load(tmp_path / "pack")
+    try:
+        assert sorted(entry.workload.to_json()["n"] for entry in pack_of_both.kernels) == [10, 90]
+        assert {entry.workload.to_json()["width"] for entry in pack_of_both.kernels} == {N}
+        assert torch.equal(layer(x), expected)
+        assert [packs.find(workload, plans[0].target) is not None for workload, _ in launches.seen[-2:]] == [True, True]
+    finally:
+        packs.unload(pack_of_both)
 
 
 def planned(**channels: torch.Tensor) -> PrecisionPlan:

@@ -416,7 +416,7 @@ def bad_append(k=None, v=None, **options):
         (bad_append(cu_seqlens=[0, 4]), r"cu_seqlens is \[0, 4\]; accepted: 3 numbers from 0 to k's 4"),
         (bad_append(cu_seqlens=[0, 5, 4]), "none below the last"),
         (bad_append(cu_seqlens=[0, 2, 3]), "from 0 to k's 4 rows"),
-        (bad_append(cos_sin=torch.zeros(1, 64)), r"accepted: float32 \[2 positions or more, 64\]"),
+        (bad_append(cos_sin=torch.zeros(1, 64)), r"accepted: float32 \[2 positions or more, 64, or fewer in steps of 32\]"),
         (bad_append(cos_sin=torch.zeros(9, 64), rotary="neox"), "rotary is 'neox'"),
         (lambda c, a, b, batch: c.append([a, 99], *rows(4)), "sequence 99 is no handle"),
         (lambda c, a, b, batch: c.append([a, a], *rows(4)), "each once"),

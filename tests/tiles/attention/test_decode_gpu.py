@@ -82,7 +82,7 @@ def _mover_cases() -> tuple[Case, ...]:
     for op, (format, dtype) in product(("append", "gather"), product(FORMATS, DTYPES)):
         workload = AttentionWorkload(op, 8, 1, 2048, 2, 2, next(head_dims), format, dtype, next(pages))
         workload = replace(workload, rotary=next(rotary) if op == "append" else "")
-        threads = 4 if op == "append" else next(warps)
+        threads = 8 if op == "append" else next(warps)
         found.append((workload, Schedule(f"attention_{op}", RESIDUAL, 1, workload.head_dim, num_warps=threads)))
     return tuple(found)
 

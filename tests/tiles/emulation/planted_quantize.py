@@ -98,7 +98,7 @@ BUGS = (
     Bug("floats swapped", FLOATS, WIDE, DEVICE, swap((': "f"(high), "f"(low)', ': "f"(low), "f"(high)'))),
     Bug("halves of a word swapped", GROUP, WIDE, DEVICE, swap(("0x0040), 0x5410)", "0x0040), 0x1054)"))),
     Bug("half a group", GROUP, WIDE, PAGE, swap(("{w.group // CHUNK}", "{w.group // CHUNK // 2}"))),
-    Bug("the rows after these twice", LOOP, THROUGH, PAGE, swap(("x, row + most_blocks * block_m, m,", "x, row, m,"))),
+    Bug("the rows after these twice", LOOP, THROUGH, PAGE, swap(("residual, row + most_blocks * block_m, m,", "residual, row, m,"))),
     Bug("a step of one block", LOOP, THROUGH, PAGE, swap(("row = row + most_blocks * block_m", "row = row + block_m"))),
     Bug("the last rows left out", LOOP, THROUGH, PAGE, swap(("T.ceildiv(m, block_m) - index", "m // block_m - index"))),
     Bug("factors of the first values", LOOP, THROUGH, DEVICE, swap(("(smooth)[within / 4 * R::KEEPING]", "(smooth)[0]"))),

@@ -49,7 +49,7 @@ BUGS = (
     device("codebook of the same row of the first tile", W6, TWO, ("((tile * 16 + row) << BITS)", "(row << BITS)")),
     device("table of row r for row r + 8", W6, ONE, ("low + ENTRY / 2", "low")),
     device("table of the first tile", W3, TWO, ("tables.address + t * TABLE", "tables.address")),
-    device("second code of a pair for the first", W3, ONE, ("second * 16 + first : first", "first * 16 + second : first")),
+    device("second code of a pair for the first", W3, ONE, ("j % 2 ? 0x5432 : 0x5410", "j % 2 ? 0x3254 : 0x1054")),
     device("numbers of a register exchanged", W6, ONE, ("high << 16 | low", "low << 16 | high")),
     device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),
     device("x of a neighbouring lane", W6, TWO, ("+ (lane & 3) * 16, values[c]", "+ ((lane ^ 1) & 3) * 16, values[c]")),

@@ -53,6 +53,7 @@ WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit b
 APPEND = Schedule("attention_append", 128, 1, 64, num_warps=8)
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
+NORMED = append("kv4_token", heads_q=2, rotary="interleaved", rotary_dim=32, queries=True, qk_norm=True, norm_eps=1e-5)
 TURNING = append("kv4_channel", heads_q=6, rotary="half", queries=True)
 KV4, WINDOWED, CAPPED = decode("kv4_channel"), decode("kv4_channel", window=100, sink_tokens=20), decode("kv4_channel", soft_cap=2.0)
 
@@ -184,8 +185,12 @@ BUGS = (
     ),
     bug("codes rounded down", append("kv8_token"), APPEND, ("__fadd_rn(q, 8388608.0f)", "__fadd_rn(floorf(q), 8388608.0f)")),
     bug("rows one after another", TURNING, APPEND, ("row * pitch + its * HEAD_DIM", "row * all * HEAD_DIM + its * HEAD_DIM")),
-    bug("queries at the position of a neighbour", TURNING, APPEND, ("n.cos_sin, position, [&]", "n.cos_sin, position ^ 1, [&]")),
-    bug("queries of the next group of heads", TURNING, APPEND, ("its = first + i % HEADS;", "its = (first + i % HEADS + 1) % all;")),
+    bug("queries at the position of a neighbour", TURNING, APPEND, ("(q_norm), position, [&]", "(q_norm), position ^ 1, [&]")),
+    bug("queries of the next head", TURNING, APPEND,
+        ("row * pitch + its * HEAD_DIM", "row * pitch + (its + 1) % all * HEAD_DIM"),
+    ),
+    bug("queries normalized by the keys' weights", NORMED, APPEND, ("static_cast<const T*>(q_norm), position", "n.k_norm, position")),
+    bug("channels beyond the turned ones turned too", NORMED, APPEND, ("if (!turns(w)) continue;", ";")),
     bug("queries after the last group forgotten", TURNING, APPEND,
         ("> n.length ? n.length : n.group + RESIDUAL;", "> n.length ? min(n.length, n.group + RESIDUAL) : n.group + RESIDUAL;"),
     ),

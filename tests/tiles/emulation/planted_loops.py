@@ -189,7 +189,7 @@ BUGS = (
         "columns of a cluster's tile lost",
         work(W4, m=40),
         CLUSTERED,
-        (".store(values, own)", ".store(values, 2 * I)"),
+        (".store(values, own, operands...)", ".store(values, 2 * I, operands...)"),
         sign="NaN",
     ),
     device(

@@ -32,6 +32,11 @@ def any_precision_section(folder: Path) -> str:
             f"Commit {commits_of([own for own, _ in pairs.values()])}. Microseconds of a product, and how many times as fast as the 16-bit "
             "product of the same process it is. One store serves all widths."
         )
+        if any("tried" in own for own, _ in pairs.values()):
+            about += (
+                " These are a trial's: the fastest of up to fifteen schedules, which need not be the one that is chosen, each with exact "
+                "results on whole numbers; errors of random floats were not recorded, and the kernel has changed since."
+            )
         parts += [f"## {gpu}", about, _means(pairs), _times(pairs)]
     return "\n\n".join(parts)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from ..weights.modules import quantize_model
-from .cache import TilebitCache
+from .cache import TilebitCache, cache_bytes
 from .compiled import compile
 from .config import TilebitConfig
 from .opening import most_tokens, open_model, quantized_by, read_config
@@ -90,7 +90,7 @@ def bench_model(
             for _ in range(ROUNDS):
                 held = held if contender.kv_format is not None else contender.cache(batch, total)
                 _round(contender, held, ids, sizes.steps)
-            contender.cache_bytes = _bytes(held)
+            contender.cache_bytes = cache_bytes(held)
         rows += [_row(contender, "packed" if packed else wanted.format, batch, sizes) for contender in contenders]
     return rows
 
@@ -127,12 +127,6 @@ def _random(config: Any, quantization: TilebitConfig | None, dtype: torch.dtype 
     if quantization is not None:
         quantize_model(model, quantization.format)
     return model
-
-
-def _bytes(cache: Any) -> int:
-    if isinstance(cache, TilebitCache):
-        return cache.memory_bytes
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
 def _now(device: torch.device) -> float:

@@ -269,6 +269,13 @@ class TilebitCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, TilebitLayer)]
 
 
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache holds for keys and values: a ``TilebitCache``'s, or a ``DynamicCache``'s."""
+    if isinstance(cache, TilebitCache):
+        return cache.memory_bytes
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+
+
 def _lacking(config: PreTrainedConfig, kind: str, head_dim: int) -> str | None:
     """What a layer of ``kind`` needs that tilebit's attention lacks."""
     if kind not in ("full_attention", "sliding_attention"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
-from .cache import TilebitCache
+from .cache import TilebitCache, cache_bytes
 from .compiled import compile
 from .opening import most_tokens
 
@@ -108,10 +108,4 @@ def speak(
     streamer = _Timed(tokenizer, hear)
     model.generate(ids, past_key_values=own, streamer=streamer, max_new_tokens=max_tokens, **options)  # pyright: ignore[reportCallIssue]
     times = streamer.times
-    return Spoken("".join(pieces), ids.shape[1], len(times) - 1, times[1] - times[0], times[-1] - times[1], _bytes_of(own))
-
-
-def _bytes_of(cache: Any) -> int:
-    if isinstance(cache, TilebitCache):
-        return cache.memory_bytes
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
+    return Spoken("".join(pieces), ids.shape[1], len(times) - 1, times[1] - times[0], times[-1] - times[1], cache_bytes(own))

@@ -78,14 +78,13 @@ class Operands:
 
     def copied_as(self, dtype: str) -> tuple[str, int]:
         """How cp.async takes a tile's row of scales, zero points or offsets of ``dtype``: as what it
-        copies them, and how many of these there are. Bytes go by fours, the least that it copies."""
-        return ("int32", self.schedule.block_n // 4) if dtype == "uint8" else (dtype, self.schedule.block_n)
+        copies them, and how many of these there are. Four bytes together, the least that it copies:
+        a narrower copy would be a load and a store between two barriers at each step."""
+        return "int32", self.schedule.block_n // _in_four_bytes(dtype)
 
     def copied(self, T: Any, parameters: Any, dtype: str) -> Any:
         """The tensor ``parameters`` of ``dtype``, as ``copied_as`` says."""
-        if dtype != "uint8":
-            return parameters
-        return T.view(parameters, (self.groups, self.n_pad // 4), "int32")
+        return T.view(parameters, (self.groups, self.n_pad // _in_four_bytes(dtype)), "int32")
 
     @property
     def record_k(self) -> int:
@@ -242,3 +241,8 @@ def addresses(T: Any, after: Sequence[tuple[Part, Any]]) -> list[Any]:
 
 def _cpp(flag: bool) -> str:
     return "true" if flag else "false"
+
+
+def _in_four_bytes(dtype: str) -> int:
+    """How many scales, zero points or offsets of ``dtype`` lie there: of uint8 or 16 bits."""
+    return 4 if dtype == "uint8" else 2

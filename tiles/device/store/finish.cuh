@@ -189,10 +189,14 @@ struct Store {
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
       }
     sync_group<BARRIER + 1, OWN>(group);
-    if constexpr (WIDTH > 0) {
+    if constexpr (WIDTH > 0)
       place_channels(chunk, last_operand(operands...));
-      return;
-    }
+    else
+      place_rows(chunk);
+  }
+
+  // Stores what is staged of the columns `chunk` in the order of y: 16 bytes of a row of y a thread.
+  __device__ __forceinline__ void place_rows(int chunk) const {
 #pragma unroll 2
     for (int pass = 0; pass < PASSES; ++pass) {
       const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / PIECES, at = index % PIECES;

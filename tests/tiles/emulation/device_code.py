@@ -88,7 +88,7 @@ needs_host_compiler = pytest.mark.skipif(
 
 
 @cache
-def _folder() -> Path:
+def run_folder() -> Path:
     """For what is compiled: that of the whole run, whose workers share it, else one of this process."""
     if shared := os.environ.get("TILEBIT_EMULATION"):
         return Path(shared)
@@ -101,7 +101,7 @@ def _folder() -> Path:
 def _shim() -> tuple[Path, Path]:
     """A header that includes the shim, compiled ahead, and an object with the bodies of what it declares: most of the time of what includes
     them. A compiler that does not look for such a file reads the header."""
-    header, own = _folder() / "shim.h", _folder() / f"shim-{os.getpid()}.h"
+    header, own = run_folder() / "shim.h", run_folder() / f"shim-{os.getpid()}.h"
     bodies = header.with_suffix(".o")
     if not bodies.exists():
         own.write_text(f'#include "{SHIM}"\n')
@@ -122,7 +122,7 @@ def _run(*arguments: str) -> None:
 
 def build(source: str) -> ctypes.CDLL:
     """A library of ``source`` after the shim. Raises ``RuntimeError`` with the compiler's words."""
-    library = _folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
+    library = run_folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         own = library.with_name(f"{library.stem}-{os.getpid()}.cc")
         own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))

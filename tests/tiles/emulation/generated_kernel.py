@@ -7,8 +7,11 @@ TileLang lowers in a process of its own: it must not share one with TVM, and tes
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import multiprocessing
+import os
+import pickle
 import random
 import re
 import sys
@@ -33,7 +36,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.compiler.host_plan import PITCH, TensorMap
 
-from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place
+from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place, run_folder
 from .emulated_program import Edits
 
 SHARED_BYTES = 228 * 1024
@@ -221,8 +224,16 @@ def _names(parameters: str) -> tuple[str, ...]:
 
 @cache
 def lower(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple[str, str], ...] = ()) -> Lowered:
-    """What TileLang makes of the program, whose modules ``edited`` have the text that is given with them."""
-    return _lowering_process().submit(_lower, workload, schedule, target, edited).result()
+    """What TileLang makes of the program, whose modules ``edited`` have the text that is given with them: once a run, whose workers share
+    it."""
+    asked = hashlib.sha256(repr((workload, schedule, target, edited)).encode()).hexdigest()[:16]
+    path = run_folder() / f"{asked}.lowered"
+    if not path.exists():
+        lowered = _lowering_process().submit(_lower, workload, schedule, target, edited).result()
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(lowered))
+        os.replace(own, path)  # another worker may be at the same one
+    return pickle.loads(path.read_bytes())
 
 
 @cache

@@ -36,24 +36,27 @@ def cached(x: Tensor, y: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def packed_tokens(tokens: int, kept: int) -> Tensor:
-    """int64 [tokens]: how many tokens are packed when a query of each place attends. Groups of 128
-    are, once they are complete and ``kept`` tokens more have come; with ``AT_ONCE`` all are."""
-    there = torch.arange(tokens) + 1
-    return there if kept == AT_ONCE else (there - kept).clamp(min=0) // RESIDUAL * RESIDUAL
+def packed_tokens(tokens: int, kept: int) -> list[int]:
+    """How many tokens are packed when the query of each of ``tokens`` places attends: groups of 128 are,
+    once they are complete and ``kept`` tokens more have come."""
+    return [max(0, there - kept) // RESIDUAL * RESIDUAL for there in range(1, tokens + 1)]
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, format: KVFormat, kept: int, scale: float | None) -> Tensor:
     """Causal attention [1, heads, tokens, head_dim] of ``q`` to ``k`` and ``v`` [1, key heads, tokens,
     head_dim] as a cache of ``format`` holds them: what ``packed_tokens`` says in its codes, the newer
-    ones in fp16. A prompt is read as if its tokens had come one by one."""
-    tokens = q.shape[2]
+    ones in fp16 (``AT_ONCE``: all in codes). A prompt is read as if its tokens had come one by one."""
     plain = [x.half().to(x.dtype) for x in (k, v)]
-    coded = cached(*(x[0] for x in plain), format)
-    keys, values = (torch.cat([c[None].to(x.dtype), x], 2) for c, x in zip(coded, plain, strict=True))
-    packed, place = packed_tokens(tokens, kept)[:, None], torch.arange(tokens)
-    seen = torch.cat([place < packed, (place >= packed) & (place <= place[:, None])], 1)
-    return scaled_dot_product_attention(q, keys, values, seen[None, None], scale=scale, enable_gqa=True)
+    coded = [x[None].to(q.dtype) for x in cached(*(x[0] for x in plain), format)]
+    if kept == AT_ONCE:
+        return scaled_dot_product_attention(q, *coded, is_causal=True, scale=scale, enable_gqa=True)
+    out, packed = torch.empty_like(q), packed_tokens(q.shape[2], kept)
+    for count in sorted(set(packed)):  # queries that read the same codes
+        first, end = packed.index(count), len(packed) - packed[::-1].index(count)
+        keys, values = (torch.cat([c[:, :, :count], x[:, :, count:end]], 2) for c, x in zip(coded, plain, strict=True))
+        seen = torch.arange(end) <= torch.arange(first, end)[:, None]
+        out[:, :, first:end] = scaled_dot_product_attention(q[:, :, first:end], keys, values, seen, scale=scale, enable_gqa=True)
+    return out
 
 
 @contextmanager

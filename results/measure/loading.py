@@ -52,8 +52,8 @@ def measured(case: dict[str, Any], cache: Path, compiling: bool = True) -> dict[
 
 def rows_of(model: Path, work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of each case, in the order of ``CASES``; directories, packs and caches are made in ``work``."""
-    packed, pack, empty, filled = (work / name for name in ("packed", "pack", "empty", "filled"))
-    command("quantize", str(model), str(packed), "--format", options.format, "--dtype", options.dtype, "--device", "cpu", cache=filled)
+    packed, pack, cache = (work / name for name in ("packed", "pack", "cache"))
+    command("quantize", str(model), str(packed), "--format", options.format, "--dtype", options.dtype, "--device", "cpu", cache=cache)
     tokens = str(options.prompt_tokens + options.new_tokens)
     common = {name: getattr(options, name) for name in ("device", "dtype", "prompt_tokens", "new_tokens")}
     found: dict[str, dict[str, Any]] = {}
@@ -63,13 +63,13 @@ def rows_of(model: Path, work: Path, options: argparse.Namespace) -> list[dict[s
         found[name] = measured({**case, "pack": None if used is None else str(used)}, cache, used is None)
         print(f"{name}: {found[name]}", flush=True)
 
-    run("16 bits", model, filled, low=False)
-    run("empty cache", packed, empty)
-    run("filled cache", packed, empty)
-    run("while loading", model, empty, options.format)
+    run("16 bits", model, cache, low=False)
+    run("empty cache", packed, cache)
+    run("filled cache", packed, cache)
+    run("while loading", model, cache, options.format)
     target = ("--target", "cpu" if options.device == "cpu" else options.device)
     sizes = ("--kv-format", options.kv_format, "--max-tokens", tokens, "--dtype", options.dtype)
-    command("pack", str(pack), "--model", str(packed), *sizes, *target, cache=filled)
+    command("pack", str(pack), "--model", str(packed), *sizes, *target, cache=cache)
     run("pack", packed, work / "nothing", used=pack)
     low = {"format": options.format, "kv_format": options.kv_format}
     named = {"16 bits": {"format": None, "kv_format": None}}

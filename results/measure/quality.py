@@ -11,7 +11,7 @@ Text is Python's language reference, in windows of 1,024 tokens; calibration see
 the standard library. Measured are perplexity, the mean divergence of the next token's distribution
 from the 16-bit model's (KL, in nats), and how often the most likely token stays the same. All
 computing is fp32: what is quantized is the only difference. ``--study formats`` measures every format
-of weights and of caches instead, and both together. The 16-bit model's distributions are
+of weights and of caches instead, and both together (results/rows/quality_formats). The 16-bit model's distributions are
 held, 200 KB a token. A variant whose row is there, of
 the same settings and the same kind of device, is not measured again: a run that was ended goes on.
 """
@@ -40,7 +40,7 @@ from ..report.rows import ROWS
 from . import quality_model
 from .quality_variants import Simulation, Variant, format_variants, variants
 
-STUDIES = {"methods": variants, "formats": format_variants}
+STUDIES = {"methods": ("quality", variants), "formats": ("quality_formats", format_variants)}  # of rows' folder, and what is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--study", choices=STUDIES, default="methods", help="how weights are quantized, or each format")
     parser.add_argument("--only", default="", help="variants whose description holds this text")
-    parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/quality/DEVICE.jsonl)")
+    parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/STUDY/DEVICE.jsonl)")
     for name, value in Settings().to_json().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
     options = parser.parse_args(arguments)
@@ -115,8 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     settings = Settings(**{name: getattr(options, name) for name in Settings.__slots__})
     gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else detect_target("cpu").name
-    out = options.out or ROWS / "quality" / f"{slug(gpu)}.jsonl"
-    wanted = missing([variant for variant in STUDIES[options.study]() if options.only in str(variant)], settings, out)
+    folder, every = STUDIES[options.study]
+    out = options.out or ROWS / folder / f"{slug(gpu)}.jsonl"
+    wanted = missing([variant for variant in every() if options.only in str(variant)], settings, out)
     model, tokenizer = quality_model.load(options.model, torch.device(options.device))
     texts = quality_model.texts(tokenizer, settings.tokens, settings.window)
     threads = None if options.device.startswith("cuda") else torch.get_num_threads()

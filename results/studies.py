@@ -29,10 +29,14 @@ from .report.gemm import gemm_section
 from .report.int8 import int8_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
+from .report.loading import FIELDS as LOADING_FIELDS
+from .report.loading import loading_section
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
 from .report.overheads import overheads_section
 from .report.quality import FIELDS as QUALITY_FIELDS
 from .report.quality import language_section
+from .report.quality_formats import FIELDS as FORMATS_QUALITY_FIELDS
+from .report.quality_formats import formats_quality_section
 from .report.ranker import RANKER_FIELDS, ranker_section
 from .report.rows import Row, json_rows, read_rows
 from .report.selection import SELECTION_FIELDS, selection_section
@@ -186,6 +190,22 @@ STUDIES = (
         QUALITY_FIELDS,
         lambda rows: language_section(rows / "quality"),
         ("python -m results.measure.quality --model FOLDER",),
+    ),
+    Study(
+        "quality_formats",
+        "Every format in a language model",
+        "What does a language model lose with each format of weights and of caches, and with both?",
+        FORMATS_QUALITY_FIELDS,
+        lambda rows: formats_quality_section(rows / "quality_formats"),
+        ("python -m results.measure.quality --study formats --model FOLDER",),
+    ),
+    Study(
+        "loading",
+        "Memory and first tokens of a model",
+        "What memory do loading and running a model take, and how long is it until the first token?",
+        LOADING_FIELDS,
+        lambda rows: loading_section(rows / "loading"),
+        ("python -m results.measure.loading --model FOLDER",),
     ),
     Study(
         "ablation",

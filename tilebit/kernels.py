@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from . import packs
@@ -58,9 +58,11 @@ def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
         return build([workload], target)[0].load()
 
 
-def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1) -> list[Kernel]:
+def build(
+    workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1, progress: Callable[[int], None] | None = None
+) -> list[Kernel]:
     """A kernel per workload for any ``target``, from the cache or compiled in ``jobs`` processes
-    (None: one per core); opens none.
+    (None: one per core); opens none. ``progress`` is told how many workloads are settled.
 
     Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be
     compiled stay in the cache.
@@ -89,7 +91,8 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
                 reasons += [_how_to_build(request.workload, target) for request in requests.values()]
                 break
             waiting = []
-            for (index, request), result in zip(requests.items(), pool.compile(list(requests.values())), strict=True):
+            told = None if progress is None else _counted(progress, len(found))
+            for (index, request), result in zip(requests.items(), pool.compile(list(requests.values()), told), strict=True):
                 if not isinstance(result, CompileFailure):
                     found[index] = result
                 elif result.kind in UNFIT:
@@ -100,6 +103,11 @@ def build(workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1
     if reasons:
         raise KernelUnavailable("\n".join(reasons))
     return [found[index] for index in range(len(wanted))]
+
+
+def _counted(progress: Callable[[int], None], before: int) -> Callable[[int, int, object], None]:
+    """What a pool reports, as the number of workloads that are settled, ``before`` of them found."""
+    return lambda done, _total, _result: progress(before + done)
 
 
 def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, TuningRecord | None]]:

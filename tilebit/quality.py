@@ -50,10 +50,10 @@ def log_probabilities(model: Any, ids: Tensor, last: int | None = None, cache: A
     last = count if last is None else last
     with torch.inference_mode():
         if cache is None:
-            return model(ids, use_cache=False).logits[0, count - last :].float().log_softmax(-1)
+            return model(ids, use_cache=False, logits_to_keep=last).logits[0].float().log_softmax(-1)
         cache.reset()
         if last < count:
-            model(ids[:, : count - last], past_key_values=cache, use_cache=True)
+            model(ids[:, : count - last], past_key_values=cache, use_cache=True, logits_to_keep=1)
         pieces = [model(piece, past_key_values=cache, use_cache=True).logits[0] for piece in ids[:, count - last :].split(STEP, dim=1)]
         return torch.cat(pieces).float().log_softmax(-1)
 

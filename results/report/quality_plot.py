@@ -1,4 +1,4 @@
-"""The plot of a language model's quality: KL divergence against bits a weight."""
+"""The plots of a language model's quality: KL divergence against bits a weight, and against bits in a cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .quality import METHODS, searched, uniform
+from .quality_formats import cache_bits, caches, weights
 
 MARKERS = {"round": "o", "clip": "s", "gptq": "^", "gptq_clip": "D"}
 COLORS = matplotlib.color_sequences["tab10"]
@@ -40,4 +41,22 @@ def quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_title(f"{title}: lower is better")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
+    return figure
+
+
+def formats(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """Caches alone beside weights alone, one mark for each format."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes: tuple[Axes, Axes] = figure.subplots(1, 2, sharey=True)
+    points = [(cache_bits(row["kv_format"]), row["kl"], row["kv_format"]) for row in caches(rows) if row["kept"] == 0]
+    marked = [(row["bits_per_weight"], row["kl"], row["format"]) for row in weights(rows) if not row["high"]]
+    for place, what, found in zip(axes, ("number in the cache", "weight"), (points, marked), strict=True):
+        for index, (bits, kl, name) in enumerate(found):
+            if kl > 0:
+                place.plot(bits, kl, "o", color=COLORS[index % len(COLORS)])
+                place.annotate(name, (bits, kl), xytext=(5, 2), textcoords="offset points", fontsize=7)
+        place.set_yscale("log")
+        place.set_xlabel(f"bits a {what}, scales and zero points included")
+    axes[0].set_ylabel("KL divergence from the 16-bit model, nats a token")
+    figure.suptitle(f"{title}: lower is better")
     return figure

@@ -19,6 +19,7 @@ from .front import front_page
 from .headline import results_table
 from .plots import draw
 from .quality import read_language_quality
+from .quality_formats import read_formats
 from .rows import read_rows
 from .support import support_table
 
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         results / "plots",
         read_attention(rows / "attention"),
         read_language_quality(rows / "quality"),
+        read_formats(rows / "quality_formats"),
     )
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0

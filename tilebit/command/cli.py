@@ -13,7 +13,22 @@ import typer
 
 from .. import __version__
 from .attention import attention
-from .models import Batches, BenchedCaches, BenchedModel, PromptTokens, Steps, bench_whole, evaluate, generate, quantize
+from .models import (
+    Batches,
+    BenchedCaches,
+    BenchedModel,
+    PackedCaches,
+    PackedModel,
+    PackedTokens,
+    PromptTokens,
+    Skip,
+    Steps,
+    bench_whole,
+    evaluate,
+    generate,
+    pack_whole,
+    quantize,
+)
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .tasks import (
     Budget,
@@ -48,6 +63,8 @@ app.add_typer(workload, name="workload")
 
 N = Annotated[int, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)]
 K = Annotated[int, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)]
+ModelsN = Annotated[int | None, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)]  # or none, but a model
+ModelsK = Annotated[int | None, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)]
 Ms = Annotated[
     list[int] | None,
     typer.Option("--m", "-m", help="Rows of x; repeat it for several. Default: 1, 16, 64, 256 and 4096 (on the CPU: 1 and 32).", min=1),
@@ -118,8 +135,8 @@ def tune(
 
 @app.command()
 def bench(
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Output channels: rows of the weight.", min=1)] = None,
-    k: Annotated[int | None, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)] = None,
+    n: ModelsN = None,
+    k: ModelsK = None,
     m: Ms = None,
     format: Format = "w4a16_g128",
     dtype: Dtype = "bfloat16",
@@ -234,19 +251,35 @@ def show(
 @app.command()
 def pack(
     path: PackPath,
-    n: N,
-    k: K,
+    n: ModelsN = None,
+    k: ModelsK = None,
     m: Ms = None,
-    format: Format = "w4a16_g128",
-    dtype: Dtype = "float16",
+    format: Annotated[
+        str | None, typer.Option("--format", help="Weight format. Default: w4a16_g128; with --model: as the directory is.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float16 or bfloat16. Default: float16; with --model: what config.json says.")
+    ] = None,
     bias: Bias = False,
     width: Width = 0,
     target: TargetName = "auto",
     jobs: Jobs = None,
+    model: PackedModel = None,
+    kv_format: PackedCaches = None,
+    batch: Batches = None,
+    max_tokens: PackedTokens = None,
+    skip: Skip = None,
     as_json: Json = False,
 ) -> None:
-    """Compile kernels and export them as a pack: a directory that loads with torch and apache-tvm-ffi alone (tilebit.packs.load)."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
+    """Compile kernels and export them as a pack: a directory that loads with torch and apache-tvm-ffi alone (tilebit.packs.load). Those of
+    a product (--n, --k), or with --model of a whole model: all that generate needs, with --kv-format fused steps and attention too."""
+    if (model is None) == (n is None or k is None):
+        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    if model is not None:
+        pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
+        return
+    assert n is not None and k is not None
+    chosen, workloads = _asked(n, k, m, format or "w4a16_g128", dtype or "float16", bias, target, width)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
 

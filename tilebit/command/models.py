@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
-from .tasks import Json
+from .tasks import Json, named_target, pack_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,14 @@ BenchedCaches = Annotated[
     list[str] | None, typer.Option("--kv-format", help="With --model: format of the KV cache; repeat it for several. Default: kv4_channel.")
 ]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="With --model: rows; repeat it for several. Default: 1.", min=1)]
+PackedModel = Annotated[Path | None, typer.Option("--model", help="A model's directory, as generate takes it; its weights are not read.")]
+PackedCaches = Annotated[
+    list[str] | None,
+    typer.Option("--kv-format", help="With --model: format of the KV cache; repeat it for several. Default: none, products alone."),
+]
+PackedTokens = Annotated[
+    int | None, typer.Option("--max-tokens", help="With --model: tokens of a sequence. Default: the model's own bound.", min=1)
+]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", help="With --model: tokens of each row's prompt.", min=1)]
 Steps = Annotated[int, typer.Option("--steps", help="With --model: decode steps of a round.", min=1)]
 
@@ -84,6 +92,9 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="Above 0: sample.", min=0.0)] = 0.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="The most likely token each time, as without --temperature.")] = False,
     seed: Annotated[int, typer.Option("--seed", help="Of sampling.")] = 0,
+    pack: Annotated[
+        list[Path] | None, typer.Option("--pack", help="A pack to take kernels from, as `tilebit pack --model` writes it; repeat it.")
+    ] = None,
     format: WeightFormat = None,
     skip: Skip = None,
     device: Device = "auto",
@@ -103,9 +114,12 @@ def generate(
     with failures():
         import torch
 
+        from .. import packs
         from ..transformers.opening import open_model, open_tokenizer, read_config
         from ..transformers.speaking import fitting_ids, speak
 
+        for path in pack or []:
+            packs.load(path)
         text = _text(prompt_file) if prompt_file is not None else prompt or ""
         read_config(folder)
         tokenizer = open_tokenizer(folder)
@@ -209,6 +223,46 @@ def bench_whole(
             f"{row['decode_ms']:.3f}", ratio, _size(row["weight_bytes"]), _size(row["cache_bytes"]),
         )  # fmt: skip
     print_parts(table, f"rows: {out}" if out is not None else "")
+
+
+def pack_whole(
+    path: Path,
+    model: Path,
+    format: str | None,
+    skip: list[str] | None,
+    kv_format: list[str] | None,
+    batch: list[int] | None,
+    max_tokens: int | None,
+    dtype: str | None,
+    target: str,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """``tilebit pack --model``: all kernels that ``generate`` needs of ``model``."""
+    _needed()
+    caches, chosen = list(dict.fromkeys(kv_format or [])), None if format is None else _quantization(format, skip, False)
+    for name in caches:
+        _known_cache(name)
+    device, own = named_target(target), _dtype(dtype or "auto")
+    with failures():
+        from ..layouts.kv_formats import KVFormat
+        from ..transformers.needed import kernels_of
+        from ..transformers.opening import most_tokens
+        from ..transformers.outline import outline
+
+        found = outline(model, chosen, own, device.arch)
+        most = most_tokens(found.config)
+        if most is not None and (max_tokens or 0) > most:
+            raise ValueError(f"--max-tokens is {max_tokens}; accepted: at most {most}, which is what the model was made for")
+        tokens = max_tokens or most
+        if tokens is None:
+            raise ValueError(f"{model / 'config.json'} does not say how many tokens a sequence may have; accepted: --max-tokens")
+        workloads = kernels_of(found, [KVFormat.from_name(name) for name in caches], list(dict.fromkeys(batch or [1])), tokens, device)
+        if not workloads:
+            raise ValueError(
+                f"{model} is in 16 bits and no cache is named, which needs no kernel; accepted: --format, --kv-format, or both"
+            )
+    pack_kernels(path, workloads, device, jobs, as_json)
 
 
 def _needed() -> None:

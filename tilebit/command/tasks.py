@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import fail, failures, new_file, new_table, print_json, print_parts, schedule_text, usage
+from .output import counting, fail, failures, new_file, new_table, print_json, print_parts, schedule_text, usage
 
 if TYPE_CHECKING:
     from ..schedules.operations import AnyWorkload
@@ -159,7 +159,8 @@ def _compiled(workloads: Sequence[AnyWorkload], target: Target, jobs: int | None
     from ..kernels import build
 
     bucketed = list(dict.fromkeys(w.bucketed() for w in workloads))
-    return list(zip(bucketed, build(bucketed, target, jobs), strict=True))
+    with counting("compiling", len(bucketed)) as settled:
+        return list(zip(bucketed, build(bucketed, target, jobs, settled), strict=True))
 
 
 def _sizes(workload: AnyWorkload) -> dict[str, Any]:

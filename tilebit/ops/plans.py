@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import packs
 from ..kernels import KernelUnavailable, find_kernel
 from ..schedules.operands import Operand
 from ..schedules.operations import AnyWorkload, workspace_words
@@ -73,7 +74,7 @@ _rehearsal = _Rehearsal()
 
 def rehearsed(call: Callable[[], object]) -> list[tuple[AnyWorkload, Target]]:
     """Run ``call`` without the launches for which no kernel is loaded, and say which kernels those
-    need: what they write is left as it is, and results mean nothing. Products are launched
+    need that no pack has: what they write is left as it is, and results mean nothing. Products are launched
     (``prepare`` is for them)."""
     wanted: dict[tuple[AnyWorkload, Target], None] = {}
     _rehearsal.wanted = wanted
@@ -126,7 +127,9 @@ def launcher(workload_of: Callable[[Key], AnyWorkload], words: Callable[[Any], s
         workload, device = workload_of(key), key[-1]
         check(workload.operands(device_target(device).arch), operands, device, words(workload))
         if _rehearsal.wanted is not None:
-            _rehearsal.wanted[workload.bucketed(), device_target(device)] = None
+            target = device_target(device)
+            if not packs.entries(workload, target):
+                _rehearsal.wanted[workload.bucketed(), target] = None
             return None
         with _lock:
             plan = held.get(key)

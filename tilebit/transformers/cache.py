@@ -19,6 +19,7 @@ from .step import Step, padding_of
 
 HEAD_DIMS = (64, 128, 256)
 NAME = "tilebit"  # of the attention
+PAGE_SIZE = 128
 
 
 class TilebitLayer(CacheLayerMixin):
@@ -92,7 +93,7 @@ class TilebitCache(Cache):
         format: KVFormat | str = "kv4_channel",
         max_tokens: int | None = None,
         sequences: int | None = None,
-        page_size: int = 128,
+        page_size: int = PAGE_SIZE,
         head_scales: Tensor | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)

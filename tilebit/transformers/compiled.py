@@ -114,7 +114,8 @@ class DecodeSteps:
         ]
         self._graphs.clear()
         self._stale = False
-        quantized = torch.nn.ModuleList(part for part in self.step.products if isinstance(part, QuantLinear | MixedLinear))
+        kinds = QuantLinear | MixedLinear
+        quantized = torch.nn.ModuleList(part for part in self.step.products if any(isinstance(own, kinds) for own in part.modules()))
         if len(quantized):
             prepare(quantized, self.sizes)
 

@@ -13,6 +13,7 @@ from ..quality import Score, log_probabilities, windows
 from .cache import TilebitCache
 from .config import TilebitConfig
 from .opening import most_tokens, open_model, open_tokenizer, read_config
+from .products import multiply_in_fp32
 
 
 def evaluate_model(
@@ -29,8 +30,8 @@ def evaluate_model(
 ) -> list[dict[str, Any]]:
     """Rows of ``model``, ``kv_format``, ``tokens`` (predicted), ``perplexity``, ``kl`` and ``top1`` (None without
     a reference): the reference's first, then one for each of ``kv_formats`` (None: attention without a
-    cache, in 16 bits). ``sizes`` are (window, stride) of ``tilebit.quality.windows``. Raises
-    ``ValueError`` for what cannot be, before a weight is read."""
+    cache, in 16 bits). ``sizes`` are (window, stride) of ``tilebit.quality.windows``. On CPUs layers that
+    are not quantized multiply in fp32 (``multiply_in_fp32``). Raises ``ValueError`` for what cannot be, before a weight is read."""
     config, window = read_config(folder), sizes[0]
     most = most_tokens(config)
     if most is not None and window > most:
@@ -45,6 +46,9 @@ def evaluate_model(
     parts = windows(ids, *sizes)
     model = open_model(folder, quantization, dtype, device)
     other = None if reference is None else open_model(reference, None, dtype, device)
+    for opened in (model, other):
+        if opened is not None:
+            multiply_in_fp32(opened)
     caches = [None if name is None else TilebitCache(model.config, format=name, max_tokens=window, sequences=1) for name in kv_formats]
     if any(cache is not None for cache in caches):
         model.set_attn_implementation("tilebit")

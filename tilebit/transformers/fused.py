@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from ..cache.batch import Batch
 from ..cache.kvcache import KVCache
 from ..ops.rows import add_norm, gated
+from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
 from .anatomy import Anatomy, Block, Norm, rotary_table
+
+Rows = Tensor | tuple[Tensor, Tensor]  # of x, or int8 codes of it with their scales
 
 
 class SideBySide(nn.Module):
@@ -22,6 +25,15 @@ class SideBySide(nn.Module):
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+
+    @property
+    def x_group(self) -> int | None:
+        """What all layers take as codes; None where they do not take the same."""
+        groups = {x_group(layer) for layer in self.layers}
+        return groups.pop() if len(groups) == 1 else None
+
+    def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
+        return torch.cat([_product(layer, (codes, token_scales)) for layer in self.layers], -1)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([layer(x) for layer in self.layers], -1)
@@ -38,21 +50,26 @@ class FusedBlock:
     down: nn.Module
 
 
+def fused_blocks(anatomy: Anatomy) -> list[FusedBlock]:
+    """The layers with joined products, whose weights the model's own become views of."""
+    return [FusedBlock(block, _one(block.qkv), _one([block.o]), _one(block.gate_up), _one([block.down])) for block in anatomy.blocks]
+
+
 class FusedStep(nn.Module):
     """A new token for each row of a batch: nine kernels a layer, eleven with norms after attention and
-    MLP. Kernels are launched before their predecessors end (``dependent``), weights are read where
-    the model has them.
+    MLP. Where products take int8 x, norms and gates write its codes: one kernel more, which quantizes
+    what attention gives. Kernels are launched before their predecessors end (``dependent``), weights
+    are read where the model has them.
 
     Sums of the residual stream are rounded to the model's dtype, norms and rotary embeddings are
-    computed in fp32 and rounded once: where the model rounds between, logits differ by as much.
+    computed in fp32 and rounded once, codes not before: where the model rounds between, logits differ
+    by as much.
     """
 
     def __init__(self, anatomy: Anatomy, device: torch.device, positions: int) -> None:
         super().__init__()
         self._of = anatomy
-        self.blocks = [
-            FusedBlock(block, _one(block.qkv), _one([block.o]), _one(block.gate_up), _one([block.down])) for block in anatomy.blocks
-        ]
+        self.blocks = fused_blocks(anatomy)
         self.products = nn.ModuleList(part for b in self.blocks for part in (b.qkv, b.o, b.gate_up, b.down))
         self.rotary = rotary_table(anatomy.rotary, positions, anatomy.blocks[0].head_dim, device)
 
@@ -61,18 +78,20 @@ class FusedStep(nn.Module):
         """Logits [rows, vocabulary] behind the tokens ``ids`` int64 [rows], whose keys and values join
         ``cache``, in the sequences of ``batch``, which has been advanced by one token each."""
         residual = self._of.embed(ids)
-        x = _normed(residual, self.blocks[0].of.before_attention)
+        rows = _normed(residual, self.blocks[0].of.before_attention, self.blocks[0].qkv)
         for i, block in enumerate(self.blocks):
             of = block.of
-            x = block.o(self._attended(block, block.qkv(x), cache, batch, i))
+            x = block.o(self._attended(block, _product(block.qkv, rows), cache, batch, i))
             if of.after_attention is not None:
                 x = _normed(x, of.after_attention)
-            x = _added(x, residual, of.before_mlp)
-            x = block.down(gated(block.gate_up(x), of.activation, dependent=True))
+            x = _product(block.gate_up, _added(x, residual, of.before_mlp, block.gate_up))
+            x = _product(block.down, _gated(x, of.activation, block.down))
             if of.after_mlp is not None:
                 x = _normed(x, of.after_mlp)
-            x = _added(x, residual, self.blocks[i + 1].of.before_attention if i + 1 < len(self.blocks) else self._of.norm)
-        logits = self._of.head(x)
+            last = i + 1 == len(self.blocks)
+            norm, taker = (self._of.norm, self._of.head) if last else (self.blocks[i + 1].of.before_attention, self.blocks[i + 1].qkv)
+            rows = _added(x, residual, norm, taker)
+        logits = _product(self._of.head, rows)
         return self._of.logit_cap * torch.tanh(logits / self._of.logit_cap) if self._of.logit_cap else logits
 
     def _attended(self, block: FusedBlock, qkv: Tensor, cache: KVCache, batch: Batch, layer: int) -> Tensor:
@@ -92,12 +111,45 @@ def _one(layers: Sequence[nn.Module]) -> nn.Module:
     return SideBySide(layers) if found is None else found
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    y, _ = add_norm(x, None, norm.weight, norm.eps, norm.offset, dependent=True)
-    return y
+def x_group(layer: nn.Module) -> int | None:
+    """Values of x that share a scale where ``layer`` takes int8 codes that are made before it is called
+    (-1: a row's); None where it takes x itself."""
+    return getattr(layer, "x_group", None)
 
 
-def _added(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
-    """The norm of ``residual``, to which x is added where it lies."""
-    y, _ = add_norm(x, residual, norm.weight, norm.eps, norm.offset, inplace=True, dependent=True)
-    return y
+def _product(layer: nn.Module, rows: Rows) -> Tensor:
+    if isinstance(rows, Tensor):
+        return layer(rows)
+    return layer.of_codes(*rows)  # type: ignore[operator]
+
+
+def _codes(taker: nn.Module | None) -> dict[str, Any] | None:
+    """How ``add_norm`` and ``gated`` are asked for what ``taker`` takes."""
+    group = None if taker is None else x_group(taker)
+    return None if group is None else {"out": "int8", "group": None if group == PER_TOKEN else group}
+
+
+@overload
+def _normed(x: Tensor, norm: Norm) -> Tensor: ...
+@overload
+def _normed(x: Tensor, norm: Norm, taker: nn.Module) -> Rows: ...
+def _normed(x: Tensor, norm: Norm, taker: nn.Module | None = None) -> Rows:
+    """The norm of x, as ``taker`` takes it."""
+    return _rows(x, None, norm, taker)
+
+
+def _added(x: Tensor, residual: Tensor, norm: Norm, taker: nn.Module) -> Rows:
+    """The norm of ``residual``, to which x is added where it lies, as ``taker`` takes it."""
+    return _rows(x, residual, norm, taker)
+
+
+def _rows(x: Tensor, residual: Tensor | None, norm: Norm, taker: nn.Module | None) -> Rows:
+    codes = _codes(taker)
+    if codes is None:
+        return add_norm(x, residual, norm.weight, norm.eps, norm.offset, inplace=True, dependent=True)[0]
+    return add_norm(x, residual, norm.weight, norm.eps, norm.offset, inplace=True, dependent=True, **codes)[:2]
+
+
+def _gated(x: Tensor, activation: str, taker: nn.Module) -> Rows:
+    codes = _codes(taker)
+    return gated(x, activation, dependent=True) if codes is None else gated(x, activation, dependent=True, **codes)

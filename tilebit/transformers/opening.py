@@ -3,10 +3,14 @@ loaded onto one device."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
@@ -43,17 +47,10 @@ def quantized_by(config: PreTrainedConfig) -> dict[str, Any] | None:
     return held if held is None or isinstance(held, dict) else held.to_dict()
 
 
-def open_model(
-    folder: Path, quantization: TilebitConfig | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> PreTrainedModel:
-    """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, by
-    tilebit or another tool (``load``), or in floats, or quantized while it loads as ``quantization``
-    says. ``dtype``: by default config.json's where it is float16 or bfloat16, else bfloat16.
-
-    Raises ``ValueError`` (``CheckpointError``), before any weight is read, for a directory that lacks
-    something or whose config and tensors do not fit each other, and for ``quantization`` of a model
-    that is quantized already; after loading, for one without all of its weights.
-    """
+def checked(folder: Path, quantization: TilebitConfig | None) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The config of the model in ``folder`` and the model on meta, in floats, after everything has been
+    compared that config and headers of files say. Raises as ``open_model`` does, of what needs no
+    weight."""
     config = read_config(folder)
     held = quantized_by(config)
     if held is not None and quantization is not None:
@@ -62,24 +59,38 @@ def open_model(
             f"{folder} is quantized already ({method}, {held.get('format', 'its own format')}); accepted: a format for a model of floats: "
             "leave it out, or name the directory that this one was made of"
         )
-    _check_tensors(folder, config)
+    return config, _fitting_tensors(folder, config)
+
+
+def dtype_of(config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype``; by default config.json's where it is float16 or bfloat16, else bfloat16."""
     said = getattr(config, "dtype", None)
-    chosen = dtype or (said if said in _FLOATS else torch.bfloat16)
+    return dtype or (said if said in _FLOATS else torch.bfloat16)
+
+
+def open_model(
+    folder: Path, quantization: TilebitConfig | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> PreTrainedModel:
+    """The causal language model in ``folder``, ready to run on ``device`` (default: the CPU): packed, by
+    tilebit or another tool (``load``), or in floats, or quantized while it loads as ``quantization``
+    says. ``dtype`` is ``dtype_of``'s.
+
+    Raises ``ValueError`` (``CheckpointError``), before any weight is read, for a directory that lacks
+    something or whose config and tensors do not fit each other, and for ``quantization`` of a model
+    that is quantized already; after loading, where weights are missing that files may have held
+    under names of old.
+    """
+    config, _ = checked(folder, quantization)
     place = device or torch.device("cpu")
-    options: dict[str, Any] = {"dtype": chosen, "local_files_only": True, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": dtype_of(config, dtype), "local_files_only": True, "output_loading_info": True}
     if quantization is not None:
         options["quantization_config"] = quantization
     if place.type != "cpu" and is_accelerate_available():
         options["device_map"] = {"": place}
-    opened = AutoModelForCausalLM.from_pretrained if held is None else load  # of other tools' directories, too
+    opened = AutoModelForCausalLM.from_pretrained if quantized_by(config) is None else load  # of other tools' directories, too
     loaded: Any = opened(folder, **options)
     model, found = loaded
-    if found["missing_keys"]:
-        names = sorted(found["missing_keys"])
-        raise CheckpointError(
-            f"{folder} has no weights for {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, which would be random numbers "
-            f"instead; accepted: all weights of {type(model).__name__}: copy the directory again, or correct config.json"
-        )
+    _expect_none_missing(folder, model, found["missing_keys"])
     return model.to(place).eval()
 
 
@@ -99,9 +110,10 @@ def most_tokens(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def _check_tensors(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise ``CheckpointError`` for a missing shard, and for a tensor of floats that has another shape
-    than the model's of its name (what another name becomes is known to transformers alone)."""
+def _fitting_tensors(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on meta. Raises ``CheckpointError`` for a missing shard, for a tensor of floats that has
+    another shape than the model's of its name, and for a missing tensor (unless files hold some whose
+    names the model does not have: what these become is known to transformers alone)."""
     files = tensor_files(folder)
     plain = type(config).from_dict({name: value for name, value in config.to_dict().items() if name != "quantization_config"})
     try:
@@ -112,13 +124,33 @@ def _check_tensors(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder / 'config.json'} makes no causal language model: {_short(error)}; accepted: the config that was saved with the "
             "weights: copy it again"
         ) from error
-    packed = {name.rpartition(".")[0] for name in files if name.endswith("." + EXTRA)}
-    for name, value in model.state_dict().items():
+    wanted, packed = model.state_dict(), {name.rpartition(".")[0] for name in files if name.endswith("." + EXTRA)}
+    for name, value in wanted.items():
         if name in files and name.rpartition(".")[0] not in packed and (shape := tensor_shape(files[name], name)) != list(value.shape):
             raise CheckpointError(
                 f"{name} is {shape} and config.json makes it {list(value.shape)}; accepted: the config that was saved with the weights: "
                 "copy the directory again"
             )
+    layers = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    of_layers = {name: [part for part in accumulate(name.split("."), "{}.{}".format) if part in layers] for name in files}
+    if all(name in wanted or of_layers[name] for name in files):
+        stored = {layer for found in of_layers.values() for layer in found}  # a packed layer's own reader says what it lacks
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+        tied = set(model.all_tied_weights_keys)
+        _expect_none_missing(folder, model, [
+            name for name in wanted
+            if name not in files and name not in tied and name.rpartition(".")[0] not in stored and not any(p.search(name) for p in ignored)
+        ])  # fmt: skip
+    return model
+
+
+def _expect_none_missing(folder: Path, model: PreTrainedModel, names: Iterable[str]) -> None:
+    missing = sorted(names)
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no weights for {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}, which would be random "
+            f"numbers instead; accepted: all weights of {type(model).__name__}: copy the directory again, or correct config.json"
+        )
 
 
 def _short(error: Exception) -> str:

@@ -54,7 +54,9 @@ class PackedSource:
             parts = [_packed_of(self._state(part, meta=True), self._dtype) for part in self._parts(name)]
             index = sum(prod(self._opened(f"{name}.{part}_channels").shape(f"{name}.{part}_channels")) for part in self._index(name))
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{name} cannot be loaded: {error}; copy the directory again") from None
+            raise CheckpointError(
+                f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
+            ) from None
         n, kind = sum(part.n for part in parts), JOINT.join(part.format.name for part in parts)
         fits = all((part.k, part.dtype, part.arch) == (layer.in_features, parts[0].dtype, parts[0].arch) for part in parts)
         if not fits or n != layer.out_features or kind != wanted or (name in self._mixed and index != n):
@@ -62,6 +64,11 @@ class PackedSource:
                 f"{name} is {kind} [{n}, {parts[0].k}] and config.json says {wanted or 'none'} [{layer.out_features}, "
                 f"{layer.in_features}]; accepted: the config that was saved with the weights: copy the directory again"
             )
+
+    def described(self, name: str) -> list[tuple[int, GemmFormat]]:
+        """Output channels and format of each part of the layer ``name``; no weight is read."""
+        parts = [_packed_of(self._state(part, meta=True), self._dtype) for part in self._parts(name)]
+        return [(part.n, part.format) for part in parts]
 
     def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear:
         """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
@@ -74,7 +81,9 @@ class PackedSource:
         try:
             return MixedLinear.of_layers(low, high, channels.to(device))
         except ValueError as error:
-            raise CheckpointError(f"{name} cannot be loaded: {error}; copy the directory again") from None
+            raise CheckpointError(
+                f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
+            ) from None
 
     def _parts(self, name: str) -> list[str]:
         """The packed layers that ``name`` is of: itself, or those of its formats."""

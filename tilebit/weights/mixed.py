@@ -171,25 +171,37 @@ class MixedLinear(nn.Module):
         """The formats, whatever the shares: ``w4a8_g128_asym+w8a8_g128``."""
         return JOINT.join(layer.format.name for _, layer in self.parts)
 
+    @property
+    def x_group(self) -> int:
+        """Values of x that share a scale where the layer takes int8 codes of x (``of_codes``); -1: a row's."""
+        return self.parts[0][1].format.x_group
+
     def forward(self, x: Tensor) -> Tensor:
         low, high = self._modules["low"], self._modules["high"]
         if low is None or high is None:
             return (high or low)(x)  # type: ignore[misc]
-        assert isinstance(low, QuantLinear) and isinstance(high, QuantLinear)
-        a: dict[str, Any] = low._buffers
-        b: dict[str, Any] = high._buffers
-        own: dict[str, Any] = self._buffers
-        dtype = low.dtype
+        dtype = self.dtype
         expect_tensors(x=x)
         if x.ndim < 1 or x.dtype is not dtype or x.shape[-1] != self.in_features:
             accepted = f"{str(dtype).removeprefix('torch.')} [..., {self.in_features}]"
             raise ValueError(f"x is {describe(x)}; accepted: {accepted}; convert it with x.to(...) or pass what fits")
-        codes, token_scales = QUANTIZE(x, None, None, "int8", low.format.x_group, EPS, False)
+        return self.of_codes(*QUANTIZE(x, None, None, "int8", self.x_group, EPS, False))
+
+    def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
+        """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as
+        ``quantize_activations`` gives them for ``x_group``. Raises ``ValueError`` for what does not fit."""
+        low, high = self._modules["low"], self._modules["high"]
+        if low is None or high is None:
+            return self.parts[0][1].of_codes(codes, token_scales)
+        assert isinstance(low, QuantLinear) and isinstance(high, QuantLinear)
+        a: dict[str, Any] = low._buffers
+        b: dict[str, Any] = high._buffers
+        own: dict[str, Any] = self._buffers
         return gemm_mixed(
             codes, token_scales,
             a["weight"], a["scales"], a["zeros"], a["row_scales"], a["bias"], own["low_channels"],
             b["weight"], b["scales"], b["zeros"], b["row_scales"], b["bias"], own["high_channels"],
-            self.out_features, self.in_features, low._format_name, high._format_name, dtype, self._launches,
+            self.out_features, self.in_features, low._format_name, high._format_name, low.dtype, self._launches,
         )  # fmt: skip
 
     def dequantize(self) -> Tensor:

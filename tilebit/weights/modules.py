@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..accepted import expect, expect_tensors, format_of, scaled
 from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
-from ..ops.gemm_int8 import of_rows
+from ..ops.gemm_int8 import gemm_int8, of_rows
 from ..schedules.gemm.codecs import packed_layout
 from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import given_weights, linears_of
@@ -157,6 +157,25 @@ class QuantLinear(nn.Module):
         return call(
             x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
             self.out_features, self._format_name, self._dependent,
+        )  # fmt: skip
+
+    @property
+    def x_group(self) -> int | None:
+        """Values of x that share a scale where the layer takes int8 codes of x (``of_codes``), -1: those of
+        a row; None where it takes 16-bit x alone."""
+        return self.format.x_group if self.format.x and self.perm is None else None
+
+    def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
+        """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as
+        ``quantize_activations`` gives them for ``x_group``. Raises ``ValueError`` for what does not fit,
+        and for a layer that takes 16-bit x."""
+        if self.x_group is None:
+            order = "" if self.perm is None else ", with reordered columns,"
+            raise ValueError(f"the layer of {self._format_name}{order} takes no codes; accepted: x of {self.dtype}: call the layer")
+        held: dict[str, Any] = {**self._buffers, **self._parameters}
+        return gemm_int8(
+            codes, held["weight"], held["scales"], held["zeros"], held["row_scales"], token_scales, held["bias"],
+            self.out_features, self.in_features, self._format_name, self.dtype, self._dependent,
         )  # fmt: skip
 
     def unpack(self) -> QuantizedTensor:

@@ -184,7 +184,7 @@ def test_rows_are_appended_and_not_measured_again(model: Any, texts: Texts, tmp_
 def test_the_command(model: Any, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality_model, "load", lambda *_: (model, None))
     monkeypatch.setattr(quality_model, "texts", lambda *_: texts)
-    monkeypatch.setattr(quality, "variants", lambda: [Variant(), NEAREST])
+    monkeypatch.setitem(quality.STUDIES, "methods", ("quality", lambda: [Variant(), NEAREST]))
     monkeypatch.delenv("TILEBIT_QUALITY_MODEL", raising=False)
     out = tmp_path / "rows.jsonl"
     assert quality.main(["--model", str(tmp_path), "--out", str(out), "--tokens", "48", "--window", str(WINDOW), "--only", "round"]) == 0

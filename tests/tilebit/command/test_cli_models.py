@@ -228,9 +228,39 @@ def test_missing_shards_and_cut_files(dense: Path, packed: Path, tmp_path: Path,
         json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")})
     )
     assert "copy the missing shard" in refused("generate", str(shards), "--prompt", "a")
-    less = shutil.copytree(source, tmp_path / "less")
-    save_file({name: value for name, value in names.items() if name != "model.norm.weight"}, less / "model.safetensors", {"format": "pt"})
-    assert "model.norm.weight" in refused("generate", str(less), "--prompt", "a")
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "quantized"])
+def test_a_missing_tensor_is_found_before_memory_is_taken(
+    dense: Path, packed: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By the headers of the files, whatever is missing; a file with names that the model does not have is left to transformers."""
+    names = load_file((packed if kind == "packed" else dense) / "model.safetensors")
+    lacking = ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"]
+    lacking += ["model.layers.0.mlp.up_proj." + ("scales" if kind == "packed" else "weight")]
+    others = ("--format", "w4a16_g64") if kind == "quantized" else ()
+
+    def copied(name: str, **more: torch.Tensor) -> Path:
+        copy = shutil.copytree(packed if kind == "packed" else dense, tmp_path / f"{name}{len(more)}")
+        held = {key: value for key, value in names.items() if key != name}
+        save_file({**held, **more}, copy / "model.safetensors", {"format": "pt"})
+        return copy
+
+    renamed = copied("model.norm.weight", **{"an.older.name": torch.zeros(2)})
+    message = refused("generate", str(renamed), "--prompt", "a", *others)
+    assert "no weights for model.norm.weight" in message
+    with monkeypatch.context() as loading:
+        for module in ("sources.PackedSource._read", "quantizer.quantize"):
+            loading.setattr(f"tilebit.transformers.{module}", _memory_taken)
+        loading.setattr("transformers.core_model_loading.convert_and_load_state_dict_in_model", _memory_taken)
+        loading.setattr("transformers.modeling_utils.convert_and_load_state_dict_in_model", _memory_taken)
+        for name in lacking:
+            message = refused("generate", str(copied(name)), "--prompt", "a", *others)
+            assert name.removesuffix(".scales") in message and "accepted" in message, message
+
+
+def _memory_taken(*_: Any, **__: Any) -> None:
+    raise AssertionError("weights are read")
 
 
 def test_what_cannot_be_asked(dense: Path, packed: Path, tmp_path: Path, text: Path):

@@ -1,0 +1,188 @@
+"""``tilebit pack --model``: the pack holds what ``generate`` launches, and generates where there is no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilebit.command.cli import app
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+import tilebit
+from tilebit.layouts.kv_formats import KVFormat
+from tilebit.ops import dispatch, plans
+from tilebit.schedules.activations.glue import GATED, NORM, GlueWorkload
+from tilebit.schedules.target import Target, target_from_name
+from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused
+from tilebit.transformers.needed import kernels_of
+from tilebit.transformers.outline import outline
+from tilebit.transformers.synthetic import write_model
+from tilebit.weights.modules import QuantLinear
+
+ROWS, TOKENS = 2, 256
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": TOKENS, "pad_token_id": 0,
+}  # fmt: skip
+KINDS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any], str, str]] = {
+    "llama": (LlamaConfig, {"head_dim": 64}, "w4a16_g64", "kv4_channel"),
+    "int8": (LlamaConfig, {"head_dim": 64}, "w4a8_lqq_g64", "kv8_token"),
+    "groups": (Qwen3Config, {"head_dim": 64}, "w8a8_g128", "k8_channel_v4"),
+    "gemma2": (Gemma2Config, {"head_dim": 64, "sliding_window": 24, "query_pre_attn_scalar": 50}, "w8a16_channel", "kv2_channel"),
+}
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Prompts, short and long, chunks of them and fused steps of the model run here as on an sm_90a, nothing launched: whatever asks for a
+    kernel there finds one among those that are listed."""
+    made, options, format, cache_format = KINDS[kind]
+    config, target = made(**{**SIZES, **options}), target_from_name("sm_90a")
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    model.save_pretrained(folder)
+    tilebit.quantize_model(model, format)
+    listed = kernels_of(
+        outline(folder, TilebitConfig(format), None, target.arch), [KVFormat.from_name(cache_format)], [ROWS], TOKENS, target
+    )
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer._repack_for(target.arch)
+    held, asked = {workload.static() for workload in listed}, _asked_on(target, monkeypatch)
+    cache = TilebitCache(model.config, format=cache_format, max_tokens=TOKENS, sequences=ROWS)
+    model.set_attn_implementation("tilebit")
+    with torch.no_grad():
+        for columns in (20, 12, 1):  # a prompt, a short piece behind it, a step
+            plans.rehearsed(lambda: model(input_ids=torch.full((ROWS, columns), 5), past_key_values=cache))  # noqa: B023
+        model(input_ids=torch.full((ROWS, 20), 5), past_key_values=cache)  # a long piece: what is in the cache is gathered
+        compile(model, (ROWS,), TOKENS)
+        step = cache.begin_step(ROWS, None, model.dtype, torch.device("cpu"))
+        plans.rehearsed(lambda: model.tilebit_steps.step(torch.full((ROWS,), 5), cache.pool.cache, step.batch))
+    kinds = {workload.op for workload in asked}
+    assert {"decode", "append", "prefill", "gather", "gemm", NORM} <= kinds and ("quantize" in kinds) == ("a8" in format)
+    assert not [workload for workload in asked if workload.static() not in held]
+    unasked = held - {workload.static() for workload in asked}
+    assert not unasked, unasked
+
+
+def _asked_on(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked for from now on, by calls that see ``target`` and launch nothing."""
+    asked: list[Any] = []
+
+    def launch(self: dispatch.Plan, m: int) -> Callable[..., None]:
+        asked.append(self.workload.with_m(m))
+        return lambda *_: None
+
+    def made(self: Any, workload: Any, device: torch.device) -> None:
+        asked.append(workload)
+        self.guarded, self.launch, self.dependent = False, lambda *_: None, lambda *_: None
+
+    for module in (dispatch, plans):
+        monkeypatch.setattr(module, "device_target", lambda _: target)
+    monkeypatch.setattr(dispatch.Plan, "launcher", launch)
+    monkeypatch.setattr(dispatch.Plan, "missing", lambda *_: [])
+    monkeypatch.setattr(plans.OperationPlan, "__init__", made)
+    monkeypatch.setattr(plans, "rehearsed", lambda call: call())
+    monkeypatch.setattr(plans, "check", lambda *_: None)
+    monkeypatch.setattr(plans, "held", {})
+    monkeypatch.setattr(dispatch, "plans", {})
+    real_norm, real_gate = fused.add_norm, fused.gated
+
+    def normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, out: str = "", **rest: Any) -> Any:
+        if not out:  # on CPUs torch computes it
+            asked.append(GlueWorkload(NORM, len(x), x.shape[1], "float16", residual is not None, eps, offset))
+        return real_norm(x, residual, weight, eps, offset, **({"out": out} if out else {}), **rest)
+
+    def gated(x: Tensor, activation: str, out: str = "", **rest: Any) -> Any:
+        if not out:
+            asked.append(GlueWorkload(GATED, len(x), x.shape[1] // 2, "float16", activation=activation))
+        return real_gate(x, activation, **({"out": out} if out else {}), **rest)
+
+    monkeypatch.setattr(fused, "add_norm", normed)
+    monkeypatch.setattr(fused, "gated", gated)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "dense")
+
+
+WITHOUT_COMPILERS = """
+import sys
+sys.modules["tilelang"] = sys.modules["tvm"] = None  # not there, whoever asks
+from tilebit.command.cli import main
+sys.argv = ["tilebit", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Path):
+    """The same text, from an empty cache; without the pack the error says what is missing."""
+    pack = tmp_path / "pack"
+    model = (str(dense), "--format", "w4a16_g64", "--kv-format", "kv4_channel")
+    packed = call("pack", str(pack), "--model", *model, "--max-tokens", "192", "--target", "cpu", "--json")
+    assert packed.exit_code == 0, packed.output
+    assert len(json.loads(packed.stdout)["kernels"]) >= 8
+    words = ("generate", *model, "--prompt", "a small model", "--max-tokens", "130", "--device", "cpu", "--json")
+    expected = json.loads(call(*words).stdout)["text"]
+    environment = {**os.environ, "TILEBIT_NO_COMPILE": "1", "TILEBIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", WITHOUT_COMPILERS, *words, *more], env=environment, capture_output=True, text=True)
+
+    found = run("--pack", str(pack))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["text"] == expected and len(expected) == 130  # a window fills on the way
+    lacking = run()
+    assert lacking.returncode == 1 and "TILEBIT_NO_COMPILE" in lacking.stderr and "tilebit" in lacking.stderr
+
+
+def test_what_a_pack_of_a_model_refuses(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before anything is compiled."""
+    monkeypatch.setattr("tilebit.kernels.build", _compiled)
+    out, model = str(tmp_path / "pack"), ("--model", str(dense))
+    given = (
+        (("--n", "64", "--k", "64", *model), "not both"),
+        ((), "by --n and --k, or a model, by --model"),
+        (("--model", str(dense / "nothing")), "is no directory"),
+        ((*model, "--kv-format", "kv3"), "kv3"),
+        ((*model, "--format", "w5"), "w5"),
+        ((*model, "--format", "w4a16_g64", "--max-tokens", "193"), "at most 192"),
+        (model, "which needs no kernel"),
+        ((*model, "--kv-format", "kv16", "--batch", "0"), "--batch"),
+        ((*model, "--kv-format", "kv16", "--target", "sm_1"), "sm_1"),
+        ((*model, "--kv-format", "kv16", "--dtype", "float32"), "float32"),
+    )
+    for words, said in given:
+        result = call("pack", out, *words)
+        assert result.exit_code in (1, 2) and said in " ".join(result.output.replace("│", " ").split()), result.output
+    other = tmp_path / "other"
+    write_model(other, tie_word_embeddings=False)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"]}))
+    assert "accepted" in call("pack", out, "--model", str(other), "--format", "w4a16_g64").output
+    assert not Path(out).exists()
+
+
+def _compiled(*_: Any, **__: Any) -> None:
+    raise AssertionError("a kernel is compiled")

@@ -1,0 +1,124 @@
+"""Every kernel that ``generate`` needs of a model: what a pack of it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..layouts.kv_formats import KVFormat
+from ..ops.dispatch import DTYPE_NAMES
+from ..schedules.activations.glue import CHUNK, GATED, NORM, GlueWorkload
+from ..schedules.activations.workload import QuantizeWorkload
+from ..schedules.attention.workload import Q_BUCKETS, AttentionWorkload
+from ..schedules.gemm.workload import Workload
+from ..schedules.operations import AnyWorkload
+from ..schedules.select import portfolio
+from ..schedules.target import Target
+from ..weights.modules import QuantLinear
+from .anatomy import Anatomy, Block, Norm, anatomy, rotary_table
+from .cache import PAGE_SIZE
+from .fused import FusedBlock, fused_blocks, x_group
+from .outline import MixedOutline
+
+
+def kernels_of(
+    model: PreTrainedModel, caches: Iterable[KVFormat], batches: Sequence[int], max_tokens: int, target: Target
+) -> list[AnyWorkload]:
+    """What prompts and steps of ``model`` (``outline``'s) launch on ``target``, fused steps (``compile``)
+    and others: products of any number of rows, and with each of ``caches`` attention, norms and
+    gates, for ``batches`` rows of up to ``max_tokens`` tokens. Kernels of attention and of rows serve
+    other sizes, too. Raises ``ValueError`` for a model whose kind is not known."""
+    parts, dtype = anatomy(model), DTYPE_NAMES[model.dtype]
+    found: list[AnyWorkload] = []
+    for layer in model.modules():
+        found += _quantized(layer, dtype, [rows for batch in batches for rows in (batch, batch * max_tokens)])
+        for product in _products(layer, dtype):
+            shape = portfolio(product, target)
+            assert shape is not None
+            found += [product.with_m(m) for m in shape.bounds]
+    formats = list(caches)
+    if formats:
+        blocks = fused_blocks(parts)
+        for batch in batches:
+            for block in blocks:
+                for joined in (block.qkv, block.o, block.gate_up, block.down):
+                    found += [product.with_m(batch) for layer in joined.modules() for product in _products(layer, dtype)]
+            found += _between(parts, blocks, batch, dtype, target.is_cuda)
+        turned = rotary_table(type(parts.rotary)(config=model.config), 1, parts.blocks[0].head_dim, torch.device("cpu")).shape[-1]
+        found += [
+            workload
+            for format in formats
+            for batch in batches
+            for block in parts.blocks
+            for workload in _attention(block, format, dtype, batch, max_tokens, turned)
+        ]
+    return list(dict.fromkeys(workload.bucketed() for workload in found))
+
+
+def _products(layer: nn.Module, dtype: str) -> list[Workload]:
+    """Of one row each."""
+    if isinstance(layer, MixedOutline):
+        width = sum(n for n, _ in layer.parts)
+        return [Workload(1, n, layer.k, format, dtype, layer.bias, width=width) for n, format in layer.parts]
+    if isinstance(layer, QuantLinear):
+        return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None)]
+    return []
+
+
+def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWorkload]:
+    """What quantizes the x of a layer that takes int8."""
+    group = x_group(layer)
+    return [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, "int8", group) for m in rows]
+
+
+def _between(parts: Anatomy, blocks: Sequence[FusedBlock], batch: int, dtype: str, cuda: bool) -> Iterator[AnyWorkload]:
+    """Norms and gates of a fused step, each as the product behind it takes its x."""
+
+    def normed(norm: Norm, residual: bool, taker: nn.Module | None) -> Iterator[AnyWorkload]:
+        k, group = norm.weight.shape[0], None if taker is None else x_group(taker)
+        if group is not None:
+            there = residual and not (cuda and k % CHUNK)
+            yield QuantizeWorkload(batch, k, dtype, "int8", group, True, norm.eps, residual=there, offset=norm.offset)
+        elif cuda and k % CHUNK == 0:
+            yield GlueWorkload(NORM, batch, k, dtype, residual, norm.eps, norm.offset)
+
+    yield from normed(blocks[0].of.before_attention, False, blocks[0].qkv)
+    for i, block in enumerate(blocks):
+        of, last = block.of, i + 1 == len(blocks)
+        for norm in (of.after_attention, of.after_mlp):
+            if norm is not None:
+                yield from normed(norm, False, None)
+        yield from normed(of.before_mlp, True, block.gate_up)
+        norm, taker = (parts.norm, parts.head) if last else (blocks[i + 1].of.before_attention, blocks[i + 1].qkv)
+        yield from normed(norm, True, taker)
+        k, group = _columns(block.down), x_group(block.down)
+        if group is not None:
+            yield QuantizeWorkload(batch, k, dtype, "int8", group, gate=of.activation)
+        elif cuda and k % CHUNK == 0:
+            yield GlueWorkload(GATED, batch, k, dtype, activation=of.activation)
+
+
+def _attention(of: Block, format: KVFormat, dtype: str, batch: int, tokens: int, turned: int) -> list[AnyWorkload]:
+    """Prompts, chunks of them, short ones, and steps, fused and not."""
+    sizes: dict[str, Any] = {"heads_q": of.heads, "heads_kv": of.heads_kv, "head_dim": of.head_dim, "format": format, "dtype": dtype}
+    sizes["page_size"] = PAGE_SIZE
+    scores: dict[str, Any] = {"window": of.window, "soft_cap": of.soft_cap, "scale": of.scale}
+    turning: dict[str, Any] = {"rotary": "half", "queries": True, "rotary_dim": turned}
+    if of.q_norm is not None:
+        turning |= {"qk_norm": True, "norm_eps": of.q_norm.eps, "norm_offset": of.q_norm.offset}
+    return [
+        AttentionWorkload("append", batch, 1, tokens, **sizes, **turning),
+        *(AttentionWorkload("append", batch, new, tokens, **sizes) for new in (1, tokens)),
+        *(AttentionWorkload("decode", batch, new, tokens, **sizes, **scores) for new in (1, Q_BUCKETS[-1])),
+        AttentionWorkload("prefill", batch, tokens, tokens, **sizes, **scores),
+        AttentionWorkload("gather", batch, 1, tokens, **sizes),
+    ]
+
+
+def _columns(layer: nn.Module) -> int:
+    """Of x."""
+    return layer.k if isinstance(layer, MixedOutline) else layer.in_features  # type: ignore[return-value]

@@ -1,0 +1,69 @@
+"""A model as it is once it is loaded, on meta: its layers' formats and shapes, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..layouts.formats import GemmFormat
+from ..schedules.gemm.workload import Workload
+from ..schedules.operands import present
+from ..weights.modules import QuantLinear
+from ..weights.packed import WEIGHTS, PackedWeight
+from .config import METHOD, TilebitConfig
+from .foreign import ForeignSource
+from .opening import checked, dtype_of, quantized_by
+from .sources import PackedSource
+
+Parts = Sequence[tuple[int, GemmFormat]]  # (output channels, format)
+
+
+class MixedOutline(nn.Module):
+    """In place of a ``MixedLinear``, whose index is not read."""
+
+    def __init__(self, parts: Parts, k: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts, self.k, self.bias, self.dtype = parts, k, bias, dtype
+        self.x_group = parts[0][1].x_group
+
+
+def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype | None, arch: str) -> PreTrainedModel:
+    """The model that ``open_model`` gives of the same arguments, on meta, its weights packed for ``arch``
+    (those of act order as if their columns were not reordered). Raises as that does, of what needs no
+    weight."""
+    config, model = checked(folder, quantization)
+    chosen, held = dtype_of(config, dtype), quantized_by(config)
+    model = model.to(chosen).eval()
+    for name, parts in _parts(folder, model, held, quantization, chosen).items():
+        layer: Any = model.get_submodule(name)
+        packed = [_packed(n, layer.in_features, format, chosen, arch) for n, format in parts]
+        made = MixedOutline(parts, layer.in_features, layer.bias is not None, chosen)
+        model.set_submodule(name, made if len(packed) > 1 else QuantLinear(packed[0], layer.bias).eval())
+    return model
+
+
+def _parts(
+    folder: Path, model: PreTrainedModel, held: dict[str, Any] | None, quantization: TilebitConfig | None, dtype: torch.dtype
+) -> dict[str, Parts]:
+    """The parts of every layer that is quantized."""
+    if held is None:
+        formats = {} if quantization is None else quantization.formats_of(model)
+    elif held.get("quant_method") != METHOD:
+        formats = ForeignSource(folder, model, TilebitConfig(source=held), dtype).config.formats_of(model)
+    else:
+        source = PackedSource(folder, model, TilebitConfig(**held), dtype)
+        return {name: source.described(name) for name in source.layers}
+    return {name: [(model.get_submodule(name).out_features, format)] for name, format in formats.items()}  # type: ignore[misc]
+
+
+def _packed(n: int, k: int, format: GemmFormat, dtype: torch.dtype, arch: str) -> PackedWeight:
+    stated = present(Workload(1, n, k, format, str(dtype).removeprefix("torch.")).operands(arch))
+    held = {o.name: torch.empty(*map(int, o.shape), dtype=getattr(torch, o.dtype), device="meta") for o in stated if o.name in WEIGHTS}
+    return PackedWeight(
+        held["weight"], held["scales"], held.get("zeros"), n, k, format, dtype, arch, row_scales=held.get("row_scales")
+    )  # fmt: skip

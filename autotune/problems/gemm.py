@@ -204,7 +204,9 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
         top = E4M3[-2] if workload.format.x == FP8 else LARGEST_INT8
         x = (x * (top / 3)).clamp(-top, top)
         x = x if workload.format.x == FP8 else x.round()
-        unit = 1.0 / (workload.k**0.25 * (64 if workload.format.x != FP8 else 128 if workload.format.bits == 8 else 32))  # of row scales and of token scales, which are multiplied
+        unit = 1.0 / (
+            workload.k**0.25 * (64 if workload.format.x != FP8 else 128 if workload.format.bits == 8 else 32)
+        )  # of row scales and of token scales, which are multiplied
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
     if workload.format.codebook:
         scales = torch.randn(1024, generator=generator, device=device) / workload.k**0.5

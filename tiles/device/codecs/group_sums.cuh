@@ -31,10 +31,10 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 }
 
 // Sums in MMA order: [slab][column / 8][row half][column parity], of SLABS slabs and BLOCK_M
-// columns; a group's are int or float. scales: T [rows of the block], times UNIT, if ROWS have them;
+// columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT, if ROWS have them;
 // token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
 // group to add.
-template <typename T, int SLABS, int BLOCK_M, bool ROWS = true, bool COLUMNS = true, int UNIT = 1, typename SUM>
+template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool ROWS = true, bool COLUMNS = true, int UNIT = 1>
 __device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, int thread) {
   if (!there) return;
   const int lane = thread & 31, warp = (thread >> 5) & 3, first = (thread >> 7) * (SLABS * 64) + warp * 16 + (lane >> 2);

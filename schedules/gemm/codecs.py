@@ -32,9 +32,8 @@ class Codec:
     under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
     largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
-    (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. A code's number in
-    operand registers is ``unit`` times too small. ``arches`` have the instruction, empty: all; elsewhere
-    users are told of ``instead``."""
+    (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. ``arches`` have the instruction, empty:
+    all; elsewhere users are told of ``instead``."""
 
     kind: str
     device: Callable[[GemmFormat], str]
@@ -47,7 +46,6 @@ class Codec:
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
     x: str = ""
     x_group: int = PER_CHANNEL
-    unit: int = 1
     arches: tuple[str, ...] = ()
     instead: str = ""
 
@@ -125,7 +123,6 @@ NIBBLES = replace(
     group_sizes=(STEP_K,),
     ops_per_weight={4: 1.7},  # counted: eleven instructions for eight weights, and their loads
     cpu_ops_per_weight=UINT.cpu_ops_per_weight,
-    unit=512,
     instead="w4a8_lqq_g128 (int8) or w4a16_g128",
 )
 ANY = Codec(

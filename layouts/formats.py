@@ -145,7 +145,12 @@ class GemmFormat:
 
     def parameter_dtype(self, dtype: str) -> str:
         """Of the inner level's scales, in a product of 16-bit ``dtype``."""
-        return self.weight.scales[0].of if self.weight.scales[0].of in _SCALE_BYTES else dtype
+        return self.weight.scales[0].of if self.own_scales else dtype
+
+    @property
+    def own_scales(self) -> bool:
+        """The inner level's scales have a type of their own, whatever that of the product."""
+        return self.weight.scales[0].of in _SCALE_BYTES
 
     def zero_dtype(self, dtype: str) -> str:
         """Of zero points and offsets, in a product of 16-bit ``dtype``: bytes where they are added to
@@ -324,8 +329,8 @@ FORMATS: dict[str, GemmFormat] = {
     "w4a8_g128_asym": _group_wise(4, "stored"),
     # e4m3 on both sides: a scale for each output channel and each row of x, ...
     "w8a8_fp8": GemmFormat(Numbers("e4m3", 8, (Scale(PER_CHANNEL, of="float32"),)), x=FP8),
-    # ... or, as DeepSeek's, for blocks of 128 x 128 (whose scale each channel repeats) and groups of 128 of x, ...
-    "w8a8_fp8_b128": GemmFormat(Numbers("e4m3", 8, (Scale(STEP_K, of="float32"),)), x=FP8, x_group=STEP_K),
+    # ... or for each group of 128 of both: DeepSeek's blocks of 128 x 128, whose scale 128 channels repeat, ...
+    "w8a8_fp8_g128": GemmFormat(Numbers("e4m3", 8, (Scale(STEP_K, of="float32"),)), x=FP8, x_group=STEP_K),
     # ... or 4-bit integers, all of which e4m3 holds.
     "w4a8_fp8": GemmFormat(Numbers("uint", 4, (Scale(STEP_K, "middle"),)), x=FP8),
     # Any-Precision LLM's: codes of b bits are the highest of 8, each channel has a codebook of each width.

@@ -1,4 +1,4 @@
-"""The CPU GEMM on e4m3 x: exact on every instruction set this machine has, compiled for all, and what the tuner's gate says of random numbers."""
+"""The CPU GEMM on e4m3 x: compiled for every instruction set, exact on those of this machine, and gated on random numbers."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: boo
         made = "tilebit.quantize_activations" + (f"(x, {', '.join(options)})" if options else "")
         floats = str(packed.dtype).removeprefix("torch.")
         raise ValueError(
-            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: {packed.format.x} codes with fp32 token_scales {shape} "
-            f"({made} gives both), or {floats} [..., {packed.k}] without"
+            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: {packed.format.x} codes with fp32 token_scales "
+            f"{shape} ({made} gives both), or {floats} [..., {packed.k}] without"
         )
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isfinite, nan
 from typing import Any
 
 from .outside import stated
@@ -13,9 +14,17 @@ GROUP_SIZES = (32, 64, 128, PER_CHANNEL)  # of integer weights
 BITS = (4, 8)  # of integer weights
 CODEBOOK_BITS = (2, 3, 4, 5, 6, 7, 8)  # of weights whose channels have codebooks of their own
 INT8 = "int8"
+FP8 = "float8_e4m3fn"
+STEP_K = 128  # of what is summed before scales of groups of x, or of sums that would lose bits, are applied
 CODEBOOK = "codebook"
 OFFSET_ZERO = 128  # what a scaled number and its offset are less than as bytes: kernels flip the highest bit
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign (OCP Microscaling Formats 1.0, 5.3.3)
+# By code, without infinities; bit 7 is the sign (OCP 8-bit Floating Point Specification 1.0, table 1).
+E4M3 = (*(code * 2.0**-9 for code in range(8)), *((8 + code % 8) * 2.0 ** (code // 8 - 10) for code in range(8, 127)), nan)
+
+
+_FLOATS = {"e2m1": E2M1, "e4m3": E4M3}
+_SCALE_BYTES = {"uint8": 1, "float32": 4}  # of a scale that is not of the product's 16-bit type
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +33,8 @@ class Scale:
     "none", "middle" of the codes, or "stored" with the scale; or an "offset" that is added to the
     product of number and factor (see ``GemmFormat``). Kernels read factors of groups in the
     product's 16-bit type, an outer level's in fp32; ``of`` narrows which they may be: "e8m0", the
-    powers of two, or "e4m3"; "": any of that type; "uint8": bytes; "codebook": no factor, but
-    the numbers of all codes."""
+    powers of two, or "e4m3"; "": any of that type; "float32": fp32 ones of a product that applies
+    them to sums; "uint8": bytes; "codebook": no factor, but the numbers of all codes."""
 
     group: int
     zero: str = "none"
@@ -34,7 +43,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", or the module of another package's
+    """Codes of ``bits`` bits of a ``kind`` ("uint", "e2m1", "e4m3", or the module of another package's
     ``CODEC``) and their ``scales``, the inner level first. ``codebook``: the number of each code,
     where the kind does not say it. Raises ``ValueError`` for one that is not as long as there are
     codes."""
@@ -53,8 +62,8 @@ class Numbers:
         """The number of each code, before zero point and scale."""
         if self.codebook:
             return self.codebook
-        if self.kind == "e2m1":
-            return (*E2M1, *(-value for value in E2M1))
+        if self.kind in _FLOATS:
+            return (*_FLOATS[self.kind], *(-value for value in _FLOATS[self.kind]))
         return tuple(float(code) for code in range(1 << self.bits))
 
 
@@ -68,9 +77,10 @@ class GemmFormat:
         w = codebook[q]                                         each output channel's own, in place of scales
 
     The row scale is the factor of an outer level, PER_CHANNEL: a tensor's is the same in all rows.
-    ``x``: "", or "int8": codes, each row with an fp32 scale of its own (``token_scales``); then
-    sums are int32, else fp32. ``x_group``: values of k that share such a scale, those of the weight's
-    groups; then sums are int32 within a group, and fp32 over groups.
+    ``x``: "", or codes, each row with an fp32 scale of its own (``token_scales``): "int8", whose sums
+    are int32, or "float8_e4m3fn", whose sums are fp32, as those of 16-bit x. ``x_group``: values of k
+    that share such a scale, those of the weight's groups; then sums are int32 (of int8) within a group,
+    and fp32 over groups.
 
     ``QuantFormat`` makes those of integer weights, ``parse`` any by its name. ``module``: where a
     format of another package is defined (as ``FORMAT``), which is its name too. Raises
@@ -85,10 +95,10 @@ class GemmFormat:
     def __post_init__(self) -> None:
         if not self.weight.scales:
             raise ValueError(f"weight is {self.weight}; accepted: numbers with at least one level of scales")
-        if self.x not in ("", INT8):
-            raise ValueError(f"x is {self.x!r}; accepted: '' (the product's 16-bit type) and {INT8!r}")
-        if self.x_grouped and (self.x != INT8 or self.x_group != self.group_size or self.offset):
-            raise ValueError(f"x_group is {self.x_group}; accepted: {PER_CHANNEL}, or with x of int8 and no offset the weight's groups")
+        if self.x not in ("", INT8, FP8):
+            raise ValueError(f"x is {self.x!r}; accepted: '' (the product's 16-bit type), {INT8!r} and {FP8!r}")
+        if self.x_grouped and (not self.x or self.x_group != self.group_size or self.offset):
+            raise ValueError(f"x_group is {self.x_group}; accepted: {PER_CHANNEL}, or with codes for x and no offset the weight's groups")
 
     @property
     def bits(self) -> int:
@@ -126,9 +136,21 @@ class GemmFormat:
         """Rows of x have a scale for each group of the weight."""
         return self.x_group != PER_CHANNEL
 
+    @property
+    def step_sums(self) -> bool:
+        """Tensor cores sum STEP_K values of k at a time, which are then scaled and added to fp32 sums:
+        where groups of x have scales, and of e4m3, whose sums on tensor cores keep about 14 bits
+        (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+        return self.x_grouped or self.x == FP8
+
     def parameter_dtype(self, dtype: str) -> str:
         """Of the inner level's scales, in a product of 16-bit ``dtype``."""
-        return "uint8" if self.weight.scales[0].of == "uint8" else dtype
+        return self.weight.scales[0].of if self.own_scales else dtype
+
+    @property
+    def own_scales(self) -> bool:
+        """The inner level's scales have a type of their own, whatever that of the product."""
+        return self.weight.scales[0].of in _SCALE_BYTES
 
     def zero_dtype(self, dtype: str) -> str:
         """Of zero points and offsets, in a product of 16-bit ``dtype``: bytes where they are added to
@@ -168,12 +190,12 @@ class GemmFormat:
             return float(OFFSET_ZERO)
         if not self.symmetric:
             return float(self.max_code)
-        return max(abs(value - self.symmetric_zero_point) for value in self.weight.values)
+        return max(abs(value - self.symmetric_zero_point) for value in self.weight.values if isfinite(value))
 
     @property
     def unit(self) -> float:
         """What every code's number is a whole multiple of: a power of two."""
-        return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values))
+        return min(1.0, *(1.0 / Fraction(value).denominator for value in self.weight.values if isfinite(value)))
 
     def weight_of(self, numbers: Any, scales: Any, zeros: Any = None, row_scales: Any = None) -> Any:
         """The weight, as the class says, of arrays or tensors that fit each other's shapes;
@@ -191,7 +213,7 @@ class GemmFormat:
         if self.codebook:
             return 2 << self.bits
         zero = 0 if self.symmetric else 1 if self.integer_sums else 2
-        return zero + (1 if self.weight.scales[0].of == "uint8" else 2)
+        return zero + _SCALE_BYTES.get(self.weight.scales[0].of, 2)
 
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` values (the last group may be shorter)."""
@@ -200,7 +222,7 @@ class GemmFormat:
     @property
     def kind(self) -> str:
         """The class of numbers that measurements must share to speak of each other: "w4", "w8"."""
-        x = f"a8{'lqq' * self.offset}{'g' * self.x_grouped}" if self.x else ""
+        x = f"a8{'fp8' * (self.x == FP8)}{'lqq' * self.offset}{'g' * self.x_grouped}" if self.x else ""
         return f"w{self.bits}{'' if self.integer else self.weight.kind}{x}"
 
     @property
@@ -213,7 +235,7 @@ class GemmFormat:
         """What rows of results and ``group_size`` and ``symmetric`` beside it call it: ``w4a16``;
         not of integers its name."""
         if self.x:
-            return f"w{self.bits}a8{'_lqq' * self.offset}"
+            return f"w{self.bits}a8{'_lqq' * self.offset}{'_fp8' * (self.x == FP8)}"
         return f"w{self.bits}a16" if self.integer else self.name
 
     @classmethod
@@ -287,7 +309,7 @@ def _lqq(group: int) -> GemmFormat:
 
 def _group_wise(bits: int, zero: str) -> GemmFormat:
     """MixLLM's (section 3.3): weights and x both with a scale for each group of 128."""
-    return GemmFormat(Numbers("uint", bits, (Scale(128, zero),)), x=INT8, x_group=128)
+    return GemmFormat(Numbers("uint", bits, (Scale(STEP_K, zero),)), x=INT8, x_group=STEP_K)
 
 
 # Every format by its name: a new one is a line here, and a codec (schedules/gemm/codecs.py).
@@ -305,6 +327,12 @@ FORMATS: dict[str, GemmFormat] = {
     "w8a8_channel": GemmFormat(Numbers("uint", 8, (Scale(PER_CHANNEL, "middle"),)), x=INT8),
     "w8a8_g128": _group_wise(8, "middle"),
     "w4a8_g128_asym": _group_wise(4, "stored"),
+    # e4m3 on both sides: a scale for each output channel and each row of x, ...
+    "w8a8_fp8": GemmFormat(Numbers("e4m3", 8, (Scale(PER_CHANNEL, of="float32"),)), x=FP8),
+    # ... or for each group of 128 of both: DeepSeek's blocks of 128 x 128, whose scale 128 channels repeat, ...
+    "w8a8_fp8_g128": GemmFormat(Numbers("e4m3", 8, (Scale(STEP_K, of="float32"),)), x=FP8, x_group=STEP_K),
+    # ... or 4-bit integers, all of which e4m3 holds.
+    "w4a8_fp8": GemmFormat(Numbers("uint", 4, (Scale(STEP_K, "middle"),)), x=FP8),
     # Any-Precision LLM's: codes of b bits are the highest of 8, each channel has a codebook of each width.
     **{f"w{bits}a16_any": GemmFormat(Numbers("any", bits, (Scale(PER_CHANNEL, of=CODEBOOK),))) for bits in CODEBOOK_BITS},
 }

@@ -107,7 +107,7 @@ def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str
 def candidates(workload: AnyWorkload, target: Target) -> list[Schedule] | None:
     """Legal schedules worth measuring, at most ``MAX_CANDIDATES``, without duplicates, always in
     the same order, those of several programs in turn; None: there is none."""
-    tried = [rule for rule in operation(workload.op).rules if target.arch in rule.tried and not rule.unserved(workload)]
+    tried = [rule for rule in operation(workload.op).rules if target.arch in rule.tried and not rule.unserved(workload, target.arch)]
     return in_turn([rule.candidates(workload, target) for rule in tried])[:MAX_CANDIDATES] or None
 
 

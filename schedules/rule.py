@@ -136,7 +136,7 @@ class Rule:
     its own (elsewhere another program of the operation is never slower). ``reads`` are the fields
     of a ``Schedule`` that it uses: every other must stand at its default, or at 1 where it has
     none. ``legal(workload, schedule, target)`` gives sentences about the fields it reads,
-    ``unserved(workload)`` about the workload. ``candidates(workload, target)`` are schedules worth
+    ``unserved(workload, arch)`` about the workload on an arch. ``candidates(workload, target)`` are schedules worth
     measuring. ``operands(workload, arch)`` are those of a program that reads them in another form
     than the workload's own; ``sources(workload)`` files that decide what it builds for some
     workloads, beside the program's
@@ -155,7 +155,7 @@ class Rule:
     candidates: Callable[[Any, Target], list[Schedule]] = no_reasons
     estimate: Callable[[Any, Schedule, Target], Estimate] = roofline
     workspace_words: Callable[[Any, Schedule, Target], int] = no_workspace
-    unserved: Callable[[Any], list[str]] = no_reasons
+    unserved: Callable[[Any, str], list[str]] = no_reasons
     operands: Callable[[Any, str], tuple[Operand, ...]] | None = None
     sources: Callable[[Any], tuple[str, ...]] = no_sources
     tried: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Rule:
         if target.arch not in self.arches:
             return [f"{self.program} does not run on {target.arch}; accepted: {', '.join(self.arches)}."]
         set_in_vain = [name for name, unused in UNUSED.items() if name not in self.reads and getattr(schedule, name) != unused]
-        reasons = self.unserved(workload) + [
+        reasons = self.unserved(workload, target.arch) + [
             f"{name} is {getattr(schedule, name)}; accepted by {self.program}, which does not use it: {UNUSED[name]}."
             for name in set_in_vain
         ]

@@ -63,10 +63,14 @@ class Row:
 
 
 def _unserved(workload: AnyWorkload, target: Target) -> str:
-    """That no program serves ``workload`` on ``target``, and where some do."""
-    serving = {arch for rule in operation(workload.op).rules if not rule.unserved(workload) for arch in rule.arches}
+    """That no program serves ``workload`` on ``target``, where some do, and what all programs there
+    say."""
+    rules = operation(workload.op).rules
+    serving = {arch for rule in rules for arch in rule.arches if not rule.unserved(workload, arch)}
     accepted = "" if target.arch in serving or not serving else f"; its programs run on: {', '.join(sorted(serving))}"
-    return f"no schedule for {workload!r} on {target.arch} ({target.name}){accepted}; see schedules/operations.py"
+    here = [rule.unserved(workload, target.arch) for rule in rules if target.arch in rule.arches]
+    said = "".join(f" {reason}" for reason in (here[0] if here else ()) if all(reason in other for other in here))
+    return f"no schedule for {workload!r} on {target.arch} ({target.name}){accepted}; see schedules/operations.py.{said}"
 
 
 def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:

@@ -9,14 +9,14 @@ size of an unpacked weight is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, isfinite, log2
 from statistics import fmean
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.formats import PER_CHANNEL, GemmFormat
+from ...layouts.formats import E4M3, FP8, PER_CHANNEL, GemmFormat
 from ...layouts.packing import PackedLayout
 from ...layouts.planes import layout_of, pack_planes
 from ...schedules.gemm import rules as rules
@@ -29,6 +29,8 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 
 LARGEST_INT8 = 127
+# Of e4m3: 128 products up to 64 stay below 2^13, and are summed exactly where tensor cores keep 14 bits.
+LARGEST_FP8 = 8
 LARGEST_FACTOR = 17  # 15 times it is the largest byte
 EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
 MAX_HALF = 65504.0
@@ -168,7 +170,7 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a
     right kernel returns the reference rounded once and comparing is ``torch.equal``.
 
-    Activations are integers |a| <= 4, codes any, scales powers of two from 1/16 to 4 (less of both
+    Activations are integers |a| <= 4, codes any (of e4m3 whole numbers to LARGEST_FP8), scales powers of two from 1/16 to 4 (less of both
     where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
     Where scales differ within a sum of int8 and k is long, each row of x is zero but for one column of
     a few, others in the next row. Raises ``ValueError`` when k is too long for any of that.
@@ -188,7 +190,7 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
         places = torch.arange(workload.k, device=device) + torch.arange(workload.m, device=device)[:, None] + seed
         x *= places % apart == 0
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
-    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias)
+    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias, LARGEST_FP8)
 
 
 def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
@@ -199,8 +201,12 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
     bias = torch.randn(workload.n, generator=generator, device=device)
     unit = 2.0 / (workload.k**0.5 * (1 << workload.format.bits))
     if workload.format.x:
-        x = (x * (LARGEST_INT8 / 3)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-        unit = 1.0 / (workload.k**0.25 * 64)  # of row scales and of token scales, which are multiplied
+        top = E4M3[-2] if workload.format.x == FP8 else LARGEST_INT8
+        x = (x * (top / 3)).clamp(-top, top)
+        x = x if workload.format.x == FP8 else x.round()
+        unit = 1.0 / (
+            workload.k**0.25 * (64 if workload.format.x != FP8 else 128 if workload.format.bits == 8 else 32)
+        )  # of row scales and of token scales, which are multiplied
     scales = unit * (0.5 + torch.rand(1024, generator=generator, device=device))
     if workload.format.codebook:
         scales = torch.randn(1024, generator=generator, device=device) / workload.k**0.5
@@ -251,18 +257,26 @@ def _exact_codebooks(workload: Workload) -> tuple[int, list[int]]:
 
 
 def _exact_integers(workload: Workload) -> tuple[int, float, int]:
-    """(largest x, unit of row and token scales, columns from one that is not zero to the next) of int8
-    x: int32 sums that fp32 holds, with the bias at the unit that scales make, and where possible
-    results that fp16 holds. All of int8 where k is short enough. Of groups, whose scales differ,
-    sums are multiples of the least of them."""
+    """(largest x, unit of row and token scales, columns from one that is not zero to the next) of
+    codes for x: int32 sums that fp32 holds (of e4m3 fp32 sums of whole numbers), with the bias at the
+    unit that scales make, and where possible results that fp16 holds. All of int8 where k is short
+    enough. Of groups, whose scales differ, sums are multiples of the least of them."""
     f, smallest = workload.format, min(_EXACT_ROW_SCALES) ** 2
-    tried = [(largest, 1) for largest in (LARGEST_INT8, 31, 7, 4, 2, 1)]
-    for largest, apart in tried + [(1, apart) for apart in (2, 4, 8, 16) if f.x_grouped]:
-        most = -(-workload.k // apart) * largest * (f.largest / smallest if f.x_grouped else 128)
+    scaled, widest = f.step_sums and f.group_size != PER_CHANNEL, LARGEST_FP8 if f.x == FP8 else f.largest
+    tried = [(largest, 1) for largest in ((LARGEST_FP8,) if f.x == FP8 else (LARGEST_INT8, 31, 7)) + (4, 2, 1)]
+    for largest, apart in tried + [(1, apart) for apart in (2, 4, 8, 16) if scaled]:
+        most = -(-workload.k // apart) * largest * (widest / smallest if scaled else widest if f.x == FP8 else 128)
         unit = 2.0 ** -max(0, ceil(log2(most / 8 / MAX_HALF) / 2)) if workload.dtype == "float16" else 1.0
         if most + MAX_BIAS / (smallest * unit * unit) < EXACT_INTEGERS:
             return largest, unit, apart
     raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {EXACT_INTEGERS // 256}")
+
+
+def _codes_among(words: Tensor, f: GemmFormat, whole_to: int) -> Tensor:
+    """``words`` of 8-bit codes with a finite number for each; with ``whole_to`` a whole one up to it."""
+    kept = [q for q, v in enumerate(f.weight.values) if isfinite(v) and (not whole_to or (v == int(v) and abs(v) <= whole_to))]
+    table = torch.tensor(kept, dtype=torch.uint8, device=words.device)
+    return table[words.view(torch.uint8).int() % len(kept)].view(torch.int32)
 
 
 def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
@@ -273,13 +287,23 @@ def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -
 
 
 def _problem(
-    workload: Workload, arch: str, generator: torch.Generator, x: Tensor, scales: Tensor, row_scales: Tensor, bias: Tensor
+    workload: Workload,
+    arch: str,
+    generator: torch.Generator,
+    x: Tensor,
+    scales: Tensor,
+    row_scales: Tensor,
+    bias: Tensor,
+    whole_to: int = 0,
 ) -> Problem:
     """Random packed codes and zero points beside the given x and bias, with scales and row scales
-    (and token scales) drawn from the values given."""
+    (and token scales) drawn from the values given. ``whole_to``: of e4m3 only whole numbers up to it
+    (0: any finite ones)."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
     words = torch.randint(-(1 << 31), 1 << 31, stated["weight"].shape, generator=generator, device=device).to(torch.int32)
+    if f.weight.kind == "e4m3":
+        words = _codes_among(words, f, whole_to)
     if layout.padded(workload.n, workload.k) != (workload.n, workload.k):
         ones = np.full((workload.n, workload.k), f.max_code, dtype=np.uint8)
         inside = pack_planes(ones, f.bits, layout) if f.codebook else layout.pack(ones)

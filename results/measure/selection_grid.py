@@ -44,7 +44,7 @@ def full_grid(workload: Workload, target: Target) -> list[Schedule]:
     """Every legal schedule of every program on ``target``, always in the same order. Of schedules
     that make the same launch one is there: a raster says nothing where one tile covers all rows of
     x."""
-    serving = [program for program, rule in programs("gemm", target.arch).items() if not rule.unserved(workload)]
+    serving = [program for program, rule in programs("gemm", target.arch).items() if not rule.unserved(workload, target.arch)]
     return [schedule for program in serving for schedule in _legal_of(program, workload, target)]
 
 

@@ -148,7 +148,7 @@ def legal(workload: GlueWorkload, schedule: Schedule, target: Target) -> list[st
     return []
 
 
-def unserved(workload: GlueWorkload) -> list[str]:
+def unserved(workload: GlueWorkload, arch: str) -> list[str]:
     most = CHUNK * MOST_CHUNKS * 32 * WARPS[-1]
     return [f"k is {workload.k}; accepted of a norm: at most {most}."] if workload.op == NORM and workload.k > most else []
 

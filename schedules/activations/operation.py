@@ -103,7 +103,7 @@ def legal(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> lis
     return reasons
 
 
-def unserved(workload: QuantizeWorkload) -> list[str]:
+def unserved(workload: QuantizeWorkload, arch: str) -> list[str]:
     most = max(CHUNK * most_chunks(workload, warps) * 32 * warps for warps in WARPS)
     return [f"k is {workload.k}; accepted by {ROWS}: at most {most}."] if workload.k > most else []
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from ...layouts.formats import INT8, PER_CHANNEL, GemmFormat
+from ...layouts.formats import FP8, INT8, PER_CHANNEL, STEP_K, GemmFormat
 from ...layouts.outside import stated
 from ...layouts.packing import PackedLayout, gemm_layout
 from ...layouts.planes import plane_layout
 
 
 def _induced(arch: str, format: GemmFormat) -> PackedLayout:
-    return gemm_layout(arch, format.bits, format.integer_sums)
+    return gemm_layout(arch, format.bits, bool(format.x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Codec:
     under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
     largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
-    (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU."""
+    (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. ``arches`` have the instruction, empty:
+    all; elsewhere users are told of ``instead``."""
 
     kind: str
     device: Callable[[GemmFormat], str]
@@ -45,10 +46,15 @@ class Codec:
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
     x: str = ""
     x_group: int = PER_CHANNEL
+    arches: tuple[str, ...] = ()
+    instead: str = ""
 
-    def unserved(self, format: GemmFormat, program: str) -> list[str]:
-        """Why ``program`` does not take weights of ``format``: sentences, empty when it does."""
+    def unserved(self, format: GemmFormat, program: str, arch: str) -> list[str]:
+        """Why ``program`` does not take weights of ``format`` on ``arch``: sentences, empty when it
+        does."""
         reasons = []
+        if self.arches and arch not in self.arches:
+            reasons.append(f"format is {format.name}; it runs on {', '.join(self.arches)}: use {self.instead} on {arch}.")
         if program not in self.programs:
             reasons.append(f"format is {format.name}; {program} has no codec for it.")
         if format.group_size not in self.group_sizes:
@@ -96,6 +102,29 @@ GROUPED_BYTES = replace(
     headers=("codecs/int8.cuh", "codecs/group_sums.cuh"),
     programs=frozenset({"gemm_wgmma", "gemm_mma", "gemm_cpu"}),
 )
+# e4m3 is multiplied as it is, 128 k at a time. What it costs is a guess until a GPU has timed it.
+FLOATS = Codec(
+    "e4m3",
+    x=FP8,
+    device=lambda f: "tilebit::E4m3",
+    headers=("codecs/int8.cuh", "codecs/fp8.cuh", "codecs/group_sums.cuh"),
+    programs=_PROGRAMS,
+    group_sizes=(-1,),
+    ops_per_weight={8: 0.6},
+    cpu_ops_per_weight={8: 1.0},
+    arches=("sm_89", "sm_90a", "cpu"),
+    instead="w8a8_channel or w8a8_g128 (int8), or w8a16_channel",
+)
+GROUPED_FLOATS = replace(FLOATS, x_group=STEP_K, group_sizes=(STEP_K,), programs=GROUPED_BYTES.programs)
+NIBBLES = replace(
+    FLOATS,
+    kind="uint",
+    device=lambda f: "tilebit::SignedNibbles",
+    group_sizes=(STEP_K,),
+    ops_per_weight={4: 1.7},  # counted: eleven instructions for eight weights, and their loads
+    cpu_ops_per_weight=UINT.cpu_ops_per_weight,
+    instead="w4a8_lqq_g128 (int8) or w4a16_g128",
+)
 ANY = Codec(
     "any",
     device=lambda f: "",
@@ -106,7 +135,7 @@ ANY = Codec(
     layout=lambda arch, f: plane_layout(arch),
 )
 CODECS: dict[tuple[str, str, int], Codec] = {
-    (codec.kind, codec.x, codec.x_group): codec for codec in (UINT, E2M1, BYTES, GROUPED_BYTES, ANY)
+    (codec.kind, codec.x, codec.x_group): codec for codec in (UINT, E2M1, BYTES, GROUPED_BYTES, FLOATS, GROUPED_FLOATS, NIBBLES, ANY)
 }
 
 

@@ -42,7 +42,7 @@ LANES = 128  # of Target.dequant_gops per SM and clock
 
 # --- gemm_wgmma, gemm_mma
 MMA_BURST = 1.36  # products that wait for dequantization run at a higher clock than the power limit leaves a plain product; fitted
-INT8_OVER_HALF = 2  # rate of the tensor cores
+BYTES_OVER_HALF = 2  # rate of the tensor cores
 MMA_SPARE = 1.44  # and an SM's rate over its share when others idle; fitted
 STEP_US = 0.063  # one stage handed from producer to consumer and back; fitted
 IN_STEP = 2.6  # hand-over in a cluster over that in a block; fitted
@@ -141,7 +141,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
 
     dequant = codec_of(w.format).ops_per_weight[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
     dequant *= grid.decoded / grid.steps
-    tflops = target.mma_tflops * (INT8_OVER_HALF if w.format.integer_sums else 1)
+    tflops = target.mma_tflops * (BYTES_OVER_HALF if w.format.x else 1)
     mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
 

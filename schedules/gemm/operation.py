@@ -35,9 +35,9 @@ def _tiles(workload: Workload, target: Target) -> list[Schedule]:
     return tile_candidates(rule.program, workload, target, rule.reasons)
 
 
-def _unserved(program: str) -> Callable[[Workload], list[str]]:
-    def reasons(workload: Workload) -> list[str]:
-        found = codec_of(workload.format).unserved(workload.format, program)
+def _unserved(program: str) -> Callable[[Workload, str], list[str]]:
+    def reasons(workload: Workload, arch: str) -> list[str]:
+        found = codec_of(workload.format).unserved(workload.format, program, arch)
         if workload.width and program not in PLACING:
             found.append(f"{program} does not store channels by an index; accepted: {', '.join(sorted(PLACING))}.")
         return found

@@ -44,7 +44,7 @@ class Part:
 def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
     """All parts in the order in which they are applied, and whether products of ``w`` have them."""
     return (
-        (Part(SCALES, "multiply", w.dtype), w.format.group_size == PER_CHANNEL and not w.format.codebook),
+        (Part(SCALES, "multiply", w.format.parameter_dtype(w.dtype)), w.format.group_size == PER_CHANNEL and not w.format.codebook),
         (Part("row_scales", "multiply", "float32"), w.format.row_scaled),
         (Part(TOKEN_SCALES, "multiply", "float32", axis="m", packed=False), w.token_scales),
         (Part("bias", "add", w.dtype, packed=False), w.bias),

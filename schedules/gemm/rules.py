@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...layouts.formats import PER_CHANNEL, GemmFormat
+from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
@@ -170,8 +170,8 @@ def registers_needed(format: GemmFormat, schedule: Schedule) -> int:
     rule = CUDA_RULES[schedule.program]
     threads = schedule.num_warps * 32
     accumulators = schedule.block_n * schedule.block_m // threads
-    if format.x_grouped:
-        accumulators = 2 * accumulators + GROUP_SPARE  # a group's integers, the fp32 sums, and scales
+    if format.step_sums:
+        accumulators = 2 * accumulators + GROUP_SPARE  # a step's, the fp32 sums, and scales
     a_fragment = schedule.block_n * schedule.block_k // threads // (4 if format.x else 2)
     b_fragment = schedule.block_m * 16 // 32 // 2 if rule.b_fragment else 0  # one k16 step: every warp reads all of block_m
     return accumulators + a_fragment + b_fragment
@@ -231,10 +231,10 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"block_k is {s.block_k}; accepted for x of 16 bits: up to {WIDEST_K}.")
     packed_k = PACKED_K[workload.format.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
-    x_group = workload.format.x_group
-    if workload.format.x_grouped and s.block_k != x_group:
-        reasons.append(f"block_k is {s.block_k}; accepted where groups of x have scales: a group, {x_group}.")
-    elif s.block_k % packed_k == 0 and k_pad % s.block_k and not workload.format.x_grouped:
+    step_sums = workload.format.step_sums
+    if step_sums and s.block_k != STEP_K:
+        reasons.append(f"block_k is {s.block_k}; accepted where sums of {STEP_K} k are scaled and added up: {STEP_K}.")
+    elif s.block_k % packed_k == 0 and k_pad % s.block_k and not step_sums:
         reasons.append(f"block_k is {s.block_k}; accepted for k {workload.k} (padded to {k_pad}): its divisors.")
     if s.block_k % packed_k:
         reasons.append(f"block_k is {s.block_k}; accepted at {workload.format.bits} bits: multiples of {packed_k} (the packed tile).")

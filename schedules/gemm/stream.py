@@ -37,7 +37,7 @@ STAGES = (2, 8)
 MAX_SPLIT_K = 8  # the portable size of a thread-block cluster
 MAX_MIN_BLOCKS = 8
 PACKED_K = {4: 64, 8: 32}
-LEAST_K_INT8 = 64  # of x of int8 one ldmatrix brings as much
+LEAST_K_BYTES = 64  # of x of bytes one ldmatrix brings as much
 # Share of the SMs that clusters of four and of eight can take (H200: 31 and 15 clusters; 32 of
 # four, an SM a block, took two waves: 4096 x 14336 at m = 16, 25.8 us against 15.4 for clusters of
 # two).
@@ -178,8 +178,8 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         reasons.append(
             f"block_k is {s.block_k}; accepted for k {workload.k} at {f.bits} bits: multiples of {packed_k} that divide {k_pad} (k padded)."
         )
-    if f.integer_sums and s.block_k < LEAST_K_INT8:
-        reasons.append(f"block_k is {s.block_k}; accepted for x of int8: from {LEAST_K_INT8} on.")
+    if f.x and s.block_k < LEAST_K_BYTES:
+        reasons.append(f"block_k is {s.block_k}; accepted for x of bytes: from {LEAST_K_BYTES} on.")
     if f.group_size != PER_CHANNEL and s.block_k % f.group_size and f.group_size % s.block_k:
         reasons.append(f"block_k is {s.block_k}; accepted: a multiple or a divisor of group_size {f.group_size}.")
     if s.num_warps % warps_n(s):

@@ -20,6 +20,7 @@ Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
 INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")))
 GROUP_WISE = tuple(map(GemmFormat.parse, ("w8a8_g128", "w4a8_g128_asym")))  # x has scales of groups, too
+FP8_FORMATS = tuple(map(GemmFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8")))
 
 
 def in_turn(

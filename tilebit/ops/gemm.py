@@ -67,9 +67,11 @@ def gemm(
     ``tilebit.quantize_activations`` gives them; or x in ``packed.dtype``, which is quantized so
     first, by a launch of its own. Group-wise formats (``w8a8_g128``, ``w4a8_g128_asym``) take
     ``token_scales`` [ceil(k / 128), ...], those of ``quantize_activations(x, group=128)``; their
-    sums are int32 within a group and fp32 over groups. ``token_scales`` is for weights of int8 x alone.
+    sums are int32 within a group and fp32 over groups. Formats of e4m3 (``w8a8_fp8``, ``w8a8_fp8_g128``,
+    ``w4a8_fp8``) take x and scales of ``quantize_activations(x, "e4m3")`` likewise; they run on sm_89,
+    sm_90a and CPUs, and their sums are fp32. ``token_scales`` is for weights of 8-bit x alone.
 
-    Differentiable (but for int8 x) with respect to x and bias, in reverse and forward mode (``derivatives.py``).
+    Differentiable (but for 8-bit x) with respect to x and bias, in reverse and forward mode (``derivatives.py``).
     Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for
     anything else and ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
@@ -81,7 +83,7 @@ def gemm(
     if packed.takes_codes or token_scales is not None:
         if packed.takes_codes:
             return of_codes(x, packed, bias, dependent, token_scales)
-        raise ValueError(f"token_scales are given; {packed.format_name} has none: pass codes to a weight whose format has int8 x")
+        raise ValueError(f"token_scales are given; {packed.format_name} has none: pass codes to a weight whose format has 8-bit x")
     shape = x.shape
     if packed.perm is not None:
         if not shape or shape[-1] != packed.k or x.device != packed.device:
@@ -229,7 +231,9 @@ def _checked_plan(key: tuple[Any, ...], x: Tensor, weight: Tensor, *rest: Tensor
     plan = dispatch.plan_for(x.device, n, k, format, x.dtype, not no_bias, dependent)
     w = plan.workload
     if w.format.x:
-        raise ValueError(f"format is {format}, whose x is int8; accepted: a format with x of 16 bits; use torch.ops.tilebit.gemm_int8")
+        raise ValueError(
+            f"format is {format}, whose x is {w.format.x}; accepted: a format with x of 16 bits; use torch.ops.tilebit.gemm_int8"
+        )
     call = f"gemm with x of {w.dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     check(plan.operands[1:-1], (weight, *rest), plan.device, call, dense=True)  # x and y are this operator's own
     remembered(key, plan, weight, *rest)

@@ -1,15 +1,17 @@
-"""``torch.ops.tilebit.gemm_int8``: a product of int8 codes of x with a packed weight, whose sums are
-int32; and ``product``, which is ``tilebit.gemm`` for weights of such formats."""
+"""``torch.ops.tilebit.gemm_int8``: a product of 8-bit codes of x with a packed weight, int8 whose sums
+are int32, or e4m3 whose sums are fp32; and ``product``, which is ``tilebit.gemm`` for weights of such
+formats."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ..layouts.formats import GemmFormat
+from ..layouts.formats import FP8, INT8, GemmFormat
 from ..schedules.activations.workload import EPS
 from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
@@ -19,6 +21,8 @@ from .dispatch import DTYPE_NAMES, Plan
 from .launchers import Launcher
 from .operands import ALIGNMENT, check, describe, schema
 from .quantize import QUANTIZE
+
+OUTS = {INT8: "int8", FP8: "e4m3"}  # what quantizing calls the codes of a format's x
 
 _library = torch.library.Library("tilebit", "FRAGMENT")
 _taken = schema(Workload(1, 1, 1, GemmFormat.parse("w4a8_lqq_g128")).operands("cpu"))
@@ -41,7 +45,7 @@ def _gemm_int8(
 ) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T * token_scales[...] (+ bias[n]) in ``dtype`` (fp16 or bf16).
 
-    ``x`` int8 with any leading dimensions, ``token_scales`` fp32 of these; of a format whose groups
+    ``x`` int8, of a format with e4m3 x float8_e4m3fn, with any leading dimensions, ``token_scales`` fp32 of these; of a format whose groups
     of x have scales (``w4a8_g128_asym``) fp32 [ceil(k / 128), ...], by which sums of groups are
     multiplied. Rows of x may be as wide as
     kernels read them, on CUDA k rounded up to a multiple of 16 with zeros behind k
@@ -50,13 +54,11 @@ def _gemm_int8(
     of a ``PackedWeight`` of ``format``. Raises ``ValueError`` for what does not fit and
     ``KernelUnavailable``, before a launch.
     """
-    check_x(x, dtype, weight.device)
+    check_x(x, dtype, weight.device, _codes_of(format))
     *leading, columns = x.shape
     plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent)
-    if not plan.workload.format.integer_sums:
-        raise ValueError(f"format is {format}, whose x is of 16 bits; accepted: a format with int8 x, such as 'w4a8_lqq_g128'")
     if columns not in (k, plan.kx):
-        reject_x(x, weight.device, k)
+        reject_x(x, weight.device, k, x.dtype)
     y = torch.empty((*leading, n), dtype=dtype, device=x.device)
     m = x.numel() // columns
     if not m:
@@ -76,7 +78,9 @@ def as_read(plan: Plan, x: Tensor, token_scales: Tensor | None, m: int) -> tuple
         elif token_scales.shape == x.shape[:-1]:
             token_scales = token_scales.reshape(m).contiguous()
     rows = x.reshape(m, x.shape[-1])
-    return torch.nn.functional.pad(rows, (0, plan.kx - rows.shape[1])) if rows.shape[1] != plan.kx else rows.contiguous(), token_scales
+    if rows.shape[1] != plan.kx:  # as bytes: torch pads no e4m3
+        return torch.nn.functional.pad(rows.view(torch.int8), (0, plan.kx - rows.shape[1])).view(x.dtype), token_scales
+    return rows.contiguous(), token_scales
 
 
 def ready(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> Launcher:
@@ -107,29 +111,31 @@ def launch(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> None:
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: bool, token_scales: Tensor | None) -> Tensor:
-    """``tilebit.gemm`` for a weight whose format has int8 x: of codes with ``token_scales``, or of x
+    """``tilebit.gemm`` for a weight whose format has 8-bit x: of codes with ``token_scales``, or of x
     in ``packed.dtype``, which is quantized first, a scale for each row or each group of it."""
     held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
     rest = (packed.n, packed.k, packed.format_name, packed.dtype, dependent)
-    codes = x.dtype is torch.int8
+    wanted = _codes_of(packed.format_name)
+    codes = x.dtype is wanted
     if codes != (token_scales is not None):
         given = "without" if codes else "with"
         group, shape = packed.format.x_group, "[groups, ...]" if packed.format.x_grouped else "[...]"
-        made = f"tilebit.quantize_activations{f'(x, group={group})' if packed.format.x_grouped else ''}"
+        options = [f"out={OUTS[packed.format.x]!r}"] * (wanted is not torch.int8) + [f"group={group}"] * packed.format.x_grouped
+        made = "tilebit.quantize_activations" + (f"(x, {', '.join(options)})" if options else "")
         floats = str(packed.dtype).removeprefix("torch.")
         raise ValueError(
-            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: int8 codes with fp32 token_scales {shape} "
-            f"({made} gives both), or {floats} [..., {packed.k}] without"
+            f"x is {describe(x)}, {given} token_scales; accepted by {packed.format_name}: {packed.format.x} codes with fp32 token_scales "
+            f"{shape} ({made} gives both), or {floats} [..., {packed.k}] without"
         )
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:
-            reject_x(x, packed.device, packed.k)
+            reject_x(x, packed.device, packed.k, wanted)
         if codes and packed.format.x_grouped:
             raise ValueError(
                 f"x is {describe(x)} and the weight's columns are reordered (act order): groups of {packed.format.x_group} are those of "
                 f"x[..., packed.perm]; accepted: {str(packed.dtype).removeprefix('torch.')} [..., {packed.k}] without token_scales"
             )
-        x = x.index_select(-1, packed.perm)
+        x = x.view(torch.int8).index_select(-1, packed.perm).view(x.dtype) if codes else x.index_select(-1, packed.perm)
     return gemm_int8(x, *held, token_scales, bias, *rest) if codes else of_rows(x, *held, bias, *rest)
 
 
@@ -153,29 +159,39 @@ def of_rows(
         raise ValueError(
             f"x is {describe(x)}; accepted: {accepted} [..., {k}] on {weight.device}; convert it with x.to(...) or pass what fits"
         )
-    codes, token_scales = QUANTIZE(x, None, None, "int8", GemmFormat.parse(format).x_group, EPS, dependent)
+    parsed = GemmFormat.parse(format)
+    codes, token_scales = QUANTIZE(x, None, None, OUTS[parsed.x], parsed.x_group, EPS, dependent)
     return gemm_int8(codes, weight, scales, zeros, row_scales, token_scales, bias, n, k, format, dtype, dependent)
 
 
 def _check(plan: Plan, operands: tuple[Tensor | None, ...]) -> None:
     w = plan.workload
-    call = f"gemm with x of int8 [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
+    call = f"gemm with x of {w.x_dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     given = list(zip(plan.operands, operands, strict=True))
     for dense in (True, False):  # first what belongs to the weight
         some = [(o, tensor) for o, tensor in given if (o.name not in ("x", "token_scales", "y")) == dense]
         check([o for o, _ in some], [tensor for _, tensor in some], plan.device, call, dense=dense)
 
 
-def check_x(x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+@cache
+def _codes_of(format: str) -> torch.dtype:
+    """Of x. Raises ``ValueError`` for a format whose x is of 16 bits."""
+    x = GemmFormat.parse(format).x
+    if not x:
+        raise ValueError(f"format is {format}, whose x is of 16 bits; accepted: a format with int8 x, such as 'w4a8_lqq_g128', or e4m3 x")
+    return getattr(torch, x)
+
+
+def check_x(x: Tensor, dtype: torch.dtype, device: torch.device, codes: torch.dtype = torch.int8) -> None:
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, DTYPE_NAMES))}")
-    if x.ndim < 1 or x.dtype is not torch.int8 or not x.shape[-1]:
-        reject_x(x, device)
+    if x.ndim < 1 or x.dtype is not codes or not x.shape[-1]:
+        reject_x(x, device, None, codes)
 
 
-def reject_x(x: Tensor, device: torch.device, k: int | None = None) -> NoReturn:
-    shape = "[..., k] with k >= 1" if k is None else f"[..., {k}]"
-    raise ValueError(f"x is {describe(x)}; accepted: int8 {shape} on {device}, codes of rows with token_scales beside them")
+def reject_x(x: Tensor, device: torch.device, k: int | None = None, codes: torch.dtype = torch.int8) -> NoReturn:
+    shape, named = "[..., k] with k >= 1" if k is None else f"[..., {k}]", str(codes).removeprefix("torch.")
+    raise ValueError(f"x is {describe(x)}; accepted: {named} {shape} on {device}, codes of rows with token_scales beside them")
 
 
 def _fake(
@@ -192,8 +208,7 @@ def _fake(
     dtype: torch.dtype,
     dependent: bool = False,
 ) -> Tensor:
-    check_x(x, dtype, weight.device)
-    GemmFormat.parse(format)
+    check_x(x, dtype, weight.device, _codes_of(format))
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 

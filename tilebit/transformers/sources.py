@@ -136,7 +136,7 @@ def fitting(layers: Iterable[str], model: PreTrainedModel, folder: Path) -> None
 def _packed_of(state: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
     said = parse_described(state[EXTRA])
     format, scales = GemmFormat.from_json(said["format"]), state["scales"]
-    held = scales.dtype if scales.dtype.is_floating_point else dtype
+    held = dtype if format.own_scales else scales.dtype
     return PackedWeight(
         state["weight"], scales, state.get("zeros"), said["n"], said["k"], format, held, said["arch"], state.get("perm"),
         state.get("row_scales"),

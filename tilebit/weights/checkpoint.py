@@ -1,5 +1,6 @@
 """Reading quantized checkpoints: AutoAWQ (gemm), GPTQ v1 and v2, compressed-tensors pack-quantized,
-its int-quantized W8A8, QServe's W4A8 per channel and by groups, and 4-bit floats:
+its int-quantized and float-quantized W8A8, Hugging Face's blocks of fp8, QServe's W4A8 per channel and
+by groups, and 4-bit floats:
 mxfp4-pack-quantized and nvfp4-pack-quantized, and gpt-oss's blocks of dense layers; from safetensors
 files, sharded indexes or one pickled state_dict. Checkpoints of 4-bit floats that quantize
 activations too are read weight-only: x stays in 16 bits, input_global_scale is not used.
@@ -11,7 +12,7 @@ checkpoint is.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ import torch
 from torch import Tensor
 
 from ..accepted import expect
-from .checkpoint_config import CheckpointError, LayerScheme, Schemes, check_gptq_format, parse_quantization
+from .checkpoint_config import PLAIN, CheckpointError, LayerScheme, Schemes, check_gptq_format, parse_quantization
 from .checkpoint_decode import decode, size_of
 from .checkpoint_files import find_config, tensor_dtypes, tensor_files, tensor_shape
 from .checkpoint_floats import refuse_stack
-from .checkpoint_layers import PARTS, REQUIRED, stored_name
+from .checkpoint_layers import PARTS, PLAIN_KINDS, REQUIRED, stored_name
 from .checkpoint_open import UNREADABLE, TensorFile, open_tensors
 from .checkpoint_report import report
 from .quantize import QuantizedTensor
 
+_E4M3 = "F8_E4M3"  # in safetensors' words
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
 
 
@@ -59,7 +61,7 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
 
 class Checkpoint:
     """An open checkpoint, made by ``load_checkpoint``. ``family`` is "awq", "gptq",
-    "compressed-tensors", "mxfp4" (gpt-oss) or "qserve". Keeps its files memory-mapped.
+    "compressed-tensors", "mxfp4" (gpt-oss), "qserve" or "fp8". Keeps its files memory-mapped.
     """
 
     def __init__(self, path: Path, files: dict[str, Path], family: str, schemes: Schemes | None, checkpoint_format: str | None) -> None:
@@ -69,7 +71,7 @@ class Checkpoint:
         found = _kinds(files, family)
         self._layers = {name: found[name] for name in sorted(found, key=_natural)}  # and the kind of each: a key of PARTS
         if not self._layers:
-            suffix = stored_name("", family, PARTS[family][0])
+            suffix = stored_name("", family, PARTS[family][family == "fp8"])
             raise CheckpointError(
                 f"{path} is labelled {family} but holds no tensor named *{suffix}; correct quant_method, or check that it was saved "
                 "quantized"
@@ -120,7 +122,7 @@ class Checkpoint:
         weight, scales = (stored_name(name, kind, part) for part in PARTS[kind][:2])
         if kind == "mxfp4":
             refuse_stack(name, tuple(tensor_shape(self._files[weight], weight)))
-        counted = weight if kind == "int-quantized" else scales  # whose scale may be one for all channels
+        counted = weight if kind in PLAIN_KINDS else scales  # whose scales may be fewer than channels
         n = tensor_shape(self._files[counted], counted)[-1 if kind in ("awq", "gptq") else 0]
         if list(bias.shape) != [n] or not bias.is_floating_point():
             raise CheckpointError(f"{stored} is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again")
@@ -158,15 +160,25 @@ class Checkpoint:
 
 def _kinds(files: Mapping[str, Path], family: str) -> dict[str, str]:
     """The quantized layers that tensors' names point to, and the kind of each. compressed-tensors' are
-    packed or plain: a plain weight is one that has scales, or is int8 and lacks them."""
+    packed or plain: a plain weight is one that has scales, or is of 8 bits and lacks them. Of fp8 all
+    are plain."""
+    if family == "fp8":
+        return dict.fromkeys(_plain(files, ".weight_scale_inv", ()), family)
     suffix = stored_name("", family, PARTS[family][0])
     found = {name.removesuffix(suffix): family for name in files if name.endswith(suffix)}
     if family != "compressed-tensors":
         return found
-    plain = {layer for name in files if (layer := name.removesuffix(".weight_scale")) != name and layer not in found}
-    others = {name for name in files if name.endswith(".weight") and name.removesuffix(".weight") not in {*found, *plain}}
-    plain |= {name.removesuffix(".weight") for name, dtype in tensor_dtypes(files, others).items() if dtype == "I8"}
-    return found | dict.fromkeys(plain, "int-quantized")
+    plain = _plain(files, ".weight_scale", found)
+    return found | {layer: PLAIN[dtype == _E4M3] for layer, dtype in plain.items()}
+
+
+def _plain(files: Mapping[str, Path], scale: str, packed: Collection[str]) -> dict[str, str | None]:
+    """The layers that have a tensor ``scale`` or a weight of 8 bits, but for ``packed`` ones, and their
+    weights' dtypes."""
+    scaled = {layer for name in files if (layer := name.removesuffix(scale)) != name and layer not in packed}
+    weights = {name for name in files if name.endswith(".weight") and name.removesuffix(".weight") not in packed}
+    dtypes = {name.removesuffix(".weight"): dtype for name, dtype in tensor_dtypes(files, weights).items()}
+    return {layer: dtypes.get(layer) for layer in scaled | {name for name, dtype in dtypes.items() if dtype in ("I8", _E4M3)}}
 
 
 def _guess_family(path: Path, files: dict[str, Path]) -> str:

@@ -1,5 +1,5 @@
 """What a checkpoint's quantization config says of each layer: AutoAWQ's, GPTQModel's,
-compressed-tensors', gpt-oss's and QServe's, brought to one form.
+compressed-tensors', gpt-oss's, QServe's and Hugging Face's blocks of fp8, brought to one form.
 
 compressed-tensors configs are parsed by that library where it is installed (presets, defaults,
 validation, target matching); without it, the JSON fields are read as they stand.
@@ -14,24 +14,28 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
-from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
+from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, STEP_K, GemmFormat, QuantFormat
 
-FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4", "qserve")
+FAMILIES = ("awq", "gptq", "compressed-tensors", "mxfp4", "qserve", "fp8")
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 # Formats of compressed-tensors that hold 4-bit floats. Where they quantize activations too, that is
 # left out: their weights are what they are, and products with 16-bit activations are what other
 # libraries run on hardware without 4-bit ones.
 _FLOATS = {"mxfp4-pack-quantized": "w4a16_mxfp4", "nvfp4-pack-quantized": "w4a16_nvfp4"}
-_INT8 = "int-quantized"
+_INT8, _FP8 = PLAIN = ("int-quantized", "float-quantized")  # formats of compressed-tensors whose weights are not packed
 _PACKED = ("pack-quantized", *_FLOATS)
-_ACCEPTED = (*_PACKED, _INT8)
+_ACCEPTED = (*_PACKED, *PLAIN)
 _ACTIVATIONS = (
-    "quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16, or W8A8 of int8 (format 'int-quantized', "
-    "activations dynamic per token): quantize the model again with one of those"
+    "quantizes its activations too; accepted: weight-only schemes such as W4A16, W8A16, or W8A8 of int8 or fp8 (formats "
+    "'int-quantized' and 'float-quantized', activations dynamic per token): quantize the model again with one of those"
 )
 # Of int8 weights and activations: what each field must be (None: left out says the same as the first).
 _INT8_WEIGHTS = {"type": ("int",), "num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor"), "group_size": (None, -1)}
 _INT8_ACTIVATIONS = {"type": ("int",), "num_bits": (8,), "symmetric": (True,), "strategy": ("token",), "dynamic": (True,)}
+# Of e4m3 ones, for each channel or for blocks.
+_FP8_WEIGHTS = {"type": ("float",), "num_bits": (8,), "symmetric": (True,), "strategy": ("channel", "tensor", "block")}
+_FP8_ACTIVATIONS = {"type": ("float",), "num_bits": (8,), "symmetric": (True,), "strategy": ("token",), "dynamic": (True,)}
+_FP8_BLOCK, _FP8_GROUPS = {"block_structure": ([STEP_K, STEP_K],)}, {"strategy": ("group",), "group_size": (STEP_K,)}
 _DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None}
 QSERVE_METHODS = ("qserve", "qoq")  # as its own library and as sglang calls it
 QSERVE_GROUPS = {PER_CHANNEL: "w4a8_channel_asym", 128: "w4a8_lqq_g128"}
@@ -44,7 +48,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerScheme:
-    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, "int-quantized" or
+    """How one layer is quantized: the ``storage`` of ``layouts.checkpoints``, one of ``PLAIN``, "fp8" or
     "qserve", the format, and whether its columns are in act-order (None: not declared).
     """
 
@@ -77,6 +81,8 @@ def parse_quantization(config: Mapping[str, Any], checkpoint_format: str | None 
         return "compressed-tensors", _compressed_tensors(config)
     if method == "mxfp4":
         return "mxfp4", _gpt_oss(config)
+    if method == "fp8":
+        return "fp8", _fp8_blocks(config)
     if method in QSERVE_METHODS:
         return "qserve", _qserve(config)
     _refuse("quant_method", method, FAMILIES, "quantize the model with AutoAWQ, GPTQModel or llm-compressor")
@@ -176,7 +182,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
                 raise CheckpointError(f"compressed-tensors format of {name} is {packing!r}, which {_ACTIVATIONS}")
             _refuse(f"compressed-tensors format of {name}", group.get("format"), _ACCEPTED, "save the model again in it")
         if packing == _INT8:
-            return _int8_scheme(name, group)
+            _check_plain(name, group, _INT8, {"weights": _INT8_WEIGHTS, "input_activations": _INT8_ACTIVATIONS})
+            return LayerScheme(_INT8, GemmFormat.parse("w8a8_channel"), None)
+        if packing == _FP8:
+            return _fp8_scheme(name, group)
         if packing in _FLOATS:
             return _float_scheme(name, GemmFormat.parse(_FLOATS[packing]), group.get("weights") or {})
         if group.get("input_activations"):
@@ -194,23 +203,43 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
     return scheme
 
 
-def _int8_scheme(name: str, group: Mapping[str, Any]) -> LayerScheme:
-    """SmoothQuant's: int8 weights with a scale for each output channel or for all, x quantized row by
-    row at a call."""
-    for part, expected in (("weights", _INT8_WEIGHTS), ("input_activations", _INT8_ACTIVATIONS)):
+def _check_plain(name: str, group: Mapping[str, Any], storage: str, expected: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> None:
+    """Raise ``CheckpointError`` for weights and activations of 8 bits that are not what is ``expected``
+    of each: x is quantized at a call."""
+    for part, fields in expected.items():
         given = group.get(part)
         if not given:
             raise CheckpointError(
-                f"{name}: format is {_INT8!r} but its {part} are not quantized; accepted in that format: int8 weights and activations; "
-                "weights alone are read as 'pack-quantized': save the model again in it"
+                f"{name}: format is {storage!r} but its {part} are not quantized; accepted in that format: weights and activations of 8 "
+                "bits; weights alone are read as 'pack-quantized': save the model again in it"
             )
-        for field, accepted in expected.items():
-            value = _DEFAULTS[field] if given.get(field) is None else given[field]
+        for field, accepted in fields.items():
+            value = _DEFAULTS.get(field) if given.get(field) is None else given[field]
             if isinstance(value, bool) != isinstance(accepted[0], bool) or value not in accepted:
-                _refuse(f"{name}: {field} of {part}", value, accepted, f"format {_INT8!r} has no other here; quantize the model again so")
+                _refuse(f"{name}: {field} of {part}", value, accepted, f"format {storage!r} has no other here; quantize the model again so")
     if group.get("output_activations"):
         raise CheckpointError(f"{name} quantizes its outputs; accepted: weights and input activations alone: quantize the model again so")
-    return LayerScheme(_INT8, GemmFormat.parse("w8a8_channel"), None)
+
+
+def _fp8_scheme(name: str, group: Mapping[str, Any]) -> LayerScheme:
+    """e4m3 weights with a scale for each output channel or for all and x quantized row by row; or for
+    each 128 x 128 of them, and each 128 values of a row of x."""
+    blocks = (group.get("weights") or {}).get("strategy") == "block"
+    weights = _FP8_WEIGHTS | (_FP8_BLOCK if blocks else {})
+    activations = _FP8_ACTIVATIONS | (_FP8_GROUPS if blocks else {})
+    _check_plain(name, group, _FP8, {"weights": weights, "input_activations": activations})
+    return LayerScheme(_FP8, GemmFormat.parse("w8a8_fp8_g128" if blocks else "w8a8_fp8"), None)
+
+
+def _fp8_blocks(config: Mapping[str, Any]) -> Schemes:
+    """DeepSeek's, as transformers' FineGrainedFP8Config has them."""
+    if list(config.get("weight_block_size") or ()) != [STEP_K, STEP_K]:
+        _refuse("fp8 weight_block_size", config.get("weight_block_size"), ([STEP_K, STEP_K],), "quantize the model again so")
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        _refuse("fp8 activation_scheme", config["activation_scheme"], ("dynamic",), "quantize the model again so")
+    if config.get("fmt", "e4m3") != "e4m3":
+        _refuse("fp8 fmt", config["fmt"], ("e4m3",), "quantize the model again so")
+    return _but_for_kept(config, LayerScheme("fp8", GemmFormat.parse("w8a8_fp8_g128"), None), "blocks of fp8")
 
 
 def _qserve(config: Mapping[str, Any]) -> Schemes:
@@ -233,16 +262,20 @@ def _float_scheme(name: str, format: GemmFormat, weights: Mapping[str, Any]) -> 
 
 
 def _gpt_oss(config: Mapping[str, Any]) -> Schemes:
+    return _but_for_kept(config, LayerScheme("mxfp4", GemmFormat.parse("w4a16_mxfp4"), None), "blocks of mxfp4")
+
+
+def _but_for_kept(config: Mapping[str, Any], scheme: LayerScheme, held: str) -> Schemes:
+    """``scheme`` of all layers but those that the config names as not converted, which hold none."""
     kept = config.get("modules_to_not_convert") or []
     if not isinstance(kept, list) or not all(isinstance(pattern, str) for pattern in kept):
         _refuse("modules_to_not_convert", kept, ("a list of names",), "repair the config")
-    scheme = LayerScheme("mxfp4", GemmFormat.parse("w4a16_mxfp4"), None)
 
     def of(name: str) -> LayerScheme:
         pattern = next((p for p in kept if fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*")), None)
         if pattern is not None:
             raise CheckpointError(
-                f"{name} holds blocks of mxfp4 but the config keeps {pattern!r} from conversion (modules_to_not_convert); accepted: "
+                f"{name} holds {held} but the config keeps {pattern!r} from conversion (modules_to_not_convert); accepted: "
                 "either: repair the config or copy the checkpoint again"
             )
         return scheme

@@ -11,8 +11,8 @@ from ..layouts.checkpoints import checkpoint_layout
 from ..layouts.formats import GemmFormat
 from .checkpoint_config import CheckpointError, LayerScheme
 from .checkpoint_floats import decode_floats, float_format, refuse_stack
-from .checkpoint_int8 import decode_int8
-from .checkpoint_layers import PARTS, StoredLayer
+from .checkpoint_int8 import decode_fp8, decode_int8
+from .checkpoint_layers import PARTS, PLAIN_KINDS, StoredLayer
 from .checkpoint_qserve import decode_qserve
 from .checkpoint_report import check_kind
 from .quantize import QuantizedTensor
@@ -27,6 +27,9 @@ def decode(name: str, kind: str, tensors: Mapping[str, Tensor], scheme: LayerSch
         return decode_qserve(name, tensors, None if scheme is None else scheme.format)
     if kind == "int-quantized":
         return decode_int8(name, tensors)
+    if kind in PLAIN_KINDS:
+        assert scheme is not None  # which check_kind saw to
+        return decode_fp8(name, kind, tensors, scheme.format)
     format = _float_format_of(kind, tensors, scheme)
     if format is not None:
         weight, scales = (tensors.get(part) for part in PARTS[kind][:2])
@@ -39,12 +42,12 @@ def size_of(name: str, kind: str, tensors: Mapping[str, Tensor], scheme: LayerSc
     """(n, k) of the layer, with the shapes of packed integers checked against ``scheme``; reads no
     values of weights, scales or zero points. Raises ``CheckpointError``."""
     check_kind(name, kind, scheme)
-    if kind in ("qserve", "int-quantized") or _float_format_of(kind, tensors, scheme) is not None:
+    if kind in ("qserve", *PLAIN_KINDS) or _float_format_of(kind, tensors, scheme) is not None:
         weight = tensors[PARTS[kind][0]]
         refuse_stack(name, tuple(weight.shape))
         if weight.ndim < 2:
             raise CheckpointError(f"{name}: the weight has {weight.ndim} axes; accepted: at least 2: copy the checkpoint again")
-        each = 1 if kind == "int-quantized" else 2  # codes a byte
+        each = 1 if kind in PLAIN_KINDS else 2  # codes a byte
         return len(weight), each * weight[0].numel()
     layer = StoredLayer.read(name, kind, dict(tensors))
     return layer.size(checkpoint_layout(scheme.storage, scheme.format.bits), scheme.format)

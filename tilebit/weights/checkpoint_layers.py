@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..layouts.checkpoints import CheckpointLayout, checkpoint_layout
 from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, GemmFormat, QuantFormat
-from .checkpoint_config import GPTQ_FORMATS, CheckpointError, LayerScheme, quant_format
+from .checkpoint_config import GPTQ_FORMATS, PLAIN, CheckpointError, LayerScheme, quant_format
 from .packed import unpack_words
 from .quantize import SCALE_DTYPES, QuantizedTensor
 
-# The tensors of a layer, by its kind: the family, or "int-quantized" of compressed-tensors. Weight,
+# The tensors of a layer, by its kind: the family, or of compressed-tensors one of ``PLAIN``. Weight,
 # scales; of packed integers zero points, group of each column, shape; of 4-bit floats the factor of
 # the whole weight.
 PARTS = {
@@ -23,7 +23,8 @@ PARTS = {
     "gptq": ("qweight", "scales", "qzeros", "g_idx", "shape"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
     "mxfp4": ("blocks", "scales"),
-    "int-quantized": ("weight", "weight_scale", "weight_zero_point", "input_scale"),
+    **dict.fromkeys(PLAIN, ("weight", "weight_scale", "weight_zero_point", "input_scale")),
+    "fp8": ("weight", "weight_scale_inv", "input_scale"),
     "qserve": ("qweight", "s1_scales", "s1_szeros", "s2_scales", "s2_zeros"),
 }
 REQUIRED = {
@@ -31,9 +32,11 @@ REQUIRED = {
     "gptq": ("qweight", "scales", "qzeros"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
     "mxfp4": ("blocks", "scales"),
-    "int-quantized": ("weight", "weight_scale"),
+    **dict.fromkeys(PLAIN, ("weight", "weight_scale")),
+    "fp8": ("weight", "weight_scale_inv"),
     "qserve": ("qweight", "s1_scales"),
 }
+PLAIN_KINDS = (*PLAIN, "fp8")  # of 8-bit weights that are not packed
 
 
 def stored_name(layer: str, kind: str, part: str) -> str:

@@ -15,7 +15,12 @@ from torch import Tensor
 PICKLES = (".pt", ".pth", ".bin")
 # What a file that is torn, of another kind, or more than tensors raises: torch says it in many ways.
 UNREADABLE = (SafetensorError, UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-_DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32"}  # in safetensors' words, which others keep in torch's
+_DTYPES = {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3",
+}  # in safetensors' words, which others keep in torch's
 
 
 class TensorFile(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .checkpoint_config import CheckpointError, LayerScheme, Schemes
-from .checkpoint_layers import PARTS, stored_name
+from .checkpoint_layers import PARTS, PLAIN_KINDS, stored_name
 from .checkpoint_open import UNREADABLE, open_tensors
 
 
@@ -41,7 +41,7 @@ def _reason(name: str, kind: str, scales: Sequence[int], schemes: Schemes | None
             return None
     except CheckpointError as error:
         return str(error).replace(name, "the layer")
-    if list(scales) in ([], [1]) and kind != "int-quantized":
+    if list(scales) in ([], [1]) and kind not in PLAIN_KINDS:
         return (
             f"it has one scale for the whole weight, {list(scales)}; accepted: one for each channel, or each group of 32, 64 or 128 "
             f"columns: quantize again with one of these"
@@ -52,16 +52,16 @@ def _reason(name: str, kind: str, scales: Sequence[int], schemes: Schemes | None
 def check_kind(name: str, kind: str, scheme: LayerScheme | None) -> None:
     """Raise ``CheckpointError`` where a layer's tensors and the config are not of one kind, or only the
     config could say what x is."""
-    if kind == "int-quantized" and scheme is None:
+    if kind in PLAIN_KINDS and scheme is None:
         raise CheckpointError(
             f"{name} holds a plain weight with scales and there is no config, which says how its activations are quantized; accepted: a "
-            "compressed-tensors config of format 'int-quantized': pass config="
+            "compressed-tensors config of format 'int-quantized' or 'float-quantized': pass config="
         )
-    if scheme is not None and (scheme.storage == "int-quantized") != (kind == "int-quantized"):
-        held = "a plain weight with scales" if kind == "int-quantized" else "a packed weight"
+    if scheme is not None and scheme.storage != kind and not {scheme.storage, kind}.isdisjoint(PLAIN_KINDS):
+        held = "a packed weight" if kind not in PLAIN_KINDS else "a plain weight with scales" + " of e4m3" * (kind != "int-quantized")
         raise CheckpointError(
             f"{name} holds {held} but its format is {scheme.storage!r} in the config; accepted: a plain int8 weight in 'int-quantized', "
-            "packed ones in the others: repair the config or copy the checkpoint again"
+            "of e4m3 in 'float-quantized', packed ones in the others: repair the config or copy the checkpoint again"
         )
 
 

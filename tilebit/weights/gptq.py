@@ -99,7 +99,7 @@ def _checked(w: Tensor, hessian: Tensor, format: GemmFormat, damping: float, sca
     if not damping >= 0:
         raise ValueError(f"damping is {damping!r}; accepted: a number from 0")
     check_finite(w, 0)
-    return scale_dtype_of(w, scale_dtype)
+    return scale_dtype_of(w, scale_dtype, format)
 
 
 def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float) -> Tensor:

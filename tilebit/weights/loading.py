@@ -33,7 +33,8 @@ def misfits(buffers: Mapping[str, Tensor], state: Mapping[str, Any], prefix: str
 def _misfit(name: str, value: Any, buffer: Tensor, format: GemmFormat, assign: bool) -> str | None:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__}; this module needs a tensor"
-    dtype = torch.uint8 if buffer.dtype is torch.uint8 else _DTYPES.get(name)
+    own = buffer.dtype is torch.uint8 or (name == "scales" and format.own_scales)
+    dtype = buffer.dtype if own else _DTYPES.get(name)
     described = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     needed = str(dtype).removeprefix("torch.") if dtype else "floating point"
     if value.shape != buffer.shape or (value.dtype != dtype if dtype else not value.is_floating_point()):

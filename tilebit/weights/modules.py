@@ -36,8 +36,8 @@ class QuantLinear(nn.Module):
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
-    where these are no bytes, and ``.to(dtype)`` rounds them. A format with int8 x quantizes x at each
-    call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
+    where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them. A format with 8-bit x
+    quantizes x at each call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
     codes and permutations of another dtype among them, and then changes nothing. Derivatives are
     those of ``tilebit.gemm``: with respect to x.
 
@@ -124,8 +124,7 @@ class QuantLinear(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """What the module computes in."""
-        scales = self.scales.dtype
-        return self._dtype if scales is torch.uint8 else scales
+        return self._dtype if self.format.own_scales else self.scales.dtype
 
     @property
     def packed(self) -> PackedWeight:
@@ -197,12 +196,13 @@ class QuantLinear(nn.Module):
         kernels read another layout."""
         before, bias = self.packed, self.bias
         super()._apply(fn, recurse)  # type: ignore[arg-type]
-        if self.scales.dtype is torch.uint8:  # then no buffer tells
+        if self.format.own_scales:  # then no buffer tells
+            self.scales = before.scales.to(self.weight.device)
             cast = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
             self._dtype = cast if cast in DTYPES else before.dtype
         if before.row_scales is not None:  # fp32 whatever the module computes in
             self.row_scales = before.row_scales.to(self.weight.device)
-        if not self.format.integer and self.scales.dtype != before.dtype and before.device.type != "meta":
+        if not (self.format.integer or self.format.own_scales) and self.scales.dtype != before.dtype and before.device.type != "meta":
             try:
                 pack(before.unpack(), self.scales.dtype, arch=before.arch)
             except ValueError:
@@ -273,7 +273,7 @@ class QuantLinear(nn.Module):
             return {}
         weight, scales = state_dict[prefix + "weight"], state_dict[prefix + "scales"]
         zeros, rows = (state_dict.get(prefix + name) for name in ("zeros", "row_scales"))
-        dtype = self._dtype if scales.dtype is torch.uint8 else scales.dtype
+        dtype = self._dtype if self.format.own_scales else scales.dtype
         stored = PackedWeight(
             weight, scales, zeros, self.out_features, self.in_features, self.format, dtype, described["arch"], row_scales=rows
         )

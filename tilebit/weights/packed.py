@@ -38,7 +38,7 @@ class PackedWeight:
 
     ``weight`` int32 [tiles_n, tiles_k, words], the storage of ``packed_layout(arch, format)``, of a
     format with codebooks [bits, tiles_n, tiles_k, words]: planes, the highest bit first;
-    ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16), ``zeros`` [groups, n_pad] in ``dtype``
+    ``scales`` [groups, n_pad] in ``dtype`` (fp16 or bf16; fp32 of e4m3 weights), ``zeros`` [groups, n_pad] in ``dtype``
     holding integers, or None for a symmetric format; uint8 where the format says so; codebooks are
     ``scales`` [n_pad, 2^bits]. n_pad is
     n rounded up to whole tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
@@ -57,7 +57,7 @@ class PackedWeight:
     perm: Tensor | None = None
     row_scales: Tensor | None = None
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
-    takes_codes: bool = field(init=False, repr=False, default=False)  # the format's x is int8; likewise
+    takes_codes: bool = field(init=False, repr=False, default=False)  # the format's x is of 8 bits; likewise
 
     def __post_init__(self) -> None:
         optional = ("zeros", "perm", "row_scales")
@@ -160,7 +160,8 @@ def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     cannot."""
     if q.format.offset:
         return q.scales
-    scales, largest = q.scales.to(dtype), codec_of(q.format).largest_scale
+    stored = getattr(torch, q.format.parameter_dtype(str(dtype).removeprefix("torch.")))
+    scales, largest = q.scales.to(stored), codec_of(q.format).largest_scale
     exact = q.format.weight.scales[0].of != ""
     if scales.dtype == q.scales.dtype and largest == inf:
         return scales

@@ -142,13 +142,16 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
 
     Two integer levels (``w4a8_lqq_*``): as ``quantize_lqq.py`` says; k up to 131,072, for int32
     sums; ``scale_dtype`` says nothing.
+
+    e4m3 (``w8a8_fp8*``): as 4-bit floats with any scales, which are fp32 whatever ``scale_dtype`` says:
+    one of a channel, or of each 128 values of it.
     """
     expect_tensors(w=w)
     expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
     scaled(format)
     if w.ndim != 2 or not w.is_floating_point() or w.numel() == 0:
         raise ValueError(f"w is {_describe(w)}; accepted: a floating point [n, k] tensor with n >= 1 and k >= 1")
-    scale_dtype = scale_dtype_of(w, scale_dtype)
+    scale_dtype = scale_dtype_of(w, scale_dtype, format)
     n, k = w.shape
     check_sums(format, k)
     groups = format.groups(k)
@@ -198,14 +201,14 @@ def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> Qu
     return QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held)
 
 
-def scale_dtype_of(w: Tensor, chosen: torch.dtype | None) -> torch.dtype:
+def scale_dtype_of(w: Tensor, chosen: torch.dtype | None, format: GemmFormat) -> torch.dtype:
     """The dtype that scales of ``w`` are stored in: ``chosen``, else as ``quantize`` says. Raises
     ``ValueError`` for one that is none of ``SCALE_DTYPES``."""
-    if chosen is None:
-        return w.dtype if w.dtype in (torch.float16, torch.bfloat16) else torch.float16
-    if chosen not in SCALE_DTYPES:
+    if chosen is not None and chosen not in SCALE_DTYPES:
         raise ValueError(f"scale_dtype is {chosen}; accepted: {', '.join(map(str, SCALE_DTYPES))}")
-    return chosen
+    if format.parameter_dtype("") == "float32":
+        return torch.float32
+    return chosen or (w.dtype if w.dtype in (torch.float16, torch.bfloat16) else torch.float16)
 
 
 def search_groups(

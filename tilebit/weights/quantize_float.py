@@ -1,7 +1,9 @@
-"""Rounding to 4-bit floats and to tables of numbers: the scales that a group of weights gets, and
+"""Rounding to 4- and 8-bit floats and to tables of numbers: the scales that a group of weights gets, and
 the codes nearest under them."""
 
 from __future__ import annotations
+
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -30,8 +32,8 @@ def round_floats(block: Tensor, largest: Tensor, format: GemmFormat, scale_dtype
 
     "e8m0": of the power of two that the standard names, under which the largest weight may
     saturate, and the next one, that of smaller squared error. "e4m3": the number nearest to what
-    makes the largest weight the largest code; "" (any scales): just that. A group of zeros has
-    scale 1.
+    makes the largest weight the largest code; "" and "float32" (any scales): just that. A group of
+    zeros has scale 1.
     """
     inner = format.weight.scales[0].of
     if inner == "e4m3":
@@ -39,11 +41,11 @@ def round_floats(block: Tensor, largest: Tensor, format: GemmFormat, scale_dtype
         scale = (exact.to(torch.float8_e4m3fn).float() / E4M3_UNIT).masked_fill_(largest == 0, 1.0).to(scale_dtype)
         return _nearest(block, scale, format, row), scale
     info = torch.finfo(scale_dtype)
-    if inner == "":
+    if inner in ("", "float32"):
         scale = (largest / format.largest).clamp(min=info.smallest_normal * info.eps).masked_fill_(largest == 0, 1.0).to(scale_dtype)
         return _nearest(block, scale, format, row), scale
     if inner != "e8m0":
-        raise ValueError(f"{format.name} has scales {inner!r}; accepted: 'e8m0', 'e4m3', or '' for any")
+        raise ValueError(f"{format.name} has scales {inner!r}; accepted: 'e8m0', 'e4m3', 'float32', or '' for any")
     lowest = max(-127, torch.frexp(torch.tensor(info.smallest_normal * info.eps, dtype=torch.float64)).exponent.item() - 1)
     # frexp: largest = mantissa 2^exponent with a mantissa in [1/2, 1); the largest code lies
     # between 2^2 and 2^3.
@@ -76,7 +78,7 @@ def _nearest(block: Tensor, scale: Tensor, format: GemmFormat, row: float) -> Te
     if format.weight.codebook:
         table, code = torch.tensor(format.weight.codebook, device=block.device).sort()
         return code[torch.bucketize(block / (scale.float() * row)[..., None], (table[1:] + table[:-1]) / 2)].to(torch.uint8)
-    values = torch.tensor(format.weight.values[: 1 << (format.bits - 1)], device=block.device)
+    values = torch.tensor([v for v in format.weight.values[: 1 << (format.bits - 1)] if isfinite(v)], device=block.device)
     middles = (values[1:] + values[:-1]) / 2
     # A middle below an even code belongs to it: the codes are counted by the bounds that a
     # magnitude exceeds.

@@ -26,6 +26,7 @@ CUBIN_NAME = "kernel.cubin"
 STUB_NAME = "host.c"
 LIBRARY_NAME = "kernel.so"
 DL_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4}
+DL_TYPES = {"float8_e4m3fn": (10, 8)}  # (code, bits) of types that are not named by a number of bits
 MAX_DIMS = 6  # tb_param.dims
 
 
@@ -46,9 +47,12 @@ def c_compiler() -> str:
 
 
 def _dl_type(dtype: str) -> tuple[int, int]:
+    if dtype in DL_TYPES:
+        return DL_TYPES[dtype]
     kind = dtype.rstrip("0123456789")
     if kind not in DL_CODES:
-        raise StubError(f"a parameter has dtype {dtype!r}; accepted: {', '.join(sorted(DL_CODES))} of a number of bits")
+        accepted = f"{', '.join(sorted(DL_CODES))} of a number of bits, {', '.join(DL_TYPES)}"
+        raise StubError(f"a parameter has dtype {dtype!r}; accepted: {accepted}")
     return DL_CODES[kind], int(dtype[len(kind) :])
 
 

@@ -27,7 +27,7 @@ def number(word: Any, slot: int, bits: int, kind: str, dtype: str, table: bool) 
     if kind == "float":
         return _half(word, slot, dtype)
     if kind == "fp8":
-        return from_e4m3(shifted(word, slot * bits))
+        return v.from_e4m3(shifted(word, slot * bits), LANES)
     if bits <= 4 and table:
         codes = v.constant([float(code % (1 << bits)) for code in range(LANES)], "float32")
         return v.permute32(codes, shifted(word, slot * bits))
@@ -39,15 +39,6 @@ def _half(word: Any, slot: int, dtype: str) -> Any:
         return T.reinterpret("float16x16", shifted(word, 16 * slot).astype("uint16x16")).astype("float32x16")
     placed = word & splat(-65536, "int32") if slot else word << splat(16, "int32")
     return T.reinterpret("float32x16", placed)
-
-
-def from_e4m3(byte: Any) -> Any:
-    """fp32 of the e4m3 numbers in the low bytes of an int32 vector. As fp16, whose exponent is
-    biased by 8 more, their bits are a number 2^8 too small, subnormals too."""
-    byte = T.bind(byte)
-    size, sign = T.bind((byte & splat(0x7F, "int32")) << splat(7, "int32")), (byte & splat(0x80, "int32")) << splat(8, "int32")
-    half = T.reinterpret("float16x16", (size | sign).astype("uint16x16")).astype("float32x16") * splat(256.0)
-    return tirx.Select(size == splat(0x7F << 7, "int32"), splat(math.nan), half)
 
 
 def to_e4m3(x: Any) -> Any:

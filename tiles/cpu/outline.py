@@ -14,7 +14,8 @@ from typing import Any
 THREADS = "tilebit.threads"  # attribute of the function: how many threads share a loop
 LOCAL_ARRAYS = "tilebit.local_arrays"  # attribute of the function: its loops keep arrays on the stack on purpose; accesses are no spills
 TOGETHER = "tilebit.together"  # annotation of a loop: how many neighbouring iterations share data, and are best done by one thread
-_DTYPE_CODES = {"int": "kDLInt", "uint": "kDLUInt", "float": "kDLFloat", "bfloat": "kDLBfloat"}
+_DTYPE_CODES = {"int": "kDLInt", "uint": "kDLUInt", "float": "kDLFloat", "bfloat": "kDLBfloat", "float8_e4m3fn": "kDLFloat8_e4m3fn"}
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # types that arrive as their bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ def outline(function: Any) -> Outlined:
         raise ValueError("the function's tensors have no symbolic size; accepted: at least one, for example m")
     # TVM's LLVM code generator crashes on a pointer to bf16: such tensors arrive as pointers to
     # their bits.
-    bits = {b.data: tirx.Var(b.data.name, tvm.ir.PointerType(tvm.ir.PrimType("uint16"))) for b in operands if b.dtype == "bfloat16"}
+    bits = {
+        b.data: tirx.Var(b.data.name, tvm.ir.PointerType(tvm.ir.PrimType(BITS[str(b.dtype)]))) for b in operands if str(b.dtype) in BITS
+    }
     pointers = [bits.get(buffer.data, buffer.data) for buffer in (*operands, *workspaces)]
 
     functions = {"sizes": _sizes(tvm, symbols, workspaces, loops)}

@@ -7,6 +7,7 @@ are flat.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -91,6 +92,17 @@ def to_float(value: Any, lanes: int) -> Any:
     if str(value.dtype).startswith(("float16", "int8", "uint8")):
         return value.astype(f"float32x{lanes}")
     return T.reinterpret(f"float32x{lanes}", value.astype(f"uint32x{lanes}") << splat(16, "uint32", lanes))
+
+
+def from_e4m3(byte: Any, lanes: int) -> Any:
+    """fp32 of the e4m3 numbers in the low bytes of an int32 vector. As fp16, whose exponent is
+    biased by 8 more, their bits are a number 2^8 too small, subnormals too."""
+    byte = T.bind(byte)
+    size = T.bind((byte & splat(0x7F, "int32", lanes)) << splat(7, "int32", lanes))
+    sign = (byte & splat(0x80, "int32", lanes)) << splat(8, "int32", lanes)
+    half = T.reinterpret(f"float16x{lanes}", (size | sign).astype(f"uint16x{lanes}")).astype(f"float32x{lanes}")
+    nan = size == splat(0x7F << 7, "int32", lanes)
+    return tirx.Select(nan, splat(math.nan, "float32", lanes), half * splat(256.0, "float32", lanes))
 
 
 def from_float(value: Any, dtype: str, lanes: int) -> Any:

@@ -106,6 +106,7 @@ typedef struct {
 static const char* tb_dtype_name(DLDataType t, char* buffer, size_t size) {
   static const char* const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
   if (t.code < 7) snprintf(buffer, size, "%s%d", kinds[t.code], t.bits);
+  else if (t.code == kDLFloat8_e4m3fn) snprintf(buffer, size, "float8_e4m3fn");
   else snprintf(buffer, size, "type code %d of %d bits", t.code, t.bits);
   return buffer;
 }

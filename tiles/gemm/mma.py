@@ -54,7 +54,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     threads = schedule.num_warps * 32
     n_blocks, steps = p.n_pad // bn, -(-p.steps // splits)
     split, staged, integer = splits > 1, bm >= STAGED_BLOCK_M, workload.format.integer_sums
-    grouped = p.x_grouped
+    stepped, grouped = p.step_sums, p.x_grouped
     reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
     dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm)
 
@@ -87,8 +87,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Zs = T.alloc_shared((p.step_groups, zero_columns), zero_dtype) if p.asymmetric else Ss
             W = T.alloc_fragment((bn, bk), x_dtype)
             As = T.alloc_shared((1, bm), "float32") if grouped else None
-            sums = T.alloc_fragment((bn, bm), "int32" if integer else "float32")  # of integers whose groups have scales, a group's
-            Y = T.alloc_fragment((bn, bm), "float32") if integer else sums
+            sums = T.alloc_fragment((bn, bm), p.product_dtype)  # where steps are scaled and added up, a step's
+            Y = T.alloc_fragment((bn, bm), "float32") if integer or stepped else sums
             if split:
                 last = T.alloc_local((1,), "int32")
             if staged:
@@ -100,12 +100,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.use_swizzle(schedule.raster)
 
             T.clear(sums)
-            if grouped:
+            if stepped:
                 T.copy(sums, Y)  # zeros
             for i in T.Pipelined(T.min(steps, p.steps - bz * steps), num_stages=schedule.num_stages):
                 step = bz * steps + i
                 T.copy(halves[bx * (bn // 64), step * p.records * 2, 0], Ws)
-                if p.grouped or not integer:
+                if p.grouped or not workload.format.x:
                     T.copy(p.copied(T, scales, parameter_dtype)[p.group_of(step), bx * scale_columns], Ss)
                 if p.asymmetric:
                     T.copy(p.copied(T, zeros, p.zero_dtype)[p.group_of(step), bx * zero_columns], Zs)
@@ -121,20 +121,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.address_of(Zs[0, 0]),
                     thread,
                 )
-                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=grouped)
-                if grouped:
+                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=stepped)
+                if stepped:
                     T.call_extern(
-                        "handle", add_group, Y.access_ptr("rw"), sums.access_ptr("r"), T.address_of(Ss[0, 0]), T.address_of(As[0, 0]), True,
+                        "handle", add_group, Y.access_ptr("rw"), sums.access_ptr("r"), T.address_of(Ss[0, 0]),
+                        T.address_of(As[0, 0]) if grouped else T.address_of(Ss[0, 0]), True,
                         thread,
                     )  # fmt: skip
 
             if split:
                 T.call_extern(
-                    "handle", reduce, (Y if grouped else sums).access_ptr("rw"), T.address_of(workspace[0]),
+                    "handle", reduce, (Y if stepped else sums).access_ptr("rw"), T.address_of(workspace[0]),
                     by * n_blocks + bx, bz, splits, thread, T.address_of(last[0]),
                 )  # fmt: skip
             if not split or last[0] == 1:
-                if integer and not grouped:
+                if integer and not stepped:
                     T.copy(sums, Y)
                 if staged:
                     if len(after) > 0:

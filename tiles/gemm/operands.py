@@ -63,8 +63,18 @@ class Operands:
 
     @property
     def x_grouped(self) -> bool:
-        """Groups of x have scales, by which their integer sums are multiplied in the loop over k."""
+        """Groups of x have scales, by which their sums are multiplied in the loop over k."""
         return self.workload.format.x_grouped
+
+    @property
+    def step_sums(self) -> bool:
+        """A step's sums are made by themselves, then scaled and added to fp32 ones."""
+        return self.workload.format.step_sums
+
+    @property
+    def product_dtype(self) -> str:
+        """Of what tensor cores sum."""
+        return "int32" if self.workload.format.integer_sums else "float32"
 
     @property
     def parameter_dtype(self) -> str:
@@ -165,7 +175,7 @@ class Operands:
         (``device/codecs/dequant.cuh``), or ``tilebit::dequantize_bytes``
         (``device/codecs/int8.cuh``)."""
         w, s = self.workload, self.schedule
-        if w.format.integer_sums:
+        if w.format.x:
             k32_steps = min(s.block_k, w.format.group_size) // 32 if self.grouped else s.block_k // 32
             of_bytes = (codec_of(w.format).device(w.format), self.slabs, part, self.records // parts, k32_steps, s.block_n)
             return f"tilebit::dequantize_bytes<{', '.join(map(str, of_bytes))}>"
@@ -179,7 +189,10 @@ class Operands:
 
     def add_group_call(self, rows: int) -> str:
         """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
-        return f"tilebit::add_group<{TYPES[self.workload.dtype]}, {self.slabs}, {rows}>"
+        floats = () if self.workload.format.integer_sums else ("float", _cpp(self.grouped), _cpp(self.x_grouped))
+        unit = (f"{codec_of(self.workload.format).device(self.workload.format)}::UNIT",) if floats else ()
+        arguments = (TYPES[self.parameter_dtype], self.slabs, rows, *floats, *unit)
+        return f"tilebit::add_group<{', '.join(map(str, arguments))}>"
 
     def stage_call(self) -> str:
         """``tilebit::stage_transposed`` with its template arguments

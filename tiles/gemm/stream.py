@@ -11,7 +11,8 @@ first of these that divides block_n; where that is not all of them, neighbouring
 slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
 (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are
 applied to the fp32 sums once a group. Of int8 x the codes become int8 operands
-(``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up. Every sum has a fixed
+(``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up; of e4m3 x e4m3 operands,
+whose sums leave the tensor cores step by step. Every sum has a fixed
 order. There is no path for CUDA cores: in fp32 a word of eight codes would take them eight
 conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns
 are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose what subnormal codes stand
@@ -59,9 +60,10 @@ def product_type(workload: Workload, schedule: Schedule) -> str:
     """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``), or
     ``tilebit::ByteProduct`` (``byte_product.cuh``)."""
     f, s = workload.format, schedule
-    if f.integer_sums:
+    if f.x:
         k32_steps = 0 if f.group_size == PER_CHANNEL else f.group_size // 32
-        of_bytes = (codec_of(f).device(f), k32_steps, rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256)
+        floats = () if f.integer_sums else ("float", TYPES[f.parameter_dtype(workload.dtype)])
+        of_bytes = (codec_of(f).device(f), k32_steps, rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256, *floats)
         return f"tilebit::ByteProduct<{', '.join(map(str, of_bytes))}>"
     arguments = (
         TYPES[workload.dtype], codec_of(f).device(f), str(f.symmetric).lower(), 0 if f.group_size == PER_CHANNEL else f.group_size // 16,
@@ -84,8 +86,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     import tilelang.language as T
 
     p, s, dtype, bulk = Operands(workload, schedule), schedule, workload.dtype, schedule.program == rules.BULK
-    integer = workload.format.integer_sums
-    zero = 0 if integer else 0.0
+    of_bytes = bool(workload.format.x)
+    zero = 0 if p.integer_sums else 0.0
     splits, stages, rings, warps_n, rows = s.split_k, s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
     threads, apart = s.num_warps * 32, warps_apart(s)
     row_tiles, column_tiles = rows // 16, max(1, s.block_m // 8)
@@ -93,7 +95,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     product, sum_pitch = product_type(workload, s), rules.sum_pitch(s)
     store_sums = f"tilebit::store_sums<{row_tiles}, {s.block_m}, {sum_pitch}>"
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
-    shifted = integer and p.asymmetric and not p.grouped  # zero points of channels, which no slot holds
+    shifted = of_bytes and p.asymmetric and not p.grouped  # zero points of channels, which no slot holds
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
@@ -159,11 +161,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_words(workload, s, target),), p.sums_dtype)  # rings and barriers, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), p.sums_dtype)
-            products = T.alloc_local((row_tiles * column_tiles * 4,), "float32") if not integer else None
-            x_sums = T.alloc_local((column_tiles * 4,), "float32") if not integer else None
+            products = T.alloc_local((row_tiles * column_tiles * 4,), "float32") if not of_bytes else None
+            x_sums = T.alloc_local((column_tiles * 4,), "float32") if not of_bytes else None
             thread = T.get_thread_binding()
             # Of 16-bit x per-channel scales need its sum: ``RawProduct::finish``.
-            after = p.after(() if integer else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
+            after = p.after(() if of_bytes else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
@@ -175,9 +177,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", "tilebit::launch_dependents")
             for i in T.unroll(row_tiles * column_tiles * 4):
                 sums[i] = zero
-                if not integer:
+                if not of_bytes:
                     products[i] = 0.0
-            if not integer:
+            if not of_bytes:
                 for i in T.unroll(column_tiles * 4):
                     x_sums[i] = 0.0
             fill_rings(x, weight, scales, zeros, shared, own, step, end)
@@ -203,7 +205,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 step = step + rings
                 phase = T.if_then_else(slot == stages - 1, phase ^ 1, phase)
                 slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-            if not integer:
+            if not of_bytes:
                 T.call_extern(
                     "handle", f"{product}::finish", sums.access_ptr("rw"), products.access_ptr("rw"), x_sums.access_ptr("rw"),
                     T.address_of(scales[0, own.row]), T.address_of(zeros[0, own.row]) if p.asymmetric else T.address_of(scales[0, own.row]),

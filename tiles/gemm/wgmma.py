@@ -98,7 +98,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         return plan.ask(T, what, m, *where)
 
     def first_of(sums):
-        return T.address_of(sums[0]) if p.x_grouped else sums.access_ptr("r")
+        return T.address_of(sums[0]) if p.step_sums else sums.access_ptr("r")
 
     def await_full(barrier, phase):
         return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), phase)
@@ -152,10 +152,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         T.wait_wgmma(0)
         T.call_extern(
             "handle", plan.add_group(kind), T.address_of(Y[0]), products.access_ptr("r"), T.address_of(Ss[stage, 0, 0]),
-            T.address_of(As[stage, 0]), there, thread - PRODUCERS,
+            T.address_of(As[stage, 0]) if p.x_grouped else T.address_of(Ss[stage, 0, 0]), there, thread - PRODUCERS,
         )  # fmt: skip
 
-    multiply_group = [multiplication_of_group(kind) for kind in kinds] if p.x_grouped else []
+    multiply_group = [multiplication_of_group(kind) for kind in kinds] if p.step_sums else []
 
     @T.macro
     def multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread):
@@ -167,10 +167,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         for kind in kinds:
             for piece in T.serial(ask("strips" if kind else "pieces", block)):
                 steps = p.steps if kind else ask("length", block, piece)
-                if p.x_grouped:
+                if p.step_sums:
                     T.call_extern("handle", plan.clear(kind), T.address_of(sums[kind][0]))
                 for j in T.serial(steps):
-                    if p.x_grouped:
+                    if p.step_sums:
                         multiply_group[kind](
                             W, W_rest, Xs, As, products[kind], sums[kind], Ws, Ss, Zs, full, empty, thread, stage, last, phase, j
                         )
@@ -178,7 +178,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     else:
                         await_full(full[stage * parts], phase)
                         multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
-                    if p.x_grouped:
+                    if p.step_sums:
                         pass
                     elif parts == 2:
                         release(empty[last * parts + 1], thread, j)  # the second part of the step before
@@ -191,7 +191,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         release(empty[last], thread, 1)
                     phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                     stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                if p.x_grouped:
+                if p.step_sums:
                     add_group(kind, products[kind], sums[kind], Ss, As, thread, last, True)
                     release(empty[last * parts + 1], thread, 1)
                 elif parts == 2:
@@ -257,7 +257,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             W_rest = T.alloc_fragment((bn, bk // parts), x_dtype)
             Y = plan.alloc_sums(T, 0)
             sums = (Y, plan.alloc_sums(T, 1))[: len(kinds)]
-            products = tuple(T.alloc_fragment((bn, height), "int32") for height in plan.heights) if p.x_grouped else None
+            products = tuple(T.alloc_fragment((bn, height), p.product_dtype) for height in plan.heights) if p.step_sums else None
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()

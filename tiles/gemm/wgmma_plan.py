@@ -29,7 +29,7 @@ class Plan:
     def scales_part(self) -> int:
         """The part of a step with which its scales come: the first, for all that is dequantized; where
         they are those of sums, the last."""
-        return self.parts - 1 if self.operands.x_grouped else 0
+        return self.parts - 1 if self.operands.step_sums else 0
 
     @property
     def lines(self) -> int:
@@ -73,7 +73,7 @@ class Plan:
         same order."""
         p, rows = self.operands, self.heights[min(kind, len(self.heights) - 1)]
         shape = (p.schedule.block_n, rows)
-        return T.alloc_local((shape[0] * rows // self.consumers,), "float32") if p.x_grouped else T.alloc_fragment(shape, p.sums_dtype)
+        return T.alloc_local((shape[0] * rows // self.consumers,), "float32") if p.step_sums else T.alloc_fragment(shape, p.sums_dtype)
 
     def clear(self, kind: int) -> str:
         s = self.operands.schedule

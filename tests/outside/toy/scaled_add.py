@@ -88,7 +88,7 @@ class ScaledAdd:
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
-def unserved(workload: ScaledAdd) -> list[str]:
+def unserved(workload: ScaledAdd, arch: str) -> list[str]:
     return [f"n is {workload.n}; accepted: multiples of {VECTORS[0]}."] if workload.n % VECTORS[0] else []
 
 

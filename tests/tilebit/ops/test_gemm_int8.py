@@ -1,4 +1,4 @@
-"""``tilebit.gemm`` and ``torch.ops.tilebit.gemm_int8`` of weights whose x is int8."""
+"""``tilebit.gemm`` and ``torch.ops.tilebit.gemm_int8`` of weights whose x is int8 or e4m3."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import tilebit
 from tilebit.autotune.problems.gemm import exact_problem
 from tilebit.layouts.formats import FORMATS
 from tilebit.ops import gemm_int8
+from tilebit.ops.gemm_int8 import OUTS
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.weights.quantize import quantize
 
 OP = torch.ops.tilebit.gemm_int8
-INT8 = [name for name, f in FORMATS.items() if f.x]
+CODED = [name for name, f in FORMATS.items() if f.x]  # int8 and e4m3
 N, K = 70, 200
 
 
@@ -36,14 +37,14 @@ def coded(x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and scales of ``x`` as a product with a weight in format ``name`` takes them, and what
     they stand for in fp64."""
     grouped = FORMATS[name].x_grouped
-    codes, scales = tilebit.quantize_activations(x, group=128 if grouped else None)
+    codes, scales = tilebit.quantize_activations(x, OUTS[FORMATS[name].x], 128 if grouped else None)
     if not grouped:
         return codes, scales, codes.double() * scales[..., None]
     return codes, scales, codes.double() * scales.movedim(0, -1).repeat_interleave(128, -1)[..., :K]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", CODED)
 def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
     packed, w = made(name, dtype)
     x, bias = torch.randn(2, 3, K).to(dtype), torch.randn(N).to(dtype)
@@ -52,7 +53,7 @@ def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
     expected = floats @ w.T + bias.double()
     assert y.dtype is dtype and y.shape == (2, 3, N)
     assert float((y.double() - expected).norm() / expected.norm()) < (1e-3 if dtype is torch.float16 else 4e-3)
-    wide = torch.zeros(2, 3, 2 * K, dtype=torch.int8)
+    wide = torch.zeros(2, 3, 2 * K, dtype=codes.dtype)
     wide[..., K:] = codes
     for given in (codes, wide[..., K:]):
         assert torch.equal(tilebit.gemm(given, packed, bias, token_scales=scales), y)
@@ -62,7 +63,7 @@ def test_codes_and_floats_give_the_same(name: str, dtype: torch.dtype):
     assert tilebit.gemm(x[:0], packed).shape == (0, 3, N)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [*zip(cycle(("float16", "bfloat16")), INT8)], ids=str)
+@pytest.mark.parametrize(("dtype", "name"), [*zip(cycle(("float16", "bfloat16")), CODED)], ids=str)
 def test_products_are_exact(dtype: str, name: str):
     """Codes of 8 bits, any zero points and offsets, scales of each channel: sums that fp32 holds."""
     for seed in range(20):
@@ -119,7 +120,7 @@ def test_a_model_is_quantized():
         assert float((model(x) - expected).norm() / expected.norm()) < 0.03
 
 
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", [name for name in CODED if FORMATS[name].integer])
 def test_a_model_is_calibrated(name: str):
     """Columns in the order of their inputs' size: codes and 16-bit x are both brought into it."""
     torch.manual_seed(0)
@@ -148,7 +149,7 @@ def test_a_model_is_calibrated(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", CODED)
 def test_it_is_an_operator_and_compiles(name: str):
     packed, _ = made(name)
     x = torch.randn(6, K).half()

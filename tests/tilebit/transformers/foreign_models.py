@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "pack-quantized w8a16": {"family": "compressed-tensors", "bits": 8, "group_size": -1},
     "pack-quantized act order": {"family": "compressed-tensors", "group_size": 64, "desc_act": True},
     "int-quantized w8a8": {"family": "int-quantized"},
+    "float-quantized w8a8": {"family": "float-quantized"},
+    "fp8 blocks": {"family": "fp8"},
 }
 
 
@@ -33,8 +35,8 @@ def written(folder: Path, kind: str, config: PreTrainedConfig, shards: int = 1, 
     options = dict(KINDS[kind])
     model = made(config, torch.float16)
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and not name.endswith(keep)}
-    if options["family"] == "int-quantized":
-        stored, weights, said = int_quantized({name: tuple(layer.weight.shape) for name, layer in layers.items()})
+    if options["family"] in EIGHT_BITS:
+        stored, weights, said = EIGHT_BITS[options["family"]]({name: tuple(layer.weight.shape) for name, layer in layers.items()})
     else:
         weights = write_checkpoint(folder, layers={name: tuple(layer.weight.shape) for name, layer in layers.items()}, **options)
         stored, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -69,18 +71,52 @@ def int_quantized(layers: dict[str, tuple[int, int]]) -> tuple[dict[str, torch.T
         scale = (torch.rand(shape[0], 1, generator=generator) + 0.5).half() / 1024
         stored |= {f"{name}.weight": codes, f"{name}.weight_scale": scale}
         weights[name] = codes.float() * scale.float()
-    numbers = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None}
+    return stored, weights, w8a8("int")
+
+
+def w8a8(type: str) -> dict[str, Any]:
+    """llm-compressor's config of W8A8 of "int" or "float" numbers, x row by row."""
+    numbers = {"num_bits": 8, "type": type, "symmetric": True, "group_size": None}
     group = {
         "targets": ["Linear"],
         "weights": numbers | {"strategy": "channel", "dynamic": False},
         "input_activations": numbers | {"strategy": "token", "dynamic": True},
         "output_activations": None,
     }
-    said = {
+    return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": f"{type}-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
-    return stored, weights, said
+
+
+def float_quantized(layers: dict[str, tuple[int, int]]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """llm-compressor's scheme FP8_DYNAMIC: e4m3 weights with a scale a channel."""
+    stored, weights = {}, {}
+    for name, (codes, generator) in e4m3_weights(layers).items():
+        scale = (torch.rand(len(codes), 1, generator=generator) + 0.5).half() / 1024
+        stored |= {f"{name}.weight": codes, f"{name}.weight_scale": scale}
+        weights[name] = codes.float() * scale.float()
+    return stored, weights, w8a8("float")
+
+
+def fp8_blocks(layers: dict[str, tuple[int, int]]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """transformers' FineGrainedFP8Config, as DeepSeek's checkpoints have it: a scale for each 128 x 128 weights."""
+    stored, weights = {}, {}
+    for name, (codes, generator) in e4m3_weights(layers).items():
+        (n, k), blocks = codes.shape, [-(-size // 128) for size in codes.shape]
+        scale = (torch.rand(*blocks, generator=generator) + 0.5) / 1024
+        stored |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+        weights[name] = codes.float() * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return stored, weights, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def e4m3_weights(layers: dict[str, tuple[int, int]]) -> dict[str, tuple[torch.Tensor, torch.Generator]]:
+    """Random weights of each layer in e4m3, and what drew them."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: ((torch.randn(shape, generator=generator) * 70).to(torch.float8_e4m3fn), generator) for name, shape in layers.items()}
+
+
+EIGHT_BITS = {"int-quantized": int_quantized, "float-quantized": float_quantized, "fp8": fp8_blocks}

@@ -43,7 +43,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "compressed_tensors" else found(name, *rest))
 
 
-COMPRESSED = [kind for kind in KINDS if KINDS[kind]["family"] in ("compressed-tensors", "int-quantized")]
+COMPRESSED = [kind for kind in KINDS if KINDS[kind]["family"] in ("compressed-tensors", "int-quantized", "float-quantized")]
 
 
 @pytest.mark.parametrize(("kind", "library"), [*((kind, True) for kind in KINDS), *((kind, False) for kind in COMPRESSED)])
@@ -59,11 +59,11 @@ def test_every_kind_computes_what_its_codes_stand_for(tmp_path: Path, kind: str,
         assert not layer.training
     for name, value in model.named_parameters():
         assert torch.equal(value, reference.get_parameter(name)), name
-    # W8A8 quantizes x, too: to 8 bits a row
-    close(model, reference, 0.05 if KINDS[kind]["family"] == "int-quantized" else 0.01)
+    # x is quantized, too: to int8, or to the three bits of e4m3
+    close(model, reference, {"int-quantized": 0.05, "float-quantized": 0.15, "fp8": 0.15}.get(KINDS[kind]["family"], 0.01))
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq act order", "pack-quantized w8a16", "int-quantized w8a8"])
+@pytest.mark.parametrize("kind", ["awq", "gptq act order", "pack-quantized w8a16", "int-quantized w8a8", "fp8 blocks"])
 def test_what_was_loaded_saves_as_a_directory_of_tilebit(tmp_path: Path, kind: str):
     written(tmp_path / "theirs", kind, llama(), shards=3)
     model: Any = load(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""compressed-tensors' int-quantized W8A8: read back exactly; what of it is not supported, and fp8, is named."""
+"""compressed-tensors' int-quantized W8A8: read back exactly; what of it is not supported is named."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def test_packed_and_plain_layers_in_one_model(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.quantized(name).dequantize(), weight)
     parts = {part: groups["group_1"][part] | {"num_bits": 8, "type": "float"} for part in ("weights", "input_activations")}
     fp8 = groups["group_1"] | parts | {"format": "float-quantized"}
-    with pytest.warns(UserWarning, match=r"2 of the 3 quantized layers .* is 'float-quantized', which quantizes its activations too"):
+    with pytest.warns(UserWarning, match=r"2 of the 3 quantized layers .*a plain weight with scales but its format is 'float-quantized'"):
         checkpoint = load_checkpoint(said(group_1=fp8))
     assert torch.equal(checkpoint.quantized(next(iter(packed))).dequantize(), next(iter(packed.values())))
-    with pytest.raises(CheckpointError, match="W8A8 of int8"):
+    with pytest.raises(CheckpointError, match="of e4m3 in 'float-quantized'"):
         checkpoint.quantized(LAYERS[0])
     (tmp_path / "plain" / "config.json").unlink()
     with pytest.warns(UserWarning, match=r"2 of the 3 .*there is no config, which says how its activations are quantized"):
@@ -149,7 +149,11 @@ REFUSED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
     "a scale of activations": (config(), {"input_scale": torch.ones(1)}, r"input_scale is float32 \[1\].*dynamic per token"),
     "zero points": (config(), {"weight_zero_point": torch.ones(N, 1, dtype=torch.int8)}, "values other than 0"),
     "float weights": (config(), {"weight": torch.zeros(N, K)}, r"the weight is float32 \[24, 200\]; accepted: int8"),
-    "fp8 weights": (config(), {"weight": torch.zeros(N, K).to(torch.float8_e4m3fn)}, "the weight is float8_e4m3fn"),
+    "fp8 weights": (
+        config(),
+        {"weight": torch.zeros(N, K).to(torch.float8_e4m3fn)},
+        "a plain weight with scales of e4m3 but its format is 'int-quantized'",
+    ),
     "a stack": (config(), {"weight": torch.zeros(2, N, K, dtype=torch.int8)}, r"int8 \[2, 24, 200\]; accepted: int8 \[n, k\]"),
     "scales of other channels": (config(), {"weight_scale": torch.ones(N - 1, 1)}, r"weight_scale is float32 \[23, 1\]; accepted"),
     "scales of columns": (config(), {"weight_scale": torch.ones(1, K)}, r"weight_scale is float32 \[1, 200\]"),
@@ -163,12 +167,7 @@ REFUSED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
         "plain weight",
     ),
     "no config": (None, {}, "no quantization config"),
-    "fp8 of compressed-tensors": (config(format="float-quantized"), {}, "quantizes its activations too; accepted: .*W8A8 of int8"),
-    "fp8 of Hugging Face": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        {"weight": torch.zeros(N, K).to(torch.float8_e4m3fn), "weight_scale": None, "weight_scale_inv": torch.ones(1, 2)},
-        r"quant_method is 'fp8'; accepted: 'awq', .*quantize the model with AutoAWQ, GPTQModel or llm-compressor",
-    ),
+    "called fp8": (config(format="float-quantized"), {}, "type of weights is 'int'; accepted: 'float'"),
 }
 
 

@@ -15,7 +15,7 @@ from tilebit.weights.gptq import gptq
 from tilebit.weights.quantize import QuantizedTensor, quantize
 from tilebit.weights.smooth import STRENGTHS, search_smoothing, smoothing_factors
 
-INT8 = [name for name, format in FORMATS.items() if format.x]
+INT8 = [name for name, format in FORMATS.items() if format.integer_sums]
 
 
 @pytest.fixture(autouse=True)

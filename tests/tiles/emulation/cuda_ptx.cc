@@ -156,6 +156,40 @@ void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& 
   });
   d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
 }
+// The number of a finite e4m3 code; of the others NaN.
+static double host_from_e4m3(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const double size = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+  return code & 0x80 ? -size : size;
+}
+void ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                             uint32_t a3, uint32_t b0, uint32_t b1, float, float, float, float) {
+  struct Lane {
+    uint32_t a[4], b[2];
+    float d[4];
+  } mine = {{a0, a1, a2, a3}, {b0, b1}, {d0, d1, d2, d3}};
+  tilebit_host::collective("mma", &mine, [](void** lanes) {
+    uint8_t a[16][32], b[8][32];  // of b a row is a column of the product
+    for (int lane = 0; lane < 32; ++lane) {
+      const auto* o = static_cast<const Lane*>(lanes[lane]);
+      for (int i = 0; i < 4; ++i) memcpy(&a[lane / 4 + 8 * (i & 1)][lane % 4 * 4 + 16 * (i >> 1)], &o->a[i], 4);
+      for (int i = 0; i < 2; ++i) memcpy(&b[lane / 4][lane % 4 * 4 + 16 * i], &o->b[i], 4);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        float& d = static_cast<Lane*>(lanes[lane])->d[i];
+        double terms[33] = {d}, largest = fabs(double(d)), sum = 0;
+        for (int k = 0; k < 32; ++k) {
+          terms[k + 1] = host_from_e4m3(a[lane / 4 + 8 * (i >> 1)][k]) * host_from_e4m3(b[lane % 4 * 2 + (i & 1)][k]);
+          largest = fmax(largest, fabs(terms[k + 1]));
+        }
+        const double quantum = largest > 0 ? ldexp(1.0, ilogb(largest) - 13) : 1.0;
+        for (const double term : terms) sum += trunc(term / quantum) * quantum;
+        d = float(sum);
+      }
+  });
+  d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
+}
 void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
   struct Lane {
     const char* row;

@@ -69,6 +69,9 @@ TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, half)
 TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                                                                 uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int);
+// Of e4m3: of 32 products and the sum so far each keeps the bits down to 2^-13 of the largest one's highest (Hopper).
+void ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                             uint32_t a3, uint32_t b0, uint32_t b1, float, float, float, float);
 
 // Lane l addresses row l % 8 of matrix l / 8 and receives elements (l / 4, 2 (l % 4) + half) of each.
 void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address);

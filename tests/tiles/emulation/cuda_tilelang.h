@@ -3,6 +3,9 @@
 
 using half_t = half;
 using bfloat16_t = __nv_bfloat16;
+struct fp8_e4_t {
+  uint8_t bits;
+};
 using uint = unsigned;
 using uchar = unsigned char;
 struct uint1 {
@@ -21,7 +24,7 @@ struct Barrier {
 
 namespace tl {
 
-enum class DataType { kFloat16, kBFloat16, kFloat32, kInt8, kInt32 };
+enum class DataType { kFloat16, kBFloat16, kFloat32, kInt8, kInt32, kFloat8_e4m3 };
 template <DataType>
 struct Stored;
 template <>
@@ -77,8 +80,14 @@ void mma_sync(unsigned* sums, const unsigned* a, const unsigned* b) {
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool, bool>
 void mma_sync(float* d, const unsigned* a, const unsigned* b) {
-  static_assert(A == B && C == DataType::kFloat32 && M == 16 && N == 8 && K == 16, "a product that the emulation does not know");
-  tilebit_host::mma<typename Stored<A>::T>(d[0], d[1], d[2], d[3], {a[0], a[1], a[2], a[3]}, {b[0], b[1]});
+  static_assert(A == B && C == DataType::kFloat32 && M == 16 && N == 8, "a product that the emulation does not know");
+  if constexpr (A == DataType::kFloat8_e4m3) {
+    static_assert(K == 32, "a product that the emulation does not know");
+    ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[0], b[1], 0, 0, 0, 0);
+  } else {
+    static_assert(K == 16, "a product that the emulation does not know");
+    tilebit_host::mma<typename Stored<A>::T>(d[0], d[1], d[2], d[3], {a[0], a[1], a[2], a[3]}, {b[0], b[1]});
+  }
 }
 
 // ---- tensor maps and wgmma ----

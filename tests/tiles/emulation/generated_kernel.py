@@ -44,7 +44,9 @@ UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two o
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) main_kernel\((.*?)\) \{')
 SHARED = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 STATIC = re.compile(r"  __shared__ __align__\(16\) uint64_t (\w+)\[(\d+)\];")  # barriers
-LOCAL = re.compile(r"^  (?:float|int|uint|signed char|half_t|bfloat16_t|int64_t) (\w+)\[\d+\];", re.MULTILINE)  # a thread's own arrays
+LOCAL = re.compile(
+    r"^  (?:float|int|uint|signed char|fp8_e4_t|half_t|bfloat16_t|int64_t) (\w+)\[\d+\];", re.MULTILINE
+)  # a thread's own arrays
 MAP = re.compile(r"__grid_constant__ const CUtensorMap (\w+)")
 
 

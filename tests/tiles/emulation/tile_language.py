@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tilebit.layouts.formats import FP8
 from tilebit.layouts.fragments import wgmma_a, wgmma_c
 from tilebit.schedules.gemm.rules import TMA_ALIGNMENT
 
@@ -250,14 +251,17 @@ class TileLanguage:
     def gemm(
         self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, transpose_B: bool, policy: str, clear_accum: bool = False
     ) -> None:
-        """c += a @ b^T in fp32, of bytes in int32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
+        """c += a @ b^T in fp32, of int8 in int32. wgmma holds rows as four warps of mma.sync do, each of which has 16 of a slab's 64."""
         assert transpose_B and policy == "FullRow"
         self._multiply(a, b, c, clear_accum)
 
     def _multiply(self, a: RegisterTile, b: Buffer | Element, c: RegisterTile, clear_accum: bool) -> None:
-        a.plays(wgmma_a, 32 if a.dtype == "int8" else 16)
+        a.plays(wgmma_a, 32 if a.registers.itemsize == 1 else 16)
         c.plays(wgmma_c, c.shape[1])
         with np.errstate(invalid="ignore", over="ignore"):
+            if a.dtype == FP8:
+                c.fill(e4m3_product(a.matrix(), b.numbers(), np.zeros(c.shape) if clear_accum else c.matrix()))
+                return
             product = a.matrix() @ b.numbers().T
             c.fill(product if clear_accum else c.matrix() + product)
 
@@ -273,6 +277,17 @@ class TileLanguage:
         while len(self.group.products) > left:
             self.group.products.pop(0)()
         self.crew.pause()
+
+
+def e4m3_product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c + a @ b^T, fp32 numbers, as tensor cores sum e4m3: of 32 products and the sum so far each keeps the bits down to 2^-13 of the
+    largest one's highest (Hopper; DeepSeek-V3, section 3.3.2)."""
+    total = c.astype(np.float64)
+    for k in range(0, a.shape[1], 32):
+        terms = np.concatenate([a[:, None, k : k + 32].astype(np.float64) * b[None, :, k : k + 32], total[..., None]], axis=-1)
+        quantum = np.ldexp(1.0, np.frexp(np.abs(terms).max(-1, keepdims=True))[1] - 1 - 13)
+        total = (np.trunc(terms / quantum) * quantum).sum(-1)
+    return total.astype(np.float32)
 
 
 def _passed(argument: Any) -> Argument:

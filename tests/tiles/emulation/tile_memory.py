@@ -12,15 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from tilebit.layouts.formats import E4M3, FP8
 from tilebit.layouts.fragments import Fragment
 from tilebit.tiles.device.twins import round_to, widen
 
 from .device_code import KernelFault
 
-STORED = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32, "int8": np.int8, "uint8": np.uint8}
+STORED = {
+    "float16": np.uint16, "bfloat16": np.uint16, "float32": np.float32, "int32": np.int32, "int8": np.int8, "uint8": np.uint8,
+    FP8: np.uint8,
+}  # fmt: skip
 PLAIN = ("float32", "int32", "int8", "uint8")  # stored as numpy has them
 # int32: NaN as 16-bit floats too, for memory that is declared as words
-POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": 0x7FDA7FDA, "int8": 0x5A, "uint8": 0xDA}
+POISON = {"float16": 0x7E5A, "bfloat16": 0x7FDA, "float32": np.nan, "int32": 0x7FDA7FDA, "int8": 0x5A, "uint8": 0xDA, FP8: 0x7F}
+E4M3_NUMBERS = np.array((*E4M3, *(-value for value in E4M3)), np.float32)
 SLAB = 64  # rows that four warps hold
 
 
@@ -78,10 +83,10 @@ class Element:
 
 
 def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """16-bit floats as float32; what numpy has as it is, bytes as integers that hold their products."""
+    """Floats of 16 and 8 bits as float32; what numpy has as it is, bytes as integers that hold their products."""
     if dtype in PLAIN:
         return stored.astype(np.int64) if stored.itemsize == 1 else stored
-    return widen(stored, dtype).astype(np.float32)
+    return E4M3_NUMBERS[stored] if dtype == FP8 else widen(stored, dtype).astype(np.float32)
 
 
 def _value(operand: Any) -> Any:

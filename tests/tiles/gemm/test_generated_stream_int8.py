@@ -119,7 +119,7 @@ PLANTED = {
     "parameters by chunks of eight": (LQQ_CASE, "stream_ring.py", "CHUNK_BYTES // parameter_bytes", "8"),
     "zero points are another warp's": (CASES[10], "stream.py", "zeros[0, own.row]) if shifted", "zeros[0, 0]) if shifted"),
     "zero points of rows r and r + 8 exchanged": (CASES[9], "device", "scales[shift + 8]", "scales[shift]"),
-    "scales are applied to nothing": (W8A8_CASE, "stream.py", '() if integer else ("scales",)', '("scales",)'),
+    "scales are applied to nothing": (W8A8_CASE, "stream.py", '() if of_bytes else ("scales",)', '("scales",)'),
 }
 
 

@@ -24,7 +24,10 @@ def accumulate_step(plan: Plan, arg: dict[str, Any], words: Any, x: Any, depth: 
     if plan.bits == 8:
 
         def codes(k: int, row: int) -> Any:
-            return v.load(arg["weight"], words * 4 + k * TILE + row * lanes, lanes).astype(f"float32x{lanes}")
+            loaded = v.load(arg["weight"], words * 4 + k * TILE + row * lanes, lanes)
+            if plan.workload.format.integer:
+                return loaded.astype(f"float32x{lanes}")
+            return v.from_e4m3(loaded.astype(f"int32x{lanes}"), lanes)
 
         for k in range(0, depth, 2):
             if plan.dot == "pairs":
@@ -68,8 +71,7 @@ def _accumulate(plan: Plan, arg: dict[str, Any], x: Any, step: int, weights: lis
 
 
 def _joined(even: Any, odd: Any) -> Any:
-    """int32x16: two fp32 vectors of integers below 256 as pairs of bf16, whose 8 significant bits
-    they fit."""
+    """int32x16: two fp32 vectors of numbers of at most 8 significant bits as pairs of bf16."""
     return (T.reinterpret("uint32x16", even) >> v.splat(16, "uint32", 16) | T.reinterpret("uint32x16", odd)).astype("int32x16")
 
 

@@ -119,11 +119,15 @@ def apply_group(
                 joined = joined - shift * v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "int32", lanes)
             slot = i * plan.vectors + vector
             if weight_format.x_grouped:
-                row = T.min(block * mb + i, m - 1)  # rows behind the last are not written: any scale will do
-                of_x = v.splat(arg["token_scales"][group * m + row], "float32", lanes)
+                of_x = scale_of_x(arg, group, block * mb + i, m, lanes)
                 T.buffer_store(total, v.fma(joined.astype(f"float32x{lanes}"), of_weight * of_x, total[slot]), [slot])
             else:
                 T.buffer_store(total, total[slot] + joined, [slot])
+
+
+def scale_of_x(arg: dict[str, Any], group: Any, row: Any, m: Any, lanes: int) -> Any:
+    """The scale of a group of row ``row`` of x; rows behind the last are not written: any will do."""
+    return v.splat(arg["token_scales"][group * m + T.min(row, m - 1)], "float32", lanes)
 
 
 def _parameters(weight_format: GemmFormat) -> tuple[tuple[str, bool], ...]:

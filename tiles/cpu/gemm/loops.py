@@ -39,6 +39,7 @@ def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
                     with T.Else(), T.serial(TILE) as j:
                         inside = (row < m) & (kt * TILE + j < k)
                         T.buffer_store(stage, T.if_then_else(inside, arg["x"][start + j], v.tirx.const(0, str(stage.dtype))), [j])
+                stage = _bf16_of_e4m3(plan, stage) if plan.x_is_e4m3 else stage
                 numbers = [v.load(stage, part * lanes, lanes) for part in range(plan.vectors)]
                 values = [T.bind(x.astype(f"int32x{lanes}") if plan.integers else v.to_float(x, lanes)) for x in numbers]
                 if total is not None:
@@ -51,6 +52,16 @@ def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
                     _STORE_X[plan.dot, plan.planes](plan, arg["xs"], offset, values, stage)
             if total is not None:
                 T.buffer_store(arg["sums"], v.lane_sum(total[0], lanes, plan.sums_dtype), [(block * plan.groups + group) * mb + i])
+
+
+def _bf16_of_e4m3(plan: Plan, codes: Any) -> Any:
+    """A tile's 32 e4m3 codes as bf16."""
+    lanes, stage = plan.isa.lanes, v.local(TILE, "uint16")
+    for part in range(plan.vectors):
+        number = v.from_e4m3(v.load(codes, part * lanes, lanes).astype(f"int32x{lanes}"), lanes)
+        bits = T.reinterpret(f"uint32x{lanes}", number) >> v.splat(16, "uint32", lanes)
+        v.store(stage, part * lanes, bits.astype(f"uint16x{lanes}"), lanes)
+    return stage
 
 
 def _store_float(plan: Plan, xs: Any, offset: Any, values: list[Any], stage: Any) -> None:
@@ -99,7 +110,7 @@ def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
         with T.If(nt < plan.n_tiles), T.Then():
             total = v.sums(mb * plan.vectors, lanes, plan.total_dtype)
             accumulate = integers.accumulate if plan.integers else accumulate_step
-            apply = partial(integers.apply_group, m=m) if plan.integers else _apply_scales
+            apply = partial(integers.apply_group if plan.integers else _apply_scales, m=m)
             for count, first, run in plan.group_runs:
                 with T.serial(count) as index:
                     group = T.bind(index + first)
@@ -134,8 +145,11 @@ def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
                     yield kt, part * depth, depth
 
 
-def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any) -> None:
-    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order."""
+def _apply_scales(
+    plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: Any, rows: tuple[int, ...], sums: Any, total: Any, m: Any
+) -> None:
+    """total += s * (sums + (c - z) * sum of x), the split sums joined in a fixed order; of x whose
+    groups have scales, times x's scale of the group."""
     lanes, mb, weight_format = plan.isa.lanes, plan.block_m, plan.workload.format
     for position, vector in enumerate(rows):
         column = T.bind((group * plan.n_tiles + nt) * TILE + vector * lanes)
@@ -151,7 +165,8 @@ def _apply_scales(plan: Plan, arg: dict[str, Any], group: Any, nt: Any, block: A
             of_x = v.splat(arg["sums"][(block * plan.groups + group) * mb + i], "float32", lanes) if plan.needs_sums else None
             if plan.needs_sums:
                 joined = v.fma(zero, of_x, joined)
-            T.buffer_store(total, v.fma(joined, scale, total[slot]), [slot])
+            factor = scale * integers.scale_of_x(arg, group, block * mb + i, m, lanes) if weight_format.x_grouped else scale
+            T.buffer_store(total, v.fma(joined, factor, total[slot]), [slot])
 
 
 def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:

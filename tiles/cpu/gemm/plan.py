@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from ....layouts.formats import FP8
 from ....schedules.gemm.cpu import TILE, Isa, isa, vectors_per_pass
 from ....schedules.gemm.workload import Workload
 from ....schedules.schedule import Schedule
@@ -115,6 +116,11 @@ class Plan:
     def x_is_bf16(self) -> bool:
         """Every number of x is one of bf16's."""
         return self.workload.x_dtype != "float16"
+
+    @property
+    def x_is_e4m3(self) -> bool:
+        """x is e4m3 codes, which bf16 holds."""
+        return self.workload.x_dtype == FP8
 
     @property
     def planes(self) -> int:

@@ -19,7 +19,8 @@ integers and 0 elsewhere. All sums are fp32. Three ways to multiply, by what the
 That is 3 (fp16: 4), 6 and 13 vector instructions per 32 integers and row of x. Eight bits are
 extended and converted to fp32 and multiplied as that; with vdpbf16ps and bf16 x as bf16, whose 8
 significant bits they fit. Of int8 x codes are multiplied as integers, by vpdpbusd where the
-processor has it, else by vpmaddubsw or vpmaddwd, and sums are int32 (``integers.py``).
+processor has it, else by vpmaddubsw or vpmaddwd, and sums are int32 (``integers.py``). x of e4m3 is
+multiplied as the bf16 that holds it, e4m3 weights in fp32 or, with vdpbf16ps, bf16; sums are fp32.
 
 A first parallel loop rearranges x once per call into blocks of ``block_m`` rows x 32 k, padded with
 zeros; a second one multiplies. Each becomes a plain C function over a range of its iterations
@@ -37,7 +38,7 @@ from ....schedules.gemm.workload import Workload
 from ....schedules.schedule import Schedule
 from ....schedules.target import Target
 from ...program import TileProgram
-from ..outline import THREADS, TOGETHER
+from ..outline import BITS, THREADS, TOGETHER
 from .plan import Plan
 
 
@@ -68,7 +69,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         def views() -> dict[str, Any]:
             """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as
             bytes."""
-            kinds = {name: "uint16" for name, buffer in buffers.items() if buffer.dtype == "bfloat16"}
+            kinds = {name: BITS[str(buffer.dtype)] for name, buffer in buffers.items() if str(buffer.dtype) in BITS}
             if plan.bits == 8:
                 kinds["weight"] = "uint8"
             return {name: v.flat(buffer, kinds.get(name)) for name, buffer in buffers.items()}

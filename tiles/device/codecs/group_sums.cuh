@@ -1,8 +1,10 @@
-// Integer sums of a group of k, scaled and added to fp32 sums:
+// Tensor cores' sums of a step of 128 k, scaled and added to fp32 sums:
 //
 //     sums[n, m] += group[n, m] * scales[n] * token_scales[m]
 //
-// A group's sums stay below 2^21 + 1 (128 products of bytes), so that fp32 holds them exactly.
+// where groups of the weight, and groups of x, have scales. Integer sums stay below 2^21 + 1 (128
+// products of bytes), so that fp32 holds them exactly. Those of e4m3 keep about 14 bits on tensor
+// cores (DeepSeek-V3, section 3.3.2), which is why no more than a step is summed there.
 // Comes after ptx/instructions.cuh and codecs/dequant.cuh.
 #pragma once
 #include <stdint.h>
@@ -20,6 +22,8 @@ __device__ __forceinline__ float group_to_float(int v) {
   return CONVERSION == Conversion::INSTRUCTION ? __int2float_rn(v) : __int_as_float(v + MAGIC_BITS) - MAGIC;
 }
 
+__device__ __forceinline__ float group_to_float(float v) { return v; }
+
 template <int COUNT>
 __device__ __forceinline__ void clear_sums(float* sums) {
 #pragma unroll
@@ -27,10 +31,11 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 }
 
 // Sums in MMA order: [slab][column / 8][row half][column parity], of SLABS slabs and BLOCK_M
-// columns. scales: T [rows of the block], token_scales: [BLOCK_M], both in shared memory. ``there``
-// says that there is a group to add.
-template <typename T, int SLABS, int BLOCK_M>
-__device__ __forceinline__ void add_group(float* sums, const int* group, const void* scales, const void* token_scales, bool there, int thread) {
+// columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT, if ROWS have them;
+// token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
+// group to add.
+template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool ROWS = true, bool COLUMNS = true, int UNIT = 1>
+__device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, int thread) {
   if (!there) return;
   const int lane = thread & 31, warp = (thread >> 5) & 3, first = (thread >> 7) * (SLABS * 64) + warp * 16 + (lane >> 2);
   const T* of_rows = static_cast<const T*>(scales) + first;
@@ -39,10 +44,10 @@ __device__ __forceinline__ void add_group(float* sums, const int* group, const v
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-    for (int low = 0; low < 2; ++low) rows[slab][low] = float(of_rows[slab * 64 + low * 8]);
+    for (int low = 0; low < 2; ++low) rows[slab][low] = ROWS ? float(of_rows[slab * 64 + low * 8]) * UNIT : 1.0f;
 #pragma unroll
   for (int c = 0; c < BLOCK_M / 8; ++c) {
-    const float2 columns = *reinterpret_cast<const float2*>(of_columns + c * 8);
+    const float2 columns = COLUMNS ? *reinterpret_cast<const float2*>(of_columns + c * 8) : float2{1.0f, 1.0f};
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll

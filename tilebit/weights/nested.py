@@ -36,7 +36,7 @@ class Free:
     @classmethod
     def of(cls, rows: SortedRows, clusters: int) -> Free:
         """By a few steps of Lloyd's algorithm from clusters of about equal errors."""
-        edges = lloyd(rows, _even(rows, clusters), FREE_STEPS)
+        edges = lloyd(rows, even(rows, clusters), FREE_STEPS)
         inside = segments(edges, rows.k)
         share = 1.0 / edges.diff(dim=1).clamp(min=1)
         away = rows.values - rows.means(edges, rows.values[:, :1]).gather(1, inside)
@@ -50,7 +50,7 @@ class Free:
         return self.error[:, -1:]
 
 
-def _even(rows: SortedRows, clusters: int) -> Tensor:
+def even(rows: SortedRows, clusters: int) -> Tensor:
     """Edges of ``clusters`` clusters with about equal errors: as dense as the cube root of the
     weights' density (Panter and Dite 1951)."""
     values, k = rows.values, rows.k

@@ -117,7 +117,7 @@ def test_codes_are_prefixes_and_error_falls_with_every_bit(kind: str) -> None:
             assert bool((errors[bits + 1] < errors[bits]).all())
         shorter = quantize_any(w, seed_bits, max_bits=5)
         assert shorter.max_bits == 5 and list(shorter.codebooks) == list(range(seed_bits, 6))
-        assert bool((_errors(w, shorter)[5].sum() < errors[5].sum()))  # no wider width is looked at
+        assert bool(_errors(w, shorter)[5].sum() < errors[5].sum())  # no wider width is looked at
 
 
 def test_codebooks_are_the_weighted_means_of_their_codes() -> None:

@@ -75,13 +75,14 @@ def weights_of(
     originals: dict[str, Tensor], method: str, sensitivity: dict[str, Tensor] | None, widths: list[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(bits, the values of all layers) of each of ``widths``."""
+    given: dict[str, Tensor | None] = {name: None if sensitivity is None else sensitivity[name] for name in originals}
     if method == "upscaled":
-        held = {name: quantize_any(w, sensitivity=sensitivity and sensitivity[name]) for name, w in originals.items()}
+        held = {name: quantize_any(w, sensitivity=given[name]) for name, w in originals.items()}
         for bits in widths:
             yield bits, {name: one.dequantize(bits) for name, one in held.items()}
         return
     for bits in widths:
-        yield bits, {name: independent(w, bits, sensitivity and sensitivity[name]) for name, w in originals.items()}
+        yield bits, {name: independent(w, bits, given[name]) for name, w in originals.items()}
 
 
 def megabytes(originals: dict[str, Tensor], bits: int) -> float:

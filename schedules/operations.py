@@ -17,6 +17,7 @@ from ..layouts.outside import stated
 from .activations.glue import GATING, NORMED
 from .activations.operation import QUANTIZE
 from .attention.operation import APPEND, DECODE, GATHER, PREFILL
+from .gemm.expand import EXPAND
 from .gemm.operation import GEMM
 from .operands import Operand, kernel_params
 from .rule import AnyWorkload, Estimate, Operation, Rule
@@ -29,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
-OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL, QUANTIZE, NORMED, GATING)}
+OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL, QUANTIZE, NORMED, GATING, EXPAND)}
 
 
 def operation(name: str) -> Operation:

@@ -20,6 +20,7 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.activations.glue import GlueWorkload
 from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.expand import ExpandWorkload
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal, programs
 from tilebit.schedules.schedule import Schedule
@@ -54,6 +55,8 @@ CASES: tuple[Case, ...] = (
     (Workload(1, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any", 32, 1, 1, 2, 4)),
     (Workload(8, 505, 1001, W4_ANY, "bfloat16", bias=True), Schedule("gemm_any", 16, 8, 1, 2, 8)),
     (Workload(17, 505, 1001, W8_ANY, token_scales=True), Schedule("gemm_any", 16, 16, 1, 2, 2, split_k=2)),
+    (ExpandWorkload(505, 1001, 3), Schedule("expand_any", 1, 1, 1, num_warps=4)),
+    (ExpandWorkload(505, 1001, 8, "bfloat16"), Schedule("expand_any", 1, 1, 1, num_warps=8)),
     (Workload(130, 505, 1001, LQQ, bias=True), Schedule("gemm_wgmma", 128, 128, 256, 2, 8)),
     (Workload(130, 505, 1001, LQQ, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
     (Workload(33, 320, 1000, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),

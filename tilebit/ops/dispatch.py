@@ -18,12 +18,14 @@ from ..kernels import KernelUnavailable, find_kernel
 from ..layouts.formats import GemmFormat
 from ..runtime import LoadedKernel
 from ..schedules.gemm import rules as rules
+from ..schedules.gemm.expand import ExpandWorkload, library_from
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import WORKSPACE
 from ..schedules.operations import workspace_words
 from ..schedules.schedule import Schedule
 from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
+from .expanded import expanded
 from .known import known
 from .launchers import Launcher, bind
 from .workspace import LIMIT_BYTES
@@ -37,10 +39,11 @@ SLICE_ROWS = 8  # slices of y that start at multiples of it are aligned, whateve
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one kernel serves: it is found as that of ``workload``, and gets up to ``rows`` rows of
-    x (None: any number)."""
+    x (None: any number). One that ``expands`` the weight serves together with a library's product."""
 
-    workload: Workload
+    workload: Workload | ExpandWorkload
     rows: int | None
+    expands: bool = False
 
 
 class Plan:
@@ -102,7 +105,7 @@ class Plan:
         """The largest numbers of rows before another kernel serves; the last one's serves any more."""
         return self._parts()[0]
 
-    def missing(self, ms: Sequence[int] | None) -> list[Workload]:
+    def missing(self, ms: Sequence[int] | None) -> list[Workload | ExpandWorkload]:
         """What must be built before calls with ``ms`` rows (None: any number) find their kernels,
         each kernel once: those that are not loaded yet and that no pack has."""
         parts = self._parts()[1] if ms is None else [self._part(m) for m in ms]
@@ -135,9 +138,16 @@ class Plan:
         shape = portfolio(self.workload, self.target)
         assert shape is not None
         most = dict(zip(shape.serving, shape.bounds, strict=True))  # of each schedule the last bound
-        below = dict(zip(shape.serving[:-1], shape.bounds[:-1], strict=True))
-        parts = [Part(self.workload.with_m(most[s]), below[s]) for s in shape.serving[:-1]]
-        return shape.bounds, (*parts, Part(self.workload.with_m(most[shape.serving[-1]]), None))
+        up_to = dict(zip(shape.serving[:-1], shape.bounds[:-1], strict=True))
+        parts = [Part(self.workload.with_m(most[s]), up_to[s]) for s in shape.serving[:-1]]
+        parts.append(Part(self.workload.with_m(most[shape.serving[-1]]), None))
+        first = library_from(self.workload, self.target)
+        if first is None:
+            return shape.bounds, tuple(parts)
+        below = tuple(bound for bound in shape.bounds if bound < first - 1)[: len(parts) - 1]
+        w = self.workload
+        expand = Part(ExpandWorkload(w.n, w.k, w.format.bits, w.dtype), None, expands=True)
+        return (*below, first - 1, first), (*parts[: len(below) + 1], expand)
 
     def _resolve(self, part: Part, m: int) -> Launcher:
         with self._lock:
@@ -154,7 +164,8 @@ class Plan:
                 kernel = find_kernel(part.workload, self.target)
                 if self.target.is_cuda:
                     kernel.prepare(self.device.index)
-                found = self._launchers[part] = _bind(kernel, self, part.rows)
+                found = expanded(kernel, part.workload, self) if part.expands else _bind(kernel, self, part.rows)
+                self._launchers[part] = found
         return found
 
 

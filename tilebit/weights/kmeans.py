@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LLOYD_STEPS = 60  # at most; a step costs a few binary searches a cluster
-NEAR = (1, 2, 4, 8)  # distances of the second choice's cuts
+DISTANCES = (1, 2, 4, 8)  # of the second choice's cuts
 LEAST_SENSITIVITY = 1e-6  # of a row's mean: values that nothing depends on still have a nearest code
 
 
@@ -70,14 +70,14 @@ def cluster(rows: SortedRows, clusters: int) -> Tensor:
     """Edges of ``clusters`` clusters of each row: the best on a grid of cuts by dynamic programming,
     then Lloyd's algorithm until no cut moves; once more on a grid about these cuts. The
     tests hold its error beside the exact optimum's."""
-    edges = lloyd(rows, _best_on_grid(rows, _coarse(rows, clusters), clusters))
-    return lloyd(rows, _best_on_grid(rows, _about(rows, edges), clusters))
+    edges = lloyd(rows, best_on_grid(rows, coarse(rows, clusters), clusters))
+    return lloyd(rows, best_on_grid(rows, near(rows, edges), clusters))
 
 
-def lloyd(rows: SortedRows, edges: Tensor) -> Tensor:
-    """Cuts moved to the middle between neighbouring means, until no cut moves."""
+def lloyd(rows: SortedRows, edges: Tensor, steps: int = LLOYD_STEPS) -> Tensor:
+    """Cuts moved to the middle between neighbouring means, until no cut moves, in at most ``steps``."""
     values = rows.values.contiguous()
-    for _ in range(LLOYD_STEPS):
+    for _ in range(steps):
         lower, upper = values.gather(1, edges[:, :-1].clamp(max=rows.k - 1)), values.gather(1, (edges[:, 1:] - 1).clamp(min=0))
         means = rows.means(edges, torch.maximum(lower, upper))
         means = torch.cummax(means, 1).values  # an empty cluster stands where its neighbour ends
@@ -89,7 +89,7 @@ def lloyd(rows: SortedRows, edges: Tensor) -> Tensor:
     return edges
 
 
-def _coarse(rows: SortedRows, clusters: int) -> Tensor:
+def coarse(rows: SortedRows, clusters: int) -> Tensor:
     """Cuts for a first choice, int64 [n, points], ascending: half at equal numbers of values, half at
     equal distances, so that outliers have cuts between them, too."""
     n, k = rows.values.shape
@@ -100,24 +100,27 @@ def _coarse(rows: SortedRows, clusters: int) -> Tensor:
     return torch.cat((by_rank, by_value), 1).sort(1).values
 
 
-def _about(rows: SortedRows, edges: Tensor) -> Tensor:
+def near(rows: SortedRows, edges: Tensor) -> Tensor:
     """Cuts for a second choice, int64 [n, points], ascending: ``edges`` and some on either side of
     each, from the next one to a fiftieth of a row away."""
     step = max(1, rows.k // 400)
-    away = torch.tensor([sign * step * distance for sign in (-1, 1) for distance in NEAR] + [0], device=edges.device)
-    near = (edges[:, 1:-1, None] + away).clamp(0, rows.k).flatten(1)
-    return torch.cat((edges[:, :1], near, edges[:, -1:]), 1).sort(1).values
+    away = torch.tensor([sign * step * distance for sign in (-1, 1) for distance in DISTANCES] + [0], device=edges.device)
+    around = (edges[:, 1:-1, None] + away).clamp(0, rows.k).flatten(1)
+    return torch.cat((edges[:, :1], around, edges[:, -1:]), 1).sort(1).values
 
 
-def _best_on_grid(rows: SortedRows, grid: Tensor, clusters: int) -> Tensor:
+def best_on_grid(rows: SortedRows, grid: Tensor, clusters: int, costs: Tensor | None = None) -> Tensor:
     """Edges: the exact optimum among cuts at the positions ``grid`` of each row, the first of them
-    0, the last k."""
+    0, the last k. ``costs`` fp64 [n, points, points]: what a cluster between two cuts costs beside its
+    squared error."""
     n, device = len(grid), grid.device
     mass, moment = rows.mass.gather(1, grid), rows.moment.gather(1, grid)
     points = grid.shape[1]
     # gain[i, j]: of one cluster from cut i to cut j
     width = mass[:, None, :] - mass[:, :, None]
     gain = (moment[:, None, :] - moment[:, :, None]) ** 2 / torch.where(width > 0, width, 1.0)
+    if costs is not None:
+        gain = gain - costs
     above = torch.ones(points, points, dtype=torch.bool, device=device).triu()
     gain = torch.where(above & (width > 0), gain, torch.where(above, 0.0, -torch.inf))
     best, chosen = gain[:, 0, :], []
@@ -129,28 +132,3 @@ def _best_on_grid(rows: SortedRows, grid: Tensor, clusters: int) -> Tensor:
         cuts.append(at.gather(1, cuts[-1]))
     cuts.append(torch.zeros(n, 1, dtype=torch.int64, device=device))
     return grid.gather(1, torch.cat(cuts[::-1], 1))
-
-
-def split(rows: SortedRows, edges: Tensor) -> Tensor:
-    """int64 [n, 2 clusters + 1]: each cluster cut in two where that leaves the least weighted
-    squared error, exactly: every position is tried. Of a cluster with no or one value the
-    second half is empty."""
-    k = rows.k
-    of = segments(edges, k)
-    mass, moment = rows.mass.gather(1, edges), rows.moment.gather(1, edges)
-    held, sums = mass.diff(dim=1), moment.diff(dim=1)
-    mean = torch.where(held > 0, sums / held, 0.0)
-    # Left of a cut before position i: mass a, moment about the cluster's mean b. The error falls by
-    # b^2 / a + b^2 / (held - a).
-    here = mean.gather(1, of)
-    a = rows.mass[:, :k] - mass[:, :-1].gather(1, of)
-    b = (rows.moment[:, :k] - here * rows.mass[:, :k]).sub_((moment[:, :-1] - mean * mass[:, :-1]).gather(1, of))
-    rest = held.gather(1, of).sub_(a).mul_(a)
-    fall = b.square_().div_(rest)
-    fall.masked_fill_(~(rest > 0), 0.0)  # a cluster's first position cuts nothing off
-    # The first position of each cluster where it falls most.
-    most = torch.zeros_like(held).scatter_reduce_(1, of, fall, "amax")
-    found = torch.where(fall == most.gather(1, of), torch.arange(k, device=edges.device), k)
-    cut = torch.full_like(edges[:, 1:], k).scatter_reduce_(1, of, found, "amin")
-    cut = torch.where((most > 0) & (edges.diff(dim=1) > 1), cut, edges[:, 1:])
-    return torch.cat((torch.stack((edges[:, :-1], cut), 2).flatten(1), edges[:, -1:]), 1)

@@ -2,8 +2,8 @@
 whose highest b bits are the codes of b bits.
 
 A seed of few bits is clustered for each output channel by k-means, each value weighted with what
-the loss says of it (SqueezeLLM's sensitivity). Every further bit cuts each cluster in two where
-that leaves the least error (incremental upscaling, section 3 of the paper).
+the loss says of it (SqueezeLLM's sensitivity). Every further bit cuts each cluster in two
+(incremental upscaling, section 4.1 of the paper), where that is best for all widths (``nested.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..accepted import expect, expect_tensors
-from .kmeans import SortedRows, cluster, segments, split
+from .kmeans import SortedRows, segments
+from .nested import nested
 from .progress import counted
 
 SEED_BITS = (2, 3, 4)
@@ -131,13 +132,14 @@ def quantize_any(
     for start in counted(starts, "quantizing rows", len(starts), progress):
         part = slice(start, start + step)
         rows = SortedRows.of(w[part], None if sensitivity is None else sensitivity[part].detach())
-        edges = cluster(rows, 1 << seed_bits)
-        means = rows.means(edges, rows.values[:, :1])
-        books[seed_bits][part] = means
-        for bits in range(seed_bits + 1, max_bits + 1):
-            edges = split(rows, edges)
-            means = rows.means(edges, means.repeat_interleave(2, 1))  # an empty half keeps its cluster's number
-            books[bits][part] = means
+        edges = nested(rows, seed_bits, max_bits)
+        means = rows.values[:, :1]
+        for bits, book in books.items():
+            at = edges[:, :: 1 << (max_bits - bits)]
+            means = rows.means(
+                at, means.repeat_interleave((at.shape[1] - 1) // means.shape[1], 1)
+            )  # an empty half keeps its cluster's number
+            book[part] = means
         codes[part] = torch.empty_like(codes[part]).scatter_(1, rows.order, segments(edges, k).to(torch.uint8))
     return AnyPrecisionTensor(codes, books)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilebit.weights.kmeans import SortedRows, cluster, split
+from tilebit.weights.kmeans import SortedRows, cluster
+from tilebit.weights.nested import nested, split
 from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
 
 LARGEST_RATIO = 1.25  # of an upscaled weight's squared error to the exact optimum's at the same width
@@ -57,16 +58,22 @@ def _ratios(kind: str, widths: range, weighted: bool = False) -> dict[int, float
     return {bits: float(errors[bits][0]) / exact[1 << bits] for bits in widths}
 
 
-@pytest.mark.parametrize(("kind", "weighted"), [("gauss", False), ("gauss", True), ("laplace", False)])
-def test_errors_are_near_the_exact_optimum_of_each_width(kind: str, weighted: bool) -> None:
-    ratios = _ratios(kind, range(3, 7), weighted)
+@pytest.mark.parametrize(("kind", "weighted", "most"), [("gauss", False, 7), ("gauss", True, 6), ("laplace", False, 6)])
+def test_errors_are_near_the_exact_optimum_of_each_width(kind: str, weighted: bool, most: int) -> None:
+    ratios = _ratios(kind, range(3, most + 1), weighted)
     assert max(ratios.values()) < LARGEST_RATIO and min(ratios.values()) > 0.999, ratios
 
 
-@pytest.mark.xfail(strict=True, reason="every cluster of the seed has as many codes, however few values it holds: measured 1.3 and 1.4")
-@pytest.mark.parametrize(("kind", "bits"), [("gauss", 7), ("outliers", 4)])
-def test_errors_are_near_the_exact_optimum_where_clusters_are_uneven(kind: str, bits: int) -> None:
-    assert _ratios(kind, range(bits, bits + 1))[bits] < LARGEST_RATIO
+@pytest.mark.parametrize("kind", ["laplace", "outliers"])
+def test_looking_ahead_leaves_less_error_than_the_best_cut_of_each_width(kind: str) -> None:
+    rows = SortedRows.of(_layer(kind, 16, 1024), _weights(16, 1024))
+    squares = (rows.mass.diff(dim=1) * rows.values**2).sum(1)
+    best, seen = cluster(rows, 8), nested(rows, 3, 8)
+    assert float(((squares - rows.gains(seen[:, ::32]).sum(1)) / (squares - rows.gains(best).sum(1))).mean()) < 1.02  # of the seed
+    for _ in range(5):
+        best = split(rows, best, torch.ones(16, 1, dtype=torch.float64))
+    ratio = (squares - rows.gains(seen).sum(1)) / (squares - rows.gains(best).sum(1))
+    assert float(ratio.mean()) < 0.92 and float(ratio.max()) < 1.02, ratio
 
 
 @pytest.mark.parametrize("seed_bits", [2, 3, 4])
@@ -85,7 +92,7 @@ def test_each_cluster_is_cut_where_the_error_is_least() -> None:
     w, weights = _layer("laplace", 4, 61), _weights(4, 61)
     rows = SortedRows.of(w, weights)
     edges = cluster(rows, 8)
-    cut = split(rows, edges)
+    cut = split(rows, edges, torch.ones(4, 1, dtype=torch.float64))
     assert torch.equal(cut[:, ::2], edges)
     for i in range(4):
         v, s = rows.values[i].numpy(), rows.mass[i].diff().numpy()
@@ -109,8 +116,8 @@ def test_codes_are_prefixes_and_error_falls_with_every_bit(kind: str) -> None:
             assert torch.equal(q.codes_of(bits), q.codes_of(bits + 1) >> 1)
             assert bool((errors[bits + 1] < errors[bits]).all())
         shorter = quantize_any(w, seed_bits, max_bits=5)
-        assert torch.equal(shorter.codes, q.codes_of(5)) and torch.equal(shorter.codebooks[4], q.codebooks[4])
         assert shorter.max_bits == 5 and list(shorter.codebooks) == list(range(seed_bits, 6))
+        assert bool(_errors(w, shorter)[5].sum() < errors[5].sum())  # no wider width is looked at
 
 
 def test_codebooks_are_the_weighted_means_of_their_codes() -> None:
@@ -137,15 +144,16 @@ def test_sensitive_values_are_kept_better() -> None:
     assert torch.equal(scaled.codes, aware.codes)
 
 
-def test_values_that_nothing_depends_on_have_their_nearest_code() -> None:
+def test_values_that_nothing_depends_on_lie_between_their_neighbours_codes() -> None:
     w, weights = _layer("gauss", 3, 64), _weights(3, 64)
     weights[:, ::3] = 0.0
     weights[2] = 0.0
     q = quantize_any(w, sensitivity=weights)
     assert torch.equal(q.codes[2], quantize_any(w).codes[2])
     assert all(bool(book.isfinite().all()) for book in q.codebooks.values())
-    distance = (w[..., None] - q.codebooks[3].float()[:, None, :]).abs()
-    assert torch.equal(distance.amin(-1), (w - q.dequantize(3)).abs())
+    order = w.argsort(1)
+    for bits in q.widths:
+        assert bool((q.dequantize(bits).gather(1, order).diff(dim=1) >= 0).all())
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 33, 257])

@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] = {
     "Hugging Face: static": (HUGGING_FACE | {"activation_scheme": "static"}, {}, "activation_scheme is 'static'; accepted: 'dynamic'"),
     "Hugging Face: other numbers": (HUGGING_FACE | {"fmt": "e5m2"}, {}, "fmt is 'e5m2'; accepted: 'e4m3'"),
     "Hugging Face: kept": (
-        HUGGING_FACE | {"modules_to_not_convert": ["*q_proj", "*up_proj"]}, {"weight_scale_inv": torch.ones(2, 3)}, "keeps .* from conversion"
+        HUGGING_FACE | {"modules_to_not_convert": ["*q_proj", "*up_proj"]}, {"weight_scale_inv": torch.ones(2, 3)}, "from conversion"
     ),
     "Hugging Face: no scales": (HUGGING_FACE, {}, "but not .*weight_scale_inv"),
     "Hugging Face: too few scales": (HUGGING_FACE, {"weight_scale_inv": torch.ones(1, 3)}, r"accepted: .*\[2, 3\]"),

@@ -240,3 +240,12 @@ def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):
         assert choose(W, target) is choose(W, target) and select(W, target) is select(W, target), "choices are cached"
     finally:
         refresh()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+@pytest.mark.parametrize(
+    ("format", "instead"), [("w8a8_fp8", "w8a8_channel"), ("w8a8_fp8_g128", "w8a8_g128"), ("w4a8_fp8", "w4a8_lqq_g128")]
+)
+def test_where_no_instruction_multiplies_e4m3_something_else_is_named(arch: str, format: str, instead: str):
+    with pytest.raises(ValueError, match=rf"programs run on: cpu, sm_89, sm_90a; .* use .*{instead}.* on {arch}\."):
+        select(Workload(16, 512, 512, QuantFormat.parse(format)), target_from_name(arch), [])

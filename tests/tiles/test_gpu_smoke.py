@@ -34,6 +34,7 @@ W4, W8 = QuantFormat(4, 128, symmetric=False), QuantFormat(8, 64)
 MXFP4, NVFP4, LQQ = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_lqq_g128"))
 W8A8, ASYM = map(QuantFormat.parse, ("w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
+FP8, FP8_GROUPS, W4_FP8 = map(QuantFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8"))
 W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
@@ -57,6 +58,16 @@ CASES: tuple[Case, ...] = (
     (Workload(17, 505, 1001, W8_ANY, token_scales=True), Schedule("gemm_any", 16, 16, 1, 2, 2, split_k=2)),
     (ExpandWorkload(505, 1001, 3), Schedule("expand_any", 1, 1, 1, num_warps=4)),
     (ExpandWorkload(505, 1001, 8, "bfloat16"), Schedule("expand_any", 1, 1, 1, num_warps=8)),
+    (Workload(130, 505, 1001, FP8, bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
+    (Workload(130, 505, 576, FP8_GROUPS, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
+    (Workload(33, 320, 1000, W4_FP8, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
+    (Workload(33, 320, 576, FP8, "bfloat16"), Schedule("gemm_mma", 64, 32, 128, 3, 4, split_k=5)),
+    (Workload(5, 505, 1001, FP8_GROUPS), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
+    (Workload(33, 320, 1000, W4_FP8, "bfloat16"), Schedule("gemm_mma", 64, 64, 128, 2, 4)),
+    (Workload(5, 505, 1001, FP8, "bfloat16"), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
+    (Workload(8, 505, 1001, W4_FP8, bias=True), Schedule("gemm_stream", 64, 8, 128, 3, 8)),
+    (Workload(2, 505, 1001, W4_FP8, bias=True), Schedule("gemm_stream_bulk", 32, 2, 128, 4, 8, split_k=2)),
+    (Workload(16, 512, 1152, FP8), Schedule("gemm_stream_bulk", 256, 16, 64, 2, 8)),
     (Workload(130, 505, 1001, LQQ, bias=True), Schedule("gemm_wgmma", 128, 128, 256, 2, 8)),
     (Workload(130, 505, 1001, LQQ, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
     (Workload(33, 320, 1000, W8A8, bias=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, split_k=2)),

@@ -84,7 +84,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
         "cublas" if target.is_cuda else "torch": ([_dense(first, w) for w in weights], _dense_fields(workload)),
     }
     if not target.is_cuda:
-        name, make = ("torch-int8", _int8_peer) if workload.format.x else ("torch-int4", _int4_peer)
+        name, make = ("torch-int8", _int8_peer) if workload.format.integer_sums else ("torch-int4", _int4_peer)
         if (peer := make(first, copies)) is not None:
             implementations[name] = (peer, {**_format_fields(workload), "schedule": None})
     reference = first.reference()
@@ -133,7 +133,7 @@ def _dense(problem: Problem, weight: Tensor) -> Call:
 
 
 def _floats(problem: Problem) -> Tensor:
-    """x, of int8 what its codes stand for in fp32."""
+    """x, of codes what they stand for in fp32."""
     return problem.floats(torch.float32) if problem.workload.format.x else problem.x
 
 
@@ -168,7 +168,7 @@ def _int4_peer(problem: Problem, copies: int) -> list[Call] | None:
     multiply = getattr(torch, "_weight_int4pack_mm_for_cpu", None)
     if convert is None or multiply is None or f.bits != 4 or f.group_size not in INT4_GROUPS or w.k % f.group_size or w.n % 16 or w.bias:
         return None
-    if not f.integer or f.row_scaled:
+    if not f.integer or f.row_scaled or f.x:
         return None
     scales = problem.operands["scales"][:, : w.n]
     zeros = problem.operands["zeros"][:, : w.n].float() if not f.symmetric else torch.full_like(scales, 8.0, dtype=torch.float32)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..layouts.formats import FP8
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
+from ..ops.gemm_int8 import OUTS
 from ..schedules.activations.glue import CHUNK, GATED, NORM, GlueWorkload
 from ..schedules.activations.workload import QuantizeWorkload
 from ..schedules.attention.workload import Q_BUCKETS, AttentionWorkload
@@ -70,9 +72,11 @@ def _products(layer: nn.Module, dtype: str) -> list[Workload]:
 
 
 def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWorkload]:
-    """What quantizes the x of a layer that takes int8."""
-    group = x_group(layer)
-    return [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, "int8", group) for m in rows]
+    """What quantizes the x of a layer that takes 8 bits."""
+    group, out = x_group(layer), "int8"
+    if isinstance(layer, QuantLinear) and layer.format.x == FP8:
+        group, out = layer.format.x_group, OUTS[FP8]
+    return [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, out, group) for m in rows]
 
 
 def _between(parts: Anatomy, blocks: Sequence[FusedBlock], batch: int, dtype: str, cuda: bool) -> Iterator[AnyWorkload]:

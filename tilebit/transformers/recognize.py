@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..weights.checkpoint_config import CheckpointError, LayerScheme, parse_quantization
+from ..weights.checkpoint_config import PLAIN, CheckpointError, LayerScheme, parse_quantization
 from ..weights.checkpoint_decode import decode
 from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.quantize import QuantizedTensor
 
+_PLAIN = dict(zip((torch.int8, torch.float8_e4m3fn), PLAIN, strict=True))  # by the weight's dtype
 _SHUFFLED = ("q_handle", "q4")  # of kernels that reorder the words of a weight in place, shapes kept
 
 
@@ -41,10 +42,10 @@ class OtherLinear:
     def _scheme(self, name: str) -> LayerScheme | None:
         """What compressed-tensors left at the layer; the others' tensors say all."""
         held = getattr(self.module, "quantization_scheme", None)
-        if held is None or self.kind not in ("compressed-tensors", "int-quantized"):
+        if held is None or self.kind not in ("compressed-tensors", *PLAIN):
             return None
         group = {**(held if isinstance(held, dict) else held.model_dump(mode="json")), "targets": ["Linear"]}
-        storage = group.get("format") or ("int-quantized" if self.kind == "int-quantized" else "pack-quantized")
+        storage = group.get("format") or (self.kind if self.kind in PLAIN else "pack-quantized")
         _, schemes = parse_quantization({"quant_method": "compressed-tensors", "format": storage, "config_groups": {"group_0": group}})
         return schemes(name)
 
@@ -63,8 +64,8 @@ def recognized(module: nn.Module) -> OtherLinear | None:
     weight, words, scales = held.get("weight"), held.get("qweight"), held.get("scales")
     if "weight_packed" in held and "weight_scale" in held:
         kind = "compressed-tensors"
-    elif weight is not None and weight.dtype == torch.int8 and "weight_scale" in held:
-        kind = "int-quantized"
+    elif weight is not None and weight.dtype in _PLAIN and "weight_scale" in held:
+        kind = _PLAIN[weight.dtype]
     elif words is not None and "s1_scales" in held:
         kind = "qserve"
     elif words is not None and scales is not None and "qzeros" in held:

@@ -161,8 +161,8 @@ class QuantLinear(nn.Module):
     @property
     def x_group(self) -> int | None:
         """Values of x that share a scale where the layer takes int8 codes of x (``of_codes``), -1: those of
-        a row; None where it takes 16-bit x alone."""
-        return self.format.x_group if self.format.x and self.perm is None else None
+        a row; None where it takes 16-bit x alone, or quantizes it to e4m3 itself."""
+        return self.format.x_group if self.format.integer_sums and self.perm is None else None
 
     def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
         """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as

@@ -215,3 +215,31 @@ def test_products_on_a_cpu(format: GemmFormat, dtype: torch.dtype, m: int) -> No
     layer = QuantLinear(pack(q, dtype))
     for y in (tilebit.gemm(x, layer.packed), layer(x)):
         assert bool(((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 2.0**-16 * sums).all())
+
+
+@pytest.mark.parametrize("name", ["w8a8_fp8", "w8a8_fp8_g128"])
+def test_e4m3_codes_are_torch_s_under_fp32_scales(name: str) -> None:
+    w = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 40)[:, None]
+    w[3] = 0
+    q = quantize(w, GemmFormat.parse(name), scale_dtype=torch.float16)
+    group = 300 if name == "w8a8_fp8" else 128
+    largest = torch.nn.functional.pad(w.abs(), (0, -300 % group)).view(40, -1, group).amax(-1)
+    assert q.scales.dtype is torch.float32 and torch.equal(q.scales, torch.where(largest > 0, largest / 448, 1.0))
+    columns = q.scales.repeat_interleave(group, 1)[:, :300]
+    expected = (w / columns).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(q.codes, torch.where(expected == 0x80, 0, expected))  # zero has no sign
+    assert torch.equal(q.dequantize(), q.codes.view(torch.float8_e4m3fn).float() * columns)
+
+
+def test_fp32_scales_are_no_matter_of_a_module_s_dtype() -> None:
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1e-5  # scales that float16 does not hold
+    layer = QuantLinear(pack(quantize(w, GemmFormat.parse("w8a8_fp8")), torch.float16))
+    before, state = layer.scales.clone(), layer.state_dict()
+    layer.to(torch.bfloat16)
+    assert layer.dtype is torch.bfloat16 and torch.equal(layer.scales, before) and layer.scales.dtype is torch.float32
+    for cast in (torch.float16, torch.bfloat16):
+        with pytest.raises(RuntimeError, match=r"scales is .*float16 \[1, 64\]; this module needs float32"):
+            layer.load_state_dict({**state, "scales": state["scales"].to(cast)})
+    moved = QuantLinear(pack(layer.unpack(), torch.bfloat16, arch="sm_90a"))
+    layer.load_state_dict(moved.state_dict())  # another layout is repacked
+    assert torch.equal(layer.scales[:, :64], before[:, :64]) and torch.equal(layer.unpack().codes, moved.unpack().codes)

@@ -23,7 +23,9 @@ def layers_of(format: str, bias: bool = False, rows: tuple[int, ...] = ROWS, see
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("format", ["", "w4a16_g64", "w4a16_g128_asym", "w8a16_channel", "w4a16_mxfp4", "w4a8_lqq_g128", "w8a8_channel"])
+@pytest.mark.parametrize(
+    "format", ["", "w4a16_g64", "w4a16_g128_asym", "w8a16_channel", "w4a16_mxfp4", "w4a8_lqq_g128", "w8a8_channel", "w8a8_fp8"]
+)
 def test_outputs_lie_side_by_side(format: str, bias: bool):
     layers = layers_of(format, bias)
     before = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]

@@ -34,6 +34,7 @@ HALF, BFLOAT = "float16", "bfloat16"
 MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
+FP8, FP8_GROUPS, W4_FP8 = map(QuantFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8"))
 W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
@@ -76,6 +77,15 @@ CASES = (
     ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 80, 128, 4, 12, stream_k=True)),
     ("sm_90a", Workload(250, 505, 1001, W4_GROUPS, HALF, bias=True, width=600), Schedule("gemm_wgmma", 128, 128, 128, 4, 8)),
     ("sm_90a", Workload(16, 505, 4096, W8_GROUPS, BFLOAT, width=4096), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=2)),
+    ("sm_90a", Workload(4096, 4096, 14336, FP8, BFLOAT), Schedule("gemm_wgmma", 128, 128, 128, 5, 8, raster=8)),
+    ("sm_90a", Workload(300, 505, 1001, FP8_GROUPS, HALF, bias=True), Schedule("gemm_wgmma", 128, 96, 128, 4, 8, stream_k=True)),
+    ("sm_90a", Workload(64, 505, 1001, W4_FP8, BFLOAT, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 4, 8, split_k=2)),
+    ("sm_89", Workload(64, 505, 1001, FP8, HALF, bias=True), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
+    ("sm_89", Workload(32, 505, 1001, FP8_GROUPS, BFLOAT), Schedule("gemm_mma", 64, 32, 128, 3, 4)),
+    ("sm_89", Workload(128, 505, 1001, W4_FP8, HALF), Schedule("gemm_mma", 128, 128, 128, 2, 8)),
+    ("sm_90a", Workload(16, 4096, 4096, FP8, HALF, bias=True), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
+    ("sm_90a", Workload(1, 4096, 4096, W4_FP8, BFLOAT), Schedule("gemm_stream_bulk", 32, 1, 128, 2, 16)),
+    ("sm_89", Workload(8, 505, 960, W4_FP8, HALF, bias=True), Schedule("gemm_stream", 64, 8, 64, 3, 4)),
     ("sm_86", Workload(65, 505, 1001, W4_GROUPS, HALF, width=600), Schedule("gemm_mma", 128, 64, 128, 3, 8)),
     ("sm_86", Workload(64, 505, 1001, MXFP4, HALF), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
     ("sm_80", Workload(8, 4096, 4096, LQQ128, HALF), Schedule("gemm_mma", 64, 8, 128, 5, 4, split_k=4, min_blocks=4)),
@@ -161,14 +171,16 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     tokens = ["token_scales"] if workload.token_scales else []
     channels = ["channels"] if workload.width else []
     assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *channels, *workspace, "y")
-    if workload.format.integer_sums:
+    if workload.format.x:
         assert not any(conflicts(schedule, (kernel.path / "kernel.cu").read_text()).values())
     if schedule.program == "gemm_mma":
         check_early_copies(kernel)
     if schedule.program == "gemm_mma" and workload.format.integer_sums:
         check_integer_products(kernel, schedule)
+    if workload.format.x == FP8.x:
+        check_float_products(kernel, schedule)
     if schedule.program == "gemm_wgmma":
-        check_pipeline((kernel.path / "kernel.cu").read_text())
+        check_pipeline((kernel.path / "kernel.cu").read_text(), workload.format.step_sums, workload.format.x_grouped)
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
 
@@ -194,6 +206,18 @@ def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
         assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
 
 
+def check_float_products(kernel: Kernel, schedule: Schedule) -> None:
+    """e4m3 is multiplied as e4m3: nothing is converted, and no other product is there."""
+    source = (kernel.path / "kernel.cu").read_text()
+    body = source[source.rindex("main_kernel(") :]
+    assert "fp8_e4_t(" not in body and "__tl_cvt" not in body
+    if schedule.program in TILED:
+        assert set(re.findall(r"(?:mma_sync|wgmma_rs)<(tl::DataType::\w+, tl::DataType::\w+, tl::DataType::\w+)", body)) == {
+            "tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
+        }
+        assert not re.search(r"\*\)(?:Ss|Zs|Xs|Ws)\)\[[^;]*\] = ", body)
+
+
 @needs_nvcc
 @pytest.mark.slow
 def test_integer_products_in_ptx(tmp_path: Path):
@@ -208,7 +232,7 @@ def test_integer_products_in_ptx(tmp_path: Path):
     assert len(re.findall(r"cvt\.rn\.f32\.s32", ptx)) == schedule.block_n * schedule.block_m // (schedule.num_warps * 32)
 
 
-def check_pipeline(source: str) -> None:
+def check_pipeline(source: str, step_sums: bool, of_groups: bool) -> None:
     """What rare races depended on: each role waits for one barrier a part of an iteration and arrives once, no part of a stage is released
     before the product that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
     body = source[source.rindex("main_kernel(") :]
@@ -221,23 +245,26 @@ def check_pipeline(source: str) -> None:
     dequantize = "tilebit::dequantize_bytes<" if "tilebit::dequantize_bytes<" in computing else "tilebit::dequantize<"
     parts = computing.count(dequantize)
     load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
-    of_groups, load_x = "tilebit::add_group<" in computing, ("].wait(", ".expect_transaction(", "(x_desc")
-    if of_groups:  # scales are those of sums, and come with the last part
+    load_x = ("].wait(", ".expect_transaction(", "(x_desc")
+    assert step_sums == ("tilebit::add_group<" in computing) and of_groups == ("tilebit::bring_token_scales<" in x)
+    if step_sums:  # scales are those of sums, and come with the last part
         check_order(weights, *load_weight, "].arrive()", *load_weight, "tma_load(scales_desc", "].arrive()")
-        check_order(x, *load_x, "].arrive()", *load_x, "tilebit::bring_token_scales<")
     else:
         check_order(weights, *load_weight, "tma_load(scales_desc", "].arrive()", *load_weight[: 3 * (parts - 1)])
+    if of_groups:
+        check_order(x, *load_x, "].arrive()", *load_x, "tilebit::bring_token_scales<")
+    else:
         check_order(x, *(*load_x, "].arrive()") * parts)
     assert weights.count("tma_load(scales_desc") == 1
     product = (dequantize, "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", f"wait_wgmma<{parts - 1}>()")
-    if of_groups:
+    if step_sums:
         add, issue = ("wait_wgmma<0>()", "tilebit::add_group<", "tilebit::release<"), product[1:4]
         check_order(computing, "await_stage(", dequantize, *add, *issue, "await_stage(", *product, "tilebit::release<", *add)
     elif parts == 1:
         check_order(computing, "await_stage(", *product, "tilebit::release<")
     else:  # a release: of the part before, whose product ends while one is under way
         check_order(computing, *("await_stage(", *product, "tilebit::release<") * 2, "wait_wgmma<0>()", "tilebit::release<")
-    assert computing.count(f"wait_wgmma<{parts - 1}>()") == (1 if of_groups else parts)
+    assert computing.count(f"wait_wgmma<{parts - 1}>()") == (1 if step_sums else parts)
     assert "x_desc" not in weights and "halves_desc" not in x
     for role, waits, hands_over, times in (
         (weights, "].wait(", "].arrive()", parts),

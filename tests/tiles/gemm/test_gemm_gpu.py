@@ -127,8 +127,8 @@ CHAINS = [
     ((16, 4096, 4096), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
 ]
 LAYERS, CHAIN_LAUNCHES = 8, 8000
-# Formats whose x has a scale for each group want steps of a group: the smoke cases have theirs.
-ON_GPUS = [f for f in FORMATS.values() if codec_of(f).programs > {"gemm_cpu"} and not f.x_grouped]
+# Formats whose steps are summed by themselves want steps of 128 k: the smoke cases have theirs.
+ON_GPUS = [f for f in FORMATS.values() if codec_of(f).programs > {"gemm_cpu"} and not f.step_sums]
 
 
 def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Workload, Schedule]]:

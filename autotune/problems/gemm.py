@@ -21,13 +21,14 @@ from ...layouts.packing import PackedLayout
 from ...layouts.planes import layout_of, pack_planes
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of, packed_layout
-from ...schedules.gemm.parts import CHANNELS, TOKEN_SCALES
+from ...schedules.gemm.parts import CHANNELS, GATE_ROWS, RESIDUAL, TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from ...schedules.operations import AnyWorkload, workspace_words
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 
+NORM_WEIGHT, NORM_WEIGHTS = "norm_weight", 2  # its largest number in the exact problem
 LARGEST_INT8 = 127
 # Of e4m3: 128 products up to 64 stay below 2^13, and are summed exactly where tensor cores keep 14 bits.
 LARGEST_FP8 = 8
@@ -51,8 +52,9 @@ class Problem:
     holds ``weight`` int32 (packed), ``scales`` [groups, n_pad] (or codebooks [n_pad, 2^bits]), ``zeros`` [groups, n_pad]
     (asymmetric formats; of two integer levels the offsets), ``row_scales`` fp32
     [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m], or [groups, m]
-    where groups of x have scales, ``bias`` [n], and ``channels`` int32 [n], some columns of y in any order (if the
-    workload has them), as the kernels take them. Padding codes and scales are 0.
+    where groups of x have scales, ``bias`` [n], ``residual`` [m, n], ``norm_weight`` as wide as kernels
+    read x, and ``channels`` int32 [n], some columns of y in
+    any order (if the workload has them), as the kernels take them. Padding codes and scales are 0.
     """
 
     workload: Workload
@@ -63,27 +65,33 @@ class Problem:
     def named(self, y: Tensor) -> dict[str, Tensor]:
         """The tensors of a call on the first ``len(y)`` rows of x, which writes to ``y``, by the
         names of a kernel's parameters."""
-        held = self.operands.get(TOKEN_SCALES)
-        rows = {} if held is None else {TOKEN_SCALES: held[..., : y.shape[0]].contiguous()}
-        return {**self.operands, **rows, "x": self.x[: y.shape[0]], "y": y}
+        rows = {TOKEN_SCALES: (..., slice(y.shape[0])), RESIDUAL: (slice(y.shape[0]),)}
+        held = {name: self.operands[name][of].contiguous() for name, of in rows.items() if name in self.operands}
+        return {**self.operands, **held, "x": self.x[: y.shape[0]], "y": y}
 
     def outputs(self) -> Tensor:
         """A new y [m, n], or as wide as the workload says, to write to."""
         return torch.empty(self.workload.m, self.workload.columns, dtype=self._dtype, device=self.x.device)
 
     @property
+    def units(self) -> int:
+        """In the last place that a right kernel's y may be off, of sums that are exact."""
+        return 1 if self.workload.gate else 0
+
+    @property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.workload.dtype)
 
     def reference(self) -> Tensor:
-        """y = (x @ w^T) * token_scales + bias in fp64, [m, n], or as wide as the workload says: then NaN
-        where nothing is written."""
-        return self._placed(self._product(torch.float64))
+        """y = (x @ w^T) * token_scales (or a norm's factors) + bias + residual in fp64, [m, n], or of a gate [m, n / 2], or as
+        wide as the workload says: then NaN where nothing is written."""
+        return self._placed(self._gated(self._product(torch.float64)))
 
     def torch_result(self) -> Tensor:
         """The same product as torch computes it in the workload's dtype on the dequantized weight
         (of int8 x in fp32, and rounded), as ``reference``."""
-        return self._placed(self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype))
+        product = self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype)
+        return self._placed(self._gated(product.float()).to(self._dtype) if self.workload.gate else product)
 
     def dequantized(self) -> Tensor:
         """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
@@ -102,6 +110,14 @@ class Problem:
         scales = self.operands[TOKEN_SCALES].to(dtype)
         return x * (_per_column(scales, w.format.x_group, w.k, dtype) if w.format.x_grouped else scales[:, None])
 
+    def _gated(self, product: Tensor) -> Tensor:
+        """Of the product [m, n] activation(gate) * up [m, n / 2], in its dtype."""
+        w = self.workload
+        if not w.gate:
+            return product
+        gate, up = product.view(len(product), -1, 2, GATE_ROWS).unbind(2)
+        return (activated(gate, w.gate) * up).reshape(len(product), w.columns)
+
     def _placed(self, product: Tensor) -> Tensor:
         if not self.workload.width:
             return product
@@ -111,6 +127,8 @@ class Problem:
     def _product(self, dtype: torch.dtype) -> Tensor:
         w = self.workload
         x = self.floats(dtype) if w.format.x_grouped else self.x.to(dtype)
+        if w.norm:
+            x = (self.x * self.operands[NORM_WEIGHT][: w.k]).to(dtype)
         y = torch.empty(w.m, w.n, dtype=dtype, device=x.device)
         rows = max(1, CHUNK_ELEMENTS // (self.layout.tile_n * w.k)) * self.layout.tile_n
         for start in range(0, w.n, rows):
@@ -118,8 +136,13 @@ class Problem:
             y[:, start:stop] = x @ self._weight_rows(start, stop, dtype).t()
         if w.token_scales and not w.format.x_grouped:
             y *= self.operands[TOKEN_SCALES][:, None].to(dtype)
+        if w.norm:
+            square = self.x.double().square().mean(-1, keepdim=True).float() + w.eps
+            y *= square.double().rsqrt().float().to(dtype)
         if "bias" in self.operands:
             y += self.operands["bias"].to(dtype)
+        if RESIDUAL in self.operands:
+            y += self.operands[RESIDUAL].to(dtype)
         return y
 
     def _weight_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -137,6 +160,14 @@ class Problem:
         zeros = None if w.format.symmetric else _per_column(self.operands["zeros"][:, start:stop], group, w.k, dtype)
         rows = self.operands["row_scales"][start:stop, None] if w.format.row_scaled else None
         return w.format.weight_of(numbers, scales, zeros, rows).to(dtype)
+
+
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """``activation`` of ``gate``, in its dtype."""
+    if activation == "gelu":
+        return gate * torch.special.ndtr(gate)
+    inner = gate if activation == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # 1 + tanh(..) would cancel
+    return gate * torch.sigmoid(inner)
 
 
 def _per_column(parameters: Tensor, group: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -168,7 +199,8 @@ def unpack_planes(planes: Tensor, layout: PackedLayout) -> Tensor:
 
 def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
     """A problem whose every fp32 partial sum is exact, whatever the order of summation, so that a
-    right kernel returns the reference rounded once and comparing is ``torch.equal``.
+    right kernel returns the reference rounded once and comparing is ``torch.equal``; but of a gate,
+    whose activation rounds in fp32: then a result may be the next number (``Problem.units``).
 
     Activations are integers |a| <= 4, codes any (of e4m3 whole numbers to LARGEST_FP8), scales powers of two from 1/16 to 4 (less of both
     where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
@@ -186,6 +218,8 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     else:
         largest, scales = _exact_ranges(workload)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
+    if workload.norm:
+        x = _normed_rows(workload, x, generator)
     if apart > 1:
         places = torch.arange(workload.k, device=device) + torch.arange(workload.m, device=device)[:, None] + seed
         x *= places % apart == 0
@@ -235,13 +269,14 @@ def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
     f = workload.format
     widest, unit, limit = f.largest, f.unit, codec_of(f).largest_scale
     smallest = min(_EXACT_ROW_SCALES) ** (f.row_scaled + workload.token_scales)
-    offset = MAX_BIAS / smallest  # of the sum that row and token scales make smallest
-    tried = [(a, kept) for a, s in _EXACT_CHOICES if (kept := tuple(value for value in s if value <= limit))]
+    offset = _most_added(workload) / smallest  # of the sum that row and token scales make smallest
+    choices = [(a, s) for a, s in _EXACT_CHOICES if not workload.norm or a == 2 * NORM_WEIGHTS]
+    tried = [(a, kept) for a, s in choices if (kept := tuple(value for value in s if value <= limit))]
     exact = [(a, s) for a, s in tried if (workload.k * a * widest * max(s) + offset) / (min(s) * unit) < EXACT_INTEGERS]
     if not exact:
         longest = int((EXACT_INTEGERS * unit - offset - 1) / widest)
         raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {longest}")
-    finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < MAX_HALF]
+    finite = [(a, s) for a, s in exact if workload.dtype != "float16" or 5 * _deviation(workload.k, f, a, s) < _largest_sum(workload)]
     return (finite or exact[-1:])[0]
 
 
@@ -249,9 +284,9 @@ def _exact_codebooks(workload: Workload) -> tuple[int, list[int]]:
     """(largest activation, numbers of codebooks), all integers, so few that sums are exact in fp32
     and, where possible, finite in fp16."""
     for largest, number in ((4, 8), (4, 2), (1, 1)):
-        most = workload.k * largest * number + MAX_BIAS
+        most = workload.k * largest * number + _most_added(workload)
         deviation = (workload.k * largest * (largest + 1) * number * (number + 1)) ** 0.5 / 3
-        if most / min(_EXACT_ROW_SCALES) < EXACT_INTEGERS and (workload.dtype != "float16" or 5 * deviation < MAX_HALF):
+        if most / min(_EXACT_ROW_SCALES) < EXACT_INTEGERS and (workload.dtype != "float16" or 5 * deviation < _largest_sum(workload)):
             return largest, list(range(-number, number + 1))
     raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {workload.format.name}: up to {EXACT_INTEGERS // 8}")
 
@@ -266,8 +301,8 @@ def _exact_integers(workload: Workload) -> tuple[int, float, int]:
     tried = [(largest, 1) for largest in ((LARGEST_FP8,) if f.x == FP8 else (LARGEST_INT8, 31, 7)) + (4, 2, 1)]
     for largest, apart in tried + [(1, apart) for apart in (2, 4, 8, 16) if scaled]:
         most = -(-workload.k // apart) * largest * (widest / smallest if scaled else widest if f.x == FP8 else 128)
-        unit = 2.0 ** -max(0, ceil(log2(most / 8 / MAX_HALF) / 2)) if workload.dtype == "float16" else 1.0
-        if most + MAX_BIAS / (smallest * unit * unit) < EXACT_INTEGERS:
+        unit = 2.0 ** -max(0, ceil(log2(most / 8 / _largest_sum(workload)) / 2)) if workload.dtype == "float16" else 1.0
+        if most + _most_added(workload) / (smallest * unit * unit) < EXACT_INTEGERS:
             return largest, unit, apart
     raise ValueError(f"k is {workload.k}; accepted by the exact oracle for {f.name}: up to {EXACT_INTEGERS // 256}")
 
@@ -277,6 +312,30 @@ def _codes_among(words: Tensor, f: GemmFormat, whole_to: int) -> Tensor:
     kept = [q for q, v in enumerate(f.weight.values) if isfinite(v) and (not whole_to or (v == int(v) and abs(v) <= whole_to))]
     table = torch.tensor(kept, dtype=torch.uint8, device=words.device)
     return table[words.view(torch.uint8).int() % len(kept)].view(torch.int32)
+
+
+def _most_added(workload: Workload) -> int:
+    """By bias and residual of the exact problem."""
+    return MAX_BIAS * (1 + workload.residual)
+
+
+def _largest_sum(workload: Workload) -> float:
+    """Of which an fp16 y may be made: of a gate and of what it gates the product is one."""
+    return MAX_HALF**0.5 if workload.gate else MAX_HALF
+
+
+def _normed_rows(workload: Workload, x: Tensor, generator: torch.Generator) -> Tensor:
+    """Signs of x times 0, one and two units, in no order, so many of each that the mean square is a unit's,
+    which is a power of four, other ones in neighbouring rows, and so large that eps is lost in it: what
+    the norm divides by is that unit."""
+    unit, twos = 16, workload.k // 8
+    while unit * unit < workload.eps * EXACT_INTEGERS * 4:
+        unit *= 2
+    sizes = torch.zeros(workload.k, dtype=torch.int64, device=x.device)
+    sizes[:twos], sizes[twos : workload.k - 3 * twos] = 2, 1
+    order = torch.rand(x.shape, generator=generator, device=x.device).argsort(-1)
+    rows = unit << (torch.arange(workload.m, device=x.device) % 3)
+    return torch.where(x < 0, -sizes[order], sizes[order]) * rows[:, None]
 
 
 def _deviation(k: int, f: GemmFormat, largest: int, scales: tuple[float, ...]) -> float:
@@ -338,6 +397,14 @@ def _problem(
         operands[TOKEN_SCALES] = row_scales[picked]
     if workload.bias:
         operands["bias"] = bias.to(dtype)
+    if workload.norm:  # powers of two, by which x remains exact
+        weights = torch.tensor([1.0, NORM_WEIGHTS], device=device)
+        picked = torch.randint(0, len(weights), (workload.k,), generator=generator, device=device)
+        columns = stated[NORM_WEIGHT].shape[0]
+        operands[NORM_WEIGHT] = torch.nn.functional.pad(weights[picked], (0, int(columns) - workload.k)).to(dtype)
+    if workload.residual:
+        picked = torch.randint(0, bias.numel(), (workload.m, workload.n), generator=generator, device=device)
+        operands[RESIDUAL] = bias[picked].to(dtype)
     if workload.width:
         operands[CHANNELS] = torch.randperm(workload.width, generator=generator, device=device)[: workload.n].to(torch.int32)
     return Problem(workload, layout, x.to(getattr(torch, workload.x_dtype)), operands)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...schedules.activations.glue import NORM, GlueWorkload
 from . import Verdict
+from .gemm import activated
 from .verify import GuardedOutput, check_guards, guarded_output
 
 MOST_APART = 0.01  # the share of a problem's numbers that may be one apart
@@ -63,8 +64,7 @@ def norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 def gated_reference(x: Tensor, activation: str) -> Tensor:
     """y as ``GlueWorkload`` defines it, in fp64."""
     gate, up = x.double().chunk(2, -1)
-    inner = gate if activation == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # of GELU: 1 + tanh(..) would cancel
-    return (gate * torch.sigmoid(inner) * up).float().to(x.dtype)
+    return (activated(gate, activation) * up).float().to(x.dtype)
 
 
 def random_problem(workload: GlueWorkload, seed: int, arch: str = "cpu", device: str = "cpu") -> GlueProblem:

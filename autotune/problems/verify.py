@@ -23,6 +23,7 @@ from .gemm import exact_problem, random_problem
 TILE = 128
 TORCH_FACTOR = 2.0
 GUARD_ELEMENTS = 4096
+NOTHING = 1e-30  # what may as well be 0 where a number need not be exact: fp32 activations end there
 # Quiet NaNs with a payload no computation makes, in integers of a type's size; of 8-bit codes those
 # that quantization does not store (-128, and e4m3's NaN).
 _POISON = {
@@ -66,14 +67,18 @@ def check_guards(output: GuardedOutput) -> list[str]:
     ]
 
 
-def check_exact(y: Tensor, reference: Tensor) -> list[str]:
-    """Sentences about where ``y`` [m, n] is not ``reference`` (fp64) rounded once to y's dtype, and
-    where it was written though the reference is NaN; empty when every element is right."""
+def check_exact(y: Tensor, reference: Tensor, units: int = 0) -> list[str]:
+    """Sentences about where ``y`` [m, n] is not ``reference`` (fp64) rounded once to y's dtype, or so
+    many ``units`` in the last place from it, and where it was written though the reference is NaN;
+    empty when every element is right."""
     expected = reference.to(y.dtype)
     if torch.equal(y, expected):
         return []
     integers, poison = _POISON[y.dtype]
     differs = torch.where(expected.isnan(), y.view(integers) != poison, y != expected)
+    if units:
+        differs &= ((_place(y) - _place(expected)).abs() > units) & (torch.maximum(y.abs(), expected.abs()) > NOTHING)
+        differs |= y.isnan() & ~expected.isnan()
     if not bool(differs.any()):
         return []
     unwritten = int((y.isnan() & differs).sum())
@@ -84,6 +89,13 @@ def check_exact(y: Tensor, reference: Tensor) -> list[str]:
         f"{len(wrong)} of {y.numel()} elements are wrong{nan}; "
         f"the first at [{i}, {j}] is {y[i, j].item()} and should be {expected[i, j].item()}."
     ]
+
+
+def _place(numbers: Tensor) -> Tensor:
+    """Of each number among all of its type, in order."""
+    integers = _POISON[numbers.dtype][0]
+    bits = numbers.view(integers).long()
+    return torch.where(bits < 0, torch.iinfo(integers).min - bits, bits)
 
 
 def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
@@ -144,11 +156,11 @@ class Gate:
 
     ``verify`` takes ``run(problem, y)``, which launches the kernel on the first ``len(y)`` rows of
     the problem into y. It runs every row count once exactly, then the random problem twice: equal
-    inputs must give equal bits.
+    inputs must give equal bits. ``units``: in the last place that an exact y may be off.
     """
 
-    def __init__(self, exact: RowProblem, random: RowProblem) -> None:
-        self.exact, self.random = exact, random
+    def __init__(self, exact: RowProblem, random: RowProblem, *, units: int = 0) -> None:
+        self.exact, self.random, self.units = exact, random, units
         self._exact_reference = exact.reference()
         self._random_reference = random.reference()
         self._torch_result = random.torch_result()
@@ -157,7 +169,7 @@ class Gate:
         workload = self.exact.workload
         for rows in sorted({workload.m, workload.m // 2 + 1}, reverse=True):  # the second is a ragged tile for most schedules
             output = self._run(run, self.exact, rows)
-            reasons = check_guards(output) + check_exact(output.y, self._exact_reference[:rows])
+            reasons = check_guards(output) + check_exact(output.y, self._exact_reference[:rows], self.units)
             if reasons:
                 return Verdict(tuple(f"m = {rows}: {reason}" for reason in reasons))
         first, second = (self._run(run, self.random, workload.m) for _ in range(2))
@@ -177,7 +189,8 @@ class Gate:
 
 def gate(workload: Workload, seed: int, arch: str, device: str) -> Gate:
     """The gate of GEMMs."""
-    return Gate(*(make(workload, seed, arch, device) for make in (exact_problem, random_problem)))
+    exact = exact_problem(workload, seed, arch, device)
+    return Gate(exact, random_problem(workload, seed, arch, device), units=exact.units)
 
 
 def _block_norms(values: Tensor, tile: int) -> Tensor:

@@ -7,6 +7,9 @@ on the host, and the captured step is replayed; all sequences grow. With the pee
 (``--peers``: its folder) the steps of ``results/peers/step_peers.py`` are timed in turn with tilebit's:
 16-bit weights, and vLLM's kernels on the same codes, both over a 16-bit cache that does not grow.
 
+With ``--parts`` the same step is timed in turn as ``compile(..., parts=...)`` makes it, on the same
+caches: what products gain and lose by doing their neighbours' work themselves.
+
 Nothing is timed before it is checked. The step over a 16-bit cache must give the logits of the
 peers' steps, whose weights are the dequantized ones; over each low-bit cache, those of the model as
 it runs uncompiled.
@@ -30,11 +33,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tilebit
 import tilebit.transformers
+from tilebit.cache.batch import Batch
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.schedules.target import detect_target
 from tilebit.transformers import TilebitCache
 from tilebit.transformers.compiled import DecodeSteps
+from tilebit.transformers.parted import PARTS
 
 from ..peers.step_peers import CompiledGlue, Layer, PeerStep, Shape, VllmGlue, dense_product, marlin_product
 from ..report.rows import ROWS
@@ -47,7 +52,8 @@ MODEL: dict[str, Any] = {
 KV_FORMATS = ("kv16", "kv8_channel", "kv4_channel", "kv2_channel")
 TOLERANCE = 0.02  # relative Frobenius error of a step's logits in fp16
 ROUNDS, STEPS = 12, 8
-NEW = 2 + (ROUNDS + 1) * STEPS + 8  # tokens that a sequence gets at most, and more
+OWN, PARTED = "tilebit", "tilebit_parts"  # what rows call tilebit's steps
+NEW = 2 * (2 + (ROUNDS + 1) * STEPS) + 8  # tokens that a sequence gets at most, of two steps in turn, and more
 
 Step = Callable[[], object]
 
@@ -95,6 +101,14 @@ def uncompiled(model: Any, cache: TilebitCache, ids: Tensor, lengths: Sequence[i
     return found.logits[:, -1]
 
 
+def once(runner: Runner, cache: TilebitCache, lengths: Sequence[int]) -> Tensor:
+    """The logits of a step, not captured; the cache is as it was, behind it."""
+    found = runner().clone()
+    for handle, length in zip(cache.pool.handles, lengths, strict=True):
+        cache.pool.cache.truncate(handle, length)
+    return found
+
+
 def relative(y: Tensor, reference: Tensor) -> float:
     return float((y.float() - reference.float()).norm() / reference.float().norm())
 
@@ -134,9 +148,11 @@ def peer_steps(model: Any, device: str, harness: Any) -> dict[str, PeerStep]:
 
 
 def measure(
-    model: Any, device: str, batch: int, context: int, kv_formats: Sequence[str], peers: dict[str, PeerStep], format: str
-) -> list[dict[str, Any]]:
-    """The rows of one batch and context. Raises ``ValueError`` where logits are not what they must be."""
+    model: Any, device: str, batch: int, context: int, kv_formats: Sequence[str], peers: dict[str, PeerStep], format: str,
+    variants: dict[str, DecodeSteps],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of one batch and context; ``variants``: tilebit's steps, by what rows call them. Raises
+    ``ValueError`` where logits are not what they must be."""
     config, lengths = model.config, spread(batch, context)
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(config.vocab_size, (batch,), device=device, generator=generator)
@@ -148,14 +164,17 @@ def measure(
     for name in kv_formats:
         cache = filled(model, name, lengths, k, v)
         expected = uncompiled(model, cache, ids, lengths)
-        runner = Runner(model.tilebit_steps, cache, ids)
-        logits = runner().clone()
-        errors[f"tilebit {name}"] = relative(logits, expected)
-        reference = logits if name == "kv16" else reference
-        again = runner().clone()  # captured
-        if not bool(torch.isfinite(again).all()):
-            raise ValueError(f"the captured step over {name} gives {again}")
-        steps[f"tilebit {name}"] = runner
+        sequences = cache.pool.cache.batch(cache.pool.handles)
+        runners = {impl: Runner(of, cache, ids, sequences) for impl, of in variants.items()}
+        for impl, runner in runners.items():
+            logits = once(runner, cache, lengths)
+            errors[f"{impl} {name}"] = relative(logits, expected)
+            reference = logits if (impl, name) == (OWN, "kv16") else reference
+        for impl, runner in runners.items():
+            again = runner().clone()  # captured
+            if not bool(torch.isfinite(again).all()):
+                raise ValueError(f"the captured step of {impl} over {name} gives {again}")
+            steps[f"{impl} {name}"] = runner
         held.append(cache)
     if peers:
         room = max(lengths) + 8
@@ -189,9 +208,8 @@ def measure(
 class Runner:
     """A step of all sequences: room for a token each, then the compiled step."""
 
-    def __init__(self, steps: DecodeSteps, cache: TilebitCache, ids: Tensor) -> None:
-        self._steps, self._kv, self._ids = steps, cache.pool.cache, ids
-        self._batch = self._kv.batch(cache.pool.handles)
+    def __init__(self, steps: DecodeSteps, cache: TilebitCache, ids: Tensor, batch: Batch) -> None:
+        self._steps, self._kv, self._ids, self._batch = steps, cache.pool.cache, ids, batch
 
     def __call__(self) -> Tensor:
         self._kv.advance(self._batch)
@@ -226,6 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv", default=",".join(KV_FORMATS), help=f"formats of caches (default: {','.join(KV_FORMATS)})")
     parser.add_argument("--points", default="1x4096,16x4096,64x4096", help="batches and contexts (default: 1x4096,16x4096,64x4096)")
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="of the model (default: 32)")
+    parser.add_argument("--parts", default="", help=f"what products do themselves in a second step: any of {','.join(PARTS)}")
     parser.add_argument("--peers", type=Path, help="the folder of the peer harness, whose libraries are staged")
     parser.add_argument("--out", type=Path, default=ROWS / "step", help="folder of the rows, one file per device")
     options = parser.parse_args(arguments)
@@ -237,8 +256,12 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"model made and quantized in {time.perf_counter() - start:.1f} s", flush=True)
     start = time.perf_counter()
     batches = sorted({batch for batch, _ in points})
-    tilebit.transformers.compile(model, batches, max(context for _, context in points) + NEW)
+    room = max(context for _, context in points) + NEW
+    tilebit.transformers.compile(model, batches, room)
     tilebit.prepare(model, batches)
+    variants = {OWN: model.tilebit_steps}
+    if options.parts:
+        variants[PARTED] = DecodeSteps(model, batches, room, tuple(options.parts.split(",")))
     print(f"compiled for {batches} rows in {time.perf_counter() - start:.1f} s", flush=True)
     peers: dict[str, PeerStep] = {}
     if options.peers is not None:
@@ -251,7 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
     path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
     for batch, context in points:
         try:
-            rows = [{**common, **row} for row in measure(model, device, batch, context, options.kv.split(","), peers, options.format)]
+            found = measure(model, device, batch, context, options.kv.split(","), peers, options.format, variants)
+            rows = [{**common, **row} for row in found]
         except ValueError as error:
             print(f"batch {batch}, context {context}: {error}", flush=True)
             continue

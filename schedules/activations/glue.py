@@ -10,13 +10,14 @@ from math import log2
 from typing import Any, ClassVar
 
 from ..gemm.operation import OTHER_DTYPE
+from ..gemm.parts import ACTIVATIONS
 from ..gemm.workload import DTYPES
 from ..operands import Operand
 from ..rule import Estimate, Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from .operation import BARRIER_US, GPUS, LAUNCH_US, WARPS
-from .workload import ACTIVATIONS, EPS, MOST_ROWS
+from .workload import EPS, MOST_ROWS
 
 NORM, GATED = "norm", "gated"
 CHUNK = 8  # values that a thread loads and stores at once: 16 bytes
@@ -37,7 +38,7 @@ class GlueWorkload:
     have no finite sum gets NaN.
 
     ``op`` "gated": y[m, k] of x[m, 2 k], activation(x[:, :k]) * x[:, k:] in fp32, rounded once;
-    ``activation`` "silu" or "gelu_tanh" (GELU's approximation by tanh).
+    ``activation`` "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu".
 
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Fields that
     say nothing about an ``op`` are set to their defaults. Raises ``ValueError`` when a field is out

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
+from ..gemm.parts import ACTIVATIONS
 from ..gemm.workload import DTYPES, X_COLUMNS
 from ..operands import Operand
 
@@ -15,7 +16,6 @@ OUTS = ("int8", "e4m3")
 LARGEST = {"int8": 127.0, "e4m3": 448.0}  # of a code: what the largest value of a row or group becomes
 PER_TOKEN = -1
 GROUPS = (PER_TOKEN, 128)
-ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate
 CODE_COLUMNS = 16  # CUDA kernels write rows of codes of whole 16 bytes, which products read so
 EPS = 1e-6
 LEAST_SCALE = 2.0**-126  # it and one over it are normal fp32 numbers
@@ -40,7 +40,7 @@ class QuantizeWorkload:
     everywhere gets scale NaN and codes 0, so that a product with it is NaN.
 
     With ``residual`` x is first added to it: the sum, rounded to ``dtype``, is the new residual, and
-    takes the place of x. With ``gate``, "silu" or "gelu_tanh" (GELU's approximation by tanh), x is [m,
+    takes the place of x. With ``gate``, "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu", x is [m,
     2 k] and gate(x[:, :k]) * x[:, k:], rounded to ``dtype``, takes the place of x. What is quantized
     is so what a norm or a product would be given in 16 bits.
 

@@ -21,11 +21,12 @@ from .workload import PROPOSED_M, Workload
 # One unit is a factor of two in n, k or m.
 OTHER_DTYPE = 0.25
 OTHER_BIAS = 0.0625
-OTHER_STORE = 0.0625  # in order, or by an index
+OTHER_STORE = 0.0625  # in order, or by an index; with a residual, a gate, a norm
 OTHER_SYMMETRY = 0.25
 OTHER_GROUP = 0.5
 
 PLACING = frozenset({rules.WGMMA.program, rules.MMA.program, cpu.PROGRAM})  # programs that store some columns of a wider y
+NORMING = frozenset({stream.ASYNC, stream.BULK, cpu.PROGRAM})  # programs that norm x themselves
 
 _TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "split_k", "min_blocks"})
 
@@ -40,6 +41,8 @@ def _unserved(program: str) -> Callable[[Workload, str], list[str]]:
         found = codec_of(workload.format).unserved(workload.format, program, arch)
         if workload.width and program not in PLACING:
             found.append(f"{program} does not store channels by an index; accepted: {', '.join(sorted(PLACING))}.")
+        if workload.norm and program not in NORMING:
+            found.append(f"{program} does not norm x; accepted: {', '.join(sorted(NORMING))}.")
         return found
 
     return reasons
@@ -152,7 +155,8 @@ def distance(there: Workload, here: Workload) -> float | None:
         return None
     shape = abs(log2(there.n / here.n)) + abs(log2(there.k / here.k)) + abs(log2(max(there.m, 1) / max(here.m, 1)))
     numbers = OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_BIAS * (there.bias != here.bias)
-    numbers += OTHER_STORE * ((there.width > 0) != (here.width > 0))
+    stored, here_stored = ((w.width > 0, w.residual, w.gate, w.norm) for w in (there, here))
+    numbers += OTHER_STORE * sum(a != b for a, b in zip(stored, here_stored, strict=True))
     return shape + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
 
 

@@ -85,7 +85,7 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
     """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and
     the fp32 sums; 0: it takes none."""
     s = schedule
-    tile = s.block_n * s.block_m
+    tile = s.block_m * (s.block_n + workload.norm)  # of a norm the rows' sums of squares, too
     if s.stream_k:
         return TICKETS + 2 * grid_blocks(s, target) * tile
     if s.split_k == 1 or clustered_split(s):

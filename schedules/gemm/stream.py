@@ -14,6 +14,7 @@ from itertools import product
 from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ..schedule import Schedule, in_turn
 from ..target import Target
+from .parts import GATE_ROWS
 from .workload import Workload
 
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
@@ -51,6 +52,7 @@ RESIDENT = (1, 2, 3, 4)  # blocks an SM
 WARPS = (8, 16, 32)  # of an SM: fewest, most of those that won (28 but once), most
 RINGS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a block: twelve warps have registers that sixteen have not, and won at every m
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10)  # bytes of packed weights requested per SM
+NORM_SPARE = 10  # registers that norming x takes besides (256 x 16 by sixteen warps, which have none left, spills 52 bytes)
 LINE = {ASYNC: 16, BULK: 128}  # bytes; x and each warp's weights begin on one
 STATIC_SMEM = 16  # the ticket of gemm_stream
 
@@ -61,8 +63,8 @@ def x_pitch(workload: Workload, schedule: Schedule) -> int:
 
 
 def x_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of a slot's x, whole lines."""
-    return _whole_lines(schedule.block_m * x_pitch(workload, schedule), schedule)
+    """Bytes of a slot's x, and of the norm's weight behind it, whole lines."""
+    return _whole_lines((schedule.block_m + workload.norm) * x_pitch(workload, schedule), schedule)
 
 
 def warp_bytes(workload: Workload, schedule: Schedule) -> int:
@@ -134,6 +136,18 @@ def exchange_at(workload: Workload, schedule: Schedule) -> int:
     return -(-max(ring_bytes(workload, s) + barriers, sums) // 16) * 4
 
 
+def quads_of_block(workload: Workload, schedule: Schedule) -> int:
+    """Neighbouring fours of a tile's sums that a block of a cluster stores, the last ones fewer: those of
+    gates and what they gate, 16 rows, together."""
+    together = 2 * GATE_ROWS // 4 if workload.gate else 1
+    return -(-schedule.block_m * schedule.block_n // 4 // together // schedule.split_k) * together
+
+
+def squares_quads(workload: Workload, schedule: Schedule) -> int:
+    """Fours of the sums of squares of a block's rows of x, which a norm takes."""
+    return -(-schedule.block_m // 4) if workload.norm else 0
+
+
 def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
     """32-bit words of shared memory of a block: rings, barriers, partial sums, and what a cluster's
     blocks send each other (a barrier in 16 bytes, then 16 bytes for each four of the block's own
@@ -145,7 +159,8 @@ def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
     the same kernel alone takes 9.4, H200).
     """
     s = schedule
-    exchanged = 16 + s.split_k * -(-s.block_m * s.block_n // 4 // s.split_k) * 16 if s.program == BULK and s.split_k > 1 else 0
+    quads = quads_of_block(workload, s) + squares_quads(workload, s)
+    exchanged = 16 + s.split_k * quads * 16 if s.program == BULK and s.split_k > 1 else 0
     alone = target.smem_per_sm // (s.min_blocks + 1) - target.BLOCK_SMEM + 16 if s.program == BULK else 0
     return max(exchange_at(workload, s) + exchanged // 4, -(-alone // 16) * 4)
 
@@ -201,7 +216,7 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         )
     if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
         reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
-    needed, share = registers_needed(s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
+    needed, share = registers_needed(s) + NORM_SPARE * workload.norm, target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):
         reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")
     return reasons
@@ -217,10 +232,10 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
     ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
     their way to an SM. Blocks in turn, the likely winners first."""
-    if not 0 < workload.m <= MAX_M:
+    if not 0 < workload.m <= MAX_M and not workload.norm:  # what else norms x reads W no less often
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
-    block_m = next(b for b in BLOCK_M if b >= workload.m)
+    block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     n_pad = -(-workload.n // 64) * 64
     grids = []
     for block_n, split_k, min_blocks in product(range(WARP_ROWS[-1], MAX_BLOCK_N + 1, WARP_ROWS[-1]), SPLITS, RESIDENT):

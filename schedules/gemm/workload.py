@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ...layouts.formats import GemmFormat, QuantFormat
 from ..operands import Operand
 from .codecs import packed_layout
-from .parts import part_operands
+from .parts import ACTIVATIONS, GATE_ROWS, part_operands
 
 DTYPES = ("float16", "bfloat16")
 X_ROW_BYTES = 16  # CUDA kernels read rows of x of whole 16 bytes
@@ -20,7 +20,8 @@ PROPOSED_M = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 704, 768
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One GEMM with a packed weight, ``y[m, n] = x[m, k] @ w[n, k]^T (* token_scales[m]) (+ bias[n])``.
+    """One GEMM with a packed weight, ``y[m, n] = x[m, k] @ w[n, k]^T (* token_scales[m]) (+ bias[n])
+    (+ residual[m, n])``.
 
     ``dtype`` is that of x, y, bias and scales ("float16" or "bfloat16"); accumulation and
     ``token_scales`` are fp32. Where the format's x is int8, x holds codes, ``token_scales`` (always
@@ -28,6 +29,12 @@ class Workload:
     [groups, m], and sums over groups are fp32.
     ``width`` (0: n): columns of a y of which this product writes n, output channel j to column
     ``channels[j]`` of int32 [n], in no order but each once; the others are left as they are.
+    ``residual``: y is the fp32 sum with it, rounded once; it may lie where y does.
+    ``gate`` ("", "silu", "gelu_tanh", "gelu"): y [m, n / 2] is activation(gate) * up in fp32, rounded
+    once; of each 16 rows of the weight the first 8 are gates, the others what these gate
+    (``weights.gated.interleaved`` makes such a weight).
+    ``norm``: x is normed, y = ((x * norm_weight) @ w^T) * rsqrt(mean(x^2) + ``eps``), before bias and
+    what follows: x of 16 bits, x * norm_weight rounded to ``dtype``, the rest in fp32.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
@@ -44,6 +51,10 @@ class Workload:
     bias: bool = False
     token_scales: bool = False
     width: int = 0
+    residual: bool = False
+    gate: str = ""
+    norm: bool = False
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         if self.m < 0 or self.n < 1 or self.k < 1:
@@ -52,6 +63,18 @@ class Workload:
             raise ValueError(f"width is {self.width} with n = {self.n}; accepted: 0, or as many columns of y as n and more")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
+        if self.gate not in ("", *ACTIVATIONS):
+            raise ValueError(f"gate is {self.gate!r}; accepted: '', {', '.join(map(repr, ACTIVATIONS))}")
+        if self.gate and self.n % (2 * GATE_ROWS):
+            raise ValueError(f"n is {self.n} with a gate; accepted: multiples of {2 * GATE_ROWS}, gates and what they gate in turn")
+        if (self.width > 0) + self.residual + bool(self.gate) > 1:
+            raise ValueError(
+                f"(width, residual, gate) is ({self.width}, {self.residual}, {self.gate!r}); accepted: one of them, the others 0, False, ''"
+            )
+        if self.norm and (self.format.x or self.token_scales):
+            raise ValueError(f"a norm goes with {self.format.name}; accepted: formats with x of 16 bits, without token_scales")
+        if not 0 <= self.eps < float("inf") or (self.eps and not self.norm):
+            raise ValueError(f"eps is {self.eps!r}; accepted: a finite number from 0, without a norm 0")
         if self.format.x:
             object.__setattr__(self, "token_scales", True)
 
@@ -73,7 +96,7 @@ class Workload:
     @property
     def columns(self) -> int:
         """Of y."""
-        return self.width or self.n
+        return self.width or (self.n // 2 if self.gate else self.n)
 
     @property
     def x_dtype(self) -> str:
@@ -88,8 +111,8 @@ class Workload:
     def bytes(self) -> int:
         """Bytes that one call must move at least: weights once, x once, y once."""
         after = (2 * self.n if self.bias else 0) + (4 * self.m * self._row_scales if self.token_scales else 0)
-        after += 4 * self.n if self.width else 0
-        return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * self.n) + after
+        after += (2 * self.k if self.norm else 0) + (4 * self.n if self.width else 0) + (2 * self.m * self.n if self.residual else 0)
+        return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * (self.n if self.width else self.columns)) + after
 
     @property
     def _row_scales(self) -> int:
@@ -122,12 +145,15 @@ class Workload:
             Operand("scales", f.parameter_dtype(self.dtype), scales, advice=packing),
             Operand("zeros", f.zero_dtype(self.dtype), groups, optional=True, absent=f.symmetric, advice=packing),
             *part_operands(self, groups[1], packing),
+            *((Operand("norm_weight", self.dtype, (columns,), advice="pass the norm's weight, as wide as x"),) if self.norm else ()),
             Operand("y", self.dtype, ("m", self.columns), written=True, read=False),
         )
 
     def options(self) -> str:
         """The command line's words for this workload."""
         bias = (" --bias" if self.bias else "") + (f" --width {self.width}" if self.width else "")
+        bias += " --residual" * self.residual + (f" --gate {self.gate}" if self.gate else "")
+        bias += f" --norm-eps {self.eps!r}" if self.norm else ""
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
     def with_m(self, m: int) -> Workload:
@@ -150,8 +176,10 @@ class Workload:
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
         tokens = self.token_scales and not self.format.x  # with codes for x they go without saying
-        wider = f" in {self.width} columns" if self.width else ""
-        return f"{self.n}x{self.k} {self.format.name} {self.dtype}{' with bias' * self.bias}{' with token scales' * tokens}{wider}"
+        after = f" in {self.width} columns" if self.width else ""
+        after += " with a residual" * self.residual + (f" with a gate ({self.gate})" if self.gate else "")
+        shape = f"{self.n}x{self.k} {self.format.name} {self.dtype}" + f" after a norm ({self.eps:g})" * self.norm
+        return f"{shape}{' with bias' * self.bias}{' with token scales' * tokens}{after}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -165,6 +193,9 @@ class Workload:
             # absent, as in what was stored before there were any
             **({"token_scales": True} if self.token_scales and not self.format.x else {}),
             **({"width": self.width} if self.width else {}),
+            **({"residual": True} if self.residual else {}),
+            **({"gate": self.gate} if self.gate else {}),
+            **({"norm": True, "eps": self.eps} if self.norm else {}),
         }
 
     @classmethod
@@ -173,5 +204,6 @@ class Workload:
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
         return cls(
             m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
-            token_scales=data.get("token_scales", False), width=data.get("width", 0),
+            token_scales=data.get("token_scales", False), width=data.get("width", 0), residual=data.get("residual", False),
+            gate=data.get("gate", ""), norm=data.get("norm", False), eps=data.get("eps", 0.0),
         )  # fmt: skip

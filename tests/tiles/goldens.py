@@ -28,7 +28,13 @@ def label(case: tuple[str, Any, Schedule]) -> str:
     asked_for = [name for name in ("window", "sinks", "soft_cap", "lse") if getattr(w, name, None)]
     size = f"head{w.head_dim}" if isinstance(w, AttentionWorkload) else f"m{w.m}"
     tile = f"{s.block_n}x{s.block_m}x{s.block_k}"
-    return "-".join((arch, s.program, w.format.name, w.dtype, size, *asked_for, tile))
+    return "-".join((arch, s.program, w.format.name, w.dtype, size, *asked_for, tile)) + parts_of(w)
+
+
+def parts_of(w: Any) -> str:
+    """What a product does besides, as the end of a label."""
+    found = ("norm" * getattr(w, "norm", False), getattr(w, "gate", ""), "residual" * getattr(w, "residual", False))
+    return "".join(f"-{name}" for name in found if name)
 
 
 def digest(text: str) -> str:

@@ -72,6 +72,9 @@ Ms = Annotated[
 Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]
 Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
+Residual = Annotated[bool, typer.Option("--residual", help="y is added to a residual.")]
+Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates of the others: silu, gelu_tanh or gelu.")]
+NormEps = Annotated[float | None, typer.Option("--norm-eps", help="x is normed first (RMSNorm), with this eps.")]
 Width = Annotated[int, typer.Option("--width", help="Columns of y, of which the n channels are some by an index; 0: n, in order.")]
 
 DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
@@ -105,12 +108,15 @@ def compile_command(
     dtype: Dtype = "float16",
     bias: Bias = False,
     width: Width = 0,
+    residual: Residual = False,
+    gate: Gate = "",
+    norm_eps: NormEps = None,
     target: TargetName = "auto",
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps)
     compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
 
 
@@ -123,13 +129,16 @@ def tune(
     dtype: Dtype = "float16",
     bias: Bias = False,
     width: Width = 0,
+    residual: Residual = False,
+    gate: Gate = "",
+    norm_eps: NormEps = None,
     target: TargetName = "auto",
     budget: Budget = None,
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps)
     tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
 
 
@@ -196,12 +205,15 @@ def explain(
     dtype: Dtype = "float16",
     bias: Bias = False,
     width: Width = 0,
+    residual: Residual = False,
+    gate: Gate = "",
+    norm_eps: NormEps = None,
     target: TargetName = "auto",
     limit: Limit = 20,
     as_json: Json = False,
 ) -> None:
     """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
-    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width)
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, residual, gate, norm_eps)
     explain_schedules(workload, chosen, limit, as_json)
 
 
@@ -262,6 +274,9 @@ def pack(
     ] = None,
     bias: Bias = False,
     width: Width = 0,
+    residual: Residual = False,
+    gate: Gate = "",
+    norm_eps: NormEps = None,
     target: TargetName = "auto",
     jobs: Jobs = None,
     model: PackedModel = None,
@@ -279,7 +294,7 @@ def pack(
         pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
         return
     assert n is not None and k is not None
-    chosen, workloads = _asked(n, k, m, format or "w4a16_g128", dtype or "float16", bias, target, width)
+    chosen, workloads = _asked(n, k, m, format or "w4a16_g128", dtype or "float16", bias, target, width, residual, gate, norm_eps)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
 
@@ -308,8 +323,9 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _asked(
-    n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0
-) -> tuple[Target, list[Workload]]:
+    n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0, residual: bool = False,
+    gate: str = "", norm_eps: float | None = None,
+) -> tuple[Target, list[Workload]]:  # fmt: skip
     """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
     from ..layouts.formats import QuantFormat
     from ..schedules.gemm.workload import Workload
@@ -317,7 +333,9 @@ def _asked(
     target = named_target(arch)
     with usage():
         parsed = QuantFormat.parse(format)
-        return target, [Workload(m, n, k, parsed, dtype, bias, width=width) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
+        norm = {} if norm_eps is None else {"norm": True, "eps": norm_eps}
+        asked = Workload(1, n, k, parsed, dtype, bias, width=width, residual=residual, gate=gate, **norm)
+        return target, [asked.with_m(m) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
 
 
 def _subject(workload: Workload) -> str:

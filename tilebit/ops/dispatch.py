@@ -74,14 +74,14 @@ class Plan:
 
     def __init__(
         self, device: torch.device, n: int, k: int, format: GemmFormat, dtype: torch.dtype, bias: bool, dependent: bool = False,
-        width: int = 0,
+        width: int = 0, **parts: Any,
     ) -> None:  # fmt: skip
         self.device = device
         self.dtype = dtype
         self.bias = bias
         self.dependent = dependent
         self.target = device_target(device)
-        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width)
+        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width, **parts)
         self.operands = self.workload.operands(self.target.arch)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
@@ -157,9 +157,11 @@ class Plan:
             if found is None:
                 if self.target.is_cuda and torch.cuda.is_current_stream_capturing():
                     options = ", bias=True" * self.bias + ", dependent=True" * self.dependent
+                    w = self.workload
+                    first = "" if w.residual or w.gate or w.norm else f"call tilebit.prepare(packed, m=[{m}]{options}) or "
                     raise KernelUnavailable(
                         f"the first call with about {m} rows happens while a CUDA graph is captured, and loading a kernel is not allowed "
-                        f"there; call tilebit.prepare(packed, m=[{m}]{options}) or run the model once before the capture"
+                        f"there; {first}run the model once before the capture"
                     )
                 kernel = find_kernel(part.workload, self.target)
                 if self.target.is_cuda:
@@ -190,14 +192,15 @@ def plan_for(
     bias: bool,
     dependent: bool = False,
     width: int = 0,
+    **parts: Any,
 ) -> Plan:
-    """The plan of such calls (with ``width`` of those that write some columns of a wider y), made and
-    checked on first use. Raises ``ValueError`` for a format,
-    shape, dtype or device that is not supported."""
-    key = (n, k, format, bias, dtype, device, dependent, width)
+    """The plan of such calls (with ``width`` of those that write some columns of a wider y; ``parts``:
+    the workload's residual, gate, norm, eps), made and checked on first use. Raises ``ValueError`` for
+    a format, shape, dtype or device that is not supported."""
+    key = (n, k, format, bias, dtype, device, dependent, width, *parts.items())
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = Plan(device, n, k, GemmFormat.parse(format), dtype, bias, dependent, width)
+        plan = plans[key] = Plan(device, n, k, GemmFormat.parse(format), dtype, bias, dependent, width, **parts)
     return plan
 
 

@@ -18,12 +18,14 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..layouts.formats import GemmFormat
+from ..schedules.activations.workload import EPS
 from ..schedules.gemm.workload import Workload
 from ..weights.packed import PackedWeight
 from . import dispatch
 from .derivatives import product, wanted
 from .dispatch import DTYPE_NAMES, Plan
 from .gemm_int8 import product as of_codes
+from .gemm_parts import product as with_parts
 from .known import PLAIN, known, plain, remembered
 from .operands import ALIGNMENT, check, check_memory, describe, schema
 
@@ -46,7 +48,17 @@ _redispatch = _operator.redispatch
 
 
 def gemm(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False, token_scales: Tensor | None = None
+    x: Tensor,
+    packed: PackedWeight,
+    bias: Tensor | None = None,
+    dependent: bool = False,
+    token_scales: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    inplace: bool = False,
+    gate: str | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = EPS,
 ) -> Tensor:
     """y[..., n] = x[..., k] @ w[n, k]^T (+ bias[n]), accumulated in fp32.
 
@@ -71,7 +83,22 @@ def gemm(
     ``w4a8_fp8``) take x and scales of ``quantize_activations(x, "e4m3")`` likewise; they run on sm_89,
     sm_90a and CPUs, and their sums are fp32. ``token_scales`` is for weights of 8-bit x alone.
 
-    Differentiable (but for 8-bit x) with respect to x and bias, in reverse and forward mode (``derivatives.py``).
+    In the same kernel, each alone or a norm with one of the others:
+
+    ``residual`` [..., n] in ``packed.dtype``: y + residual, in fp32, rounded once (the product by itself
+    is not rounded). With ``inplace`` y is written where residual lies (contiguous), and is residual.
+
+    ``gate`` "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu": y [..., n / 2] is
+    activation(gate) * up, in fp32, rounded once, of a weight whose rows are gates and ups in turn,
+    eight of each (``tilebit.weights.gated.interleaved`` makes it of two). n is a multiple of 16.
+
+    ``norm_weight`` [k] in ``packed.dtype``, of x of 16 bits: x is normed first, y = ((x * norm_weight) @ w^T) *
+    rsqrt(mean(x^2) + ``eps``) (RMSNorm; Zhang and Sennrich, 2019). x * norm_weight is rounded to x's
+    dtype, the rest is fp32; a row where it or the sum of squares is not finite gets no finite y. On
+    GPUs every further 16 rows of x read the weight again: it is for decode steps.
+
+    Differentiable (but for 8-bit x, and with what is in the same kernel) with respect to x and bias, in
+    reverse and forward mode (``derivatives.py``).
     Raises ``ValueError`` when another derivative is asked for, ``TypeError`` and ``ValueError`` for
     anything else and ``KernelUnavailable`` when no kernel is at hand, all before a launch.
     """
@@ -80,6 +107,8 @@ def gemm(
             f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
             f"one with tilebit.pack) and a torch.Tensor or None"
         )
+    if residual is not None or gate is not None or norm_weight is not None:
+        return with_parts(x, packed, bias, dependent, token_scales, residual, inplace, gate, norm_weight, eps)
     if packed.takes_codes or token_scales is not None:
         if packed.takes_codes:
             return of_codes(x, packed, bias, dependent, token_scales)

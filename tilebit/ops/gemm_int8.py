@@ -23,7 +23,7 @@ from .operands import ALIGNMENT, check, describe, schema
 from .quantize import QUANTIZE
 
 OUTS = {INT8: "int8", FP8: "e4m3"}  # what quantizing calls the codes of a format's x
-
+OF_ROWS = ("x", "token_scales", "residual", "y")  # operands that are not a weight's
 _library = torch.library.Library("tilebit", "FRAGMENT")
 _taken = schema(Workload(1, 1, 1, GemmFormat.parse("w4a8_lqq_g128")).operands("cpu"))
 _library.define(f"gemm_int8({', '.join(_taken)}, int n, int k, str format, ScalarType dtype, bool dependent=False) -> Tensor")
@@ -54,7 +54,7 @@ def _gemm_int8(
     of a ``PackedWeight`` of ``format``. Raises ``ValueError`` for what does not fit and
     ``KernelUnavailable``, before a launch.
     """
-    check_x(x, dtype, weight.device, _codes_of(format))
+    check_x(x, dtype, weight.device, codes_of(format))
     *leading, columns = x.shape
     plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent)
     if columns not in (k, plan.kx):
@@ -115,7 +115,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: boo
     in ``packed.dtype``, which is quantized first, a scale for each row or each group of it."""
     held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
     rest = (packed.n, packed.k, packed.format_name, packed.dtype, dependent)
-    wanted = _codes_of(packed.format_name)
+    wanted = codes_of(packed.format_name)
     codes = x.dtype is wanted
     if codes != (token_scales is not None):
         given = "without" if codes else "with"
@@ -169,12 +169,12 @@ def _check(plan: Plan, operands: tuple[Tensor | None, ...]) -> None:
     call = f"gemm with x of {w.x_dtype} [..., {w.k}] on {plan.device}, n = {w.n} and {w.format.name}"
     given = list(zip(plan.operands, operands, strict=True))
     for dense in (True, False):  # first what belongs to the weight
-        some = [(o, tensor) for o, tensor in given if (o.name not in ("x", "token_scales", "y")) == dense]
+        some = [(o, tensor) for o, tensor in given if (o.name not in OF_ROWS) == dense]
         check([o for o, _ in some], [tensor for _, tensor in some], plan.device, call, dense=dense)
 
 
 @cache
-def _codes_of(format: str) -> torch.dtype:
+def codes_of(format: str) -> torch.dtype:
     """Of x. Raises ``ValueError`` for a format whose x is of 16 bits."""
     x = GemmFormat.parse(format).x
     if not x:
@@ -208,7 +208,7 @@ def _fake(
     dtype: torch.dtype,
     dependent: bool = False,
 ) -> Tensor:
-    check_x(x, dtype, weight.device, _codes_of(format))
+    check_x(x, dtype, weight.device, codes_of(format))
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 

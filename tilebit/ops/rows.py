@@ -126,7 +126,7 @@ def gated(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y [..., k] of x [..., 2 k], fp16 or bf16: activation(x[..., :k]) * x[..., k:] in fp32, rounded once.
 
-    ``activation`` is "silu" or "gelu_tanh". With ``out`` "int8" or "e4m3" (codes, scales) of y, as
+    ``activation`` is "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu". With ``out`` "int8" or "e4m3" (codes, scales) of y, as
     ``quantize_activations`` gives them (``group`` 128 or a token; ``smooth`` fp32 [k]; on CUDA k up
     to 32768). ``dependent``, tracing, capturing and errors are ``add_norm``'s.
     """
@@ -176,11 +176,20 @@ def _gated(x: Tensor, activation: str = "silu", dependent: bool = False) -> Tens
         return y
     if not x.is_cuda or k % CHUNK:
         gate, up = x.float().chunk(2, -1)
-        return y.copy_(up * (F.silu(gate) if activation == "silu" else gate * torch.sigmoid(2 * TANH * (gate + 0.044715 * gate**3))))
+        return y.copy_(up * activated(gate, activation))
     rows = x.reshape(m, 2 * k).contiguous()
     key = (GATED, bucket(m), k, x.dtype, False, EPS, 0.0, activation, x.device)
     _launch(key, (rows, y.view(m, k)), dependent and rows.data_ptr() == x.data_ptr())
     return y
+
+
+def activated(gate: Tensor, activation: str) -> Tensor:
+    """``activation`` of ``gate``, computed by torch in gate's dtype."""
+    if activation == "silu":
+        return F.silu(gate)
+    if activation == "gelu":
+        return gate * torch.special.ndtr(gate)
+    return gate * torch.sigmoid(2 * TANH * (gate + 0.044715 * gate**3))
 
 
 def _normed_like(x: Tensor, residual: Tensor | None, weight: Tensor, *_: Any) -> Tensor:

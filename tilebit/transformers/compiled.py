@@ -21,19 +21,19 @@ from ..cache.batch import Batch
 from ..cache.kvcache import KVCache
 from ..kernels import build
 from ..ops.plans import rehearsed
-from ..ops.prepare import prepare
-from ..weights.mixed import MixedLinear
-from ..weights.modules import QuantLinear
 from .anatomy import anatomy
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
+from .parted import PARTS, Part, prepared
 
 ALLOWED = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
 CHANGES = ("_apply", "load_state_dict")  # methods after which a model's tensors may be other ones
 
 
-def compile(model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None) -> PreTrainedModel:
+def compile(
+    model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None, parts: Iterable[Part] = ()
+) -> PreTrainedModel:
     """``model`` itself, whose decode steps are fused from now on, in ``generate`` and in calls:
 
         tilebit.transformers.compile(model, batch_sizes=(1, 16))
@@ -52,9 +52,16 @@ def compile(model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_token
     ``max_tokens`` bounds a sequence (default: the model's own bound). Layers that are replaced, moved,
     cast or loaded afterwards are noticed, and joined again.
 
+    ``parts`` (off until a GPU has timed them) are what products do in their own kernels where their layers
+    are of ``QuantLinear``: "residual" (o and down add to the residual stream), "gate" (gate and up apply the
+    activation; they hold a second copy of their weights, whose rows lie in turn) and "norm" (qkv, and gate
+    and up, norm up to 16 rows of x, behind a "residual"). With all three a layer is six kernels instead
+    of nine. Sums are then rounded once where they were rounded twice. Packs of models hold the kernels
+    of steps without parts.
+
     Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
     for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``
-    and ``ValueError`` for what is no model of transformers or no number of rows, and
+    and ``ValueError`` for what is no model of transformers, no number of rows or no part, and
     ``KernelUnavailable`` where a kernel cannot be built.
     """
     expect("model", model, PreTrainedModel, "a causal language model of transformers")
@@ -64,9 +71,12 @@ def compile(model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_token
     bound = getattr(model.config, "max_position_embeddings", None) if max_tokens is None else max_tokens
     if type(bound) is not int or bound < 1:
         raise ValueError(f"max_tokens is {bound!r}; accepted: the most tokens that a sequence may have, 1 and above")
+    chosen = tuple(parts)
+    if isinstance(parts, str) or not set(chosen) <= set(PARTS):
+        raise ValueError(f"parts is {parts!r}; accepted: any of {', '.join(map(repr, PARTS))}, in a list")
     release(model)
     try:
-        steps = DecodeSteps(model, sizes, bound)
+        steps = DecodeSteps(model, sizes, bound, chosen)
     except ValueError as error:
         warnings.warn(f"{type(model).__name__} is not compiled, and runs as before: {error}", stacklevel=2)
         return model
@@ -98,14 +108,13 @@ Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has
 class DecodeSteps:
     """The fused steps of a model, for batches of ``sizes`` rows: one graph for each batch of a cache."""
 
-    def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int) -> None:
-        self.model, self.sizes, self.max_tokens = model, sizes, max_tokens
+    def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = ()) -> None:
+        self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
         self._graphs: Graphs = weakref.WeakKeyDictionary()
         self._build()
 
     def _build(self) -> None:
-        parts = anatomy(self.model)
-        self.step = FusedStep(parts, self.model.device, self.max_tokens)
+        self.step = FusedStep(anatomy(self.model), self.model.device, self.max_tokens, self.parts)
         self._held = [
             (owner._modules, name, module)
             for owner in self.model.modules()
@@ -114,10 +123,7 @@ class DecodeSteps:
         ]
         self._graphs.clear()
         self._stale = False
-        kinds = QuantLinear | MixedLinear
-        quantized = torch.nn.ModuleList(part for part in self.step.products if any(isinstance(own, kinds) for own in part.modules()))
-        if len(quantized):
-            prepare(quantized, self.sizes)
+        prepared(self.step.products, self.sizes)
 
     # ---- in the model ----
 
@@ -138,9 +144,10 @@ class DecodeSteps:
         """Of a copied model, whose step is built at its first call."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
-        made.sizes, made.max_tokens, made._graphs, made._held, made._stale = (
+        made.sizes, made.max_tokens, made.parts, made._graphs, made._held, made._stale = (
             self.sizes,
             self.max_tokens,
+            self.parts,
             weakref.WeakKeyDictionary(),
             [],
             True,

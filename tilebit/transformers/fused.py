@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from ..ops.rows import add_norm, gated
 from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
 from .anatomy import Anatomy, Block, Norm, rotary_table
-
-Rows = Tensor | tuple[Tensor, Tensor]  # of x, or int8 codes of it with their scales
+from .parted import Part, Parted, Rows, parted
+from .parted import gated as gated_product
 
 
 class SideBySide(nn.Module):
@@ -50,26 +50,39 @@ class FusedBlock:
     down: nn.Module
 
 
-def fused_blocks(anatomy: Anatomy) -> list[FusedBlock]:
-    """The layers with joined products, whose weights the model's own become views of."""
-    return [FusedBlock(block, _one(block.qkv), _one([block.o]), _one(block.gate_up), _one([block.down])) for block in anatomy.blocks]
+def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBlock]:
+    """The layers with joined products, whose weights the model's own become views of (of a gate that its
+    product applies they are copies), and which do ``parts`` where they can."""
+    blocks: list[FusedBlock] = []
+    summed = True  # the residual stream, before the block's first norm
+    for of in anatomy.blocks:
+        qkv = parted(_one(of.qkv), _asked(parts, norm=summed), of.before_attention)
+        o = parted(_one([of.o]), _asked(parts, residual=of.after_attention is None))
+        down = parted(_one([of.down]), _asked(parts, residual=of.after_mlp is None))
+        normed = _asked(parts, norm=_adds(o))
+        own = gated_product(of.gate_up, normed, of.before_mlp, of.activation) if "gate" in parts and x_group(down) is None else None
+        gate_up = parted(_one(of.gate_up), normed, of.before_mlp) if own is None else own
+        blocks.append(FusedBlock(of, qkv, o, gate_up, down))
+        summed = _adds(down)
+    return blocks
 
 
 class FusedStep(nn.Module):
     """A new token for each row of a batch: nine kernels a layer, eleven with norms after attention and
     MLP. Where products take int8 x, norms and gates write its codes: one kernel more, which quantizes
-    what attention gives. Kernels are launched before their predecessors end (``dependent``), weights
-    are read where the model has them.
+    what attention gives. Where they do all ``parts`` there are six. Kernels are launched before their
+    predecessors end (``dependent``), weights are read where the model has them.
 
     Sums of the residual stream are rounded to the model's dtype, norms and rotary embeddings are
     computed in fp32 and rounded once, codes not before: where the model rounds between, logits differ
-    by as much.
+    by as much. Of ``parts`` what is added to the residual stream and what a gate is applied to are not
+    rounded before, and a norm rounds x times its weight instead of what it divides.
     """
 
-    def __init__(self, anatomy: Anatomy, device: torch.device, positions: int) -> None:
+    def __init__(self, anatomy: Anatomy, device: torch.device, positions: int, parts: Collection[Part] = ()) -> None:
         super().__init__()
         self._of = anatomy
-        self.blocks = fused_blocks(anatomy)
+        self.blocks = fused_blocks(anatomy, parts)
         self.products = nn.ModuleList(part for b in self.blocks for part in (b.qkv, b.o, b.gate_up, b.down))
         self.rotary = rotary_table(anatomy.rotary, positions, anatomy.blocks[0].head_dim, device)
 
@@ -78,20 +91,15 @@ class FusedStep(nn.Module):
         """Logits [rows, vocabulary] behind the tokens ``ids`` int64 [rows], whose keys and values join
         ``cache``, in the sequences of ``batch``, which has been advanced by one token each."""
         residual = self._of.embed(ids)
-        rows = _normed(residual, self.blocks[0].of.before_attention, self.blocks[0].qkv)
+        added: Tensor | None = None  # what is yet to be added to it
         for i, block in enumerate(self.blocks):
             of = block.of
-            x = block.o(self._attended(block, _product(block.qkv, rows), cache, batch, i))
-            if of.after_attention is not None:
-                x = _normed(x, of.after_attention)
-            x = _product(block.gate_up, _added(x, residual, of.before_mlp, block.gate_up))
-            x = _product(block.down, _gated(x, of.activation, block.down))
-            if of.after_mlp is not None:
-                x = _normed(x, of.after_mlp)
-            last = i + 1 == len(self.blocks)
-            norm, taker = (self._of.norm, self._of.head) if last else (self.blocks[i + 1].of.before_attention, self.blocks[i + 1].qkv)
-            rows = _added(x, residual, norm, taker)
-        logits = _product(self._of.head, rows)
+            qkv = _product(block.qkv, _before(added, residual, of.before_attention, block.qkv))
+            added = _behind(block.o, self._attended(block, qkv, cache, batch, i), residual, of.after_attention)
+            x = _product(block.gate_up, _before(added, residual, of.before_mlp, block.gate_up))
+            rows = x if isinstance(block.gate_up, Parted) and block.gate_up.activation else _gated(x, of.activation, block.down)
+            added = _behind(block.down, rows, residual, of.after_mlp)
+        logits = _product(self._of.head, _before(added, residual, self._of.norm, self._of.head))
         return self._of.logit_cap * torch.tanh(logits / self._of.logit_cap) if self._of.logit_cap else logits
 
     def _attended(self, block: FusedBlock, qkv: Tensor, cache: KVCache, batch: Batch, layer: int) -> Tensor:
@@ -123,27 +131,42 @@ def _product(layer: nn.Module, rows: Rows) -> Tensor:
     return layer.of_codes(*rows)  # type: ignore[operator]
 
 
-def _codes(taker: nn.Module | None) -> dict[str, Any] | None:
+def _codes(taker: nn.Module) -> dict[str, Any] | None:
     """How ``add_norm`` and ``gated`` are asked for what ``taker`` takes."""
-    group = None if taker is None else x_group(taker)
+    group = x_group(taker)
     return None if group is None else {"out": "int8", "group": None if group == PER_TOKEN else group}
 
 
-@overload
-def _normed(x: Tensor, norm: Norm) -> Tensor: ...
-@overload
-def _normed(x: Tensor, norm: Norm, taker: nn.Module) -> Rows: ...
-def _normed(x: Tensor, norm: Norm, taker: nn.Module | None = None) -> Rows:
-    """The norm of x, as ``taker`` takes it."""
-    return _rows(x, None, norm, taker)
+def _asked(parts: Collection[Part], **able: bool) -> tuple[Part, ...]:
+    """Those of ``parts`` that a product may do where it stands."""
+    return tuple(part for part in parts if able.get(part, False))
 
 
-def _added(x: Tensor, residual: Tensor, norm: Norm, taker: nn.Module) -> Rows:
-    """The norm of ``residual``, to which x is added where it lies, as ``taker`` takes it."""
-    return _rows(x, residual, norm, taker)
+def _adds(product: nn.Module) -> bool:
+    return isinstance(product, Parted) and "residual" in product.does
 
 
-def _rows(x: Tensor, residual: Tensor | None, norm: Norm, taker: nn.Module | None) -> Rows:
+def _before(added: Tensor | None, residual: Tensor, norm: Norm, taker: nn.Module) -> Rows:
+    """What ``taker`` takes: the norm of ``residual``, to which ``added`` is first added where it lies, or the
+    residual stream itself where it norms that."""
+    if isinstance(taker, Parted) and taker.norms(len(residual)):
+        return residual
+    return _rows(residual, None, norm, taker) if added is None else _rows(added, residual, norm, taker)
+
+
+def _behind(product: nn.Module, rows: Rows, residual: Tensor, norm: Norm | None) -> Tensor | None:
+    """What ``product`` leaves to be added to ``residual``, normed where there is a norm behind it; None where it
+    has added it."""
+    if isinstance(product, Parted) and _adds(product):
+        product.add(rows, residual)
+        return None
+    y = _product(product, rows)
+    if norm is None:
+        return y
+    return add_norm(y, None, norm.weight, norm.eps, norm.offset, dependent=True)[0]
+
+
+def _rows(x: Tensor, residual: Tensor | None, norm: Norm, taker: nn.Module) -> Rows:
     codes = _codes(taker)
     if codes is None:
         return add_norm(x, residual, norm.weight, norm.eps, norm.offset, inplace=True, dependent=True)[0]

@@ -23,15 +23,17 @@ three times the bytes of the row, and a lane's 64 bytes of factors are as many l
 from typing import Any
 
 from ...schedules.activations.operation import CHUNK, ROWS, chunks, row_threads
-from ...schedules.activations.workload import PER_TOKEN, QuantizeWorkload
+from ...schedules.activations.workload import ACTIVATIONS, PER_TOKEN, QuantizeWorkload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..attention.leaves import caller
-from ..compiler.headers import TYPES, device_source, literal
+from ..compiler.headers import GATES, TYPES, device_source, literal
 from ..program import TileProgram
 
 HEADERS = ("ptx/instructions.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "activations/quantize.cuh")
-SUMMED_HEADERS = (*HEADERS, "activations/rows.cuh", "activations/incoming.cuh")  # where what comes in is not x itself
+SUMMED_HEADERS = (  # where what comes in is not x itself
+    *HEADERS, "store/gate.cuh", "activations/inverse_root.cuh", "activations/rows.cuh", "activations/incoming.cuh",
+)  # fmt: skip
 WARP = 32
 FEW_CHUNKS = 2  # of a thread, which has registers to keep what it computed of them
 
@@ -62,16 +64,15 @@ def incoming_source(w: QuantizeWorkload, arch: str) -> str:
         "int K": w.columns(arch),
         "bool RESIDUAL": str(w.residual).lower(),
         "bool GATED": str(bool(w.gate)).lower(),
-        "bool GELU": str(w.gate == "gelu_tanh").lower(),
         "float EPS": "0.0f",  # the norm is Rows' affair
         "float OFFSET": "0.0f",
     }
-    return _struct("Sources", w, numbers)
+    return _struct("Sources", w, numbers, f"  using Activation = {GATES[w.gate or ACTIVATIONS[0]]};")
 
 
-def _struct(name: str, w: QuantizeWorkload, numbers: dict[str, Any]) -> str:
+def _struct(name: str, w: QuantizeWorkload, numbers: dict[str, Any], *types: str) -> str:
     lines = (f"  static constexpr {declared} = {value};" for declared, value in numbers.items())
-    return "\n".join([f"struct {name} {{", f"  using T = {TYPES[w.dtype]};", *lines, "};", ""])
+    return "\n".join([f"struct {name} {{", f"  using T = {TYPES[w.dtype]};", *types, *lines, "};", ""])
 
 
 def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any:

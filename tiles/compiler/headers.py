@@ -8,6 +8,7 @@ from ...schedules.gemm.waves import SHARING_STEPS
 from ..program import DEVICE_DIR
 
 TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16", "float32": "float", "int32": "int"}
+GATES = {"silu": "tilebit::Silu", "gelu_tanh": "tilebit::GeluTanh", "gelu": "tilebit::Gelu"}  # of store/gate.cuh
 # Numbers that schedules decide by and device functions use, by the file that uses them.
 CONSTANTS = {"store/split_k.cuh": {"TICKETS": TICKETS}, "order/tiles.cuh": {"SHARING_STEPS": SHARING_STEPS}}
 

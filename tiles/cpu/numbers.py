@@ -1,4 +1,4 @@
-"""Numbers of the CPU attention programs: codes to fp32 and back, and the two functions of softmax.
+"""Numbers of the CPU programs: codes to fp32 and back, the functions of softmax, activations.
 Importing this imports tvm.
 
 All work on vectors of 16 lanes, which LLVM splits in two where registers are half as wide.
@@ -15,6 +15,8 @@ from .vectors import T, tirx
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+TWICE_TANH = 2 * (2 / math.pi) ** 0.5  # of GELU's tanh form, as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
+ERFC = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
 
 
 def number(word: Any, slot: int, bits: int, kind: str, dtype: str, table: bool) -> Any:
@@ -74,6 +76,31 @@ def tanh(x: Any) -> Any:
     x = v.held(x)
     fall = exp2(_llvm("llvm.fabs", x) * splat(-2 * LOG2_E))
     return _llvm("llvm.copysign", (splat(1.0) - fall) / (splat(1.0) + fall), x)
+
+
+def activated(gate: Any, activation: str) -> Any:
+    """``activation`` ("silu", "gelu_tanh" or "gelu") of fp32 ``gate``: sigmoids by the exponential of what
+    is not positive."""
+    gate = v.held(gate)
+    if activation == "gelu":
+        return gate * _normal(gate)
+    inner = gate
+    if activation == "gelu_tanh":
+        inner = v.held((gate + splat(0.044715) * gate * gate * gate) * splat(TWICE_TANH))
+    fall = exp2(_llvm("llvm.fabs", inner) * splat(-LOG2_E))
+    return gate * (tirx.Select(inner < splat(0.0), fall, splat(1.0)) / (splat(1.0) + fall))
+
+
+def _normal(x: Any) -> Any:
+    """The normal distribution function of fp32, erfc(-x / sqrt(2)) / 2, to 2e-7 relative and what
+    rounding x^2 costs (Press et al., Numerical Recipes, 6.2: Chebyshev's fit of erfc)."""
+    z = v.held(_llvm("llvm.fabs", x) * splat(math.sqrt(0.5)))
+    t = v.held(splat(1.0) / v.fma(z, splat(0.5), splat(1.0)))
+    series = splat(ERFC[-1])
+    for coefficient in ERFC[-2::-1]:
+        series = v.fma(series, t, splat(coefficient))
+    tail = v.held(splat(0.5) * t * exp2(v.held((v.held(series) - z * z) * splat(LOG2_E))))
+    return tirx.Select(x < splat(0.0), tail, splat(1.0) - tail)
 
 
 def splat(value: Any, dtype: str = "float32") -> Any:

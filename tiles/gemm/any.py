@@ -1,6 +1,6 @@
 """``gemm_any``: the GEMM on bit planes and codebooks (Any-Precision LLM), built for few rows of x.
 
-    y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n])
+    y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n]) (+ residual[m, n])
 
 A block computes ``block_n`` output channels for ``block_m`` rows of x. It lays out its channels'
 tables in shared memory while the first planes are on their way; then its ``num_warps`` warps take
@@ -27,6 +27,7 @@ from .stream_sums import sum_macros
 
 HEADERS = (
     "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "pipeline/copies.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "store/gate.cuh",
 )  # fmt: skip
 
 # As of stream.py, for the same reasons: warps loop for different lengths.
@@ -53,7 +54,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    TokenScales, Bias = p.tensors(T, target.arch, "token_scales", "bias", m=m)
+    TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if splits > 1 else None
 
     def planes_at(shared, warp, slot):
@@ -87,8 +88,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         scales: T.Tensor((p.n_pad, 1 << bits), dtype),
         token_scales: TokenScales,
         bias: Bias,
+        residual: Residual,
         workspace: Workspace,
-        y: T.Tensor((m, p.n), dtype),
+        y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads) as (bx, by, bz):
             T.import_source(device_source(HEADERS))
@@ -96,7 +98,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # tables and rings, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), "float32")
             thread = T.get_thread_binding()
-            after = p.after((), token_scales=token_scales, bias=bias)
+            after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
             step, end = T.alloc_var("int32", init=bz * steps // splits + warp), (bz + 1) * steps // splits
             slot = T.alloc_var("int32", init=0)

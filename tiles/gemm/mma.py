@@ -1,6 +1,6 @@
 """``gemm_mma``: the packed-weight GEMM on sm_80, sm_86 and sm_89.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]) (+ residual[m, n]),   w = (number of q - z) * s
                                                   of int8 x (* token_scales[m])   w = q * s + offset - 128, or q - z
 
 computed as Y^T = W X^T, so that the dequantized weight is the MMA's A operand, in registers, and x
@@ -21,14 +21,15 @@ from typing import Any
 
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.parts import GATE_ROWS
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
-from ..compiler.headers import device_source
+from ..compiler.headers import GATES, device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, column_of, finish
+from .operands import BARRIER, Operands, column_of, finish, gate_of
 
-HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh")
+HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh", "store/gate.cuh")
 
 # From here on the tile goes to y through shared memory: below, a thread holds few columns and
 # storing them directly costs less.
@@ -40,9 +41,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     x ``[m, kx]`` (kx: k rounded up to whole 16 bytes), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
-    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, channels int32 ``[n]``, workspace int32
-    (of a split k: tickets, then sums; ``device/store/split_k.cuh``), y ``[m, n]``, of a workload
-    with a width ``[m, width]``. m is dynamic.
+    n_pad]``, row_scales fp32 ``[n_pad]``, bias ``[n]``, residual ``[m, n]``, channels int32 ``[n]``,
+    workspace int32 (of a split k: tickets, then sums; ``device/store/split_k.cuh``), y ``[m, n]``, of
+    a workload with a width ``[m, width]``, with a gate ``[m, n / 2]``. m is dynamic.
     """
     import tilelang.language as T
     from tilelang.layout import make_linear_layout
@@ -57,10 +58,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     stepped, grouped = p.step_sums, p.x_grouped
     reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
     dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm)
+    gated = workload.gate != ""
+    gate = f"tilebit::gate_sums<{GATES.get(workload.gate)}, {bn * bm // threads}>"
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias, Channels = p.tensors(
-        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "channels", m=m
+    Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", "channels", m=m
     )
     Workspace = T.Tensor((words,), "int32") if split else None
 
@@ -73,13 +76,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         row_scales: RowScales,
         token_scales: TokenScales,
         bias: Bias,
+        residual: Residual,
         channels: Channels,
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(n_blocks, T.ceildiv(m, bm), splits, threads=threads) as (bx, by, bz):
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, channels=channels)
+            after = p.after(
+                scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, residual=residual, channels=channels
+            )
             Xs = T.alloc_shared((bm, bk), x_dtype)
             halves = T.reshape(weight, p.halves(T))
             Ws = T.alloc_shared((bn // 64, p.records * 2, 256), "int32")
@@ -137,11 +143,22 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if not split or last[0] == 1:
                 if integer and not stepped:
                     T.copy(sums, Y)
+                if (staged or gated) and len(after) > 0:
+                    for r, c in T.Parallel(bn, bm):
+                        Y[r, c] = finish(Y[r, c], after, m=T.min(by * bm + c, m - 1), n=T.min(bx * bn + r, p.n - 1))
+                if gated:
+                    T.call_extern("handle", gate, Y.access_ptr("rw"))
                 if staged:
-                    if len(after) > 0:
-                        for r, c in T.Parallel(bn, bm):
-                            Y[r, c] = finish(Y[r, c], after, m=T.min(by * bm + c, m - 1), n=T.min(bx * bn + r, p.n - 1))
                     T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
+                if staged and gated:
+                    for c, r in T.Parallel(bm, bn // 2):
+                        if by * bm + c < m and bx * (bn // 2) + r < p.columns:
+                            y[by * bm + c, bx * (bn // 2) + r] = Ys[c, gate_of(r)]
+                elif gated:
+                    for r, c in T.Parallel(bn, bm):
+                        if by * bm + c < m and bx * bn + r < p.n and r % (2 * GATE_ROWS) < GATE_ROWS:
+                            y[by * bm + c, (bx * bn + r) // (2 * GATE_ROWS) * GATE_ROWS + r % GATE_ROWS] = Y[r, c]
+                elif staged:
                     for c, r in T.Parallel(bm, bn):
                         if by * bm + c < m and bx * bn + r < p.n:
                             y[by * bm + c, column_of(bx * bn + r, after)] = Ys[c, r]

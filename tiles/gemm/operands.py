@@ -9,13 +9,14 @@ from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
-from ...schedules.gemm.parts import Part, parts
+from ...schedules.gemm.parts import GATE_ROWS, Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split, stage_groups
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
 from ...schedules.operands import present
 from ...schedules.schedule import Schedule
-from ..compiler.headers import TYPES
+from ..compiler.headers import GATES, TYPES
 
+_OF = {"m": "tilebit::OfRow", "mn": "tilebit::OfElement"}  # parts that are not of a whole output channel
 BARRIER = 7  # named barrier of the epilogue; generated code takes the first ones (0 to 3 have been seen)
 
 
@@ -217,8 +218,9 @@ class Operands:
         arguments = (
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
-        placed = f"{self.sum_type() or ', float'}, {w.width}" if w.width else self.sum_type()
-        return f"tilebit::Store<{', '.join(map(str, arguments))}{placed}>"
+        other = f"{self.sum_type() or ', float'}, {w.width}" if w.width or w.gate else self.sum_type()
+        gate = f", {GATES[w.gate]}" if w.gate else ""
+        return f"tilebit::Store<{', '.join(map(str, arguments))}{other}{gate}>"
 
     def sum_type(self) -> str:
         """The accumulators' type as a further template argument, where it is not fp32."""
@@ -228,7 +230,7 @@ class Operands:
         """The types of the parts that follow the product (``device/store/finish.cuh``), as further
         template arguments."""
         types = [(f"tilebit::{part.does.title()}<{TYPES[part.dtype]}>", part.axis) for part in parts(self.workload)]
-        return "".join(f", tilebit::OfRow<{does}>" if axis == "m" else f", {does}" for does, axis in types)
+        return "".join(f", {_OF[axis]}<{does}>" if axis in _OF else f", {does}" for does, axis in types)
 
 
 def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
@@ -237,9 +239,16 @@ def finish(value: Any, after: Sequence[tuple[Part, Any]], **at: Any) -> Any:
     for part, tensor in after:
         if part.does == "place":
             continue
-        number = tensor[(0,) * (len(tensor.shape) - 1) + (at[part.axis],)].astype("float32")
+        index = (at["m"], at["n"]) if part.axis == "mn" else (0,) * (len(tensor.shape) - 1) + (at[part.axis],)
+        number = tensor[index].astype("float32")
         value = value * number if part.does == "multiply" else value + number
     return value
+
+
+def gate_of(index: Any) -> Any:
+    """The channel of the weight, or the row of a tile, whose sum is the gate of column ``index`` of y, or of a
+    tile of it; what it gates is ``GATE_ROWS`` further."""
+    return index // GATE_ROWS * (2 * GATE_ROWS) + index % GATE_ROWS
 
 
 def column_of(channel: Any, after: Sequence[tuple[Part, Any]]) -> Any:

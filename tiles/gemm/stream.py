@@ -1,7 +1,7 @@
 """``gemm_stream`` and ``gemm_stream_bulk``: the packed-weight GEMM for few rows of x, built for
 bandwidth.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]) (+ residual[m, n]),   w = (number of q - z) * s
 
 At m <= 16 the weight's bytes decide. A block computes ``block_n`` output channels for ``block_m``
 rows of x; its ``num_warps`` warps take the steps of k (``block_k`` deep) in turn, and each streams
@@ -17,6 +17,10 @@ order. There is no path for CUDA cores: in fp32 a word of eight codes would take
 conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns
 are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose what subnormal codes stand
 for).
+
+Every block reads all of x that its share of k needs: a norm of x costs a multiplication and two FMAs
+for each register of x, and its factor of a row, of the squares of all shares, is found where sums
+are added up (``codecs/row_norm.cuh``).
 
 ``gemm_stream_bulk`` (sm_90a): weights by 1-D bulk copies, the blocks of a cluster send each other
 their shares of k, and weights are requested before the wait of a dependent launch. ``gemm_stream``
@@ -43,8 +47,9 @@ from .stream_ring import ring_macros
 from .stream_sums import sum_macros
 
 HEADERS = (
-    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/raw_product.cuh", "codecs/byte_product.cuh",
-    "pipeline/copies.cuh", "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/row_norm.cuh", "codecs/raw_product.cuh",
+    "codecs/byte_product.cuh", "pipeline/copies.cuh", "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "store/gate.cuh", "activations/inverse_root.cuh",
 )  # fmt: skip
 
 # Warps loop for different lengths: nothing may be moved, shared or guarded behind the program's
@@ -94,11 +99,15 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     cluster = [1, 1, splits] if bulk and splits > 1 else None
     product, sum_pitch = product_type(workload, s), rules.sum_pitch(s)
     store_sums = f"tilebit::store_sums<{row_tiles}, {s.block_m}, {sum_pitch}>"
+    normed, store_squares = workload.norm, f"tilebit::store_squares<{s.block_m}, {sum_pitch}>"
     ring, end_of_tile = ring_macros(workload, s), sum_macros(workload, s)
     shifted = of_bytes and p.asymmetric and not p.grouped  # zero points of channels, which no slot holds
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", "bias", m=m)
+    Zeros, RowScales, TokenScales, Bias, Residual = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", m=m
+    )
+    NormWeight = T.Tensor((p.kx,), dtype) if normed else None
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
 
     @T.macro
@@ -113,7 +122,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         ring.meet(own)
 
     @T.macro
-    def fill_rings(x, weight, scales, zeros, shared, own, step, end):
+    def fill_rings(x, norm_weight, weight, scales, zeros, shared, own, step, end):
         """Requests the first ``num_stages`` steps: weights, which no earlier kernel writes, before
         that one has ended."""
         for stage in T.unroll(stages):
@@ -124,9 +133,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", "tilebit::wait_for_predecessor")
         for stage in T.unroll(stages):
             if step + stage * rings < end:
-                ring.request_x(x, shared, own, step + stage * rings, stage)
+                ring.request_x(x, norm_weight, shared, own, step + stage * rings, stage)
             if not bulk:
                 T.ptx_commit_group()
+
+    @T.macro
+    def leave_squares(shared, own, squares):
+        """The ring's sums of squares of x, behind its sums of each column: its warps have all of them."""
+        if own.member == 0:
+            at = own.ring * (s.block_m * sum_pitch) + s.block_n
+            T.call_extern("handle", store_squares, squares.access_ptr("r"), T.address_of(shared[at]), own.lane)
 
     @T.macro
     def await_slot(shared, own, slot, phase):
@@ -153,8 +169,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         row_scales: RowScales,
         token_scales: TokenScales,
         bias: Bias,
+        residual: Residual,
+        norm_weight: NormWeight,
         workspace: Workspace,
-        y: T.Tensor((m, p.n), dtype),
+        y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
@@ -164,8 +182,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             products = T.alloc_local((row_tiles * column_tiles * 4,), "float32") if not of_bytes else None
             x_sums = T.alloc_local((column_tiles * 4,), "float32") if not of_bytes else None
             thread = T.get_thread_binding()
+            squares = T.alloc_local((column_tiles,), "float32") if normed else None
             # Of 16-bit x per-channel scales need its sum: ``RawProduct::finish``.
-            after = p.after(() if of_bytes else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias)
+            after = p.after(
+                () if of_bytes else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias,
+                residual=residual,
+            )  # fmt: skip
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)  # phase: how often the slot was read, modulo 2
@@ -182,16 +204,19 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if not of_bytes:
                 for i in T.unroll(column_tiles * 4):
                     x_sums[i] = 0.0
-            fill_rings(x, weight, scales, zeros, shared, own, step, end)
+            if normed:
+                for i in T.unroll(column_tiles):
+                    squares[i] = 0.0
+            fill_rings(x, norm_weight, weight, scales, zeros, shared, own, step, end)
 
             while step < end:  # the ring's share of the block's steps
                 await_slot(shared, own, slot, phase)
                 T.call_extern(
-                    "handle", f"{product}::multiply<{str(apart).lower()}>", ring.x_at(shared, own, slot),
+                    "handle", f"{product}::multiply<{str(apart).lower()}{', true' if normed else ''}>", ring.x_at(shared, own, slot),
                     ring.weights_at(shared, own, slot),
                     T.address_of(zeros[0, own.row]) if shifted else ring.parameters_at(shared, own, slot),
                     *(kept.access_ptr("rw") for kept in (sums, products, x_sums) if kept is not None), own.lane,
-                    ring.x_read(shared, own, slot),
+                    ring.x_read(shared, own, slot), *((ring.norm_at(shared, own, slot), squares.access_ptr("rw")) if normed else ()),
                 )  # fmt: skip
                 T.sync_warp()  # all lanes have read the weights, which are the warp's own
                 if step + stages * rings < end:
@@ -199,7 +224,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 await_readers(shared, own, slot, phase)
                 if step + stages * rings < end:
                     ring.request_parameters(scales, zeros, shared, own, step + stages * rings, slot)
-                    ring.request_x(x, shared, own, step + stages * rings, slot)
+                    ring.request_x(x, norm_weight, shared, own, step + stages * rings, slot)
                 if not bulk:
                     T.ptx_commit_group()
                 step = step + rings
@@ -215,6 +240,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.sync_threads()  # the rings become sums [ring][column][sum_pitch]
             own_sums = thread // 32 // warps_n * (s.block_m * sum_pitch) + thread // 32 % warps_n * rows
             T.call_extern("handle", store_sums, sums.access_ptr("r"), T.address_of(shared[own_sums]), own.lane)
+            if normed:
+                leave_squares(shared, own, squares)
             T.sync_threads()
             if splits == 1:
                 end_of_tile.store_alone(shared, y, after, bx, by, thread)

@@ -59,7 +59,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     x_chunks, x_pitch = s.block_k // x_chunk_k, rules.x_pitch(workload, s)
     x_rows = 32 * warps_n // x_chunks  # that the ring's warps copy in one pass
     copy_weights = f"tilebit::{'bulk' if bulk else 'async'}_copy_weights<{rows}, {p.records}>"
-    copy_x = f"tilebit::async_copy_rows<{s.block_m}, {x_rows}, {x_pitch}>"
+    copy_x, copy_norm = (f"tilebit::async_copy_rows<{count}, {x_rows}, {x_pitch}>" for count in (s.block_m, 1))
     whole = p.kx % s.block_k == 0  # no step reaches past k
     groups, row_chunks = rules.step_groups(workload.format, s), rows // chunk_rows
     scale_chunks = groups * row_chunks  # which those of zero points follow
@@ -67,6 +67,10 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     def x_at(shared, own, slot, byte=0):
         return T.address_of(shared[((own.ring * stages + slot) * slot_bytes + byte) // 4])
+
+    def norm_at(shared, own, slot, byte=0):
+        """Of the norm's weight, which follows the rows of x."""
+        return x_at(shared, own, slot, s.block_m * x_pitch + byte)
 
     def weights_at(shared, own, slot, byte=0):
         return x_at(shared, own, slot, x_bytes + own.member * warp_bytes + byte)
@@ -151,9 +155,16 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                     )  # fmt: skip
 
     @T.macro
-    def request_x(x, shared, own, step, slot):
-        """The warp's share of a step's x. Rows past the last are left as they are (their columns of
-        y are not stored), k past the last is zero."""
+    def request_x(x, norm_weight, shared, own, step, slot):
+        """The warp's share of a step's x, and of the norm's weight. Rows past the last are left as
+        they are (their columns of y are not stored), k past the last is zero."""
+        if workload.norm:
+            T.call_extern(
+                "handle", copy_norm, norm_at(shared, own, slot, own.x_byte),
+                T.address_of(norm_weight[own.lane % x_chunks * x_chunk_k + step * s.block_k]), 0,
+                (own.member * 32 + own.lane) // x_chunks, 1, True,
+                True if whole else step * s.block_k + own.lane % x_chunks * x_chunk_k < p.kx,
+            )  # fmt: skip
         T.call_extern(
             "handle", copy_x, x_at(shared, own, slot, own.x_byte), T.address_of(x[own.column, own.x + step * s.block_k]),
             p.kx * workload.x_bytes, (own.member * 32 + own.lane) // x_chunks, x.shape[0] - own.column,
@@ -164,6 +175,6 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
             T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own, slot))
 
     return SimpleNamespace(
-        x_at=x_at, weights_at=weights_at, parameters_at=parameters_at, filled=filled, x_read=x_read,
+        x_at=x_at, norm_at=norm_at, weights_at=weights_at, parameters_at=parameters_at, filled=filled, x_read=x_read,
         own=own, meet=meet, request_weights=request_weights, request_parameters=request_parameters, request_x=request_x,
     )  # fmt: skip

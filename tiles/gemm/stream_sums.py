@@ -1,20 +1,25 @@
 """The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and ``gemm_any``: the sums of a block's rings, and
 of the blocks that share the tile, are added up in one order, ring by ring, block by block, and
-stored."""
+stored: each by itself, or of a gate and what it gates their product."""
 
 from types import SimpleNamespace
 
 from ...schedules.gemm import stream as rules
+from ...schedules.gemm.parts import GATE_ROWS
 from ...schedules.gemm.rules import TICKETS
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
-from .operands import Operands, finish
+from ..compiler.headers import GATES, literal
+from .operands import Operands, finish, gate_of
 
 
 def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
-    holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``; an element of the tile
-    is numbered ``column * block_n + row``; ``after`` is what follows."""
+    holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``, of a norm
+    followed by the rings' sums of squares of the column; an element of the tile
+    is numbered ``column * block_n + row``; ``after`` is what follows. ``stored`` numbers of y come of
+    a tile, in order: number i of its element i, or with a gate of ``gate_of(i)`` and of the element
+    that this gates: both lie in one tile, as block_n is a multiple of both together."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
@@ -25,35 +30,93 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     # this block stores / 4].
     told = rules.exchange_at(workload, s) if s.program == rules.BULK else 0
     parts = told + 4
-    each = -(-elements // 4 // splits)  # quads (of neighbouring rows) that a block stores, the last ones fewer
+    each = rules.quads_of_block(workload, s)  # quads (of neighbouring rows) that a block stores, the last ones fewer
+    quads = rules.squares_quads(workload, s)  # of a norm, sums of squares of the rows of x: behind the sums
+    squares = parts + splits * each * 4
+    share = elements + (s.block_m if workload.norm else 0)  # words of a block in a workspace
+    gated, normed = workload.gate != "", workload.norm
+    of_y = 2 if gated else 1  # elements of which a number of y is made
+    stored = elements // of_y
+    activated = f"{GATES.get(workload.gate)}::apply"
 
     def ring_sum(shared, ring, element):
         return shared[(ring * s.block_m + element // bn) * pitch + element % bn]
 
+    def first(index):
+        return gate_of(index) if gated else index
+
+    def finished(after, bx, by, element, value, factor):
+        value = T.cast(value, "float32")
+        return finish(value * factor if normed else value, after, m=by * s.block_m + element // bn, n=bx * bn + element % bn)
+
+    def ring_squares(shared, ring, column):
+        return shared[(ring * s.block_m + column) * pitch + bn]
+
+    def root_of(squares):
+        return T.call_pure_extern("float32", "tilebit::inverse_root", squares, T.float32(workload.k), T.float32(literal(workload.eps)))
+
     @T.macro
-    def store(y, after, bx, by, element, value):
+    def store_gated(y, after, bx, by, element, gate, up, factor):
+        """Of the gate ``element`` and what it gates."""
+        if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+            y[by * s.block_m + element // bn, (bx * bn + element % bn) // (2 * GATE_ROWS) * GATE_ROWS + element % GATE_ROWS] = T.cast(
+                T.call_pure_extern("float32", activated, finished(after, bx, by, element, gate, factor))
+                * finished(after, bx, by, element + GATE_ROWS, up, factor),
+                workload.dtype,
+            )
+
+    @T.macro
+    def store(y, after, bx, by, element, value, factor):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
             y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
-                finish(T.cast(value, "float32"), after, m=by * s.block_m + element // bn, n=bx * bn + element % bn), workload.dtype
+                finished(after, bx, by, element, value, factor), workload.dtype
             )
 
     @T.macro
     def store_alone(shared, y, after, bx, by, thread):
         """The block has all of k."""
         total = T.alloc_var(sums_dtype)
-        for i in T.serial(T.ceildiv(elements, threads)):
-            element = i * threads + thread
-            if element < elements:
+        up = T.alloc_var(sums_dtype) if gated else total
+        factor = T.alloc_var("float32") if normed else total
+        for i in T.serial(T.ceildiv(stored, threads)):
+            # Found anew: kept through the loop, places take registers (256 x 16 by sixteen warps, with a gate: 24 bytes of spills).
+            element = i * threads + (T.call_extern("int32", "tilebit::fresh", thread) if gated or normed else thread)
+            if element < stored:
+                if normed:
+                    factor = 0.0
+                    for ring in T.unroll(rings):
+                        factor = factor + ring_squares(shared, ring, first(element) // bn)
+                    factor = root_of(factor)
                 total = zero
                 for ring in T.unroll(rings):
-                    total = total + ring_sum(shared, ring, element)
-                store(y, after, bx, by, element, total)
+                    total = total + ring_sum(shared, ring, first(element))
+                if gated:
+                    up = zero
+                    for ring in T.unroll(rings):
+                        up = up + ring_sum(shared, ring, first(element) + GATE_ROWS)
+                    store_gated(y, after, bx, by, first(element), total, up, factor)
+                else:
+                    store(y, after, bx, by, element, total, factor)
+
+    @T.macro
+    def hand_in_squares(shared, workspace, tile, bz, thread):
+        squares = T.alloc_var("float32")
+        if thread < s.block_m:
+            squares = 0.0
+            for ring in T.unroll(rings):
+                squares = squares + ring_squares(shared, ring, thread)
+            T.call_extern(
+                "handle", "__stcg", T.address_of(workspace[TICKETS + (tile * splits + bz) * share + elements + thread]),
+                T.reinterpret(squares, "int32"),
+            )  # fmt: skip
 
     @T.macro
     def store_by_ticket(shared, workspace, y, after, bx, by, bz, thread):
         """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes
         last stores the tile."""
         total = T.alloc_var(sums_dtype)
+        up = T.alloc_var(sums_dtype) if gated else total
+        factor = T.alloc_var("float32") if normed else total
         tile = by * n_blocks + bx
         for i in T.serial(T.ceildiv(elements, threads)):
             element = i * threads + thread
@@ -62,18 +125,33 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                 for ring in T.unroll(rings):
                     total = total + ring_sum(shared, ring, element)
                 T.call_extern(
-                    "handle", "__stcg", T.address_of(workspace[TICKETS + (tile * splits + bz) * elements + element]),
+                    "handle", "__stcg", T.address_of(workspace[TICKETS + (tile * splits + bz) * share + element]),
                     T.reinterpret(total, "int32"),
                 )  # fmt: skip
+        if normed:
+            hand_in_squares(shared, workspace, tile, bz, thread)
         if T.call_extern("int32", take_ticket, T.address_of(workspace[tile]), splits - 1, thread) == splits - 1:
-            for i in T.serial(T.ceildiv(elements, threads)):
+            for i in T.serial(T.ceildiv(stored, threads)):
                 element = i * threads + thread
-                if element < elements:
+                if element < stored:
+                    if normed:
+                        factor = 0.0
+                        for block in T.serial(splits):
+                            at = TICKETS + (tile * splits + block) * share + elements + first(element) // bn
+                            factor = factor + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), "float32")
+                        factor = root_of(factor)
                     total = zero
                     for block in T.serial(splits):
-                        at = TICKETS + (tile * splits + block) * elements + element
+                        at = TICKETS + (tile * splits + block) * share + first(element)
                         total = total + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
-                    store(y, after, bx, by, element, total)
+                    if gated:
+                        up = zero
+                        for block in T.serial(splits):
+                            at = TICKETS + (tile * splits + block) * share + first(element) + GATE_ROWS
+                            up = up + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
+                        store_gated(y, after, bx, by, first(element), total, up, factor)
+                    else:
+                        store(y, after, bx, by, element, total, factor)
 
     @T.macro
     def await_parts(shared, thread):
@@ -89,9 +167,11 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         parts and tell it (meeting twice, with fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200).
         """
         total, quad = T.alloc_var(sums_dtype), T.alloc_local((4,), sums_dtype)
+        up = T.alloc_var(sums_dtype) if gated else total
+        factor = T.alloc_var("float32") if normed else total
         own = T.max(0, T.min(each, elements // 4 - bz * each))
         if thread == 0:
-            T.call_extern("handle", "tilebit::mbarrier_expect", T.address_of(shared[told]), own * (splits - 1) * 16)
+            T.call_extern("handle", "tilebit::mbarrier_expect", T.address_of(shared[told]), (own + quads) * (splits - 1) * 16)
         T.cluster_wait()  # all have a barrier
         for i in T.serial(T.ceildiv(elements // 4, threads)):
             piece = i * threads + thread
@@ -104,15 +184,38 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                     "handle", "tilebit::keep_or_send", T.address_of(shared[parts + (bz * each + piece % each) * 4]),
                     T.address_of(quad[0]), T.address_of(shared[told]), piece // each, bz,
                 )  # fmt: skip
+        if normed:  # to every block, all of whose rows need them
+            for i in T.serial(T.ceildiv(quads * splits, threads)):
+                piece = i * threads + thread
+                if piece < quads * splits:
+                    for j in T.unroll(4):
+                        quad[j] = zero
+                        for ring in T.unroll(rings):
+                            quad[j] = quad[j] + ring_squares(shared, ring, T.min(piece % quads * 4 + j, s.block_m - 1))
+                    T.call_extern(
+                        "handle", "tilebit::keep_or_send", T.address_of(shared[squares + (bz * quads + piece % quads) * 4]),
+                        T.address_of(quad[0]), T.address_of(shared[told]), piece // quads, bz,
+                    )  # fmt: skip
         T.sync_threads()
         T.call_extern("handle", "tilebit::mbarrier_wait", T.address_of(shared[told]), 0)
-        for i in T.serial(T.ceildiv(own * 4, threads)):
+        for i in T.serial(T.ceildiv(own * (4 // of_y), threads)):
             element = i * threads + thread
-            if element < own * 4:
-                total = shared[parts + element]
+            if element < own * (4 // of_y):
+                if normed:
+                    factor = 0.0
+                    for block in T.serial(splits):
+                        factor = factor + shared[squares + block * quads * 4 + (bz * each * 4 + first(element)) // bn]
+                    factor = root_of(factor)
+                total = shared[parts + first(element)]
                 for block in T.serial(1, splits):
-                    total = total + shared[parts + block * each * 4 + element]
-                store(y, after, bx, by, bz * each * 4 + element, total)
+                    total = total + shared[parts + block * each * 4 + first(element)]
+                if gated:
+                    up = shared[parts + first(element) + GATE_ROWS]
+                    for block in T.serial(1, splits):
+                        up = up + shared[parts + block * each * 4 + first(element) + GATE_ROWS]
+                    store_gated(y, after, bx, by, bz * each * 4 + first(element), total, up, factor)
+                else:
+                    store(y, after, bx, by, bz * each * 4 + element, total, factor)
 
     return SimpleNamespace(
         await_parts=await_parts, store_alone=store_alone, store_by_ticket=store_by_ticket, store_by_cluster=store_by_cluster

@@ -1,6 +1,6 @@
 """``gemm_wgmma``: the packed-weight GEMM on sm_90a.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]),   w = (number of q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (+ bias[n]) (+ residual[m, n]),   w = (number of q - z) * s
                                                   of int8 x (* token_scales[m])   w = q * s + offset - 128, or q - z (* s[n])
 
 computed as Y^T = W X^T, so that the dequantized weight is wgmma's register operand and x, in shared
@@ -58,6 +58,7 @@ HEADERS = (
     "codecs/dequant.cuh",
     "store/split_k.cuh",
     "store/epilogue.cuh",
+    "store/gate.cuh",
     "pipeline/dependent.cuh",
     "order/tiles.cuh",
     "store/finish.cuh",
@@ -70,9 +71,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     x ``[m, kx]`` (kx: k rounded up to whole 16 bytes, for TMA), weight int32 ``[n_tiles,
     k_tiles, 512]`` (the storage of ``layouts.packing.gemm_layout``), scales and zeros ``[groups,
     n_pad]``, row_scales fp32 ``[n_pad]``, token_scales fp32 ``[m]`` or ``[groups, m]``, bias
-    ``[n]``, channels int32 ``[n]``, workspace int32 (of shared tiles: tickets, then fp32 sums;
-    ``device/store/split_k.cuh``), y ``[m, n]``, of a workload with a width ``[m, width]``. m is
-    dynamic.
+    ``[n]``, residual ``[m, n]``, channels int32 ``[n]``, workspace int32 (of shared tiles: tickets,
+    then fp32 sums; ``device/store/split_k.cuh``), y ``[m, n]``, of a workload with a width
+    ``[m, width]``, with a gate ``[m, n / 2]``. m is dynamic.
     """
     import tilelang.language as T
 
@@ -86,8 +87,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     kinds = tuple(range(len(plan.heights)))
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias, Channels = p.tensors(
-        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "channels", m=m
+    Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", "channels", m=m
     )
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
@@ -236,13 +237,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         row_scales: RowScales,
         token_scales: TokenScales,
         bias: Bias,
+        residual: Residual,
         channels: Channels,
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=schedule.split_k if clustered else cluster) as block:
             thread = T.get_thread_binding()
-            after = p.after(scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, channels=channels)
+            after = p.after(
+                scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, residual=residual, channels=channels
+            )
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
             Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")

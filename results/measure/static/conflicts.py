@@ -41,8 +41,8 @@ STREAM_BYTES = (
 STMATRIX = (
     "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
     "place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1))",
-    "column = BELOW ? own / PIECES : 0, at = BELOW ? own % PIECES : 0",
-    "pass * OWN + own, column = index / PIECES, at = index % PIECES;",
+    "column = BELOW ? own / STORED : 0, at = BELOW ? own % STORED : 0",
+    "pass * OWN + own, column = index / STORED, at = index % STORED;",
 )
 SCATTERED = (
     "PITCH = THREADS / 128 * SLABS * 64 + 8;",

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers", minversion="5.17")
 
 from results.measure import step
+from results.report.step import step_section
 
 SMALL = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -30,6 +31,16 @@ def test_a_row_for_each_cache(small: None, tmp_path: Path) -> None:
         ("step", "tilebit", "kv16", 2, 200), ("step", "tilebit", "kv4_channel", 2, 200)
     ]  # fmt: skip
     assert all(0 < row["us_p20"] <= row["us"] <= row["us_p80"] and row["rel_err"] < step.TOLERANCE for row in rows)
+
+
+def test_two_steps_in_turn_on_one_cache(small: None, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--layers", "1", "--points", "2x200", "--kv", "kv4_channel", "--out", str(tmp_path)]
+    step.main([*options, "--parts", "residual,gate,norm"])
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["impl"], row["kv_format"]) for row in rows] == [("tilebit", "kv4_channel"), ("tilebit_parts", "kv4_channel")]
+    assert all(row["us"] > 0 and row["rel_err"] < step.TOLERANCE for row in rows)
+    assert "tilebit, parts in products" in step_section(tmp_path)
 
 
 def test_wrong_logits_write_no_row(

@@ -30,7 +30,7 @@ AVX = Target("cpu", "a processor", 4, 0, 0, 1 << 22, 100.0, 1.0, 100.0, features
         ({"eps": -1.0}, "eps is -1.0; accepted: finite numbers from 0"),
         ({"eps": float("nan")}, "eps is nan"),
         ({"offset": float("inf")}, "offset is inf; accepted: finite numbers"),
-        ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh'"),
+        ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh', 'gelu'"),
         ({"gate": "silu", "residual": True}, "gate is 'silu' and there is a residual; accepted: one of both"),
     ],
 )

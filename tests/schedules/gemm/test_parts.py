@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from sample.two_levels import FORMAT as TWO_LEVELS
@@ -46,6 +49,47 @@ def test_token_scales_come_after_those_of_the_weight_and_before_the_bias(format:
     assert "token_scales" not in plain.to_json() and Workload.from_json(plain.to_json()) == plain
     assert Workload.from_json(scaled.to_json()) == scaled != plain
     assert scaled.bytes == plain.bytes + 3 * 4 and scaled.served != plain.served
+
+
+def test_a_residual_comes_after_the_bias_and_has_both_axes():
+    plain, added = (Workload(3, 100, 256, GROUPS, "bfloat16", bias=True, residual=there) for there in (False, True))
+    assert parts(added) == (*parts(plain), Part("residual", "add", "bfloat16", axis="mn", packed=False))
+    assert [o.shape for o in added.operands("sm_90a") if o.name == "residual"] == [("m", 100)]
+    assert "residual" not in [o.name for o in plain.operands("sm_90a")]
+    assert kernel_params(added.operands("cpu"), True)[-3:] == ("residual", "workspace", "y")
+    assert added.bytes == plain.bytes + 2 * 3 * 100
+
+
+def test_a_gate_halves_y_and_a_norm_has_its_weight():
+    gated, normed = Workload(3, 96, 250, GROUPS, gate="silu"), Workload(3, 96, 250, GROUPS, norm=True, eps=1e-5)
+    assert gated.columns == 48 and gated.operands("cpu")[-1].shape == ("m", 48)
+    for arch, columns in (("cpu", 250), ("sm_90a", 256)):
+        assert [o.shape for o in normed.operands(arch) if o.name == "norm_weight"] == [(columns,)]
+    for w in (gated, normed, replace(gated, norm=True, eps=0.5)):
+        plain = replace(w, gate="", norm=False, eps=0.0)
+        assert Workload.from_json(w.to_json()) == w and w.served != plain.served
+        assert {"gate", "norm", "eps"}.isdisjoint(plain.to_json())
+        assert w.to_json()["eps"] == w.eps if w.norm else "eps" not in w.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh', 'gelu'"),
+        ({"gate": "silu", "n": 104}, "n is 104 with a gate; accepted: multiples of 16"),
+        ({"gate": "silu", "residual": True}, "accepted: one of them"),
+        ({"width": 200, "residual": True}, "accepted: one of them"),
+        (
+            {"norm": True, "format": GemmFormat.parse("w4a8_lqq_g128")},
+            "a norm goes with w4a8_lqq_g128; accepted: formats with x of 16 bits",
+        ),
+        ({"norm": True, "eps": -1.0}, "eps is -1.0; accepted: a finite number from 0"),
+        ({"eps": 1e-5}, "eps is 1e-05; accepted: a finite number from 0, without a norm 0"),
+    ],
+)
+def test_what_no_product_has(changed: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Workload(**{"m": 3, "n": 96, "k": 256, "format": GROUPS, **changed})
 
 
 @pytest.mark.parametrize("applied", [(), ("scales",), ("bias", "scales")])

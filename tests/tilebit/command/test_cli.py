@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 import tilebit
 from tilebit import packs
+from tilebit.command import cli
 from tilebit.command.cli import app
 from tilebit.ops import dispatch
+from tilebit.schedules.gemm.workload import Workload
 
 COMMANDS = ("quantize", "generate", "evaluate", "compile", "tune", "bench", "explain", "show", "pack", "doctor")
 SHAPE = ("--n", "64", "--k", "128", "--target", "cpu")
@@ -55,6 +57,17 @@ def test_explain_lists_every_candidate_and_the_reason():
     assert all(row["why"] and row["estimate_us"] > 0 and "predicted_us" in row for row in rows)
     assert len(parsed("explain", "--n", "4096", "--k", "4096", "--target", "sm_90a", "--limit", "2")) == 2
     assert "chosen" in call("explain", "--n", "4096", "--k", "4096", "--target", "sm_80").output
+
+
+@pytest.mark.parametrize(
+    "parts", [{"width": 200}, {"residual": True}, {"gate": "gelu_tanh", "norm": True, "eps": 1.5e-6}, {"norm": True, "eps": 0.0}]
+)
+def test_the_words_of_a_workload_ask_for_it(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]):
+    asked: list[Workload] = []
+    monkeypatch.setattr(cli, "explain_schedules", lambda workload, *_: asked.append(workload))
+    workload = Workload(3, 96, 256, bias=True, **parts)
+    assert call("explain", *workload.options().split(), "--target", "sm_90a").exit_code == 0
+    assert asked == [workload]
 
 
 def test_compile_reports_kernels_in_the_cache():

@@ -39,7 +39,7 @@ def test_norms_are_as_defined(dtype: str, offset: float, residual: bool, edges: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 def test_gates_are_as_defined(activation: str, dtype: torch.dtype):
     x = torch.randn(2, 3, 2 * 40, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
     y = tilebit.gated(x, activation)
@@ -88,7 +88,7 @@ def test_gates_that_do_not_fit():
     for x, words in ((torch.zeros(3, 7).half(), r"\[..., 2 k\]"), (torch.zeros(3, 8), "x is float32")):
         with pytest.raises(ValueError, match=words):
             tilebit.gated(x)
-    with pytest.raises(ValueError, match="activation is 'relu'; accepted: 'silu', 'gelu_tanh'"):
+    with pytest.raises(ValueError, match="activation is 'relu'; accepted: 'silu', 'gelu_tanh', 'gelu'"):
         tilebit.gated(torch.zeros(3, 8).half(), "relu")
     with pytest.raises(TypeError, match="x is list"):
         tilebit.gated([1.0])  # type: ignore[arg-type]

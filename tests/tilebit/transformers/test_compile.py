@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 import tilebit
 import tilebit.transformers
 from tilebit.transformers import TilebitCache, compile, release
+from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import DecodeSteps
+from tilebit.transformers.parted import Parted, gated
 
 LIMIT = 0.1  # of float16 logits with a deviation of 2
 ROWS, COLUMNS, PADDING = 2, 124, (0, 7)  # a window fills on the way
@@ -95,6 +97,48 @@ def test_a_fused_step_gives_the_logits_of_the_model(kind: str, taken: list[int])
     release(model)
     assert all(torch.equal(a, b) for a, b in zip(steps_of(model), expected, strict=True))  # its weights, now views, are the same
     assert len(taken) == 10
+
+
+PARTED: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
+    "all": ("llama", ("residual", "gate", "norm"), {"residual", "gate", "norm"}),
+    "a residual alone": ("llama", ("residual",), {"residual"}),
+    "a norm without a residual": ("llama", ("norm",), {"norm"}),  # of the first layer alone
+    "gate and up in one, of 16 bits": ("phi3", ("gate", "residual"), set()),
+    "norms behind what is added": ("gemma2", ("residual", "gate", "norm"), {"gate"}),
+    "biases, 8 bits": ("qwen2", ("residual", "gate", "norm"), {"residual", "gate", "norm"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case if case == "all" else pytest.param(case, marks=pytest.mark.slow) for case in PARTED])
+def test_parts_give_the_logits_and_the_tokens_of_the_model(case: str, taken: list[int]):
+    kind, parts, done = PARTED[case]
+    model = model_of(kind)
+    expected = steps_of(model)
+    compile(model, (ROWS,), parts=parts)
+    found = steps_of(model)
+    alike(found, expected)
+    assert taken == [ROWS] * 10
+    products = model.tilebit_steps.step.products
+    assert {part for product in products if isinstance(product, Parted) for part in product.does} == done
+    blocks = model.tilebit_steps.step.blocks
+    counts = [sum(len(getattr(product, "does", ())) for product in (b.qkv, b.o, b.gate_up, b.down)) for b in blocks]
+    assert counts == {"all": [5, 5], "a residual alone": [2, 2], "a norm without a residual": [1, 0]}.get(case, counts)
+    compile(model, (ROWS,))
+    plain = steps_of(model)
+    for a, b in zip(found, plain, strict=True):
+        gap = b.topk(2).values.diff().abs().squeeze(-1)
+        assert bool(((a.argmax(-1) == b.argmax(-1)) | (gap < LIMIT)).all())  # the same tokens, but for two that are as likely
+
+
+def test_gate_and_up_in_one_layer_are_taken_apart():
+    torch.manual_seed(0)
+    whole = tilebit.QuantLinear.from_float(torch.nn.Linear(128, 96, dtype=torch.float16), "w4a16_g64")
+    product: Any = gated([whole], ("norm",), Norm(torch.ones(128), 1e-5, offset=1.0), "silu")
+    assert product.does == {"gate"}  # such a norm's weight is added to 1
+    x = torch.randn(3, 128, dtype=torch.float16)
+    with torch.no_grad():
+        expected = tilebit.gated(whole(x)).float()
+        assert float((product(x).float() - expected).norm() / expected.norm()) < 2e-3
 
 
 def test_low_bit_caches_are_filled_alike(taken: list[int]):
@@ -187,7 +231,13 @@ def test_an_unknown_kind_runs_as_before(taken: list[int]):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"batch_sizes": ()}, r"batch_sizes is \[\]"), ({"batch_sizes": (0, 1)}, "1 and above"), ({"max_tokens": 0}, "max_tokens is 0")],
+    [
+        ({"batch_sizes": ()}, r"batch_sizes is \[\]"),
+        ({"batch_sizes": (0, 1)}, "1 and above"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"parts": "norm"}, "parts is .norm.; accepted: any of"),
+        ({"parts": ["glue"]}, "accepted: any of"),
+    ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):

@@ -37,6 +37,7 @@ CASES = (
     QuantizeWorkload(7, 300, BFLOAT, "e4m3", 128, smooth=True, residual=True),
     QuantizeWorkload(9, 300, HALF, "int8", 128, gate="silu"),
     QuantizeWorkload(5, 333, BFLOAT, "e4m3", smooth=True, gate="gelu_tanh"),
+    QuantizeWorkload(5, 333, HALF, gate="gelu"),
 )
 ISAS = [isa for isa in ("avx512", "avx2") if runs_here(isa) and isa != ISA]
 

@@ -181,7 +181,7 @@ BUGS = (
     ),
     device(
         "pieces of the output read in place", work(W4), SMALL,
-        ("source = mine + place(column, at)", "source = mine + place(column, at ^ (column & 7))"),
+        ("source = mine + place(column, OF_Y * at)", "source = mine + place(column, at ^ (column & 7))"),
     ),
     device(
         "columns of the output swapped, mma.sync", work(W4), MMA,

@@ -23,7 +23,7 @@ OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packe
 MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
 
-AFTER = 'finish(T.cast(value, "float32"), after, m='
+AFTER = "finish(value * factor if normed else value, after, m="
 FILL = "for stage in T.unroll({}):\n            if step + stage * rings < end:\n                ring.request_weights"
 READERS = 'T.call_extern("handle", "tilebit::mbarrier_wait", ring.x_read(shared, own, slot), phase)\n'
 MEET = "            ring.meet(own)\n"
@@ -106,7 +106,7 @@ BUGS = (
     sums("bias before the row scale, bulk", work(TWO_LEVELS, bias=True, m=5), BULK, (AFTER, AFTER.replace("after", "after[::-1]"))),
     sums("a ring's sums lost", FEW, STREAM, ("for ring in T.unroll(rings):", "for ring in T.unroll(rings - 1):")),
     sums("part of the first block lost", FEW, SPLIT, ("for block in T.serial(splits):", "for block in T.serial(1, splits):")),
-    sums("part of another tile", FEW, SPLIT, ("(tile * splits + bz) * elements", "bz * elements")),
+    sums("part of another tile", FEW, SPLIT, ("(tile * splits + bz) * share", "bz * share")),
     sums("share of a cluster's block lost", FEW, BULK_SPLIT, ("for block in T.serial(1, splits):", "for block in T.serial(2, splits):")),
     sums("cluster's barrier not fenced", FEW, BULK_SPLIT, (FENCE, "pass"), sign="without a fence"),
     loop("ring's barriers not fenced", FEW, BULK, (FENCE, "pass"), sign="without a fence"),

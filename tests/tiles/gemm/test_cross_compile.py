@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from goldens import check_source
+from goldens import check_source, parts_of
 from lanes import one_of_each
 from toolchain import needs_nvcc
 
@@ -100,14 +100,33 @@ CASES = (
     ("sm_86", Workload(2, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any", 16, 2, 1, 1, 4)),
     ("sm_89", Workload(16, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any", 16, 16, 1, 1, 4)),
     ("sm_90a", Workload(4, 4096, 14336, W8_ANY, HALF), Schedule("gemm_any", 32, 4, 1, 1, 8)),
-)
+    ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
+    ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
+    ("sm_90a", Workload(1024, 28672, 4096, G128, HALF, gate="silu"), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
+    ("sm_90a", Workload(48, 512, 1001, LQQ128, BFLOAT, bias=True, gate="gelu"), Schedule("gemm_wgmma", 192, 48, 128, 4, 12)),
+    ("sm_86", Workload(64, 505, 1001, G64Z, HALF, bias=True, residual=True), Schedule("gemm_mma", 128, 64, 64, 3, 8)),
+    ("sm_80", Workload(256, 512, 1001, G128, BFLOAT, gate="silu"), Schedule("gemm_mma", 64, 128, 64, 3, 4)),
+    ("sm_80", Workload(7, 512, 1001, G128, HALF, bias=True, gate="gelu_tanh"), Schedule("gemm_mma", 64, 8, 64, 3, 4)),
+    ("sm_90a", Workload(16, 4096, 14336, G128, HALF, residual=True), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
+    (
+        "sm_90a", Workload(1, 28672, 4096, G128, HALF, gate="silu", norm=True, eps=1e-5),
+        Schedule("gemm_stream_bulk", 256, 1, 128, 2, 12),
+    ),
+    (
+        "sm_90a", Workload(16, 28672, 4096, G128, BFLOAT, gate="silu", norm=True, eps=1e-5),
+        Schedule("gemm_stream_bulk", 256, 16, 128, 2, 12),
+    ),
+    ("sm_90a", Workload(16, 6144, 4096, G128Z, HALF, norm=True, eps=1e-6), Schedule("gemm_stream_bulk", 96, 16, 128, 2, 8, split_k=2)),
+    ("sm_89", Workload(3, 4096, 4096, B64, HALF, residual=True, norm=True, eps=1e-5), Schedule("gemm_stream", 64, 4, 64, 3, 4, split_k=2)),
+    ("sm_80", Workload(8, 512, 1001, W4_ANY, BFLOAT, bias=True, gate="silu"), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),
+)  # fmt: skip
 ANY = "gemm_any"
 TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 
 
 def label(case: tuple[str, Workload, Schedule]) -> str:
     arch, w, s = case
-    return f"{arch}-{s.program}-{w.format.name}-{w.dtype}-m{w.m}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}"
+    return f"{arch}-{s.program}-{w.format.name}-{w.dtype}-m{w.m}-{s.block_n}x{s.block_m}x{s.block_k}-split{s.split_k}{parts_of(w)}"
 
 
 def test_the_cases_use_every_value_and_are_legal():
@@ -170,7 +189,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     rows = ["row_scales"] if workload.format.row_scaled else []
     tokens = ["token_scales"] if workload.token_scales else []
     channels = ["channels"] if workload.width else []
-    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *channels, *workspace, "y")
+    residual, norm = ["residual"] * workload.residual, ["norm_weight"] * workload.norm
+    assert kernel.params == ("x", "weight", "scales", *zeros, *rows, *tokens, *bias, *residual, *channels, *norm, *workspace, "y")
     if workload.format.x:
         assert not any(conflicts(schedule, (kernel.path / "kernel.cu").read_text()).values())
     if schedule.program == "gemm_mma":

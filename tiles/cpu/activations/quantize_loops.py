@@ -15,14 +15,13 @@ from ....schedules.activations.workload import PER_TOKEN, QuantizeWorkload
 from .. import vectors as v
 from ..attention.granules import LANES
 from ..gemm.lane_sums import max_everywhere, sum_everywhere
-from ..numbers import LOG2_E, exp2, splat, to_e4m3
+from ..numbers import activated, splat, to_e4m3
 from ..vectors import T, tirx
 
 INFINITY = 0x7F800000  # its bits in fp32: those of every finite magnitude are fewer, those of NaNs more
 # 1.5 * 2^23: where a number is added to it, what is rounded away is what lies behind the point.
 ROUNDER = 12582912.0
 ROUNDER_BITS = 0x4B400000
-TWICE_TANH = 2 * (2 / math.pi) ** 0.5  # of GELU's tanh form, as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
 
 
 def quantize_row(w: QuantizeWorkload, arg: dict[str, Any], row: Any, m: Any) -> None:
@@ -86,15 +85,10 @@ class _Values:
                     T.buffer_store(held, tirx.Shuffle([found], [i]), [at + i])
 
     def _gated(self, column: Any, count: int) -> Any:
-        """gate * sigmoid(inner) * up, rounded to x's dtype; sigmoid by the exponential of what is not positive."""
+        """activation(gate) * up, rounded to x's dtype."""
         at = T.bind(self.start * 2 + column)
         gate, up = self._floats("x", at, count), self._floats("x", at + self.w.k, count)
-        inner = gate
-        if self.w.gate == "gelu_tanh":
-            inner = v.held((gate + splat(0.044715) * gate * gate * gate) * splat(TWICE_TANH))
-        fall = exp2(tirx.call_llvm_pure_intrin("float32x16", "llvm.fabs", inner) * splat(-LOG2_E))
-        share = tirx.Select(inner < splat(0.0), fall, splat(1.0)) / (splat(1.0) + fall)
-        return v.held(v.to_float(v.held(self._rounded(gate * share * up)), LANES))
+        return v.held(v.to_float(v.held(self._rounded(activated(gate, self.w.gate) * up)), LANES))
 
     def _loaded(self, name: str, at: Any, count: int) -> Any:
         source = self.arg[name]

@@ -6,39 +6,41 @@ Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from ....schedules.gemm.cpu import TILE
-from ....schedules.gemm.parts import Part, parts
+from ....schedules.gemm.parts import GATE_ROWS, Part, parts
 from .. import vectors as v
+from ..numbers import activated
 from ..vectors import T
 from . import integers
 from .inner import accumulate_step
 from .plan import Plan
 
+INFINITY = 0x7F800000  # its bits in fp32: those of every finite magnitude are fewer, those of NaNs more
+
 
 def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
     """Row ``row`` of x [m, k] into xs [m blocks, k tiles, planes, block_m, 32] (fp32, bf16 pairs,
     bytes or 16-bit integers) and its sums over each group into sums [m blocks, groups, block_m]. Rows from m and columns from
-    k on are zeros."""
-    k, lanes, mb = plan.workload.k, plan.isa.lanes, plan.block_m
+    k on are zeros. Of a norm x times its weight, rounded, takes the place of x, and the row's factor
+    goes into factors [m blocks * block_m]."""
+    k, lanes, mb, norm = plan.workload.k, plan.isa.lanes, plan.block_m, plan.workload.norm
     block, i = T.bind(row // mb), T.bind(row % mb)
+    squares = v.sums(1, lanes) if norm else None
     for count, first, depth in plan.sum_runs:
         with T.serial(count) as index:
             group = T.bind(index + first)
             total = v.sums(1, lanes, plan.sums_dtype) if plan.needs_sums else None
             with T.serial(depth // TILE) as step:
                 kt = T.bind(group * (plan.group_k // TILE) + step)
-                stage = v.local(TILE, str(arg["x"].dtype))
                 start = T.bind(row.astype("int64") * k + kt * TILE)
-                with T.If((row < m) & (kt * TILE + TILE <= k)):
-                    with T.Then():
-                        v.store(stage, 0, v.load(arg["x"], start, TILE), TILE)
-                    with T.Else(), T.serial(TILE) as j:
-                        inside = (row < m) & (kt * TILE + j < k)
-                        T.buffer_store(stage, T.if_then_else(inside, arg["x"][start + j], v.tirx.const(0, str(stage.dtype))), [j])
+                stage = _tile(arg["x"], start, kt, k, row < m)
+                if squares is not None:
+                    _norm(plan, stage, _tile(arg["norm_weight"], T.bind(kt * TILE), kt, k, row < m), squares)
                 stage = _bf16_of_e4m3(plan, stage) if plan.x_is_e4m3 else stage
                 numbers = [v.load(stage, part * lanes, lanes) for part in range(plan.vectors)]
                 values = [T.bind(x.astype(f"int32x{lanes}") if plan.integers else v.to_float(x, lanes)) for x in numbers]
@@ -52,6 +54,42 @@ def rearrange(plan: Plan, arg: dict[str, Any], row: Any, m: Any) -> None:
                     _STORE_X[plan.dot, plan.planes](plan, arg["xs"], offset, values, stage)
             if total is not None:
                 T.buffer_store(arg["sums"], v.lane_sum(total[0], lanes, plan.sums_dtype), [(block * plan.groups + group) * mb + i])
+    if squares is not None:
+        T.buffer_store(arg["factors"], _factor(plan, squares), [row])
+
+
+def _tile(source: Any, start: Any, kt: Any, k: int, there: Any) -> Any:
+    """The 32 numbers of ``source`` from ``start`` on, of tile ``kt`` of k; zeros behind k, and where they
+    are not ``there``."""
+    stage = v.local(TILE, str(source.dtype))
+    with T.If(there & (kt * TILE + TILE <= k)):
+        with T.Then():
+            v.store(stage, 0, v.load(source, start, TILE), TILE)
+        with T.Else(), T.serial(TILE) as j:
+            inside = there & (kt * TILE + j < k)
+            T.buffer_store(stage, T.if_then_else(inside, source[start + j], v.tirx.const(0, str(stage.dtype))), [j])
+    return stage
+
+
+def _norm(plan: Plan, x: Any, weight: Any, squares: Any) -> None:
+    """Multiply a tile of x by the norm's weight, in x's dtype, and add its squares up."""
+    lanes = plan.isa.lanes
+    for part in range(plan.vectors):
+        numbers = v.held(v.to_float(v.load(x, part * lanes, lanes), lanes))
+        T.buffer_store(squares, v.fma(numbers, numbers, squares[0]), [0])
+        product = v.held(numbers * v.to_float(v.load(weight, part * lanes, lanes), lanes))
+        v.store(x, part * lanes, v.from_float(product, plan.workload.dtype, lanes), lanes)
+
+
+def _factor(plan: Plan, squares: Any) -> Any:
+    """1 / sqrt(mean square + eps), fp32; NaN where the sum of squares is not finite."""
+    lanes, w = plan.isa.lanes, plan.workload
+    total = v.held(v.splat(v.lane_sum(squares[0], lanes), "float32", lanes))
+    mean = v.held(total / v.splat(float(w.k), "float32", lanes) + v.splat(w.eps, "float32", lanes))
+    root = v.tirx.call_llvm_pure_intrin(f"float32x{lanes}", "llvm.sqrt", mean)
+    finite = T.reinterpret(f"int32x{lanes}", total) < v.splat(INFINITY, "int32", lanes)
+    found = v.held(v.tirx.Select(finite, v.splat(1.0, "float32", lanes) / root, v.splat(math.nan, "float32", lanes)))
+    return v.tirx.Shuffle([found], [0])
 
 
 def _bf16_of_e4m3(plan: Plan, codes: Any) -> Any:
@@ -169,23 +207,46 @@ def _apply_scales(
             T.buffer_store(total, v.fma(joined, factor, total[slot]), [slot])
 
 
-def _of_channels(plan: Plan, operand: Any, part: Part, column: Any) -> Any:
-    """The numbers of a part for the channels from ``column`` on, in registers; zeros behind the
-    last of an operand that is not padded."""
+def _of_channels(plan: Plan, operand: Any, part: Part, column: Any, row: Any = None) -> Any:
+    """The numbers of a part for the channels from ``column`` on, of a part of both axes in ``row``, in
+    registers; zeros behind the last of an operand that is not padded."""
     lanes, n = plan.isa.lanes, plan.workload.n
     numbers = v.local(lanes, str(operand.dtype))
+    start = column if row is None else T.bind(row.astype("int64") * n + column)
     if part.packed or n % TILE == 0:
-        v.store(numbers, 0, v.load(operand, column, lanes), lanes)
+        v.store(numbers, 0, v.load(operand, start, lanes), lanes)
     else:
         with T.serial(lanes) as j:
-            T.buffer_store(numbers, T.if_then_else(column + j < n, operand[column + j], v.tirx.const(0, str(operand.dtype))), [j])
+            T.buffer_store(numbers, T.if_then_else(column + j < n, operand[start + j], v.tirx.const(0, str(operand.dtype))), [j])
     return numbers
+
+
+def write_gated(plan: Plan, arg: dict[str, Any], nt: Any, row: Any, values: Any) -> None:
+    """Write the 16 columns of y that a tile's 32 sums ``values`` of ``row`` make: of 16 the first 8 are
+    gates, the others what these gate."""
+    columns = TILE // 2
+    gates, ups = v.local(columns, "float32"), v.local(columns, "float32")
+    for half in range(TILE // (2 * GATE_ROWS)):
+        for target, first in ((gates, 0), (ups, GATE_ROWS)):
+            v.store(target, half * GATE_ROWS, v.load(values, half * 2 * GATE_ROWS + first, GATE_ROWS), GATE_ROWS)
+    gated = activated(v.load(gates, 0, columns), plan.workload.gate) * v.load(ups, 0, columns)
+    found = v.held(v.from_float(v.held(gated), plan.workload.dtype, columns))
+    start = T.bind(row.astype("int64") * plan.workload.columns + nt * columns)
+    if plan.workload.n % TILE == 0:
+        v.store(arg["y"], start, found, columns)
+        return
+    stage = v.local(columns, str(arg["y"].dtype))
+    v.store(stage, 0, found, columns)
+    with T.serial(T.min(plan.workload.columns - nt * columns, columns)) as j:
+        T.buffer_store(arg["y"], stage[j], [start + j])
 
 
 def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
     """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
     ragged = n % TILE != 0
+    if plan.workload.gate:
+        of_tile = [v.local(TILE, "float32") for _ in range(plan.block_m)]
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
         after = parts(plan.workload, applied=() if plan.integers else ("scales",))
@@ -198,12 +259,19 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                 value = total[i * plan.vectors + vector]
                 if plan.total_dtype == "int32":
                     value = value.astype(f"float32x{lanes}")
+                if plan.workload.norm:
+                    value = value * v.splat(arg["factors"][row], "float32", lanes)
                 for part in after:
-                    if part.axis == "m":
+                    if part.axis == "mn":
+                        number = v.to_float(v.load(_of_channels(plan, arg[part.operand], part, column, row), 0, lanes), lanes)
+                    elif part.axis == "m":
                         number = v.splat(arg[part.operand][row], "float32", lanes)
                     else:
                         number = v.to_float(v.load(of_channels[part], 0, lanes), lanes)
                     value = value * number if part.does == "multiply" else value + number
+                if plan.workload.gate:
+                    v.store(of_tile[i], vector * lanes, value, lanes)
+                    continue
                 value = T.bind(v.from_float(value, dtype, lanes))
                 if placed:
                     stage = v.local(lanes, str(arg["y"].dtype))
@@ -226,3 +294,8 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                         v.store(stage, 0, value, lanes)
                         with T.serial(T.max(n - column, 0)) as j:
                             T.buffer_store(arg["y"], stage[j], [start + j])
+    if plan.workload.gate:
+        for i, values in enumerate(of_tile):
+            row = T.bind(block * plan.block_m + i)
+            with T.If(row < m), T.Then():
+                write_gated(plan, arg, nt, row, values)

@@ -1,7 +1,8 @@
 """GEMM with packed weights on x86-64 CPUs: vector code from TensorIR, one task per block of output
 channels and rows.
 
-    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (* token_scales[m]) (+ bias[n]),   w = (number of q - z) * s
+    y[m, n] = sum_k x[m, k] * w[n, k] (* row_scales[n]) (* token_scales[m]) (+ bias[n]) (+ residual[m, n]),
+    w = (number of q - z) * s
 
 Inside a group of k the sums stay unscaled, acc = sum x (q - c); scale and zero point are applied
 once per group, y += s * (acc - (z - c) * sum x), with c = 8 where a look-up table decodes
@@ -26,7 +27,7 @@ A first parallel loop rearranges x once per call into blocks of ``block_m`` rows
 zeros; a second one multiplies. Each becomes a plain C function over a range of its iterations
 (``outline.py``), shared out among threads by ``device/cpu_launch.c``: no TVM runtime is needed.
 Workspace of a call: x once more, as it is multiplied, and one sum per row and group, rows rounded
-up to ``block_m``.
+up to ``block_m``; of a norm, which is applied as x is rearranged, a factor for each row.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         buffers["xs"] = T.alloc_buffer((blocks * plan.row_block_words,), "float32" if plan.dot == "float" else "int32")
         if plan.needs_sums:
             buffers["sums"] = T.alloc_buffer((blocks * (mb * plan.groups),), plan.sums_dtype)
+
+        if workload.norm:
+            buffers["factors"] = T.alloc_buffer((blocks * mb,), "float32")
 
         def views() -> dict[str, Any]:
             """Flat views of all operands as the loops read them: bf16 as its bits, 8-bit codes as

@@ -1,7 +1,7 @@
 // What is quantized where it is not x itself: the residual sum, or a gate's activation times what it
 // gates, as 16 values of x's dtype in the hands of one thread.
 //
-// R states what Eight (rows.cuh) reads: T; K of a row, with its padding; RESIDUAL; GELU; and GATED,
+// R states what Eight (rows.cuh) reads: T; K of a row, with its padding; RESIDUAL; Activation; and GATED,
 // else x is one row of K. Comes after rows.cuh.
 #pragma once
 #include <stdint.h>

@@ -1,8 +1,9 @@
 // What stands between products: 8 values of a row, 16 bytes, in the hands of one thread. The arithmetic
 // is that of schedules/activations/glue.py.
 //
-// R states: T, the numbers of x; K of a row; of a norm RESIDUAL, EPS and OFFSET; GELU, else SiLU.
-// Comes after kv/pairs.cuh and activations/quantize.cuh (load_written).
+// R states: T, the numbers of x; K of a row; of a norm RESIDUAL, EPS and OFFSET; Activation, a type of
+// store/gate.cuh. Comes after kv/pairs.cuh, store/gate.cuh, activations/inverse_root.cuh and
+// activations/quantize.cuh (load_written).
 #pragma once
 #include <stdint.h>
 
@@ -46,9 +47,8 @@ struct Eight {
     }
     return sum;
   }
-  // 1 / sqrt(mean square + eps); NaN where the sum of squares is not finite.
   __device__ __forceinline__ static float inverse_root(float sum) {
-    return sum < INFINITY ? __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(R::K)), R::EPS))) : __uint_as_float(0x7fc00000u);
+    return tilebit::inverse_root(sum, float(R::K), R::EPS);
   }
   __device__ __forceinline__ static void store_normed(const uint32_t* words, const uint32_t* weight, float root, int row, int column, void* y) {
     if (!present(column)) return;
@@ -60,15 +60,7 @@ struct Eight {
     *reinterpret_cast<uint4*>(static_cast<T*>(y) + int64_t(row) * R::K + column) = make_uint4(out[0], out[1], out[2], out[3]);
   }
 
-  // GELU's tanh form is gate * sigmoid(2 inner), which loses nothing where 1 + tanh(inner) is small.
-  __device__ __forceinline__ static float activated(float gate) {
-    if constexpr (R::GELU) {
-      const float inner = 0.7978845608028654f * fmaf(0.044715f * gate * gate, gate, gate);
-      return gate / (1.0f + __expf(-2.0f * inner));
-    } else {
-      return gate / (1.0f + __expf(-gate));
-    }
-  }
+  __device__ __forceinline__ static float activated(float gate) { return R::Activation::apply(gate); }
   // Eight gated values of row `row` from `column` on.
   __device__ __forceinline__ static void load_gated(const void* x, int64_t row, int column, uint32_t* out) {
     const T* from = static_cast<const T*>(x) + row * (2 * R::K) + column;

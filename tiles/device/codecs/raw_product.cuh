@@ -1,5 +1,5 @@
 // A warp's product of packed weights and x, step by step, with raw codes as operands (raw.cuh).
-// Comes after ptx/instructions.cuh and codecs/raw.cuh.
+// Comes after ptx/instructions.cuh, codecs/raw.cuh and codecs/row_norm.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -94,10 +94,13 @@ struct RawProduct {
 
   // Adds the product of a step. x: [COLUMNS][PITCH bytes]; weights: the 512-byte lines of TILES
   // tiles, record by record; parameters: scales [GROUPS][ROWS], then zero points. Where other warps
-  // read the same x (SHARED_X), the barrier x_read is told as soon as this one has.
-  template <bool SHARED_X>
+  // read the same x (SHARED_X), the barrier x_read is told as soon as this one has. NORM: x is
+  // multiplied by norm_weight, which lies as a row of x does, and its squares are added to
+  // squares[NT], those of column 8 c + lane / 4.
+  template <bool SHARED_X, bool NORM = false>
   __device__ __forceinline__ static void multiply(const void* x, const void* weights, const void* parameters, float* sums_, float* products_,
-                                                  float* x_sums_, int lane, const void* x_read) {
+                                                  float* x_sums_, int lane, const void* x_read, const void* norm_weight = nullptr,
+                                                  float* squares = nullptr) {
     Sums &sums = *reinterpret_cast<Sums*>(sums_), &products = *reinterpret_cast<Sums*>(products_);
     XSums& x_sums = *reinterpret_cast<XSums*>(x_sums_);
     Pairs pairs;
@@ -108,12 +111,28 @@ struct RawProduct {
 #pragma unroll
     for (int r = 0; r < RECORDS; ++r) {
       uint32_t b[NT][ATOMS][2], words[TILES][4];
+      const auto load_words = [&] {
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) load_shared_128(lines + (r * TILES + t) * 512, words[t]);
+        for (int t = 0; t < TILES; ++t) load_shared_128(lines + (r * TILES + t) * 512, words[t]);
+      };
+      if constexpr (!NORM) load_words();  // else when x is normed: registers are few
 #pragma unroll
       for (int c = 0; c < NT; ++c)
 #pragma unroll
         for (int p = 0; p < ATOMS / 2; ++p) ldmatrix_x4(matrix + c * 8 * PITCH + r * RECORD_K * 2 + p * 64, &b[c][2 * p][0]);
+      if constexpr (NORM) {
+        const uint32_t row = shared_address(norm_weight) + (lane >> 3) * 16;  // the eight rows of a matrix are one
+#pragma unroll
+        for (int p = 0; p < ATOMS / 2; ++p) {
+          uint32_t w[4];
+          ldmatrix_x4(row + r * RECORD_K * 2 + p * 64, w);
+#pragma unroll
+          for (int c = 0; c < NT; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) norm_pair<T>(b[c][2 * p + i / 2][i % 2], w[i], squares[c]);
+        }
+        load_words();
+      }
       if constexpr (SHARED_X)
         if (r == RECORDS - 1) {
           __syncwarp();

@@ -1,9 +1,10 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
 // scale it, store it.
 //
-// Comes after store/split_k.cuh, store/epilogue.cuh, order/tiles.cuh and ptx/instructions.cuh.
+// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, order/tiles.cuh and ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
+#include <type_traits>
 
 namespace tilebit {
 
@@ -68,18 +69,19 @@ __device__ __forceinline__ void add_shares(A* values, void* workspace, int start
 }
 
 // Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number
-// of its output channel, or (OfRow) of its row of x. Operand: Number [output channel] or [m], as
-// kernels pass it.
+// of its output channel, or (OfRow) of its row of x, or (OfElement) of both. Operand: Number [output
+// channel], [m] or [m][N], as kernels pass it.
+enum class Axis { CHANNEL, ROW, ELEMENT };
 template <typename T>
 struct Multiply {
-  static constexpr bool OF_ROW = false;
+  static constexpr Axis AXIS = Axis::CHANNEL;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
 };
 template <typename T>
 struct Add {
-  static constexpr bool OF_ROW = false;
+  static constexpr Axis AXIS = Axis::CHANNEL;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
@@ -87,19 +89,23 @@ struct Add {
 // Says where a sum goes, and leaves it as it is: the column of y of its output channel.
 template <typename T>
 struct Place {
-  static constexpr bool OF_ROW = false;
+  static constexpr Axis AXIS = Axis::CHANNEL;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float) { return sum; }
 };
 template <typename P>
 struct OfRow : P {
-  static constexpr bool OF_ROW = true;
+  static constexpr Axis AXIS = Axis::ROW;
+};
+template <typename P>
+struct OfElement : P {
+  static constexpr Axis AXIS = Axis::ELEMENT;
 };
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
 template <typename P>
-__device__ __forceinline__ float number_of(typename P::Operand operand, int at) {
+__device__ __forceinline__ float number_of(typename P::Operand operand, int64_t at) {
   return to_float(static_cast<const typename P::Number*>(operand)[at]);
 }
 
@@ -110,16 +116,20 @@ __device__ __forceinline__ const int* last_operand(const void*, const void* next
   return last_operand(next, operands...);
 }
 
-// What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from
-// accumulators (A: fp32 or int32) in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
+// What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH], or (GATE, an activation of gate.cuh: of 16 rows the first 8
+// are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
 // [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
-template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0>
+template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0,
+          typename GATE = void>
 struct Store {
   using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
   static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
-  static constexpr int PASSES = COLUMNS * PIECES / OWN;  // of a warpgroup over what it has staged, 16 bytes a thread
+  static constexpr bool GATED = !std::is_same_v<GATE, void>;
+  static constexpr int OF_Y = GATED ? 2 : 1, Y = N / OF_Y, STORED = PIECES / OF_Y;  // rows for each column of y; its columns; pieces that are stored
+  static constexpr bool SPARE = COLUMNS * STORED % OWN != 0;                       // threads that store nothing in a last pass
+  static constexpr int PASSES = (COLUMNS * STORED + OWN - 1) / OWN;  // of a warpgroup over what it has staged, 16 bytes a thread
   static_assert(COLUMNS % 16 == 0 && COLUMNS * PIECES % OWN == 0, "two matrices of eight columns are staged, every thread stores as many pieces");
 
   // The thread's first accumulator of a slab's columns `chunk`.
@@ -132,7 +142,7 @@ struct Store {
   // constant distances from there (a third of the instructions: a tile of 128 x 256 took 4,400
   // cycles to store, so 2,500; H200). Only where a warpgroup has three or four slabs do the pieces
   // of a thread not lie one below the other.
-  static constexpr bool BELOW = WIDTH == 0 && OWN % PIECES == 0 && OWN / PIECES % 8 == 0;
+  static constexpr bool BELOW = WIDTH == 0 && OWN % STORED == 0 && OWN / STORED % 8 == 0;
   T* staged;                 // where it stages its first matrix
   const T* source;           // what it stores: its first piece, or all that the warpgroup has staged; the same of y
   T* y;
@@ -140,13 +150,13 @@ struct Store {
   int own, group;
 
   __device__ __forceinline__ Store(void* staging, void* whole, int m, int n0, int m0, int thread) : own(thread % OWN), group(thread / OWN) {
-    const int lane = own & 31, warp = own >> 5, column = BELOW ? own / PIECES : 0, at = BELOW ? own % PIECES : 0;
+    const int lane = own & 31, warp = own >> 5, column = BELOW ? own / STORED : 0, at = BELOW ? own % STORED : 0;
     T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
     staged = mine + place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1));
-    source = mine + place(column, at);
-    const int row = n0 + group * OWN_ROWS + at * 8;
-    y = static_cast<T*>(whole) + (WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * N + row);
-    columns = m - m0 - column, rows = N - row;
+    source = mine + place(column, OF_Y * at);
+    const int row = (n0 + group * OWN_ROWS) / OF_Y + at * 8;
+    y = static_cast<T*>(whole) + (WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * Y + row);
+    columns = m - m0 - column, rows = Y - row;
   }
 
   // Applies the parts to values [slab][COUNT], whose first column is row `first` of x, one after
@@ -160,7 +170,7 @@ struct Store {
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
           const int row = min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
-          const float numbers[] = {(Parts::OF_ROW ? 0.0f : number_of<Parts>(operands, row))...};
+          const float numbers[] = {(Parts::AXIS == Axis::CHANNEL ? number_of<Parts>(operands, row) : 0.0f)...};
 #pragma unroll
           for (int c = 0; c < COUNT / 4; ++c)
 #pragma unroll
@@ -168,10 +178,12 @@ struct Store {
               float& v = values[slab * COUNT + c * 4 + low * 2 + e];
               const int column = min(first + c * 8 + (lane & 3) * 2 + e, m - 1);
               int part = 0;
-              ((v = Parts::apply(v, Parts::OF_ROW ? number_of<Parts>(operands, column) : numbers[part]), ++part), ...);
+              ((v = Parts::apply(v, Parts::AXIS == Axis::CHANNEL ? numbers[part]
+                                    : number_of<Parts>(operands, Parts::AXIS == Axis::ROW ? column : int64_t(column) * N + row)), ++part), ...);
             }
         }
     }
+    if constexpr (GATED) gate_sums<GATE, SLABS * COUNT>(values);
   }
 
   // values: [slab][COUNT], of the columns `chunk` of the tile; operands: of the parts.
@@ -199,11 +211,11 @@ struct Store {
   __device__ __forceinline__ void place_rows(int chunk) const {
 #pragma unroll 2
     for (int pass = 0; pass < PASSES; ++pass) {
-      const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / PIECES, at = index % PIECES;
-      if (chunk * COLUMNS + column >= columns || (N % BLOCK_N != 0 && at * 8 >= rows)) continue;
-      const T* from = source + (BELOW ? column * OWN_ROWS : place(column, at));
-      T* to = y + int64_t(chunk * COLUMNS + column) * N + at * 8;
-      if constexpr (N % 8 == 0) {
+      const int index = BELOW ? pass * OWN : pass * OWN + own, column = index / STORED, at = index % STORED;
+      if (chunk * COLUMNS + column >= columns || (N % BLOCK_N != 0 && at * 8 >= rows) || (SPARE && (BELOW ? own / STORED : 0) + column >= COLUMNS)) continue;
+      const T* from = source + (BELOW ? column * OWN_ROWS : place(column, OF_Y * at));
+      T* to = y + int64_t(chunk * COLUMNS + column) * Y + at * 8;
+      if constexpr (Y % 8 == 0) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
         for (int i = 0; i < min(8, rows - at * 8); ++i) to[i] = from[i];
@@ -267,8 +279,9 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000
   // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
-  // bytes).
-  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 ? 2 : 0, PLACES = AHEAD + 1;
+  // bytes), nor has one with a gate or a residual (128 x 256: 256 and 176 bytes).
+  constexpr bool PLAIN = !S::GATED && ((Parts::AXIS != Axis::ELEMENT) && ...);
+  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 && PLAIN ? 2 : 0, PLACES = AHEAD + 1;
   using A = typename S::Sum;
   A early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {

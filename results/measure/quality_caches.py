@@ -31,7 +31,8 @@ def cached(x: Tensor, y: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
     for head in range(heads):
         for first in range(0, whole.shape[2], RESIDUAL):
             own = np.s_[:, head, first : first + RESIDUAL]
-            out[own] = dequantize_group(quantize_group(*np.ascontiguousarray(whole[own]), format), format)
+            k, v = np.ascontiguousarray(whole[own])
+            out[own] = dequantize_group(quantize_group(k, v, format), format)
     keys, values = torch.from_numpy(out[:, :, :tokens])
     return keys, values
 
@@ -46,8 +47,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, format: KVFormat, kept: int, scale
     """Causal attention [1, heads, tokens, head_dim] of ``q`` to ``k`` and ``v`` [1, key heads, tokens,
     head_dim] as a cache of ``format`` holds them: what ``packed_tokens`` says in its codes, the newer
     ones in fp16 (``AT_ONCE``: all in codes). A prompt is read as if its tokens had come one by one."""
-    plain = [x.half().to(x.dtype) for x in (k, v)]
-    coded = [x[None].to(q.dtype) for x in cached(*(x[0] for x in plain), format)]
+    plain = k, v = k.half().to(k.dtype), v.half().to(v.dtype)
+    coded = [x[None].to(q.dtype) for x in cached(k[0], v[0], format)]
     if kept == AT_ONCE:
         return scaled_dot_product_attention(q, *coded, is_causal=True, scale=scale, enable_gqa=True)
     out, packed = torch.empty_like(q), packed_tokens(q.shape[2], kept)

@@ -38,7 +38,7 @@ def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype
     weight."""
     config, model = checked(folder, quantization)
     chosen, held = dtype_of(config, dtype), quantized_by(config)
-    model = model.to(chosen).eval()
+    nn.Module.to(model, chosen).eval()
     for name, parts in _parts(folder, model, held, quantization, chosen).items():
         layer: Any = model.get_submodule(name)
         packed = [_packed(n, layer.in_features, format, chosen, arch) for n, format in parts]

@@ -47,14 +47,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor, format: KVFormat, kept: int, scale
     """Causal attention [1, heads, tokens, head_dim] of ``q`` to ``k`` and ``v`` [1, key heads, tokens,
     head_dim] as a cache of ``format`` holds them: what ``packed_tokens`` says in its codes, the newer
     ones in fp16 (``AT_ONCE``: all in codes). A prompt is read as if its tokens had come one by one."""
-    plain = k, v = k.half().to(k.dtype), v.half().to(v.dtype)
-    coded = [x[None].to(q.dtype) for x in cached(k[0], v[0], format)]
+    k, v = k.half().to(k.dtype), v.half().to(v.dtype)
+    coded_k, coded_v = (x[None].to(q.dtype) for x in cached(k[0], v[0], format))
     if kept == AT_ONCE:
-        return scaled_dot_product_attention(q, *coded, is_causal=True, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, coded_k, coded_v, is_causal=True, scale=scale, enable_gqa=True)
     out, packed = torch.empty_like(q), packed_tokens(q.shape[2], kept)
     for count in sorted(set(packed)):  # queries that read the same codes
         first, end = packed.index(count), len(packed) - packed[::-1].index(count)
-        keys, values = (torch.cat([c[:, :, :count], x[:, :, count:end]], 2) for c, x in zip(coded, plain, strict=True))
+        keys, values = (torch.cat([c[:, :, :count], x[:, :, count:end]], 2) for c, x in ((coded_k, k), (coded_v, v)))
         seen = torch.arange(end) <= torch.arange(first, end)[:, None]
         out[:, :, first:end] = scaled_dot_product_attention(q[:, :, first:end], keys, values, seen, scale=scale, enable_gqa=True)
     return out

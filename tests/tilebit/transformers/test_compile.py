@@ -20,7 +20,7 @@ import tilebit.transformers
 from tilebit.transformers import TilebitCache, compile, release
 from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import DecodeSteps
-from tilebit.transformers.parted import Parted, gated
+from tilebit.transformers.parted import Part, Parted, gated
 
 LIMIT = 0.1  # of float16 logits with a deviation of 2
 ROWS, COLUMNS, PADDING = 2, 124, (0, 7)  # a window fills on the way
@@ -99,7 +99,7 @@ def test_a_fused_step_gives_the_logits_of_the_model(kind: str, taken: list[int])
     assert len(taken) == 10
 
 
-PARTED: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
+PARTED: dict[str, tuple[str, tuple[Part, ...], set[str]]] = {
     "all": ("llama", ("residual", "gate", "norm"), {"residual", "gate", "norm"}),
     "a residual alone": ("llama", ("residual",), {"residual"}),
     "a norm without a residual": ("llama", ("norm",), {"norm"}),  # of the first layer alone

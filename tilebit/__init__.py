@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
     from .ops.rows import add_norm, gated
-    from .weights.any_modules import AnyPrecisionLinear, quantize_model_any, set_precision
+    from .weights.any_modules import AnyPrecisionLinear, precision_view, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.gptq import gptq
@@ -54,6 +54,7 @@ _HOME = {
     "gptq": "weights.gptq",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
+    "precision_view": "weights.any_modules",
     "prepare": "ops.prepare",
     "quantize_activations": "ops.quantize",
     "quantize_model": "weights.modules",
@@ -85,6 +86,7 @@ __all__ = [
     "gptq",
     "load_checkpoint",
     "pack",
+    "precision_view",
     "prepare",
     "quantize_activations",
     "quantize_model",

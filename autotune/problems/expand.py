@@ -44,9 +44,9 @@ class ExpandProblem:
 def random_problem(workload: ExpandWorkload, seed: int, arch: str, device: str) -> ExpandProblem:
     """Any bits, those of padding too, and codebooks of normal numbers."""
     generator = torch.Generator(device).manual_seed(seed)
-    planes, books, _ = workload.operands(arch)
-    bits = torch.randint(-(1 << 31), 1 << 31, planes.shape, generator=generator, device=device).to(torch.int32)
-    numbers = torch.randn(books.shape, generator=generator, device=device).to(getattr(torch, workload.dtype))
+    planes, books = (tuple(map(int, o.shape)) for o in workload.operands(arch)[:2])
+    bits = torch.randint(-(1 << 31), 1 << 31, planes, generator=generator, device=device).to(torch.int32)
+    numbers = torch.randn(books, generator=generator, device=device).to(getattr(torch, workload.dtype))
     return ExpandProblem(workload, {"weight": bits, "scales": numbers}, arch)
 
 

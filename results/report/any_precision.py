@@ -12,6 +12,25 @@ from .rows import json_rows
 
 FIELDS = ("gpu", "impl", "format", "m", "n", "k", "us", "rel_err", "run", "commit")
 ASKED = {"w3a16_any": 3.4, "w4a16_any": 2.8, "w5a16_any": 2.4, "w6a16_any": 2.0, "w7a16_any": 1.75, "w8a16_any": 1.55}  # m = 1, H200
+LLAMA = ((4 * 32, 4096, 4096), (2 * 32, 11008, 4096), (32, 4096, 11008))  # layers, n and k of Llama-2-7B
+LLAMA_OTHER = 2 * 2 * 32000 * 4096  # bytes of its embedding and output layer, in 16 bits
+FAMILIES = {  # table 1 of the paper: GB in one store, GB apart, saved
+    (3, 6): ("5.6", "8.3", "1.49x"),
+    (4, 8): ("7.7", "10.8", "1.40x"),
+    (3, 4, 6): ("5.6", "12.1", "2.15x"),
+    (3, 4, 8): ("7.7", "13.7", "1.76x"),
+    (3, 4, 6, 8): ("7.9", "19.1", "2.41x"),
+    (3, 4, 5, 6, 7, 8): ("8.4", "29.9", "3.56x"),
+}
+ABOUT_MEMORY = (
+    "**Memory of a family** of widths of Llama-2-7B, in one store and as separate models, computed from its shapes: planes of the widest "
+    "width and a codebook of each, embedding and output layer in 16 bits; beside the table 1 of Any-Precision LLM, "
+    "whose separate models are smaller by just their codebooks."
+)
+PICTURE = (
+    "Where the bits of a plane lie: `tilebit show planes_cuda:1 --out planes.svg` (NVIDIA, plane 0; plane p has each word rotated by p "
+    "bits) and `planes_cpu:1`."
+)
 
 
 def any_precision_section(folder: Path) -> str:
@@ -38,7 +57,28 @@ def any_precision_section(folder: Path) -> str:
                 "results on whole numbers; errors of random floats were not recorded, and the kernel has changed since."
             )
         parts += [f"## {gpu}", about, _means(pairs), _times(pairs)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_memory(), PICTURE]) if parts else ""
+
+
+def _memory() -> list[str]:
+    """What a family of widths of Llama-2-7B takes, in one store and as separate models, beside the
+    paper's table 1: computed from shapes, nothing is measured."""
+    lines = []
+    for widths, paper in FAMILIES.items():
+        one = LLAMA_OTHER + _codes(max(widths)) + sum(map(_codebooks, widths))
+        apart = sum(LLAMA_OTHER + _codes(bits) + _codebooks(bits) for bits in widths)
+        lines.append([", ".join(map(str, widths)), f"{one / 1e9:.1f}", f"{apart / 1e9:.1f}", f"{apart / one:.2f}x", *paper])
+    return [ABOUT_MEMORY, table(["widths", "one store, GB", "separate, GB", "saved", "paper: one", "separate", "saved"], lines)]
+
+
+def _codes(bits: int) -> float:
+    """Bytes of the codes of Llama-2-7B's linear layers."""
+    return sum(count * n * k for count, n, k in LLAMA) * bits / 8
+
+
+def _codebooks(bits: int) -> int:
+    """Bytes of their codebooks of one width: 2^bits numbers of 16 bits for each output channel."""
+    return sum(count * n for count, n, _ in LLAMA) * (2 << bits)
 
 
 def _ratio(pair: tuple[dict[str, Any], dict[str, Any]]) -> float:

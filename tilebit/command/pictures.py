@@ -14,6 +14,7 @@ from ..layouts.fragments import Fragment
 from ..layouts.kv import HEAD_DIMS, KVLayout
 from ..layouts.kv_formats import KVFormat
 from ..layouts.packing import PackedLayout, gemm_layout
+from ..layouts.planes import plane_layout
 from ..schedules.target import ARCHES
 
 SUFFIXES = (".svg", ".png")
@@ -34,6 +35,7 @@ _FRAGMENTS: dict[str, Callable[[], Fragment]] = {
 _CHECKPOINTS = (("awq", 4), ("gptq", 4), ("gptq", 8), ("compressed-tensors", 4), ("compressed-tensors", 8))
 _LAYOUTS: dict[str, Callable[[], PackedLayout]] = {
     **{f"{arch}:{bits}": lambda arch=arch, bits=bits: gemm_layout(arch, bits) for arch in ARCHES for bits in BITS},
+    **{f"{plane_layout(arch).name}:1": lambda arch=arch: plane_layout(arch) for arch in ("sm_90a", "cpu")},
     **{f"{storage}:{bits}": lambda storage=storage, bits=bits: checkpoint_layout(storage, bits).weight for storage, bits in _CHECKPOINTS},
 }
 
@@ -43,9 +45,9 @@ _KV = tuple(f"{form.name}:{head_dim}" for form in _KV_FORMATS.values() if form.k
 
 
 def names() -> tuple[str, ...]:
-    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "kv4_channel:128" (a KV cache's page, by head_dim),
-    "awq:4" (a checkpoint's weight), "wgmma_a:k16" (a fragment). KV caches of two precisions ("k8_channel_v4:128") and of other page sizes
-    than 128 tokens ("kv4_channel:128:16") have pictures too."""
+    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "planes_cuda:1" (a bit plane), "kv4_channel:128"
+    (a KV cache's page, by head_dim), "awq:4" (a checkpoint's weight), "wgmma_a:k16" (a fragment). KV caches of two precisions
+    ("k8_channel_v4:128") and of other page sizes than 128 tokens ("kv4_channel:128:16") have pictures too."""
     return (*_LAYOUTS, *_KV, *_FRAGMENTS)
 
 

@@ -3,7 +3,9 @@ weight holds, and what sets the width of a whole model."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -228,6 +230,18 @@ def quantize_model_any(
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
     return list(found)
+
+
+def precision_view(model: nn.Module, bits: int) -> nn.Module:
+    """A copy of ``model`` whose ``AnyPrecisionLinear`` compute in ``bits`` bits, and whose tensors are
+    those of ``model``: it costs no memory, and drafts for it (``generate(assistant_model=...)`` of
+    transformers). What either writes to a parameter or buffer the other sees. Raises ``TypeError``
+    and ``ValueError`` as ``set_precision`` does."""
+    expect("model", model, nn.Module, "a torch.nn.Module with AnyPrecisionLinear inside")
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    copied = copy.deepcopy(model, shared)
+    set_precision(copied, bits)
+    return copied
 
 
 def set_precision(model: nn.Module, bits: int) -> int:

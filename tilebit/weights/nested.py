@@ -27,11 +27,12 @@ LEAST_ERROR = 1e-12  # of a row's squares: errors below are rounding
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
     """``clusters`` clusters of each row that lie in no others: how many there are before each
-    position, ``number`` fp64 [n, k + 1], with the share of the one it is in, and their squared error
-    up to there, ``error`` fp64 [n, k + 1]."""
+    position, ``number`` fp32 [n, k + 1], with the share of the one it is in, and how much of all their
+    squared error, ``total`` fp64 [n, 1], is up to there: ``error`` fp32 [n, k + 1]."""
 
     number: Tensor
     error: Tensor
+    total: Tensor
 
     @classmethod
     def of(cls, rows: SortedRows, clusters: int) -> Free:
@@ -42,12 +43,9 @@ class Free:
         away = rows.values - rows.means(edges, rows.values[:, :1]).gather(1, inside)
         start = rows.values.new_zeros(len(inside), 1)
         number = torch.cat((start, share.double().gather(1, inside).cumsum(1)), 1)
-        return cls(number, torch.cat((start, (rows.mass.diff(dim=1) * away**2).cumsum(1)), 1))
-
-    @property
-    def total(self) -> Tensor:
-        """fp64 [n, 1]"""
-        return self.error[:, -1:]
+        error = torch.cat((start, (rows.mass.diff(dim=1) * away**2).cumsum(1)), 1)
+        total = error[:, -1:]
+        return cls(number.float(), torch.where(total > 0, error / total, 0.0).float(), total)
 
 
 def even(rows: SortedRows, clusters: int) -> Tensor:
@@ -66,14 +64,13 @@ def even(rows: SortedRows, clusters: int) -> Tensor:
 class Ahead:
     """What a part of a row will cost at a later width, where it has ``codes`` codes: the error of the
     free clusters there, which are ``number / codes`` times as narrow, as a share of all their
-    error (``scale`` fp64 [n, 1])."""
+    error."""
 
     free: Free
     codes: int
-    scale: Tensor
 
     def cost(self, number: Tensor, error: Tensor) -> Tensor:
-        """Of parts with so many free clusters and so much of their error, in units of ``scale``."""
+        """Of parts with so many free clusters and so much of their error."""
         return error * (number / self.codes) ** 2
 
 
@@ -93,7 +90,7 @@ def nested(rows: SortedRows, seed_bits: int, max_bits: int) -> Tensor:
     scales = _between({bits: error.clamp(min=LEAST_ERROR * squares.clamp(min=1e-30)) for bits, error in sorted(known.items())})
 
     def ahead(bits: int) -> list[Ahead]:
-        return [Ahead(one, 1 << (later - bits), scales[later]) for later, one in free.items() if later > bits]
+        return [Ahead(one, 1 << (later - bits)) for later, one in free.items() if later > bits]
 
     grid = torch.cat((coarse(rows, 1 << seed_bits)[:, 1::3], near(rows, edges)), 1).sort(1).values
     edges = best_on_grid(rows, grid, 1 << seed_bits, _costs(grid, ahead(seed_bits)) * (scales[seed_bits] / SEED_COUNTS)[..., None])
@@ -113,11 +110,11 @@ def _between(known: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _costs(grid: Tensor, ahead: Sequence[Ahead]) -> Tensor:
-    """fp64 [n, points, points]: what later widths cost of a cluster between any two cuts of ``grid``."""
+    """fp32 [n, points, points]: what later widths cost of a cluster between any two cuts of ``grid``."""
     costs = torch.zeros(())
     for later in ahead:
         number, error = (before.gather(1, grid) for before in (later.free.number, later.free.error))
-        costs = costs + later.cost(*(before[:, None, :] - before[:, :, None] for before in (number, error))) / later.scale[..., None]
+        costs = costs + later.cost(*(before[:, None, :] - before[:, :, None] for before in (number, error)))
     return costs
 
 
@@ -139,15 +136,15 @@ def split(rows: SortedRows, edges: Tensor, scale: Tensor, ahead: Sequence[Ahead]
     better = b.square_().mul_(held.gather(1, of)).div_(rest)
     inside = (rest > 0) & (better > 0)  # a cluster's first position cuts nothing off
     if ahead:
-        better.div_(scale)
+        better = better.div_(scale).float()
         for later in ahead:
             number, error = later.free.number, later.free.error
             ends = [(number.gather(1, at).gather(1, of), error.gather(1, at).gather(1, of)) for at in (edges[:, :-1], edges[:, 1:])]
             left = later.cost(number[:, :k] - ends[0][0], error[:, :k] - ends[0][1])
-            better.sub_(later.cost(ends[1][0] - number[:, :k], ends[1][1] - error[:, :k]).add_(left).div_(later.scale))
+            better.sub_(later.cost(ends[1][0] - number[:, :k], ends[1][1] - error[:, :k]).add_(left))
     better.masked_fill_(~inside, -torch.inf)
     # The first position of each cluster that is best.
-    best = torch.full_like(held, -torch.inf).scatter_reduce_(1, of, better, "amax")
+    best = torch.full_like(held, -torch.inf, dtype=better.dtype).scatter_reduce_(1, of, better, "amax")
     found = torch.where(better == best.gather(1, of), torch.arange(k, device=edges.device), k)
     cut = torch.full_like(edges[:, 1:], k).scatter_reduce_(1, of, found, "amin")
     cut = torch.where(best > -torch.inf, cut, edges[:, 1:])

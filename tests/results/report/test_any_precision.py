@@ -31,6 +31,13 @@ def test_each_width_stands_beside_16_bits_of_its_process(tmp_path: Path) -> None
     assert "| 64 x 128 | 1 | 10.0 (4.00x) | 20.0 (2.00x) |" in text and "| 96 x 128 | 1 | 10.0 (9.00x) | - |" in text
 
 
+def test_memory_of_a_family_is_the_papers(tmp_path: Path) -> None:
+    lines = [line.split("|")[2:-1] for line in section(tmp_path, *pair(50.0, 60.0)).splitlines() if line.startswith("| 3, ")]
+    assert len(lines) == 5
+    for one, apart, _, paper_one, paper_apart, _ in (map(lambda cell: cell.strip(" x"), line) for line in lines):
+        assert abs(float(one) - float(paper_one)) < 0.11 and 1 < float(apart) / float(paper_apart) < 1.06  # which leave codebooks out
+
+
 def test_a_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     rows = pair(1.0, 2.0)
     del rows[0]["rel_err"]

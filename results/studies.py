@@ -29,6 +29,7 @@ from .report.gemm import gemm_section
 from .report.int8 import int8_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
+from .report.liquid_model import liquid_model_section
 from .report.loading import FIELDS as LOADING_FIELDS
 from .report.loading import loading_section
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
@@ -148,7 +149,7 @@ STUDIES = (
         "Products of int8 activations beside other kernels",
         "How fast are W4A8 products beside other W4A8 kernels, and beside 16-bit activations?",
         Row,
-        lambda rows: int8_section(read_rows(rows / "int8")),
+        lambda rows: "\n\n".join(filter(None, (int8_section(read_rows(rows / "int8")), liquid_model_section()))),
         ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4a16,w16a16 --out results/rows/int8",),
     ),
     Study(

@@ -59,28 +59,30 @@ def _gemm_int8(
     plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent)
     if columns not in (k, plan.kx):
         reject_x(x, weight.device, k, x.dtype)
-    y = torch.empty((*leading, n), dtype=dtype, device=x.device)
+    y = torch.empty(*leading, n, dtype=dtype, device=x.device)
     m = x.numel() // columns
     if not m:
         return y
     rows, token_scales = as_read(plan, x, token_scales, m)
-    launch(plan, m, (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n)))
+    launch(plan, m, (rows, weight, scales, zeros, row_scales, token_scales, bias, y.view(m, n) if len(leading) != 1 else y))
     return y
 
 
 def as_read(plan: Plan, x: Tensor, token_scales: Tensor | None, m: int) -> tuple[Tensor, Tensor | None]:
     """Codes and scales of ``m`` rows as the kernels of ``plan`` read them; scales of another shape
-    as they are, which ``launch`` refuses."""
+    as they are, which ``launch`` refuses. Of a matrix nothing is reshaped: that costs 1 us a tensor."""
+    *leading, columns = x.shape
+    if len(leading) != 1:
+        x = x.reshape(m, columns)
+        if token_scales is not None:
+            groups = token_scales.shape[:1] if plan.workload.format.x_grouped else ()
+            if token_scales.shape == (*groups, *leading):
+                token_scales = token_scales.reshape(*groups, m)
     if token_scales is not None:
-        if plan.workload.format.x_grouped:
-            if token_scales.ndim and token_scales.shape[1:] == x.shape[:-1]:
-                token_scales = token_scales.reshape(token_scales.shape[0], m).contiguous()
-        elif token_scales.shape == x.shape[:-1]:
-            token_scales = token_scales.reshape(m).contiguous()
-    rows = x.reshape(m, x.shape[-1])
-    if rows.shape[1] != plan.kx:  # as bytes: torch pads no e4m3
-        return torch.nn.functional.pad(rows.view(torch.int8), (0, plan.kx - rows.shape[1])).view(x.dtype), token_scales
-    return rows.contiguous(), token_scales
+        token_scales = token_scales.contiguous()
+    if columns != plan.kx:  # as bytes: torch pads no e4m3
+        return torch.nn.functional.pad(x.view(torch.int8), (0, plan.kx - columns)).view(x.dtype), token_scales
+    return x.contiguous(), token_scales
 
 
 def ready(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> Launcher:

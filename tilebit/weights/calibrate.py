@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 
 from ..accepted import expect, format_of
 from ..layouts.formats import GemmFormat, QuantFormat
 from .batches import batches_of
-from .gptq import DAMPING, gptq
-from .layers import linears_of, once
+from .gptq import DAMPING, gptq, gptq_mixed
+from .layers import Quantized, linears_of, once
+from .mixed import mixed_layers
+from .precision import PrecisionPlan
 from .quantize import QuantizedTensor
 from .stream import visit_layers
 
 
+@overload
+def calibrate(
+    model: nn.Module,
+    calibration: Iterable[Any],
+    format: GemmFormat | str = ...,
+    skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ...,
+    act_order: bool = ...,
+    clip_search: bool = ...,
+    damping: float = ...,
+    progress: bool = ...,
+    *,
+    precision: None = None,
+) -> dict[str, QuantizedTensor]: ...
+@overload
+def calibrate(
+    model: nn.Module,
+    calibration: Iterable[Any],
+    format: GemmFormat | str = ...,
+    skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ...,
+    act_order: bool = ...,
+    clip_search: bool = ...,
+    damping: float = ...,
+    progress: bool = ...,
+    *,
+    precision: PrecisionPlan,
+) -> dict[str, Quantized]: ...
 def calibrate(
     model: nn.Module,
     calibration: Iterable[Any],
@@ -25,7 +53,9 @@ def calibrate(
     clip_search: bool = False,
     damping: float = DAMPING,
     progress: bool = False,
-) -> dict[str, QuantizedTensor]:
+    *,
+    precision: PrecisionPlan | None = None,
+) -> dict[str, QuantizedTensor] | dict[str, Quantized]:
     """The weight of every ``nn.Linear`` inside ``model`` by GPTQ (``gptq`` says what the options
     do), by the layer's name; a layer shared under several names has the first. The model is left
     as it was: ``quantize_model(model, format, weights=calibrate(model, calibration, format))``
@@ -37,7 +67,9 @@ def calibrate(
     input. Layers are quantized in the order in which they are computed, each for the inputs that
     the quantized layers before it give (``stream.visit_layers``): decoder blocks one at a time,
     with one block's activations for all batches held, on the model's device. ``skip`` is
-    ``quantize_model``'s. ``progress`` shows a bar on a terminal. Scales are of the weight's dtype,
+    ``quantize_model``'s. Layers of ``precision`` (``select_channels``) become a ``MixedTensor`` each,
+    of its two formats (``gptq_mixed``); ``format`` is for the others, and ``quantize_model`` takes both
+    ``weights`` and ``precision``. ``progress`` shows a bar on a terminal. Scales are of the weight's dtype,
     fp16 for fp32 weights.
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` and ``gptq`` do, the latter with
@@ -45,12 +77,18 @@ def calibrate(
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
-    layers = once(linears_of(model, skip))
-    found: dict[str, QuantizedTensor] = {}
+    named = linears_of(model, skip)
+    layers = once(named)
+    mixed = {} if precision is None else mixed_layers(named, precision, {})
+    found: dict[str, Quantized] = {}
 
     def visit(name: str, layer: nn.Linear, products: Tensor) -> Tensor:
         try:
-            found[name] = gptq(layer.weight, products, format, act_order, clip_search, damping)
+            if precision is not None and layer in mixed:
+                formats = (precision.low, precision.high)
+                found[name] = gptq_mixed(layer.weight, products, mixed[layer], *formats, act_order, clip_search, damping)
+            else:
+                found[name] = gptq(layer.weight, products, format, act_order, clip_search, damping)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return found[name].dequantize(layer.weight.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..accepted import expect_tensors, format_of
 from ..layouts.formats import PER_CHANNEL, GemmFormat
+from .mixed_tensor import MixedTensor, split_channels
 from .quantize import (
     CLIP_FACTORS,
     QuantizedTensor,
@@ -63,9 +64,53 @@ def gptq(
     expect_tensors(w=w, hessian=hessian)
     format = format_of(format)
     scale_dtype = _checked(w, hessian, format, damping, scale_dtype)
+    return _of_factor(w, *_ordered_factor(hessian, act_order, damping), format, act_order, clip_search, scale_dtype)
+
+
+def gptq_mixed(
+    w: Tensor,
+    hessian: Tensor,
+    channels: Tensor,
+    low: GemmFormat | str,
+    high: GemmFormat | str,
+    act_order: bool = True,
+    clip_search: bool = False,
+    damping: float = DAMPING,
+    scale_dtype: torch.dtype | None = None,
+) -> MixedTensor:
+    """``w`` [n, k] with its output ``channels`` (whole numbers) in ``high`` and the others in ``low``,
+    each as ``gptq`` has it, with one factorization of ``hessian`` for both: channels do not make up
+    for each other's errors.
+
+    One x serves both parts, so that columns keep their places: ``act_order`` is for two formats with
+    one scale for each channel, and says nothing where groups share scales. Raises as ``gptq`` does,
+    and ``ValueError`` for channels that are not some of 0 to n - 1, each at most once.
+    """
+    expect_tensors(w=w, hessian=hessian, channels=channels)
+    formats = (format_of(low), format_of(high))
+    for format in formats:
+        held = _checked(w, hessian, format, damping, scale_dtype)
+    act_order = act_order and all(format.group_size == PER_CHANNEL for format in formats)
+    order, count = split_channels(channels.to(w.device), len(w))
+    factored = _ordered_factor(hessian, act_order, damping)
+    low_part, high_part = (
+        _of_factor(w[rows], *factored, format, act_order, clip_search, held) if len(rows) else None
+        for format, rows in zip(formats, (order[:count], order[count:]), strict=True)
+    )
+    return MixedTensor(low_part, high_part, order)
+
+
+def _ordered_factor(hessian: Tensor, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
+    """(the order in which columns are rounded, int64 [k]; ``_inverse_factor`` in it)."""
     diagonal = hessian.diagonal().double()
-    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(w.shape[1], device=w.device)
-    factor = _inverse_factor(hessian, diagonal, order, damping)
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(hessian), device=hessian.device)
+    return order, _inverse_factor(hessian, diagonal, order, damping)
+
+
+def _of_factor(
+    w: Tensor, order: Tensor, factor: Tensor, format: GemmFormat, act_order: bool, clip_search: bool, scale_dtype: torch.dtype
+) -> QuantizedTensor:
+    """``gptq`` with the Hessian's factor, columns in ``order``."""
     columns = w.detach().float().t()[order].contiguous()  # [k, n]: a column of the weight is a contiguous row
     rows: Tensor | None = None
     if format.offset:  # the row's scale is a factor of all its errors: what is compensated are levels

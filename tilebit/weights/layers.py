@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 from ..accepted import expect
+from .mixed_tensor import MixedTensor
 from .quantize import QuantizedTensor
+
+Quantized = QuantizedTensor | MixedTensor
 
 
 def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> dict[str, nn.Linear]:
@@ -27,11 +30,11 @@ def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear]
     return found
 
 
-def given_weights(layers: Mapping[str, nn.Linear], weights: Mapping[str, QuantizedTensor]) -> dict[nn.Linear, QuantizedTensor]:
+def given_weights(layers: Mapping[str, nn.Linear], weights: Mapping[str, Quantized]) -> dict[nn.Linear, Quantized]:
     """``weights`` by layer. Raises ``TypeError`` and ``ValueError`` for one that is of no layer, or of
     another shape than its layer's."""
     for name, weight in weights.items():
-        expect(f"weights[{name!r}]", weight, QuantizedTensor, "a QuantizedTensor")
+        expect(f"weights[{name!r}]", weight, Quantized, "a QuantizedTensor or a MixedTensor")
         if name not in layers:
             raise ValueError(f"weights name {name!r}; accepted: layers that are replaced: {', '.join(list(layers)[:5])}, ...")
         if tuple(layers[name].weight.shape) != (weight.n, weight.k):

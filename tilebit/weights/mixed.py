@@ -3,7 +3,7 @@ et al. 2024, arXiv:2412.14590, section 3.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +16,11 @@ from ..ops.gemm_mixed import LAUNCHES, Launches, check_channels, check_pair, gem
 from ..ops.operands import describe
 from ..ops.quantize import QUANTIZE
 from ..schedules.activations.workload import EPS
+from .mixed_tensor import MixedTensor, split_channels
 from .modules import QuantLinear
 from .packed import DTYPES, WEIGHTS, PackedWeight, pack
-from .precision import PrecisionPlan
-from .quantize import quantize
+from .precision import LayerPrecision, PrecisionPlan
+from .quantize import QuantizedTensor, quantize
 
 JOINT = "+"  # between the names of a layer's two formats
 LOW, HIGH = QuantFormat.parse("w4a8_g128_asym"), QuantFormat.parse("w8a8_g128")
@@ -109,11 +110,18 @@ class MixedLinear(nn.Module):
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
         order, count = split_channels(channels.to(weight.device), len(weight))
-        parts = [
-            pack(quantize(weight[rows], format_of(format), clip_search, chosen), chosen) if len(rows) else None
+        low_part, high_part = (
+            quantize(weight[rows], format_of(format), clip_search, chosen) if len(rows) else None
             for format, rows in ((low, order[:count]), (high, order[count:]))
-        ]
-        return cls(*parts, order, linear.bias, launches)
+        )
+        return cls.from_quantized(MixedTensor(low_part, high_part, order), linear.bias, chosen, launches)
+
+    @classmethod
+    def from_quantized(cls, weight: MixedTensor, bias: Tensor | None, dtype: torch.dtype, launches: Launches = "in_turn") -> MixedLinear:
+        """Of a quantized ``weight``, whose device it is on; it computes in ``dtype``. ``bias`` [n] in
+        the order of y. Raises as ``pack`` and the constructor do."""
+        low, high = (None if part is None else pack(part, dtype) for part in (weight.low, weight.high))
+        return cls(low, high, weight.channels, bias, launches)
 
     @classmethod
     def of_layers(cls, low: QuantLinear | None, high: QuantLinear | None, channels: Tensor) -> MixedLinear:
@@ -258,9 +266,12 @@ class MixedLinear(nn.Module):
         return found
 
 
-def mixed_layers(layers: Mapping[str, nn.Linear], plan: PrecisionPlan, given: Collection[nn.Linear]) -> dict[nn.Linear, Tensor]:
+def mixed_layers(
+    layers: Mapping[str, nn.Linear], plan: PrecisionPlan, given: Mapping[nn.Linear, QuantizedTensor | MixedTensor]
+) -> dict[nn.Linear, Tensor]:
     """The channels of the higher format by layer of ``plan``. Raises ``TypeError`` and ``ValueError`` for
-    one that is of no layer or of another shape, for a layer that it has twice, or that is ``given``."""
+    one that is of no layer or of another shape, for a layer that it has twice, or whose ``given`` weight
+    is in other formats, or has other channels in the higher one."""
     expect("precision", plan, PrecisionPlan, "a PrecisionPlan: tilebit.select_channels(tilebit.channel_salience(model, batches), share)")
     found: dict[nn.Linear, Tensor] = {}
     for entry in plan.layers:
@@ -269,12 +280,25 @@ def mixed_layers(layers: Mapping[str, nn.Linear], plan: PrecisionPlan, given: Co
         layer = layers[entry.name]
         if tuple(layer.weight.shape) != (entry.n, entry.k):
             raise ValueError(f"precision has {entry.name!r} as [{entry.n}, {entry.k}]; the layer is {list(layer.weight.shape)}")
-        if layer in found or layer in given:
+        if layer in found:
+            raise ValueError(f"precision names {entry.name!r}, which it names too; accepted: one of them")
+        if layer in given and not _planned(given[layer], entry, plan):
             raise ValueError(
-                f"precision names {entry.name!r}, which {'weights' if layer in given else 'it'} names too; accepted: one of them"
+                f"weights[{entry.name!r}] are not in {plan.low.name} with the channels in {plan.high.name} that precision says; accepted: "
+                "tilebit.calibrate(model, calibration, precision=...) of the same plan, or the layer in one of them"
             )
         found[layer] = entry.channels
     return found
+
+
+def _planned(weight: QuantizedTensor | MixedTensor, entry: LayerPrecision, plan: PrecisionPlan) -> bool:
+    """Whether a weight is what ``plan`` says of its layer."""
+    if not isinstance(weight, MixedTensor):
+        return False
+    order, count = split_channels(entry.channels.to(weight.channels.device), entry.n)
+    formats = [part.format for part in weight.parts]
+    expected = [format for format, rows in ((plan.low, count), (plan.high, entry.n - count)) if rows]
+    return formats == expected and torch.equal(order, weight.channels)
 
 
 def kind_of(kind: str) -> str:
@@ -287,19 +311,3 @@ def kind_of(kind: str) -> str:
         )
     check_pair(*formats) if len(formats) == 2 else None
     return JOINT.join(format.name for format in formats)
-
-
-def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
-    """(int64 [n]: all channels but ``channels`` ascending, then these (all: ascending); how many come before them).
-    Raises ``ValueError`` for channels that are not some of 0 to n - 1, each at most once."""
-    expect_tensors(channels=channels)
-    if channels.ndim != 1 or channels.is_floating_point() or channels.is_complex() or channels.dtype is torch.bool:
-        raise ValueError(f"channels are {describe(channels)}; accepted: whole numbers, some of 0 to {n - 1}")
-    channels = channels.to(torch.int64)
-    if channels.numel() and (int(channels.min()) < 0 or int(channels.max()) >= n or channels.unique().numel() != channels.numel()):
-        raise ValueError(f"channels are {channels.numel()} numbers; accepted: some of 0 to {n - 1}, each at most once")
-    rest = torch.ones(n, dtype=torch.bool, device=channels.device)
-    rest[channels] = False
-    before = rest.nonzero().flatten()
-    channels = channels if len(before) else channels.sort().values  # all of them: the plain layer
-    return torch.cat([before, channels]), len(before)

@@ -16,7 +16,7 @@ from ..ops.gemm import call
 from ..ops.gemm_int8 import gemm_int8, of_rows
 from ..schedules.gemm.codecs import packed_layout
 from .extra_state import EXTRA, from_tensor, to_tensor
-from .layers import given_weights, linears_of
+from .layers import Quantized, given_weights, linears_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
@@ -306,7 +306,7 @@ def quantize_model(
     clip_search: bool = False,
     dtype: torch.dtype | None = None,
     dependent: bool = False,
-    weights: Mapping[str, QuantizedTensor] | None = None,
+    weights: Mapping[str, Quantized] | None = None,
     precision: PrecisionPlan | None = None,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
@@ -322,10 +322,10 @@ def quantize_model(
     ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a
     predicate of (name, layer). A layer shared under several names is quantized once. Layers are
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
-    new layer's. ``weights`` are weights quantized before, by layer (``calibrate``); ``format`` and
-    ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
-    replace, and for ``weights`` or layers of ``precision`` of no layer, of another shape, or of one
-    layer twice. Afterwards ``save_pretrained`` of a
+    new layer's. ``weights`` are weights quantized before, by layer (``calibrate``, which takes the same
+    ``precision``); ``format``, ``precision`` and ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
+    replace, for ``weights`` or layers of ``precision`` of no layer, of another shape, or of one layer
+    twice, and for ``weights`` that are not what ``precision`` says of their layer. Afterwards ``save_pretrained`` of a
     transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
     is imported; of another library's it is an error.
     """
@@ -346,8 +346,10 @@ def quantize_model(
                 )
     elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in found.values())
     converted = {
-        layer: _from_quantized(layer, given[layer], dtype, dependent)
-        if layer in given
+        layer: _from_quantized(layer, weight, dtype, dependent)
+        if isinstance(weight := given.get(layer), QuantizedTensor)
+        else MixedLinear.from_quantized(weight.to(layer.weight.device), layer.bias, dtype or layer.weight.dtype)
+        if weight is not None
         else MixedLinear.from_float(layer, mixed[layer], precision.low, precision.high, clip_search, dtype)
         if precision is not None and layer in mixed
         else QuantLinear.from_float(layer, format, clip_search, dtype, dependent)

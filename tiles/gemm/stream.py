@@ -11,12 +11,13 @@ first of these that divides block_n; where that is not all of them, neighbouring
 slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
 (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are
 applied to the fp32 sums once a group. Of int8 x the codes become int8 operands
-(``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up; of e4m3 x e4m3 operands,
-whose sums leave the tensor cores step by step. Every sum has a fixed
-order. There is no path for CUDA cores: in fp32 a word of eight codes would take them eight
-conversions and eight FMAs where the tensor core takes one instruction, seven of whose eight columns
-are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose what subnormal codes stand
-for).
+(``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up; where groups of x
+have scales, a step is a group or a part of one, and its int32 sums are scaled and added to fp32
+ones (``codecs/group_product.cuh``); of e4m3 x e4m3 operands, whose sums leave the tensor cores step
+by step. Every sum has a fixed order. There is no path for CUDA cores: in fp32 a word of eight codes
+would take them eight conversions and eight FMAs where the tensor core takes one instruction, seven
+of whose eight columns are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose
+what subnormal codes stand for).
 
 Every block reads all of x that its share of k needs: a norm of x costs a multiplication and two FMAs
 for each register of x, and its factor of a row, of the squares of all shares, is found where sums
@@ -48,7 +49,8 @@ from .stream_sums import sum_macros
 
 HEADERS = (
     "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/raw.cuh", "codecs/row_norm.cuh", "codecs/raw_product.cuh",
-    "codecs/byte_product.cuh", "pipeline/copies.cuh", "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
+    "codecs/byte_product.cuh", "codecs/group_sums.cuh", "codecs/group_product.cuh",
+    "pipeline/copies.cuh", "pipeline/dependent.cuh", "store/split_k.cuh", "store/sums.cuh",
     "store/gate.cuh", "activations/inverse_root.cuh",
 )  # fmt: skip
 
@@ -63,8 +65,12 @@ PASS_CONFIGS = {
 
 def product_type(workload: Workload, schedule: Schedule) -> str:
     """``tilebit::RawProduct`` with its template arguments (``device/codecs/raw_product.cuh``), or
-    ``tilebit::ByteProduct`` (``byte_product.cuh``)."""
+    ``tilebit::ByteProduct`` (``byte_product.cuh``) or ``tilebit::GroupProduct``
+    (``group_product.cuh``)."""
     f, s = workload.format, schedule
+    if f.x_grouped:
+        of_groups = (TYPES[workload.dtype], codec_of(f).device(f), rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256)
+        return f"tilebit::GroupProduct<{', '.join(map(str, of_groups))}>"
     if f.x:
         k32_steps = 0 if f.group_size == PER_CHANNEL else f.group_size // 32
         floats = () if f.integer_sums else ("float", TYPES[f.parameter_dtype(workload.dtype)])
@@ -122,7 +128,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         ring.meet(own)
 
     @T.macro
-    def fill_rings(x, norm_weight, weight, scales, zeros, shared, own, step, end):
+    def fill_rings(x, norm_weight, weight, scales, zeros, token_scales, shared, own, step, end):
         """Requests the first ``num_stages`` steps: weights, which no earlier kernel writes, before
         that one has ended."""
         for stage in T.unroll(stages):
@@ -133,7 +139,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", "tilebit::wait_for_predecessor")
         for stage in T.unroll(stages):
             if step + stage * rings < end:
-                ring.request_x(x, norm_weight, shared, own, step + stage * rings, stage)
+                ring.request_x(x, norm_weight, token_scales, shared, own, step + stage * rings, stage)
             if not bulk:
                 T.ptx_commit_group()
 
@@ -175,7 +181,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
-            T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
+            T.import_source(device_source(tuple(dict.fromkeys((*HEADERS, *codec_of(workload.format).headers)))))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_words(workload, s, target),), p.sums_dtype)  # rings and barriers, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), p.sums_dtype)
@@ -207,7 +213,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if normed:
                 for i in T.unroll(column_tiles):
                     squares[i] = 0.0
-            fill_rings(x, norm_weight, weight, scales, zeros, shared, own, step, end)
+            fill_rings(x, norm_weight, weight, scales, zeros, token_scales, shared, own, step, end)
 
             while step < end:  # the ring's share of the block's steps
                 await_slot(shared, own, slot, phase)
@@ -224,7 +230,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 await_readers(shared, own, slot, phase)
                 if step + stages * rings < end:
                     ring.request_parameters(scales, zeros, shared, own, step + stages * rings, slot)
-                    ring.request_x(x, norm_weight, shared, own, step + stages * rings, slot)
+                    ring.request_x(x, norm_weight, token_scales, shared, own, step + stages * rings, slot)
                 if not bulk:
                     T.ptx_commit_group()
                 step = step + rings

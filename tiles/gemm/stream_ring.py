@@ -54,8 +54,9 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     stages, rings, warps_n, rows = s.num_stages, rules.rings(s), rules.warps_n(s), rules.warp_rows(s)
     slot_bytes, x_bytes, warp_bytes = rules.slot_bytes(workload, s), rules.x_bytes(workload, s), rules.warp_bytes(workload, s)
     weight_bytes, barriers_at = rules.weight_bytes(workload.format, s) // warps_n, rules.ring_bytes(workload, s) // 4
-    parameter_bytes = workload.format.group_bytes // (2 if p.asymmetric else 1)  # of a scale, or a zero point or offset
-    x_chunk_k, chunk_rows = CHUNK_BYTES // workload.x_bytes, CHUNK_BYTES // parameter_bytes
+    zero_bytes = (1 if p.zero_dtype == "uint8" else 2) if p.asymmetric else 0  # of a zero point or offset
+    scale_bytes = workload.format.group_bytes - zero_bytes
+    x_chunk_k, chunk_rows = CHUNK_BYTES // workload.x_bytes, CHUNK_BYTES // scale_bytes
     x_chunks, x_pitch = s.block_k // x_chunk_k, rules.x_pitch(workload, s)
     x_rows = 32 * warps_n // x_chunks  # that the ring's warps copy in one pass
     copy_weights = f"tilebit::{'bulk' if bulk else 'async'}_copy_weights<{rows}, {p.records}>"
@@ -63,7 +64,8 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     whole = p.kx % s.block_k == 0  # no step reaches past k
     groups, row_chunks = rules.step_groups(workload.format, s), rows // chunk_rows
     scale_chunks = groups * row_chunks  # which those of zero points follow
-    chunks = scale_chunks * (2 if p.asymmetric else 1)
+    chunks = scale_chunks + groups * rows * zero_bytes // CHUNK_BYTES
+    copy_token_scales = f"tilebit::copy_token_scales<{s.block_m}, {x_pitch}>"
 
     def x_at(shared, own, slot, byte=0):
         return T.address_of(shared[((own.ring * stages + slot) * slot_bytes + byte) // 4])
@@ -89,7 +91,11 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     def parameter_at(row, chunk):
         """The first element of a step's chunk of scales or zero points, in [groups, n_pad]."""
-        return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * chunk_rows if groups else 0
+        if not groups:
+            return 0
+        if p.x_grouped:  # one group; its zero points are half as large as scales
+            return row + T.if_then_else(chunk < scale_chunks, chunk, (chunk - scale_chunks) * 2) * chunk_rows
+        return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * chunk_rows
 
     def variable(dtype, value):
         return T.alloc_var(dtype, init=value)[0]
@@ -155,9 +161,10 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
                     )  # fmt: skip
 
     @T.macro
-    def request_x(x, norm_weight, shared, own, step, slot):
-        """The warp's share of a step's x, and of the norm's weight. Rows past the last are left as
-        they are (their columns of y are not stored), k past the last is zero."""
+    def request_x(x, norm_weight, token_scales, shared, own, step, slot):
+        """The warp's share of a step's x, and of the norm's weight; and behind its rows the scales of
+        its group, if it has any. Rows past the last are left as they are (their columns of y are not
+        stored), k past the last is zero."""
         if workload.norm:
             T.call_extern(
                 "handle", copy_norm, norm_at(shared, own, slot, own.x_byte),
@@ -171,6 +178,11 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
             own.column + s.block_m <= x.shape[0],
             True if whole else step * s.block_k + own.lane % x_chunks * x_chunk_k < p.kx,
         )  # fmt: skip
+        if p.x_grouped and own.member == 0:
+            T.call_extern(
+                "handle", copy_token_scales, x_at(shared, own, slot, s.block_k),
+                T.address_of(token_scales[step * s.block_k // workload.format.x_group, own.column]), x.shape[0] - own.column, own.lane,
+            )  # fmt: skip
         if bulk:
             T.call_extern("handle", "tilebit::mbarrier_arrive_after_copies", filled(shared, own, slot))
 

@@ -24,7 +24,7 @@ def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
     threads, rings, pitch, elements = s.num_warps * 32, rules.rings(s), rules.sum_pitch(s), s.block_n * s.block_m
-    n_blocks, sums_dtype, zero = p.n_pad // bn, p.sums_dtype, 0 if p.workload.format.integer_sums else 0.0
+    n_blocks, sums_dtype, zero = p.n_pad // bn, p.sums_dtype, 0 if p.integer_sums else 0.0
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
     # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what
     # this block stores / 4].

@@ -96,6 +96,13 @@ def test_only_a_small_m_has_candidates(m):
     assert stream_candidates(W4.with_m(m), H200) == []
 
 
+def test_what_no_gpu_has_timed_is_legal_and_not_proposed():
+    for name in ("w8a8_g128", "w4a8_g128_asym"):
+        workload = Workload(4, 4096, 4096, QuantFormat.parse(name))
+        assert legal(workload, replace(ASYNC, num_warps=4), A100) == legal(workload, BULK, H200) == []
+        assert stream_candidates(workload, H200) == stream_candidates(workload, A100) == []
+
+
 @pytest.mark.parametrize(("target", "program"), [(H200, "gemm_stream_bulk"), (A100, "gemm_stream")])
 def test_candidates_cover_m_with_one_tile(target, program):
     for m, block_m in ((1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (16, 16)):

@@ -17,7 +17,10 @@ from tilebit.kernels import build
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.ops import dispatch, gemm_mixed
 from tilebit.ops.gemm_mixed import LAUNCHES
-from tilebit.weights.mixed import HIGH, LOW, split_channels
+from tilebit.weights.calibrate import calibrate
+from tilebit.weights.gptq import gptq
+from tilebit.weights.mixed import HIGH, LOW
+from tilebit.weights.mixed_tensor import MixedTensor, split_channels
 from tilebit.weights.packed import PackedWeight, pack
 from tilebit.weights.precision import LayerPrecision
 from tilebit.weights.quantize import QuantizedTensor, quantize
@@ -313,13 +316,57 @@ def test_a_model_is_quantized_by_a_plan() -> None:
     )
 
 
+CHANNEL = (GemmFormat.parse("w4a8_channel_asym"), GemmFormat.parse("w8a8_channel"))
+
+
+@pytest.mark.parametrize("formats", [(LOW, HIGH), CHANNEL], ids=["groups", "channels"])
+@pytest.mark.parametrize("count", [0, 3, N])
+def test_a_plan_is_calibrated_part_by_part(formats: tuple[GemmFormat, GemmFormat], count: int) -> None:
+    """Each part is what GPTQ makes of its rows alone, columns reordered only where no groups share scales; the model takes the
+    weights beside their plan."""
+    floats = model()
+    own = torch.randperm(N, generator=torch.Generator().manual_seed(2))[:count].sort().values
+    plan = PrecisionPlan((LayerPrecision("one", N, K, own),), *formats)
+    x = torch.randn(400, K, generator=torch.Generator().manual_seed(1)).half()
+    weights = calibrate(nn.Sequential(OrderedDict(one=floats.one)), [x], precision=plan)
+    weight, products = weights["one"], x.float().t() @ x.float()
+    assert isinstance(weight, MixedTensor)
+    rest = torch.tensor([row for row in range(N) if row not in own.tolist()], dtype=torch.int64)
+    for part, format, rows in ((weight.low, formats[0], rest), (weight.high, formats[1], own)):
+        if not len(rows):
+            assert part is None
+            continue
+        assert part is not None and part.perm is None and part.format == format
+        expected = gptq(floats.one.weight[rows], products, format, act_order=formats == CHANNEL)
+        assert torch.equal(part.codes, expected.codes) and torch.equal(part.scales, expected.scales)
+        assert torch.equal(weight.dequantize()[rows], expected.dequantize())
+    quantized = copy.deepcopy(floats)
+    quantize_model(quantized, "w4a16_g64", ("head",), weights=weights, precision=plan)
+    assert isinstance(quantized.one, MixedLinear) and isinstance(quantized.two, QuantLinear)
+    assert torch.equal(quantized.one.dequantize(), weight.dequantize(torch.float16))
+    assert (0 if quantized.one.high is None else quantized.one.high.out_features) == count
+
+
+@pytest.mark.parametrize(
+    ("low", "channels", "message"),
+    [
+        (quantize(torch.ones(2, 8), LOW), torch.tensor([0, 1, 1]), "do not hold each of 0 to 2 once"),
+        (quantize(torch.ones(2, 9), LOW), torch.tensor([0, 1, 2]), "accepted: one k and one device"),
+        (None, torch.tensor([0.0]), "accepted: int64"),
+    ],
+)
+def test_no_mixed_tensor(low: QuantizedTensor | None, channels: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedTensor(low, quantize(torch.ones(1, 8), HIGH), channels)
+
+
 @pytest.mark.parametrize(
     ("plan", "weights", "message"),
     [
         (planned(three=torch.tensor([0])), {}, "precision names 'three'; accepted: layers that are replaced: one, two"),
         (planned(head=torch.tensor([0])), {}, "precision names 'head'; accepted"),
         (PrecisionPlan((LayerPrecision("one", N, 8, torch.tensor([0])),), LOW, HIGH), {}, r"\[100, 8\]; the layer is \[100, 300\]"),
-        (planned(one=torch.tensor([0])), {"one": 1}, "precision names 'one', which weights names too"),
+        (planned(one=torch.tensor([0])), {"one": 1}, r"weights\['one'\] are not in w4a8_g128_asym with the channels in w8a8_g128"),
         (planned(one=torch.tensor([100])), {}, "accepted: some of 0 to 99"),
     ],
 )

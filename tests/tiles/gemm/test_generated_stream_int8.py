@@ -1,4 +1,5 @@
-"""``gemm_stream`` and ``gemm_stream_bulk`` on int8 x without a GPU: as ``test_generated_stream.py``, with int32 sums."""
+"""``gemm_stream`` and ``gemm_stream_bulk`` on int8 x without a GPU: as ``test_generated_stream.py``, with int32 sums, or
+fp32 sums of groups' int32 ones where groups of x have scales."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_program import ORDERS
 from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
-from gemm_cases import INT8_FORMATS, Case, label
+from gemm_cases import GROUP_WISE, INT8_FORMATS, Case, label
 
 pytestmark = needs_host_compiler
 HOPPER = target_from_name("sm_90a")
 LQQ64, LQQ128, W8A8, ASYM = INT8_FORMATS
+BYTES, NIBBLES = GROUP_WISE
 
 CASES = (
     (Workload(13, 192, 448, LQQ64), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 3)),
@@ -39,6 +41,14 @@ CASES = (
     (Workload(7, 64, 310, W8A8), Schedule("gemm_stream", 16, 8, 64, 2, 2, split_k=2)),
     (Workload(5, 100, 500, ASYM, "bfloat16", bias=True), Schedule("gemm_stream_bulk", 64, 8, 128, 2, 2)),
     (Workload(12, 300, 448, ASYM), Schedule("gemm_stream", 80, 16, 64, 2, 4, split_k=2)),
+    # groups of x have scales: steps of a group and of half a group, the last group half there; shared x; rows in two and three records
+    (Workload(13, 192, 576, NIBBLES, bias=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 3)),
+    (Workload(1, 320, 512, BYTES, "bfloat16"), Schedule("gemm_stream_bulk", 80, 1, 128, 3, 4)),
+    (Workload(6, 100, 1000, NIBBLES, "bfloat16", bias=True), Schedule("gemm_stream_bulk", 32, 8, 128, 2, 2, split_k=2)),
+    (Workload(16, 448, 500, BYTES), Schedule("gemm_stream_bulk", 448, 16, 64, 2, 7)),
+    (Workload(11, 130, 960, BYTES, bias=True), Schedule("gemm_stream", 96, 16, 64, 3, 4, split_k=3)),
+    (Workload(3, 440, 350, NIBBLES), Schedule("gemm_stream", 112, 4, 128, 2, 2)),
+    (Workload(20, 128, 512, NIBBLES), Schedule("gemm_stream", 64, 8, 128, 2, 4)),
 )
 
 
@@ -46,11 +56,11 @@ def generated(case: Case, order: str = "shuffled", seed: int = 0, edits: dict | 
     return GeneratedGemm(*case, HOPPER, edits, order=order, seed=seed)
 
 
-def program(case: Case) -> str:
-    return case[1].program
+def kind(case: Case) -> tuple[str, bool]:
+    return case[1].program, case[0].format.x_grouped
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, program), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, kind), ids=label)
 def test_exact(case: Case) -> None:
     assert legal(case[0], case[1], HOPPER) == []
     problem = exact_problem(case[0], CASES.index(case), "sm_90a")
@@ -64,7 +74,7 @@ def test_exact(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=label)
+@pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[13], CASES[15]], ids=label)
 def test_the_order_of_blocks_does_not_show(case: Case) -> None:
     problem, results = random_problem(case[0], 3, "sm_90a"), []
     for seed, order in enumerate(ORDERS):
@@ -75,7 +85,7 @@ def test_the_order_of_blocks_does_not_show(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=label)
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[11], CASES[15]], ids=label)
 def test_the_tuner_s_gate_accepts(case: Case) -> None:
     verdict = Gate(exact_problem(case[0], 1, "sm_90a"), random_problem(case[0], 2, "sm_90a")).verify(generated(case))
     assert verdict.ok, verdict.reasons
@@ -116,9 +126,22 @@ PLANTED = {
         "as_bits(int v) { return float(v); }",
     ),
     "rows of x twice as far apart": (LQQ_CASE, "stream_ring.py", "p.kx * workload.x_bytes,", "p.kx * 2,"),
-    "parameters by chunks of eight": (LQQ_CASE, "stream_ring.py", "CHUNK_BYTES // parameter_bytes", "8"),
+    "parameters by chunks of eight": (LQQ_CASE, "stream_ring.py", "CHUNK_BYTES // scale_bytes", "8"),
     "zero points are another warp's": (CASES[10], "stream.py", "zeros[0, own.row]) if shifted", "zeros[0, 0]) if shifted"),
     "zero points of rows r and r + 8 exchanged": (CASES[9], "device", "scales[shift + 8]", "scales[shift]"),
+    "a column's scale is its neighbour's": (CASES[11], "device", "of_columns[c][i & 1]", "of_columns[c][0]"),
+    "a row's scale is that of the row 8 above": (CASES[12], "device", "of_rows + 2 * t + (i >> 1)", "of_rows + 2 * t"),
+    "zero points of a group behind bytes of scales": (
+        CASES[11],
+        "device",
+        "static_cast<const T*>(parameters) + ROWS",
+        "static_cast<const uint8_t*>(parameters) + ROWS",
+    ),
+    "token scales past the last row": (CASES[11], "device", "lane < ROWS && lane < there", "lane < ROWS"),
+    "token scales of the neighbour group": (CASES[13], "stream_ring.py", "token_scales[step *", "token_scales[(step ^ 1) *"),
+    "token scales of the tile above": (CASES[17], "stream_ring.py", "x_group, own.column]", "x_group, 0]"),
+    "zero points as far apart as scales": (CASES[11], "stream_ring.py", "(chunk - scale_chunks) * 2", "(chunk - scale_chunks)"),
+    "sums of groups are integers at the end": (CASES[15], "stream_sums.py", "p.sums_dtype, 0 if", '"int32", 0 if'),
     "scales are applied to nothing": (W8A8_CASE, "stream.py", '() if of_bytes else ("scales",)', '("scales",)'),
 }
 

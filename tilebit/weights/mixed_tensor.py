@@ -1,0 +1,79 @@
+"""``MixedTensor``: a quantized weight whose output channels are in two formats, as ``MixedLinear``
+takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..accepted import expect, expect_tensors
+from ..ops.gemm_mixed import check_channels
+from ..ops.operands import describe
+from .quantize import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedTensor:
+    """A weight [n, k]: ``low`` and ``high`` hold its output channels in either format (None where a
+    format has none), and ``channels`` int64 [n] says which channel each of their rows is, those of
+    ``low`` first. Raises ``TypeError`` and ``ValueError`` for parts of another k or device, and for
+    channels that are not each of 0 to n - 1 once."""
+
+    low: QuantizedTensor | None
+    high: QuantizedTensor | None
+    channels: Tensor
+
+    def __post_init__(self) -> None:
+        for name, part in (("low", self.low), ("high", self.high)):
+            expect(name, part, QuantizedTensor | None, "a QuantizedTensor, or None")
+        expect_tensors(channels=self.channels)
+        if not self.parts:
+            raise ValueError("low and high are None; accepted: at least one QuantizedTensor")
+        if len({(part.k, part.device) for part in self.parts}) > 1 or self.channels.device != self.parts[0].device:
+            said = " and ".join(f"[{part.n}, {part.k}] on {part.device}" for part in self.parts)
+            raise ValueError(f"low and high are {said}, channels on {self.channels.device}; accepted: one k and one device")
+        if self.channels.ndim != 1 or self.channels.dtype is not torch.int64:
+            raise ValueError(f"channels are {describe(self.channels)}; accepted: int64 [{self.n}]")
+        count = 0 if self.low is None else self.low.n
+        check_channels(self.channels[:count], self.channels[count:], self.n)
+
+    @property
+    def parts(self) -> list[QuantizedTensor]:
+        """Those that there are, the low one first."""
+        return [part for part in (self.low, self.high) if part is not None]
+
+    @property
+    def n(self) -> int:
+        return sum(part.n for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        return self.parts[0].k
+
+    def to(self, device: torch.device | str) -> MixedTensor:
+        """The same weight on ``device``."""
+        low, high = (None if part is None else part.to(device) for part in (self.low, self.high))
+        return MixedTensor(low, high, self.channels.to(device))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [n, k], rows in the order of its channels; as exact as its parts'."""
+        rows = torch.cat([part.dequantize(dtype) for part in self.parts])
+        return torch.empty_like(rows).index_copy_(0, self.channels, rows)
+
+
+def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
+    """(int64 [n]: all channels but ``channels`` ascending, then these (all: ascending); how many come before them).
+    Raises ``ValueError`` for channels that are not some of 0 to n - 1, each at most once."""
+    expect_tensors(channels=channels)
+    if channels.ndim != 1 or channels.is_floating_point() or channels.is_complex() or channels.dtype is torch.bool:
+        raise ValueError(f"channels are {describe(channels)}; accepted: whole numbers, some of 0 to {n - 1}")
+    channels = channels.to(torch.int64)
+    if channels.numel() and (int(channels.min()) < 0 or int(channels.max()) >= n or channels.unique().numel() != channels.numel()):
+        raise ValueError(f"channels are {channels.numel()} numbers; accepted: some of 0 to {n - 1}, each at most once")
+    rest = torch.ones(n, dtype=torch.bool, device=channels.device)
+    rest[channels] = False
+    before = rest.nonzero().flatten()
+    channels = channels if len(before) else channels.sort().values  # all of them: the plain layer
+    return torch.cat([before, channels]), len(before)

@@ -266,5 +266,5 @@ def _cpp(flag: bool) -> str:
 
 
 def _in_four_bytes(dtype: str) -> int:
-    """How many scales, zero points or offsets of ``dtype`` lie there: of uint8 or 16 bits."""
-    return 4 if dtype == "uint8" else 2
+    """How many scales, zero points or offsets of ``dtype`` lie there: of uint8, fp32 or 16 bits."""
+    return {"uint8": 4, "float32": 1}.get(dtype, 2)

@@ -22,9 +22,9 @@ from tilebit.schedules.gemm import stream as gemm_stream
 from tilebit.schedules.schedule import Schedule
 
 LANE = np.arange(32)
-LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((half_t|bfloat16_t|signed char)\*\)\w+\)\[([^\]]*)\]")
-BYTES = {"half_t": 2, "bfloat16_t": 2, "signed char": 1}  # of an element of x
-BYTE_PRODUCT = "tilebit::ByteProduct<"  # the call of small-m programs whose x is int8
+LDMATRIX = re.compile(r"ptx_ldmatrix_x([124])\(\(?&\(\(\((half_t|bfloat16_t|signed char|fp8_e4_t)\*\)\w+\)\[([^\]]*)\]")
+BYTES = {"half_t": 2, "bfloat16_t": 2, "signed char": 1, "fp8_e4_t": 1}  # of an element of x
+BYTE_PRODUCT = "tilebit::ByteProduct<"  # the call of small-m programs whose x is of bytes
 DESCRIPTOR = re.compile(r"initialize_wgmma_descriptor<(\d), ")
 STAGING = "tilebit::stage_transposed<"  # the call of programs on mma.sync whose output tile goes through shared memory
 # What the functions below compute, as the headers write it.
@@ -107,7 +107,7 @@ def _generated(source: str) -> int:
     """Every ldmatrix of the generated source, for several values of its loop variables."""
     found = LDMATRIX.findall(source)
     if not found:
-        raise ValueError("the source has no ldmatrix of 16-bit or int8 x; accepted: CUDA that TileLang generated for mma.sync")
+        raise ValueError("the source has no ldmatrix of 16-bit or 8-bit x; accepted: CUDA that TileLang generated for mma.sync")
     return sum(_ldmatrix(BYTES[x] * offsets, int(matrices)) for matrices, x, expression in found for offsets in _evaluated(expression))
 
 

@@ -48,5 +48,5 @@ def test_rows_of_a_stream_are_padded(block_m: int, block_k: int) -> None:
 
 
 def test_a_source_without_x_is_refused() -> None:
-    with pytest.raises(ValueError, match="no ldmatrix of 16-bit or int8 x"):
+    with pytest.raises(ValueError, match="no ldmatrix of 16-bit or 8-bit x"):
         conflicts(MMA, load(TURNED).replace("signed char", "float"))

@@ -91,6 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.new_tokens < 2:
         parser.error(f"--new-tokens is {options.new_tokens}; accepted: 2 and more")
     fields = {**process_fields(detect_target(options.device)), "op": "loading", "model": options.name or options.model.resolve().name}
+    fields |= {"load": os.getloadavg()[0], "cores": os.cpu_count()}
     out = options.out or ROWS / "loading" / f"{slug(fields['gpu'])}.jsonl"
     with tempfile.TemporaryDirectory() as work:
         write_rows(out, [{**fields, **row} for row in rows_of(options.model, Path(work), options)])

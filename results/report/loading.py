@@ -35,11 +35,17 @@ def loading_section(folder: Path) -> str:
         kept.append(row)
     parts = []
     for (gpu, model, format, cache), found in sorted(newest.items()):
-        first = found[0]
+        first, load = found[0], found[0].get("load")  # rows of before it was noted are of a busy machine
         held = "the process's resident memory, mapped pages of the weights' file included" if first.get("arch") == "cpu" else "allocations"
+        busy = (
+            "Other programs ran on the machine: seconds are an order of size."
+            if load is None
+            else f"Load before the first case: {load:.1f} on {first['cores']} cores."
+        )
         about = (
             f"Commit {commits_of(found)}. {format} over {cache}, {first['dtype']}; a prompt of {first['prompt_tokens']} tokens, "
-            f"{first['new_tokens']} new ones; each case a process of its own, seconds and megabytes after its imports. Peaks are of {held}."
+            f"{first['new_tokens']} new ones; each case a process of its own, seconds and megabytes after its imports. Peaks are of "
+            f"{held}. {busy}"
         )
         header = ["case", "weights", "cache", "peak of loading", "peak of running", "loaded", "first token", "second token"]
         parts += [f"## {model}, {gpu}", about, table(header, [_line(row) for row in found])]

@@ -224,8 +224,7 @@ def test_every_variant_is_one_and_has_its_row_s_words() -> None:
 def test_the_shipped_rows_rank_as_they_must() -> None:
     """GPTQ loses less than rounding, and searched channels less than others."""
     for rows in read_language_quality(ROWS / "quality").values():
-        by = {tuple(row[name] for name in Variant().to_json()): row["kl"] for row in rows}
-        kl = {variant: by[tuple(variant.to_json().values())] for variant in variants() if tuple(variant.to_json().values()) in by}
+        kl = {Variant.of_row(row): row["kl"] for row in rows}
         assert kl[Variant("w4a16_g64_asym", "gptq")] < kl[Variant("w4a16_g64_asym", "round")]
         tenth = replace(TENTH, samples=128)
         assert kl[tenth] < kl[replace(tenth, choice="random")] < kl[replace(tenth, share=0.0)]

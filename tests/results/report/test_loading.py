@@ -29,7 +29,8 @@ def test_the_newest_process_is_shown(tmp_path: Path) -> None:
     assert "| 16 bits, as transformers runs it | 80.0 | 1.5 | 90.0 | 95.0 | 1.00 | 2.50 | 3.25 |" in text
     assert "| packed directory, kernels of a pack, compiling forbidden | 80.0 | 1.5 | 90.0 | 95.0 | 1.00 | 0.50 | 3.25 |" in text
     assert "9.00" not in text and "w4a16_g64 over kv4_channel" in text and "resident memory" in text
-    assert "allocations" in section(tmp_path, row("pack", arch="sm_90a"))
+    assert "Other programs ran" in text
+    assert "allocations. Load before the first case: 0.3 on 8 cores" in section(tmp_path, row("pack", arch="sm_90a", load=0.26, cores=8))
 
 
 def test_a_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:

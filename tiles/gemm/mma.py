@@ -57,7 +57,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     split, staged, integer = splits > 1, bm >= STAGED_BLOCK_M, workload.format.integer_sums
     stepped, grouped = p.step_sums, p.x_grouped
     reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
-    dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm)
+    dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm) if p.step_sums else ""
     gated = workload.gate != ""
     gate = f"tilebit::gate_sums<{GATES.get(workload.gate)}, {bn * bm // threads}>"
 

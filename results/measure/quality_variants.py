@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilebit.layouts.formats import FORMATS, PER_CHANNEL, GemmFormat
+from tilebit.layouts.formats import FORMATS, INT8, PER_CHANNEL, GemmFormat
 from tilebit.weights.gptq import gptq
 from tilebit.weights.layers import linears_of, once
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
@@ -103,12 +103,12 @@ def variants() -> list[Variant]:
 
 
 def format_variants() -> list[Variant]:
-    """Those of formats: every cache, every weight rounded to nearest, then both together."""
-    x_of = {"a16": "", "lqq": "a8_token", "channel": "a8_token", "g128": "a8_g128"}
+    """Those of formats: every cache, every weight rounded to nearest, then both together. Activations in
+    e4m3 are not simulated."""
     weights = {
-        name: Variant(name, "round", activations="" if "a16" in name else x_of[name.split("_")[1]])
-        for name in FORMATS
-        if not name.endswith("_any") or int(name[1]) in ANY_WIDTHS
+        name: Variant(name, "round", activations="" if not f.x else "a8_g128" if f.x_grouped else "a8_token")
+        for name, f in FORMATS.items()
+        if f.x in ("", INT8) and (not f.codebook or f.bits in ANY_WIDTHS)
     }
     caches = [name for bits in (8, 4, 2) for name in (f"kv{bits}_channel", f"kv{bits}_token")]
     mixed = replace(weights["w4a8_g128_asym"], high="w8a8_g128", share=0.1, choice="global", terms="both", samples=16)

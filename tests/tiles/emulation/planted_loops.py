@@ -50,7 +50,7 @@ BUGS = (
     loop("k stage lost", work(W4), DIRECT, (TRIPS, TRIPS + " - 1")),
     loop("k stage repeated", work(W4), DIRECT, ("bz * steps + i", "bz * steps + i - (i == 1)")),
     loop("accumulators not cleared", work(W4), DIRECT, ("T.clear(sums)", "pass")),
-    loop("fp16 accumulators", work(W4), DIRECT, ('"int32" if integer else "float32")', '"int32" if integer else "float16")')),
+    loop("fp16 accumulators", work(W4), DIRECT, ("(bn, bm), p.product_dtype)", '(bn, bm), "float16")')),
     loop("tile lost", work(W4), DIRECT, ("T.ceildiv(m, bm), splits", "T.ceildiv(m, bm) - (m > bm), splits"), sign="NaN"),
     loop("scales of the wrong tile", work(W4), DIRECT, ("bx * scale_columns], Ss", "by * scale_columns], Ss")),
     loop("split's own k forgotten", work(W4, k=576), SPLIT, ("x[by * bm, step * bk]", "x[by * bm, i * bk]")),

@@ -206,7 +206,8 @@ def test_claims_for_this_machine_hold(device: str):
         y = tilebit.gemm(x.to(device, dtype), tilebit.pack(q, dtype, device)).cpu().double()
         expected = x.to(dtype).double() @ q.dequantize().double().T
         error = float((y - expected).norm() / expected.norm())
-        most = 4e-3 if dtype == torch.float16 and not format.x else 2e-2  # int8 x is rounded once more
+        most = 4e-3 if dtype == torch.float16 and not format.x else 2e-2  # 8-bit x is rounded once more
+        most = 4e-2 if format.x == "float8_e4m3fn" else most  # to 3 bits of fraction
         assert error < most, f"{format.name} {name}: relative error {error}"
 
 

@@ -85,8 +85,9 @@ def checkpoints() -> Iterator[Bad]:
     yield bad(
         "a pickle", checkpoint("awq", lambda p: (p / "model.safetensors").rename(p / "model.bin") and None), "model.bin", "safetensors"
     )
-    for method in ("bitsandbytes", "fp8", "aqlm"):
+    for method in ("bitsandbytes", "aqlm"):
         yield bad(method, checkpoint("awq", config(quant_method=method)), repr(method), "awq")
+    yield bad("fp8", checkpoint("awq", config(quant_method="fp8")), "weight_block_size is None", "[128, 128]")
     for bits in (2, 3, 5, "4"):
         yield bad(f"{bits!r} bits", checkpoint("gptq", config(bits=bits)), f"{bits!r}", "4")
     for group in (16, 1024, 0, "128"):

@@ -188,7 +188,7 @@ def activated(gate: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(gate)
     if activation == "gelu":
-        return gate * torch.special.ndtr(gate)
+        return gate * (0.5 * torch.erfc(gate * -(0.5**0.5)))  # ndtr loses what is far below zero in fp32
     return gate * torch.sigmoid(2 * TANH * (gate + 0.044715 * gate**3))
 
 

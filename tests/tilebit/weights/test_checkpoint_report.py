@@ -90,7 +90,7 @@ def test_one_scale_for_a_weight_is_no_damaged_file(written, shape):
     assert "copy the checkpoint again" not in str(caught.value)
 
 
-@pytest.mark.parametrize("format", ["float-quantized", "naive-quantized", "pack-quantized"])
+@pytest.mark.parametrize("format", ["naive-quantized", "pack-quantized"])
 def test_activations_of_8_bits_are_named_whatever_the_format(written, format):
     activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 

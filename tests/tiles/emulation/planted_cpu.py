@@ -27,7 +27,7 @@ PACKAGE = "tilebit.tiles.cpu.gemm"
 MODULES = ("inner", "integers", "loops")  # edited copies of these, in the order in which they import each other
 
 COLUMN = "column = T.bind((group * plan.n_tiles + nt) * TILE"
-SUM = "v.fma(joined, scale, total[slot])"
+SUM = "v.fma(joined, factor, total[slot])"
 AFTER = "for part in after:"
 
 # name -> (module, edit, a word of the verdict)
@@ -69,9 +69,27 @@ INT8_BUGS: dict[str, tuple[str, Edit, int, int, bool]] = {
         False,
     ),
     "scales of channels applied to nothing": ("loops", swap(('() if plan.integers else ("scales",)', '("scales",)')), 8, 1, False),
-    "scale of x of the neighbour group": ("integers", swap(("[group * m + row]", "[T.max(group - 1, 0) * m + row]")), 4, 2, True),
-    "scale of x of the neighbour row": ("integers", swap(("[group * m + row]", "[group * m + T.max(row - 1, 0)]")), 8, 1, True),
-    "scale of x of the padded rows": ("integers", swap(("[group * m + row]", "[group * (m + 1) + row]")), 8, 1, True),
+    "scale of x of the neighbour group": (
+        "integers",
+        swap(("[group * m + T.min(row, m - 1)]", "[T.max(group - 1, 0) * m + T.min(row, m - 1)]")),
+        4,
+        2,
+        True,
+    ),
+    "scale of x of the neighbour row": (
+        "integers",
+        swap(("[group * m + T.min(row, m - 1)]", "[group * m + T.max(T.min(row, m - 1) - 1, 0)]")),
+        8,
+        1,
+        True,
+    ),
+    "scale of x of the padded rows": (
+        "integers",
+        swap(("[group * m + T.min(row, m - 1)]", "[group * (m + 1) + T.min(row, m - 1)]")),
+        8,
+        1,
+        True,
+    ),
     "scale of the weight forgotten": ("integers", swap(("of_weight * of_x", "of_x")), 8, 1, True),
     "scale of the first group of the weight": ("integers", swap(("(group * plan.n_tiles + nt)", "nt")), 4, 1, True),
     "zero points added": ("integers", swap(("joined - shift", "joined + shift")), 4, 1, True),

@@ -143,9 +143,9 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     ),
     "mma.sync: token scales of the neighbour group": (MMA_CASES[1], "mma.py", (("token_scales[step, by", "token_scales[step ^ 1, by"),)),
     "mma.sync: token scales of the tile above": (MMA_CASES[0], "mma.py", (("token_scales[step, by * bm]", "token_scales[step, 0]"),)),
-    "mma.sync: a stale group accumulator": (MMA_CASES[0], "mma.py", (("clear_accum=grouped", "clear_accum=False"),)),
-    "mma.sync: a group's sums leave the block": (MMA_CASES[2], "mma.py", (("(Y if grouped else sums).access", "sums.access"),)),
-    "mma.sync: the last group alone": (MMA_CASES[0], "mma.py", (("if integer and not grouped:", "if integer:"),)),
+    "mma.sync: a stale group accumulator": (MMA_CASES[0], "mma.py", (("clear_accum=stepped", "clear_accum=False"),)),
+    "mma.sync: a group's sums leave the block": (MMA_CASES[2], "mma.py", (("(Y if stepped else sums).access", "sums.access"),)),
+    "mma.sync: the last group alone": (MMA_CASES[0], "mma.py", (("if integer and not stepped:", "if integer:"),)),
     "the stage is released before its scales are read": (
         CASES[2],
         "wgmma.py",

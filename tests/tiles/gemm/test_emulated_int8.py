@@ -177,8 +177,8 @@ PLANTED = {
     "a channel's scale is its neighbour's": (
         CASES[3],
         "device",
-        "? 0.0f : number_of<Parts>(operands, row))",
-        "? 0.0f : number_of<Parts>(operands, row ^ 1))",
+        "? number_of<Parts>(operands, row) : 0.0f)",
+        "? number_of<Parts>(operands, row ^ 1) : 0.0f)",
     ),
     "the group before": (CASES[2], "device", "* STEPS + step) / GROUP_STEPS * STRIDE", "* STEPS + step - 1) / GROUP_STEPS * STRIDE"),
     "the middle of bytes stays": (W8A8_CASE, "device", "a[i] = words[i] ^ 0x80808080u", "a[i] = words[i]"),

@@ -34,6 +34,7 @@ WARPS, THREADS = 8, 256
 # Blocks of an SM by head_dim: as many as fit without spills, so that those that fill no window take
 # few turns. What ptxas makes for older devices takes more registers.
 BLOCKS, BLOCKS_BEFORE_SM90 = {64: 4, 128: 4, 256: 2}, 2
+BLOCKS_OF_TOKENS = 3  # keys with a scale a token: with four, 12 bytes of registers spill
 ROWS_WORDS = 13  # of 64 bits, of what `tilebit::NewRows` keeps of a sequence
 SEQUENCE, FIRST = 0, 1  # of a place in the line of work items (``device/kv/sequences.cuh``)
 
@@ -45,6 +46,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
 
     w, dtype = workload, workload.dtype
     blocks = BLOCKS[w.head_dim] if target.arch == "sm_90a" else BLOCKS_BEFORE_SM90
+    if w.format.key_scales == "token":
+        blocks = min(blocks, BLOCKS_OF_TOKENS)
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
     constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
     constants |= {

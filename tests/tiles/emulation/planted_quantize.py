@@ -44,7 +44,7 @@ CPU_BUGS: dict[str, Edit] = {
     "offset forgotten": swap(("weight + splat(self.w.offset) if self.w.offset else weight", "weight")),
     "gate on itself": swap(("at + self.w.k, count", "at, count")),
     "gate of the row before": swap(("self.start * 2 + column", "self.start + column")),
-    "gate's other side": swap(("activated(gate, self.w.gate) * up", "activated(up, self.w.gate) * gate")),
+    "gate and up exchanged": swap(("activated(gate, self.w.gate) * up", "activated(up, self.w.gate) * gate")),
     "norm of the groups": swap(("splat(float(self.w.k))", "splat(128.0)")),
 }
 

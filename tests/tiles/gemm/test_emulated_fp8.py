@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_gemm import Case, Edits, EmulatedGemm
 from emulation.planted import swap
-from gemm_cases import FP8_FORMATS, label
+from gemm_cases import FP8_FORMATS, label, one_large_step
 from lanes import one_of_each
 
 pytestmark = needs_host_compiler
@@ -83,20 +83,10 @@ def test_the_tuner_s_gate_accepts(case: Case):
 
 @pytest.mark.parametrize("program", ["gemm_wgmma", "gemm_mma"])
 def test_long_sums_keep_their_bits(program: str):
-    """2^16 in the first step, then ones, each of which is less than 2^-13 of that: lost where one sum of all k stays on tensor cores."""
-    k = 2048
-    workload = Workload(4, 64, k, CHANNELS)
-    problem = exact_problem(workload, 0, "sm_90a")
-    problem.x.fill_(1.0)
-    problem.x[:, :128] = 0.0
-    problem.x[:, 0] = 256.0
-    problem.operands["weight"].view(torch.uint8).fill_(0x38)  # 1
-    problem.operands["weight"][0, 0].view(torch.uint8).fill_(0x78)  # 256: the first 32 columns
-    problem.operands["scales"].fill_(2.0**-6)
-    problem.operands["token_scales"].fill_(1.0)
-    y = torch.empty(4, 64, dtype=torch.float16)
-    emulated((workload, Schedule(program, 64, 16, 128, 2, 4)))(problem, y)
-    assert torch.equal(y, torch.full_like(y, (65536 + k - 128) / 64))
+    problem, expected = one_large_step()
+    y = torch.empty_like(expected)
+    emulated((problem.workload, Schedule(program, 64, 16, 128, 2, 4)))(problem, y)
+    assert torch.equal(y, expected)
 
 
 ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, j > 0)", "thread, last, True)"

@@ -22,7 +22,7 @@ from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_program import Edits
 from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
-from gemm_cases import FP8_FORMATS, Case, label
+from gemm_cases import FP8_FORMATS, Case, label, one_large_step
 
 pytestmark = needs_host_compiler
 TARGET = {"gemm_stream_bulk": target_from_name("sm_90a"), "gemm_stream": target_from_name("sm_89"), "gemm_mma": target_from_name("sm_89")}
@@ -68,20 +68,10 @@ def test_the_tuner_s_gate_accepts(case: Case) -> None:
 
 
 def test_long_sums_of_a_stream_keep_their_bits() -> None:
-    """As in ``test_emulated_fp8.py``."""
-    k = 2048
-    workload = Workload(4, 64, k, CHANNELS)
-    problem = exact_problem(workload, 0, "sm_90a")
-    problem.x.fill_(1.0)
-    problem.x[:, :128] = 0.0
-    problem.x[:, 0] = 256.0
-    problem.operands["weight"].view(torch.uint8).fill_(0x38)  # 1
-    problem.operands["weight"][0, 0].view(torch.uint8).fill_(0x78)  # 256: the first 32 columns
-    problem.operands["scales"].fill_(2.0**-6)
-    problem.operands["token_scales"].fill_(1.0)
-    y = torch.empty(4, 64, dtype=torch.float16)
-    generated((workload, Schedule("gemm_stream_bulk", 64, 4, 128, 2, 1)))(problem, y)
-    assert torch.equal(y, torch.full_like(y, (65536 + k - 128) / 64))
+    problem, expected = one_large_step()
+    y = torch.empty_like(expected)
+    generated((problem.workload, Schedule("gemm_stream_bulk", 64, 4, 128, 2, 1)))(problem, y)
+    assert torch.equal(y, expected)
 
 
 PLANTED: dict[str, tuple[Case, str, str, str]] = {

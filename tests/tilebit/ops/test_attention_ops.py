@@ -165,7 +165,6 @@ def test_the_functions_are_the_ops(kernels):
 def test_a_step_compiles_without_graph_breaks(kernels):
     """Append, then attend, with changed lengths: the writes are seen, and one graph serves all lengths."""
     p = problem()
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):

@@ -65,7 +65,6 @@ def test_switching_it_takes_effect_in_compiled_code(cpu_kernels):
         seen.append(next(node.args[-1] for node in graph.graph.nodes if node.op == "call_function"))
         return graph
 
-    torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, backend=backend)
     assert torch.equal(compiled(x), expected)
     made.dependent = True

@@ -159,7 +159,6 @@ def test_forward_mode(cpu_kernels):
 def test_derivatives_of_a_compiled_function(cpu_kernels, dynamic):
     p = Products(FORMATS[1])
     assert p.bias is not None
-    torch._dynamo.reset()
     traced = torch.compile(lambda x, b: p.ours(x * 1, b) * 2, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 3):
         x, bias = p.x[:rows].clone().requires_grad_(), torch.nn.Parameter(p.bias)

@@ -106,7 +106,6 @@ def test_dependent_is_a_trailing_option_that_changes_no_result(cpu_kernels):
 @pytest.mark.parametrize("dependent", [False, True])
 def test_compiles_without_graph_breaks_for_every_m(cpu_kernels, dependent):
     x, packed, bias, expected = exact(workload(FORMATS[1], 33))
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
@@ -541,7 +540,6 @@ def test_the_first_call_may_not_be_captured():
 def test_torch_compile_on_a_gpu(gpu_kernels, mode):
     x, packed, bias, expected = exact(workload(FORMATS[1], 8, 512, 4096), arch=gpu_arch(), device="cuda")
     tilebit.prepare(packed, m=[8], bias=True)
-    torch._dynamo.reset()
     traced = torch.compile(lambda x: tilebit.gemm(x * 1, packed, bias) * 1, fullgraph=True, mode=mode)
     for _ in range(5):
         assert torch.equal(traced(x.clone()), expected)

@@ -152,7 +152,6 @@ def test_extra_repr():
 def test_compiles_without_graph_breaks(cpu_kernels):
     x, packed, bias, expected = exact(workload(FORMATS[1], 33))
     layer = QuantLinear(packed, bias)
-    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (33, 5):
         assert torch.equal(compiled(x[:m]), expected[:m])

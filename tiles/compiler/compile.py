@@ -40,6 +40,7 @@ def _build_cuda(request: CompileRequest, build_dir: Path) -> dict[str, Any]:
         "params": [p.to_json() for p in build.plan.params],
         "resources": {**build.resources.to_json(), "instructions": build.instructions.to_json()},
         "lint": lint(build.instructions, build.resources, request.schedule, request.target),
+        "prelude": build.prelude,
         "seconds": {name: round(value, 3) for name, value in build.seconds.items()},
     }
 

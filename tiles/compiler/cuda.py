@@ -25,6 +25,7 @@ from ..program import DEVICE_DIR, TileProgram
 from .host_plan import HostPlan, describe_params, read_host
 from .host_stub import CUBIN_NAME, compile_stub, generate_stub
 from .lint import Instructions, Resources, count_instructions, disassemble
+from .prelude import with_own_prelude
 
 SOURCE_NAME = "kernel.cu"
 # What a wait for the preceding kernel becomes in PTX. Looked for there and not in the CUDA source,
@@ -44,6 +45,7 @@ class CudaBuild:
     resources: Resources
     instructions: Instructions
     seconds: dict[str, float]
+    prelude: str  # whose statements of what TileLang calls were compiled: "tilebit" or "tilelang"
 
 
 def find_nvcc() -> str:
@@ -186,10 +188,9 @@ def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule
     source = artifact.kernel_source
     plan = read_host(artifact.host_mod, artifact.device_mod, params)
     seconds["lower"] = time.perf_counter() - start
-    (build_dir / SOURCE_NAME).write_text(source)
 
     start = time.perf_counter()
-    report, ptx = run_nvcc(build_dir, target.arch, program.nvcc_flags)
+    report, ptx, prelude = compile_source(source, build_dir, target.arch, program.nvcc_flags)
     plan = replace(plan, launches=tuple(replace(launch, dependent=waits_for_predecessor(ptx, launch.kernel)) for launch in plan.launches))
     first = plan.launches[0]
     threads = 1
@@ -204,4 +205,18 @@ def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule
     stub = generate_stub(plan, program.name, target.arch)
     compile_stub(stub, (build_dir / CUBIN_NAME).read_bytes(), build_dir)
     seconds["stub"] = time.perf_counter() - start
-    return CudaBuild(plan, resources, instructions, seconds)
+    return CudaBuild(plan, resources, instructions, seconds, prelude)
+
+
+def compile_source(source: str, build_dir: Path, arch: str, flags: tuple[str, ...]) -> tuple[str, str, str]:
+    """What ``run_nvcc`` returns for a generated source, and whose prelude it was compiled with: ours,
+    or TileLang's where the kernel calls what ours does not state."""
+    ours = with_own_prelude(source)
+    if ours is not None:
+        (build_dir / SOURCE_NAME).write_text(ours)
+        try:
+            return (*run_nvcc(build_dir, arch, flags), "tilebit")
+        except NvccError:
+            pass  # nvcc says of TileLang's own below whether the source is wrong
+    (build_dir / SOURCE_NAME).write_text(source)
+    return (*run_nvcc(build_dir, arch, flags), "tilelang")

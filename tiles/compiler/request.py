@@ -16,10 +16,14 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..program import DEVICE_DIR
 from ..programs import program, program_sources
+from .prelude import FILES
 
 # Files of this package that decide what an artifact contains, beside the program's own.
 PIPELINE = {
-    "tilelang": ("request.py", "compile.py", "cuda.py", "lint.py", "host_plan.py", "host_stub.py", "../device/host_runtime.h"),
+    "tilelang": (
+        *("request.py", "compile.py", "cuda.py", "prelude.py", "lint.py", "host_plan.py", "host_stub.py", "../device/host_runtime.h"),
+        *(f"../device/{name}" for name in FILES),
+    ),
     "tvm": ("request.py", "compile.py", "cpu.py"),
 }
 DISTRIBUTIONS = {"tilelang": "tilelang", "tvm": "apache-tvm"}

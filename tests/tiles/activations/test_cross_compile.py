@@ -63,6 +63,7 @@ def test_compiles_as_promised(pool: CompilePool, case: Case):
     (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target)])
     assert isinstance(kernel, Kernel), kernel
     assert kernel.manifest["lint"] == []
+    assert kernel.manifest["prelude"] == "tilebit"
     resources, code = kernel.resources, kernel.resources["instructions"]
     assert resources["spills"] == resources["stack"] == code["float_atomics"] == 0
     assert resources["threads"] == schedule.num_warps * 32 and resources["registers"] * resources["threads"] <= 65536

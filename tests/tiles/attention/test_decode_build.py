@@ -54,6 +54,7 @@ def test_compiles_as_promised(pool: CompilePool, arch: str, workload: AttentionW
     (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target)])
     assert isinstance(kernel, Kernel), kernel
     assert kernel.manifest["lint"] == []
+    assert kernel.manifest["prelude"] == "tilebit"
     code = kernel.resources["instructions"]
     assert kernel.resources["spills"] == 0 and code["float_atomics"] == 0
     assert bool(code["dependent_waits"]) == (arch == "sm_90a")

@@ -92,6 +92,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, AttentionWorkl
     assert isinstance(kernel, Kernel), kernel
     resources, code = kernel.resources, kernel.resources["instructions"]
     assert kernel.manifest["lint"] == []  # no warnings of ptxas: it says there when it serializes products
+    assert kernel.manifest["prelude"] == "tilebit"
     assert resources["spills"] == 0 and resources["stack"] == 0 and code["float_atomics"] == 0
     assert 0 < resources["smem"] <= target.smem
     assert kernel.params == params(workload, schedule, target)

@@ -180,6 +180,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     resources, code = kernel.resources, kernel.resources["instructions"]
     check_source(case, (kernel.path / "kernel.cu").read_text())
     assert kernel.manifest["lint"] == []  # not even a warning: these schedules are the ones we would ship
+    assert kernel.manifest["prelude"] == "tilebit"
     assert resources["spills"] == 0 and resources["stack"] == 0
     assert 0 < resources["smem"] <= target.smem
     assert resources["registers"] * resources["threads"] * schedule.min_blocks <= 65536

@@ -92,6 +92,7 @@ def test_compiles_as_promised(arch: str, workload: ExpandWorkload) -> None:
         (kernel,) = pool.compile([CompileRequest(PROGRAM, workload, how, target)])
     assert isinstance(kernel, Kernel), kernel
     assert kernel.manifest["lint"] == [] and kernel.params == params(workload, how, target) == ("weight", "scales", "y")
+    assert kernel.manifest["prelude"] == "tilebit"
     assert kernel.resources["spills"] == kernel.resources["stack"] == 0
 
 

@@ -39,7 +39,7 @@ from .quality import compared
 WIDTHS = range(3, 9)
 METHODS = ("upscaled", "independent")
 SENSITIVITIES = ("none", "fisher")
-ROWS_AT_ONCE = 128  # of a weight: as ``quantize_any`` takes them
+ROWS_AT_ONCE = 32  # of a weight: as ``quantize_any`` takes them
 SAMPLES = 16, 128  # of calibration text, and tokens of each
 
 

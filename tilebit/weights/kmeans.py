@@ -115,6 +115,7 @@ def best_on_grid(rows: SortedRows, grid: Tensor, clusters: int, costs: Tensor | 
     squared error."""
     n, device = len(grid), grid.device
     mass, moment = rows.mass.gather(1, grid), rows.moment.gather(1, grid)
+    moment = moment - mass * (rows.moment[:, -1:] / rows.mass[:, -1:])  # about the mean: small enough for fp32
     points = grid.shape[1]
     # gain[i, j]: of one cluster from cut i to cut j
     width = mass[:, None, :] - mass[:, :, None]
@@ -122,13 +123,13 @@ def best_on_grid(rows: SortedRows, grid: Tensor, clusters: int, costs: Tensor | 
     if costs is not None:
         gain = gain - costs
     above = torch.ones(points, points, dtype=torch.bool, device=device).triu()
-    gain = torch.where(above & (width > 0), gain, torch.where(above, 0.0, -torch.inf))
-    best, chosen = gain[:, 0, :], []
+    gain = torch.where(above & (width > 0), gain, torch.where(above, 0.0, -torch.inf)).float()
+    ways = [gain[:, 0, :]]  # of each number of clusters, the best gain up to each cut
     for _ in range(clusters - 1):
-        best, at = (best[:, :, None] + gain).max(1)
-        chosen.append(at)
+        ways.append((ways[-1][:, :, None] + gain).amax(1))
     cuts = [torch.full((n, 1), points - 1, device=device)]
-    for at in reversed(chosen):
-        cuts.append(at.gather(1, cuts[-1]))
+    for best in reversed(ways[:-1]):  # only the ways that were taken are looked up
+        last = gain.gather(2, cuts[-1][:, :, None].expand(-1, points, -1))[:, :, 0]
+        cuts.append((best + last).argmax(1, keepdim=True))
     cuts.append(torch.zeros(n, 1, dtype=torch.int64, device=device))
     return grid.gather(1, torch.cat(cuts[::-1], 1))

@@ -53,8 +53,8 @@ def even(rows: SortedRows, clusters: int) -> Tensor:
     weights' density (Panter and Dite 1951)."""
     values, k = rows.values, rows.k
     padded = torch.cat((values[:, :1], values, values[:, -1:]), 1)
-    density = rows.mass.diff(dim=1) ** (1 / 3) * ((padded[:, 2:] - padded[:, :-2]) / 2) ** (2 / 3)
-    before = torch.cat((values.new_zeros(len(values), 1), density.cumsum(1)), 1)
+    density = (rows.mass.diff(dim=1) * ((padded[:, 2:] - padded[:, :-2]) / 2).square_()).float() ** (1 / 3)
+    before = torch.cat((values.new_zeros(len(values), 1), density.cumsum(1, dtype=values.dtype)), 1)
     places = torch.linspace(0, 1, clusters + 1, dtype=values.dtype, device=values.device)[1:-1] * before[:, -1:]
     cuts = torch.searchsorted(before, places).clamp(max=k)
     return torch.cat((torch.zeros_like(cuts[:, :1]), cuts, torch.full_like(cuts[:, :1], k)), 1)
@@ -128,15 +128,15 @@ def split(rows: SortedRows, edges: Tensor, scale: Tensor, ahead: Sequence[Ahead]
     held, sums = mass.diff(dim=1), moment.diff(dim=1)
     mean = torch.where(held > 0, sums / held, 0.0)
     # Left of a cut before position i: mass a, moment about the cluster's mean b. The error falls by
-    # b^2 / a + b^2 / (held - a).
-    here = mean.gather(1, of)
+    # b^2 / a + b^2 / (held - a). Differences of sums in fp64, the rest in fp32.
     a = rows.mass[:, :k] - mass[:, :-1].gather(1, of)
-    b = (rows.moment[:, :k] - here * rows.mass[:, :k]).sub_((moment[:, :-1] - mean * mass[:, :-1]).gather(1, of))
-    rest = held.gather(1, of).sub_(a).mul_(a)
-    better = b.square_().mul_(held.gather(1, of)).div_(rest)
+    b = rows.moment[:, :k] - (moment[:, :-1] - mean * mass[:, :-1]).gather(1, of)
+    b = b.addcmul_(mean.gather(1, of), rows.mass[:, :k], value=-1).float()
+    rest = held.gather(1, of).sub_(a).mul_(a).float()
+    better = b.square_().mul_(held.float().gather(1, of)).div_(rest)
     inside = (rest > 0) & (better > 0)  # a cluster's first position cuts nothing off
     if ahead:
-        better = better.div_(scale).float()
+        better = better.div_(scale.float())
         for later in ahead:
             number, error = later.free.number, later.free.error
             ends = [(number.gather(1, at).gather(1, of), error.gather(1, at).gather(1, of)) for at in (edges[:, :-1], edges[:, 1:])]
@@ -156,14 +156,14 @@ def together(rows: SortedRows, edges: Tensor, weights: Mapping[int, Tensor]) -> 
     bits) times: a cut moves to where the means of all clusters that it ends are, on both sides, equally
     good. ``edges`` are of the widest width."""
     values, widest = rows.values, max(weights)
-    right = torch.arange(1, edges.shape[1] - 1, device=edges.device)  # of each cut the cluster on its right
     for _ in range(TOGETHER_STEPS):
         slope = constant = torch.zeros((), dtype=torch.float64, device=edges.device)
         for bits, weight in weights.items():
             at = edges[:, :: 1 << (widest - bits)]
             lower, upper = values.gather(1, at[:, :-1].clamp(max=rows.k - 1)), values.gather(1, (at[:, 1:] - 1).clamp(min=0))
             means = torch.cummax(rows.means(at, torch.maximum(lower, upper)), 1).values  # as in ``lloyd``
-            before, after = (means[:, cluster >> (widest - bits)] for cluster in (right - 1, right))  # the same inside a cluster
+            means = means[:, :, None].expand(-1, -1, 1 << (widest - bits)).flatten(1)  # of each of the widest width's clusters
+            before, after = means[:, :-1], means[:, 1:]  # the same inside a cluster
             slope = slope + weight * (after - before)
             constant = constant + weight * (after - before) * (after + before) / 2
         places = torch.where(slope > 0, constant / slope, values.gather(1, edges[:, 1:-1].clamp(max=rows.k - 1)))

@@ -22,7 +22,7 @@ from .progress import counted
 
 SEED_BITS = (2, 3, 4)
 MAX_BITS = 8
-_ROWS = 128  # rows clustered at once on a CPU: their fp64 temporaries stay in its caches
+_ROWS = 32  # rows clustered at once on a CPU: their fp64 temporaries stay in its caches
 _GPU_ROWS, _GPU_VALUES = 4096, 1 << 24  # at most, at once on a GPU: both bound the temporaries
 
 

@@ -25,6 +25,8 @@ EXTRAS = compile,draw,checkpoints,transformers,dev
 ifneq ($(strip $(VENV)),)
 PY := $(VENV)/bin/python
 SETUP := $(VENV)/.tilebit-setup
+# Bytecode is kept, whatever the surroundings say: without it every process compiles torch and TVM anew, five seconds of a core.
+export PYTHONDONTWRITEBYTECODE :=
 else
 # Nothing is installed, so the linked tree stands in for the package. The safe path keeps the checkout's own tilebit/ folder,
 # which is the door alone, from being imported in its place.

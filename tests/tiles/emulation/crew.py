@@ -24,76 +24,87 @@ class _Abandoned(BaseException):
 class _Member:
     def __init__(self, name: str, body: Callable[[], None]) -> None:
         self.name, self.body = name, body
-        self.go = threading.Semaphore(0)
+        self.go = threading.Lock()  # held until it is the member's turn
+        self.go.acquire()
         self.ready: Callable[[], bool] | None = None
         self.waits_for = ""
         self.ended = False
-        self.error: BaseException | None = None
 
 
 class Crew:
-    """Runs some groups to their ends. ``events`` are what is under way: each is called once, some time before the last group ends."""
+    """Runs some groups to their ends. ``events`` are what is under way: each is called once, some time before the last group ends.
+
+    Who pauses or ends draws who is next, and wakes it; nothing is switched where that is itself."""
 
     def __init__(self, order: random.Random) -> None:
         self.random = order
         self.events: list[Callable[[], None]] = []
         self._members: list[_Member] = []
-        self._back = threading.Semaphore(0)
+        self._done = threading.Lock()  # held until every member has ended, or one has failed
         self._running: _Member | None = None
         self._abandoned = False
+        self._error: BaseException | None = None
 
     def run(self, bodies: Sequence[tuple[str, Callable[[], None]]]) -> None:
         """Run every (name, body). Raises what a body raises, and ``Deadlock``."""
         self._members = [_Member(name, body) for name, body in bodies]
-        for member in self._members:
-            threading.Thread(target=self._live, args=(member,), daemon=True).start()
-        try:
-            while not all(member.ended for member in self._members):
-                self._turn()
-            if self.events:
-                raise KernelFault(f"every group has ended, and {len(self.events)} copies are in flight")
-        finally:
-            self._abandoned = True
-            for member in self._members:
-                if not member.ended:
-                    self._resume(member)
+        threads = [threading.Thread(target=self._live, args=(member,), daemon=True) for member in self._members]
+        self._done.acquire()
+        for thread in threads:
+            thread.start()
+        self._pass_on(self._next())
+        self._done.acquire()
+        self._abandoned = True
+        for member, thread in zip(self._members, threads, strict=True):
+            if not member.ended:
+                member.go.release()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        if self.events:
+            raise KernelFault(f"every group has ended, and {len(self.events)} copies are in flight")
 
     def pause(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
         """Called by the group that runs: let others go first, and come back when ``ready``."""
         member = self._running
         assert member is not None
         member.ready, member.waits_for = ready, waits_for
-        self._back.release()
+        chosen = self._next()
+        if chosen is member:
+            return
+        self._pass_on(chosen)
         member.go.acquire()
         if self._abandoned:
             raise _Abandoned
 
-    def _turn(self) -> None:
-        able = [m for m in self._members if not m.ended and (m.ready is None or m.ready())]
-        if not able and not self.events:
-            waiting = "; ".join(f"{m.name} waits for {m.waits_for}" for m in self._members if not m.ended)
-            raise Deadlock(f"nobody can go on: {waiting}.")
-        choice = self.random.randrange(len(able) + len(self.events))
-        if choice >= len(able):
+    def _next(self) -> _Member:
+        """Who goes on; events that are drawn before happen here. Raises ``Deadlock``."""
+        draw = self.random.randrange
+        while True:
+            able = [m for m in self._members if not m.ended and (m.ready is None or m.ready())]
+            if not able and not self.events:
+                waiting = "; ".join(f"{m.name} waits for {m.waits_for}" for m in self._members if not m.ended)
+                raise Deadlock(f"nobody can go on: {waiting}.")
+            choice = draw(len(able) + len(self.events))
+            if choice < len(able):
+                return able[choice]
             self.events.pop(choice - len(able))()
-            return
-        self._resume(able[choice])
-        if (error := able[choice].error) is not None:
-            raise error
 
-    def _resume(self, member: _Member) -> None:
-        self._running = member
-        member.go.release()
-        self._back.acquire()
+    def _pass_on(self, chosen: _Member) -> None:
+        self._running = chosen
+        chosen.go.release()
 
     def _live(self, member: _Member) -> None:
         member.go.acquire()
+        if self._abandoned:
+            return
         try:
-            if not self._abandoned:
-                member.body()
+            member.body()
+            member.ended = True
+            if not all(other.ended for other in self._members):
+                return self._pass_on(self._next())
         except _Abandoned:
-            pass
+            return
         except BaseException as error:
-            member.error = error
-        member.ended = True
-        self._back.release()
+            member.ended, self._error = True, error
+        self._done.release()

@@ -6,6 +6,17 @@
 
 namespace tilebit_host {
 
+inline uint64_t word_of(double value) {
+  uint64_t word;
+  memcpy(&word, &value, 8);
+  return word;
+}
+inline double double_of(uint64_t word) {
+  double value;
+  memcpy(&value, &word, 8);
+  return value;
+}
+
 // Significand bits after the point, exponent of the smallest normal, bits of infinity.
 template <int MANTISSA, int MIN_EXPONENT, uint16_t INFINITY_BITS>
 struct Float16 {
@@ -14,17 +25,19 @@ struct Float16 {
   Float16(float value) : bits(round(value)) {}
   explicit operator float() const { return float(value()); }
 
+  // On the bits of a double, whose exponent is EXPONENT_GAP more; its least SPARE bits are rounded away.
+  static constexpr int SPARE = 52 - MANTISSA, EXPONENT_GAP = 1022 + MIN_EXPONENT;
+  static constexpr uint64_t GAP = uint64_t(EXPONENT_GAP) << MANTISSA, SMALLEST = uint64_t(EXPONENT_GAP + 1) << 52;
+
   static uint16_t round(double value) {
-    uint16_t sign = signbit(value) ? 0x8000 : 0;
+    const uint64_t word = word_of(value), size = word & ~(uint64_t(1) << 63);
+    const uint16_t sign = word >> 48 & 0x8000;
     if (value != value) return 0x7fff;
-    double size = fabs(value);
-    if (size == 0 || size > 1e300) return sign | (size == 0 ? 0 : INFINITY_BITS);
-    int exponent;
-    frexp(size, &exponent);
-    exponent -= 1;
-    bool normal = exponent >= MIN_EXPONENT;
-    double units = nearbyint(ldexp(size, MANTISSA - (normal ? exponent : MIN_EXPONENT)));  // a carry runs on into the exponent
-    uint32_t result = uint32_t(units) + (normal ? uint32_t(exponent - MIN_EXPONENT) << MANTISSA : 0);
+    if (size < SMALLEST) {  // the last bit of `units` is worth as much as that of a subnormal
+      const uint64_t units = uint64_t(EXPONENT_GAP + 1 + SPARE) << 52;
+      return sign | uint16_t(word_of(double_of(size) + double_of(units)) - units);
+    }
+    const uint64_t result = ((size + (uint64_t(1) << (SPARE - 1)) - 1 + (size >> SPARE & 1)) >> SPARE) - GAP;  // a carry runs on into the exponent
     return sign | uint16_t(result < INFINITY_BITS ? result : INFINITY_BITS);
   }
   static Float16 of(double value) {
@@ -33,25 +46,22 @@ struct Float16 {
     return result;
   }
   double value() const {
-    int exponent = (bits & 0x7fff) >> MANTISSA, mantissa = bits & ((1 << MANTISSA) - 1);
-    double size = exponent == INFINITY_BITS >> MANTISSA ? (mantissa ? NAN : INFINITY)
-                  : exponent ? ldexp(double(mantissa + (1 << MANTISSA)), exponent - 1 + MIN_EXPONENT - MANTISSA)
-                             : ldexp(double(mantissa), MIN_EXPONENT - MANTISSA);
-    return bits & 0x8000 ? -size : size;
+    const uint64_t sign = uint64_t(bits & 0x8000) << 48, size = bits & 0x7fff;
+    if (size > INFINITY_BITS) return NAN;
+    if (size == INFINITY_BITS) return sign ? -INFINITY : INFINITY;
+    if (size >> MANTISSA) return double_of((size + GAP) << SPARE | sign);
+    const double subnormal = double(size) * double_of(SMALLEST - (uint64_t(MANTISSA) << 52));
+    return sign ? -subnormal : subnormal;
   }
 };
 
 // a * b is exact in a double; the sum is rounded to odd, so that rounding it again to 16 bits rounds the exact result once.
 inline double fused(double a, double b, double c) {
-  double product = a * b, sum = product + c, back = sum - product;
-  double lost = (product - (sum - back)) + (c - back);
-  if (lost != 0 && lost == lost) {
-    int64_t word;
-    memcpy(&word, &sum, 8);
-    if (!(word & 1)) word += (lost > 0) == (sum > 0) ? 1 : -1;
-    memcpy(&sum, &word, 8);
-  }
-  return sum;
+  const double product = a * b, sum = product + c, back = sum - product;
+  const double lost = (product - (sum - back)) + (c - back);
+  const uint64_t word = word_of(sum);
+  if (lost == 0 || lost != lost || word & 1) return sum;
+  return double_of((lost > 0) == (sum > 0) ? word + 1 : word - 1);
 }
 
 template <typename T>
@@ -63,8 +73,6 @@ struct Pair {
 
 using half = tilebit_host::Float16<10, -14, 0x7c00>;
 using __nv_bfloat16 = tilebit_host::Float16<7, -126, 0x7f80>;
-extern template struct tilebit_host::Float16<10, -14, 0x7c00>;
-extern template struct tilebit_host::Float16<7, -126, 0x7f80>;
 using half2 = tilebit_host::Pair<half>;
 using __nv_bfloat162 = tilebit_host::Pair<__nv_bfloat16>;
 struct uint2 {
@@ -107,6 +115,21 @@ template <typename T>
 tilebit_host::Pair<T> __hfma2(tilebit_host::Pair<T> a, tilebit_host::Pair<T> b, tilebit_host::Pair<T> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
+
+// Compiled once (cuda_shim.cc).
+#define TILEBIT_ARITHMETIC(LINKAGE, T)                        \
+  LINKAGE template T __hadd(T, T);                            \
+  LINKAGE template T __hsub(T, T);                            \
+  LINKAGE template T __hmul(T, T);                            \
+  LINKAGE template T __hfma(T, T, T);                         \
+  LINKAGE template tilebit_host::Pair<T> __hadd2(tilebit_host::Pair<T>, tilebit_host::Pair<T>); \
+  LINKAGE template tilebit_host::Pair<T> __hsub2(tilebit_host::Pair<T>, tilebit_host::Pair<T>); \
+  LINKAGE template tilebit_host::Pair<T> __hmul2(tilebit_host::Pair<T>, tilebit_host::Pair<T>); \
+  LINKAGE template tilebit_host::Pair<T> __hfma2(tilebit_host::Pair<T>, tilebit_host::Pair<T>, tilebit_host::Pair<T>);
+extern template struct tilebit_host::Float16<10, -14, 0x7c00>;
+extern template struct tilebit_host::Float16<7, -126, 0x7f80>;
+TILEBIT_ARITHMETIC(extern, half)
+TILEBIT_ARITHMETIC(extern, __nv_bfloat16)
 
 // The larger, or the smaller; the other one where one is NaN.
 template <typename T>

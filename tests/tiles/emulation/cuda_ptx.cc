@@ -105,14 +105,14 @@ static void mma_m16n8k16(void** lanes) {
       for (int i = 0; i < 2; ++i) b[column + 8 * i][row] = number<T>(o->b[i], half);
     }
   }
-  for (int lane = 0; lane < WARP; ++lane) {
-    auto* o = static_cast<MmaOperands*>(lanes[lane]);
-    for (int i = 0; i < 4; ++i) {
-      double sum = o->d[i];
-      for (int k = 0; k < 16; ++k) sum += a[lane / 4 + 8 * (i >> 1)][k] * b[k][lane % 4 * 2 + (i & 1)];
-      o->d[i] = float(sum);
-    }
-  }
+  double d[16][8];
+  for (int lane = 0; lane < WARP; ++lane)
+    for (int i = 0; i < 4; ++i) d[lane / 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)] = static_cast<MmaOperands*>(lanes[lane])->d[i];
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < WARP; ++lane)
+    for (int i = 0; i < 4; ++i) static_cast<MmaOperands*>(lanes[lane])->d[i] = float(d[lane / 4 + 8 * (i >> 1)][lane % 4 * 2 + (i & 1)]);
 }
 template <typename T>
 void mma(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -151,17 +151,25 @@ void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& 
       for (int i = 0; i < 2; ++i) memcpy(&b[lane / 4][lane % 4 * 4 + 16 * i], &o->b[i], 4);
     }
     for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 32; ++k) static_cast<Lane*>(lanes[lane])->d[i] += a[lane / 4 + 8 * (i >> 1)][k] * b[lane % 4 * 2 + (i & 1)][k];
+      for (int i = 0; i < 4; ++i) {
+        const int8_t *row = a[lane / 4 + 8 * (i >> 1)], *column = b[lane % 4 * 2 + (i & 1)];
+        int sum = 0;
+        for (int k = 0; k < 32; ++k) sum += row[k] * column[k];
+        static_cast<Lane*>(lanes[lane])->d[i] += sum;
+      }
   });
   d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
 }
 // The number of a finite e4m3 code; of the others NaN.
-static double host_from_e4m3(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  const double size = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
-  return code & 0x80 ? -size : size;
-}
+static const std::vector<double> host_e4m3_numbers = [] {
+  std::vector<double> table(256);
+  for (int code = 0; code < 256; ++code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const double size = (code & 0x7f) == 0x7f ? NAN : exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+    table[code] = code & 0x80 ? -size : size;
+  }
+  return table;
+}();
 void ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                                                              uint32_t a3, uint32_t b0, uint32_t b1, float, float, float, float) {
   struct Lane {
@@ -169,23 +177,34 @@ void ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d
     float d[4];
   } mine = {{a0, a1, a2, a3}, {b0, b1}, {d0, d1, d2, d3}};
   tilebit_host::collective("mma", &mine, [](void** lanes) {
-    uint8_t a[16][32], b[8][32];  // of b a row is a column of the product
+    double a[16][32], b[8][32];  // of b a row is a column of the product
     for (int lane = 0; lane < 32; ++lane) {
       const auto* o = static_cast<const Lane*>(lanes[lane]);
-      for (int i = 0; i < 4; ++i) memcpy(&a[lane / 4 + 8 * (i & 1)][lane % 4 * 4 + 16 * (i >> 1)], &o->a[i], 4);
-      for (int i = 0; i < 2; ++i) memcpy(&b[lane / 4][lane % 4 * 4 + 16 * i], &o->b[i], 4);
+      for (int byte = 0; byte < 4; ++byte) {
+        const auto number = [byte](uint32_t word) { return host_e4m3_numbers[uint8_t(word >> (8 * byte))]; };
+        for (int i = 0; i < 4; ++i) a[lane / 4 + 8 * (i & 1)][lane % 4 * 4 + 16 * (i >> 1) + byte] = number(o->a[i]);
+        for (int i = 0; i < 2; ++i) b[lane / 4][lane % 4 * 4 + 16 * i + byte] = number(o->b[i]);
+      }
     }
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < 4; ++i) {
         float& d = static_cast<Lane*>(lanes[lane])->d[i];
-        double terms[33] = {d}, largest = fabs(double(d)), sum = 0;
+        const double *row = a[lane / 4 + 8 * (i >> 1)], *column = b[lane % 4 * 2 + (i & 1)];
+        double terms[33] = {d}, largest = fabs(double(d));
+        bool finite = isfinite(d);
         for (int k = 0; k < 32; ++k) {
-          terms[k + 1] = host_from_e4m3(a[lane / 4 + 8 * (i >> 1)][k]) * host_from_e4m3(b[lane % 4 * 2 + (i & 1)][k]);
-          largest = fmax(largest, fabs(terms[k + 1]));
+          terms[k + 1] = row[k] * column[k];
+          const double size = fabs(terms[k + 1]);
+          largest = size > largest ? size : largest, finite &= size == size;
         }
-        const double quantum = largest > 0 ? ldexp(1.0, ilogb(largest) - 13) : 1.0;
-        for (const double term : terms) sum += trunc(term / quantum) * quantum;
-        d = float(sum);
+        if (!finite) {
+          d = NAN;
+          continue;
+        }
+        const double quantum = largest > 0 ? ldexp(1.0, ilogb(largest) - 13) : 1.0, quanta = 1 / quantum;
+        int units = 0;  // of quanta, fewer than 2^14 of each of 33 terms
+        for (const double term : terms) units += int(term * quanta);
+        d = float(units * quantum);
       }
   });
   d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
@@ -277,14 +296,10 @@ void ptx_rcp_approx_ftz_f32(float& to, float from) { to = host_flushed(1.0f / ho
 void ptx_tanh_approx_f32(float& to, float from) { to = float(tanh(double(from))); }
 uint16_t host_e4m3(float x) {
   if (x != x) return 0x7f;
-  const double size = fabs(double(x));
-  int nearest = 0;
-  double best = INFINITY;
-  for (int code = 0; code < 0x7f; ++code) {
-    const int exponent = code >> 3, mantissa = code & 7;
-    const double number = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9), off = fabs(number - size);
-    if (off < best || (off == best && code % 2 == 0)) best = off, nearest = code;
-  }
+  const double size = fabs(double(x)), *numbers = host_e4m3_numbers.data();
+  const int above = max(1, min(0x7e, int(std::lower_bound(numbers, numbers + 0x7f, size) - numbers)));
+  const double over = numbers[above] - size, under = size - numbers[above - 1];
+  const int nearest = over < under || (over == under && above % 2 == 0) ? above : above - 1;
   return uint16_t(nearest | (signbit(x) ? 0x80 : 0));
 }
 void ptx_cvt_rn_satfinite_e4m3x2_f32(uint16_t& to, float high, float low) { to = host_e4m3(high) << 8 | host_e4m3(low); }
@@ -308,7 +323,7 @@ void ptx_fence_mbarrier_init_release_cluster() {
 }
 void ptx_fence_proxy_async_shared__cta() {
   using namespace tilebit_host;
-  if (place.shared_bytes) memcpy(async_view[rank()].data(), place.shared[rank()], SHARED_BYTES);
+  if (place.shared_bytes) memcpy(async_view[rank()].data(), place.shared[rank()], place.shared_bytes);
 }
 void ptx_mbarrier_arrive_shared__cta_b64(uint32_t barrier) { tilebit_host::mbarrier(barrier).change(1, 0); }
 void ptx_mbarrier_arrive_shared__cluster_b64(uint32_t barrier) {

@@ -7,3 +7,5 @@
 
 template struct tilebit_host::Float16<10, -14, 0x7c00>;
 template struct tilebit_host::Float16<7, -126, 0x7f80>;
+TILEBIT_ARITHMETIC(, half)
+TILEBIT_ARITHMETIC(, __nv_bfloat16)

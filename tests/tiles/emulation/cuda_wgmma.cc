@@ -36,40 +36,48 @@ struct Matrix {
   uint32_t across_k(int row, int k) const { return swizzled(address + row / 64 * leading + k / 8 * stride + k % 8 * SWIZZLED_ROW + row % 64 * 2); }
 };
 
+// The eight elements that lie together from `address` on, a multiple of 16 bytes: no swizzle parts them.
 template <typename T>
-static float element(uint32_t address) {
-  if (address + 2 > SHARED_BYTES) {
+static void elements(uint32_t address, double* to, int step) {
+  if (address + 16 > SHARED_BYTES) {
     fault = "a product reads past the end of shared memory";
-    return 0;
+    for (int i = 0; i < 8; ++i) to[i * step] = 0;
+    return;
   }
-  uint16_t bits;
-  memcpy(&bits, async_view[rank()].data() + address, 2);
-  return number<T>(bits, 0);
+  uint16_t bits[8];
+  memcpy(bits, async_view[rank()].data() + address, 16);
+  for (int i = 0; i < 8; ++i) to[i * step] = number<T>(bits[i], 0);
 }
 
 // A warp's 16 rows of d [64, columns] (+)= a [64, 16] @ b [16, columns]; where a lane has what of a and d is mma.m16n8k16's place, column by column.
+// A sum is in the order of k.
 template <typename T>
 static void wgmma_rows(void** lanes) {
-  const auto lane_of = [&](int lane) { return *static_cast<const WarpProduct*>(lanes[lane]); };
-  const WarpProduct& first = *static_cast<const WarpProduct*>(lanes[0]);
+  const auto lane_of = [&](int lane) -> const WarpProduct& { return *static_cast<const WarpProduct*>(lanes[lane]); };
+  const WarpProduct& first = lane_of(0);
   const Matrix b(first.b);
-  static float left[16][16], right[16][256];
+  static double left[16][16], right[16][256], sums[256];
   for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < 16; ++k) {
-      const int lane = row % 8 * 4 + k % 8 / 2;
-      left[row][k] = first.registers ? number<T>(lane_of(lane).registers[row / 8 + k / 8 * 2], k % 2)
-                                     : element<T>(Matrix(first.a).along_k(first.warp * 16 + row, k));
+    if (first.registers) {
+      for (int k = 0; k < 16; ++k) left[row][k] = number<T>(lane_of(row % 8 * 4 + k % 8 / 2).registers[row / 8 + k / 8 * 2], k % 2);
+    } else {
+      for (int k = 0; k < 16; k += 8) elements<T>(Matrix(first.a).along_k(first.warp * 16 + row, k), &left[row][k], 1);
     }
-  for (int k = 0; k < 16; ++k)
-    for (int column = 0; column < first.columns; ++column) right[k][column] = element<T>(first.across ? b.across_k(column, k) : b.along_k(column, k));
-  for (int lane = 0; lane < WARP; ++lane) {
-    const WarpProduct o = lane_of(lane);
-    for (int i = 0; i < first.columns / 2; ++i) {
-      const int row = lane / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      double sum = o.keep ? o.d[i] : 0.0f;
-      for (int k = 0; k < 16; ++k) sum += double(left[row][k]) * right[k][column];
-      o.d[i] = float(sum);
-    }
+  if (first.across) {
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < first.columns; column += 8) elements<T>(b.across_k(column, k), &right[k][column], 1);
+  } else {
+    for (int column = 0; column < first.columns; ++column)
+      for (int k = 0; k < 16; k += 8) elements<T>(b.along_k(column, k), &right[k][column], 256);
+  }
+  for (int row = 0; row < 16; ++row) {
+    const auto of_sum = [&](int column) -> float& {
+      return lane_of(row % 8 * 4 + column % 8 / 2).d[column / 8 * 4 + row / 8 * 2 + column % 2];
+    };
+    for (int column = 0; column < first.columns; ++column) sums[column] = first.keep ? of_sum(column) : 0.0f;
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < first.columns; ++column) sums[column] += left[row][k] * right[k][column];
+    for (int column = 0; column < first.columns; ++column) of_sum(column) = float(sums[column]);
   }
 }
 

@@ -78,6 +78,11 @@ class Place(ctypes.Structure):
 ALONE = Place.of((1,), [(0,)], [0])  # one block that has no shared memory
 
 
+def _linker() -> tuple[str, ...]:
+    """The faster one, where it is there: linking is a good part of compiling a function."""
+    return ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
+
+
 def host_compiler() -> str | None:
     return next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
 
@@ -127,7 +132,7 @@ def build(source: str) -> ctypes.CDLL:
         own = library.with_name(f"{library.stem}-{os.getpid()}.cc")
         own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))
         header, bodies = _shim()
-        _run(THEIRS, "-shared", "-include", str(header), str(own), str(bodies), "-o", f"{own}.so")
+        _run(THEIRS, "-shared", *_linker(), "-include", str(header), str(own), str(bodies), "-o", f"{own}.so")
         os.replace(f"{own}.so", library)  # another worker may be at the same one
     return ctypes.CDLL(str(library))
 

@@ -106,8 +106,13 @@ class EmulatedProgram:
         module: Any = types.ModuleType(f"{package}._emulated_{stem}")
         module.__package__ = package
         with modules({module.__name__: module}):
-            exec(compile(text, f"{stem}.py", "exec", dont_inherit=True), module.__dict__)
+            exec(_code(text, f"{stem}.py"), module.__dict__)
         return module
+
+
+@cache
+def _code(text: str, file: str) -> types.CodeType:
+    return compile(text, file, "exec", dont_inherit=True)
 
 
 @cache

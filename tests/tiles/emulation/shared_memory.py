@@ -53,8 +53,10 @@ class SharedMemory:
 
     def barrier_at(self, address: int) -> Barrier:
         """The barrier whose 64 bits are there."""
-        every = (array[i] for array in self.taken if isinstance(array, Barriers) for i in range(len(array.states)))
-        return next(barrier for barrier in every if barrier.address == address)
+        for array in self.taken:
+            if isinstance(array, Barriers) and 0 <= address - array.address < array.states.nbytes:
+                return array[(address - array.address) // BARRIER_BYTES]
+        raise IllegalAccess("no barrier is there")
 
     def check(self) -> None:
         """Raises ``IllegalAccess`` when something beside an allocation was written."""
@@ -69,6 +71,7 @@ class Barriers:
 
     def __init__(self, memory: np.ndarray, arrivals: Sequence[int], name: str) -> None:
         self.states = memory.view(np.uint32).reshape(-1, 2)
+        self.address = self.states.ctypes.data
         self.name = name
         for i, count in enumerate(arrivals):
             _host().host_mbarrier_init(ctypes.c_void_p(self[i].address), count)
@@ -82,7 +85,7 @@ class Barrier:
 
     def __init__(self, array: Barriers, index: int) -> None:
         self.array, self.index = array, index
-        self.address = array.states.ctypes.data + index * BARRIER_BYTES
+        self.address = array.address + index * BARRIER_BYTES
 
     def change(self, arrivals: int, more_bytes: int) -> None:
         """``arrivals`` have come, ``more_bytes`` must land before the phase ends (fewer: have landed)."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,11 +211,12 @@ class TileLanguage:
         """One thread's: expects the bytes in its own block; with a mask, rank 0 loads for the blocks of the mask, others for themselves."""
         assert self.cluster is not None
         self._may_touch(source.buffer)
-        if np.prod(source.extents) != np.prod(target.extents):
+        elements = prod(target.extents)
+        if prod(source.extents) != elements:
             raise IllegalAccess(f"a region of {source.extents} is copied to one of {target.extents}")
         if target.buffer.offset(target.start) * target.buffer.data.itemsize % TMA_ALIGNMENT:
             raise IllegalAccess(f"a copy to {target.start} of {target.buffer.shape} is not aligned to {TMA_ALIGNMENT} bytes")
-        barrier.change(0, int(np.prod(target.extents)) * target.buffer.data.itemsize)
+        barrier.change(0, elements * target.buffer.data.itemsize)
         rank, mask = self.group.block.rank, cluster_mask or 0
         blocks = [block for block in self.cluster.blocks if mask >> block.rank & 1] if rank == 0 and mask else [self.group.block]
         if rank == 0 or not mask >> rank & 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,10 @@ class Element:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        ends = [n if isinstance(i, slice) and i.stop is None else i.stop if isinstance(i, slice) else i + 1
-                for i, n in zip(self.indices, self.buffer.shape, strict=True)]  # fmt: skip
-        return tuple(end - start for start, end in zip(self.start, ends, strict=True))
+        return tuple(
+            (n if i.stop is None else i.stop) - (i.start or 0) if isinstance(i, slice) else 1
+            for i, n in zip(self.indices, self.buffer.shape, strict=True)
+        )
 
     def numbers(self) -> np.ndarray:
         """A region as float32, without the axes of which it has one index."""
@@ -58,10 +60,11 @@ class Element:
 
     def fill(self, values: np.ndarray | int) -> None:
         """Write a whole region, ``values`` in the same order."""
-        if any(s < 0 or s + e > n for s, e, n in zip(self.start, self.extents, self.buffer.shape, strict=True)):
-            raise IllegalAccess(f"a write of {self.extents} at {self.start} of a buffer of {tuple(self.buffer.shape)}")
-        where = tuple(slice(s, s + e) for s, e in zip(self.start, self.extents, strict=True))
-        self.buffer.whole()[where] = np.reshape(values, self.extents) if isinstance(values, np.ndarray) else values
+        start, extents = self.start, self.extents
+        if any(s < 0 or s + e > n for s, e, n in zip(start, extents, self.buffer.shape, strict=True)):
+            raise IllegalAccess(f"a write of {extents} at {start} of a buffer of {tuple(self.buffer.shape)}")
+        where = tuple(slice(s, s + e) for s, e in zip(start, extents, strict=True))
+        self.buffer.whole()[where] = np.reshape(values, extents) if isinstance(values, np.ndarray) else values
 
     def value(self) -> Any:
         return self.buffer.read(self.indices)
@@ -99,9 +102,9 @@ class Buffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: str, data: np.ndarray | None = None, start: int = 0, late: bool = False) -> None:
         self.shape, self.dtype, self.start, self.late = tuple(map(int, shape)), dtype, start, late
-        self.size = int(np.prod(self.shape))
+        self.size = prod(self.shape)
         self.data = np.full(self.size, POISON[dtype], dtype=STORED[dtype]) if data is None else data
-        self.strides = tuple(int(np.prod(self.shape[i + 1 :])) for i in range(len(self.shape)))
+        self.strides = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     def __getitem__(self, indices: Any) -> Element:
         return Element(self, indices if isinstance(indices, tuple) else (indices,))
@@ -150,7 +153,9 @@ class Buffer:
     def window(self, start: tuple[int, ...], extents: tuple[int, ...]) -> np.ndarray:
         """``extents`` elements from ``start`` on, zeros past the tensor's ends."""
         found = self.whole()[tuple(slice(s, s + e) for s, e in zip(start, extents, strict=True))]
-        return np.pad(found, [(0, e - f) for e, f in zip(extents, found.shape, strict=True)])
+        whole = np.zeros(extents, found.dtype)
+        whole[tuple(map(slice, found.shape))] = found
+        return whole
 
     def numbers(self) -> np.ndarray:
         """All of it as float32."""

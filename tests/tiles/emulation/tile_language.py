@@ -284,12 +284,13 @@ class TileLanguage:
 def e4m3_product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """c + a @ b^T, fp32 numbers, as tensor cores sum e4m3: of 32 products and the sum so far each keeps the bits down to 2^-13 of the
     largest one's highest (Hopper; DeepSeek-V3, section 3.3.2)."""
-    total = c.astype(np.float64)
+    total = c.astype(np.float32)  # exact here: 33 terms of at most 2^14 quanta each, and powers of two
     for k in range(0, a.shape[1], 32):
-        terms = np.concatenate([a[:, None, k : k + 32].astype(np.float64) * b[None, :, k : k + 32], total[..., None]], axis=-1)
-        quantum = np.ldexp(1.0, np.frexp(np.abs(terms).max(-1, keepdims=True))[1] - 1 - 13)
-        total = (np.trunc(terms / quantum) * quantum).sum(-1)
-    return total.astype(np.float32)
+        terms = np.concatenate([a[:, None, k : k + 32] * b[None, :, k : k + 32], total[..., None]], axis=-1, dtype=np.float32)
+        exponent = np.frexp(np.maximum(terms.max(-1), -terms.min(-1)))[1] - 1 - 13
+        terms *= np.ldexp(np.float32(1), -exponent)[..., None]
+        total = np.ldexp(np.trunc(terms, out=terms).sum(-1), exponent)
+    return total
 
 
 def _passed(argument: Any) -> Argument:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -102,19 +104,25 @@ def run_folder() -> Path:
     return Path(folder.name)
 
 
+@contextmanager
+def alone_at(path: Path) -> Iterator[None]:
+    """While this lasts no other worker of the run makes ``path``: it waits, and finds it made."""
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @cache
 def _shim() -> tuple[Path, Path]:
     """A header that includes the shim, compiled ahead, and an object with the bodies of what it declares: most of the time of what includes
     them. A compiler that does not look for such a file reads the header."""
-    header, own = run_folder() / "shim.h", run_folder() / f"shim-{os.getpid()}.h"
-    bodies = header.with_suffix(".o")
-    if not bodies.exists():
-        own.write_text(f'#include "{SHIM}"\n')
-        _run(OURS, "-c", str(SHIM.with_suffix(".cc")), "-o", f"{own}.o")
-        _run(THEIRS, "-x", "c++-header", str(own), "-o", f"{own}.gch")
-        os.replace(own, header)
-        os.replace(f"{own}.gch", f"{header}.gch")
-        os.replace(f"{own}.o", bodies)  # last: it says that the others are there
+    header, bodies = run_folder() / "shim.h", run_folder() / "shim.o"
+    with alone_at(header):
+        if not bodies.exists():
+            header.write_text(f'#include "{SHIM}"\n')
+            _run(THEIRS, "-x", "c++-header", str(header), "-o", f"{header}.gch")
+            _run(OURS, "-c", str(SHIM.with_suffix(".cc")), "-o", f"{bodies}.new")
+            os.replace(f"{bodies}.new", bodies)  # last and whole: it says that the others are there
     return header, bodies
 
 
@@ -128,12 +136,13 @@ def _run(*arguments: str) -> None:
 def build(source: str) -> ctypes.CDLL:
     """A library of ``source`` after the shim. Raises ``RuntimeError`` with the compiler's words."""
     library = run_folder() / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        own = library.with_name(f"{library.stem}-{os.getpid()}.cc")
-        own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))
-        header, bodies = _shim()
-        _run(THEIRS, "-shared", *_linker(), "-include", str(header), str(own), str(bodies), "-o", f"{own}.so")
-        os.replace(f"{own}.so", library)  # another worker may be at the same one
+    header, bodies = _shim()
+    with alone_at(library):
+        if not library.exists():
+            own = library.with_suffix(".cc")
+            own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))
+            _run(THEIRS, "-shared", *_linker(), "-include", str(header), str(own), str(bodies), "-o", f"{own}.so")
+            os.replace(f"{own}.so", library)
     return ctypes.CDLL(str(library))
 
 

@@ -7,6 +7,7 @@ TileLang lowers in a process of its own: it must not share one with TVM, and tes
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import importlib.util
 import multiprocessing
@@ -36,7 +37,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 from tilebit.tiles.compiler.host_plan import PITCH, TensorMap
 
-from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place, run_folder
+from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place, alone_at, run_folder
 from .emulated_program import Edits
 
 SHARED_BYTES = 228 * 1024
@@ -230,17 +231,23 @@ def lower(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple
     it."""
     asked = hashlib.sha256(repr((workload, schedule, target, edited)).encode()).hexdigest()[:16]
     path = run_folder() / f"{asked}.lowered"
-    if not path.exists():
-        lowered = _lowering_process().submit(_lower, workload, schedule, target, edited).result()
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_bytes(pickle.dumps(lowered))
-        os.replace(own, path)  # another worker may be at the same one
+    with alone_at(path):
+        if not path.exists():
+            lowered = _lowering_process().submit(_lower, workload, schedule, target, edited).result()
+            own = path.with_suffix(".new")
+            own.write_bytes(pickle.dumps(lowered))
+            os.replace(own, path)
     return pickle.loads(path.read_bytes())
 
 
 @cache
 def _lowering_process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_load_compiler)
+
+
+def _load_compiler() -> None:
+    importlib.import_module("tilelang")
+    gc.freeze()  # else what was loaded is searched for garbage again and again
 
 
 def _lower(workload: Any, schedule: Schedule, target: Target, edited: tuple[tuple[str, str], ...]) -> Lowered:

@@ -56,7 +56,7 @@ endif
 links:
 	@mkdir -p build/tree/tilebit
 	@find build/tree -xtype l -delete
-	@ln -sfn $(addprefix ../../../,$(wildcard tilebit/*) layouts schedules tiles autotune) build/tree/tilebit/
+	@ln -sfn $(addprefix ../../../,$(filter-out %/__pycache__,$(wildcard tilebit/*)) layouts schedules tiles autotune) build/tree/tilebit/
 
 demo: $(SETUP)
 	@$(PY) -m tilebit.command.demo

@@ -117,8 +117,8 @@ def write_manifest(request: CompileRequest, build_dir: Path, fields: dict[str, A
 
 
 def compile_kernel(request: CompileRequest, cache: ArtifactCache | None = None, pool: CompilePool | None = None) -> Kernel:
-    """The kernel of ``request``: from the cache, else compiled in a worker process. Raises
-    ``CompileFailure`` with the reasons."""
+    """The kernel of ``request``: from the cache, else compiled in a worker process, of ``pool`` or one
+    that is kept for the next call. Raises ``CompileFailure`` with the reasons."""
     cache = cache or ArtifactCache()
     found = cache.lookup(request.key)
     if found is not None:
@@ -126,7 +126,7 @@ def compile_kernel(request: CompileRequest, cache: ArtifactCache | None = None, 
     if pool is not None:
         (result,) = pool.compile([request])
     else:
-        with CompilePool(jobs=1, cache=cache) as one:
+        with CompilePool(jobs=1, cache=cache, keep=True) as one:
             (result,) = one.compile([request])
     if isinstance(result, CompileFailure):
         raise result

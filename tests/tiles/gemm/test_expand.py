@@ -88,7 +88,7 @@ COMPILED = (("sm_90a", ExpandWorkload(4096, 4096, 3)), ("sm_80", ExpandWorkload(
 def test_compiles_as_promised(arch: str, workload: ExpandWorkload) -> None:
     target = target_from_name(arch)
     how = (candidates(workload, target) or [])[0]
-    with CompilePool(jobs=1, cache=ArtifactCache()) as pool:
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
         (kernel,) = pool.compile([CompileRequest(PROGRAM, workload, how, target)])
     assert isinstance(kernel, Kernel), kernel
     assert kernel.manifest["lint"] == [] and kernel.params == params(workload, how, target) == ("weight", "scales", "y")

@@ -20,6 +20,8 @@ from .report.activations import activations_section
 from .report.any_m import any_m_section
 from .report.any_precision import FIELDS as ANY_PRECISION_FIELDS
 from .report.any_precision import any_precision_section
+from .report.any_quality import FIELDS as ANY_QUALITY_FIELDS
+from .report.any_quality import any_quality_section
 from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
 from .report.chains import FIELDS as CHAIN_FIELDS
@@ -199,6 +201,14 @@ STUDIES = (
         FORMATS_QUALITY_FIELDS,
         lambda rows: formats_quality_section(rows / "quality_formats"),
         ("python -m results.measure.quality --study formats --model FOLDER",),
+    ),
+    Study(
+        "any_quality",
+        "Every width in a language model",
+        "What does a language model lose at each width of one store, and what does it cost that widths are nested?",
+        ANY_QUALITY_FIELDS,
+        lambda rows: any_quality_section(rows / "any_quality"),
+        ("python -m results.measure.any_quality --model FOLDER",),
     ),
     Study(
         "loading",

@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .ablation import Ablation
+from .any_quality import Rows as AnyQuality
+from .any_quality import any_quality, any_quality_plot
 from .attention import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .attention_rows import FLOAT, AttentionRow
 from .gemm import speed_plot
@@ -40,6 +42,7 @@ def draw(
     attention: Mapping[str, list[AttentionRow]] | None = None,
     language: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
     every_format: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
+    every_width: AnyQuality | None = None,
 ) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return
     the files. A device without measured rates has no roofline and no floor."""
@@ -61,6 +64,8 @@ def draw(
             figures[quality_plot(model, gpu)] = quality(model, rows)
         for (model, gpu), rows in (every_format or {}).items():
             figures[formats_plot(model, gpu)] = formats(model, rows)
+        for (model, gpu), rows in (every_width or {}).items():
+            figures[any_quality_plot(model, gpu)] = any_quality(model, rows)
         written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
     for path in folder.iterdir():
         if path.suffix[1:] in METADATA and path not in written:

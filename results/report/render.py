@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..studies import STUDIES, Study
 from .ablation import read_ablation
+from .any_quality import read_any_quality
 from .attention_rows import read_attention
 from .front import front_page
 from .headline import results_table
@@ -93,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         read_attention(rows / "attention"),
         read_language_quality(rows / "quality"),
         read_formats(rows / "quality_formats"),
+        read_any_quality(rows / "any_quality"),
     )
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0

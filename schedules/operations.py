@@ -53,12 +53,13 @@ def programs(op: str | None = None, arch: str | None = None) -> dict[str, Rule]:
 def find_rule(program: str) -> Rule:
     """The rule of ``program``, or the ``RULE`` of the module of that name. Raises ``ValueError``
     for any other."""
-    known = programs()
-    if program in known:
-        return known[program]
+    for known in OPERATIONS.values():
+        for rule in known.rules:
+            if rule.program == program:
+                return rule
     if "." in program:
         return stated(program, "RULE")
-    raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(known))}, or a module path with a PROGRAM")
+    raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(programs()))}, or a module path with a PROGRAM")
 
 
 def workload_from_json(data: Any) -> AnyWorkload:
@@ -96,12 +97,12 @@ def _field_types(workload: type[Any]) -> dict[str, tuple[type, ...]]:
 def legal(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``, one sentence per reason; an empty
     list means that it can."""
-    rules = {rule.program: rule for rule in operation(workload.op).rules}
-    rule = rules.get(schedule.program)
+    rules = operation(workload.op).rules
+    rule = next((rule for rule in rules if rule.program == schedule.program), None)
     if rule is None and "." in schedule.program:
         rule = find_rule(schedule.program)
     if rule is None:
-        return [f"program is {schedule.program!r}; accepted for {workload.op}: {', '.join(rules)}."]
+        return [f"program is {schedule.program!r}; accepted for {workload.op}: {', '.join(rule.program for rule in rules)}."]
     return rule.reasons(workload, schedule, target)
 
 

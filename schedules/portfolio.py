@@ -83,9 +83,11 @@ def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int,
         raise ValueError("a portfolio of no schedules; accepted: at least one")
     bounds = sorted({*borders(kept), *tuned})
     us = {s: [expected(s, m) for m in bounds] for s in kept}
-    kept = [s for s in kept if any(us[s][i] <= min(us[o][i] for o in kept) for i in range(len(bounds)))]
+    least = [min(times) for times in zip(*(us[s] for s in kept), strict=True)]
+    kept = [s for s in kept if any(time <= fastest for time, fastest in zip(us[s], least, strict=True))]
     while len(kept) > MOST_KERNELS:
-        kept.remove(min(kept, key=lambda s: _loss(s, kept, us, bounds)))
+        losses = _losses(kept, us, bounds)
+        kept.remove(min(kept, key=losses.__getitem__))
     offered = set(us)
     us |= {s: [expected(s, m) for m in bounds] for s in tuned.values() if s not in us}
     competing = list(dict.fromkeys([*kept, *(s for s in tuned.values() if s in offered)]))
@@ -94,13 +96,16 @@ def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int,
     return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
 
 
-def _loss(schedule: Schedule, kept: Sequence[Schedule], us: Mapping[Schedule, Sequence[float]], bounds: Sequence[int]) -> float:
-    """What is lost without ``schedule``: the logarithm of the slowdown, over log m."""
-    others, total, before = [s for s in kept if s != schedule], 0.0, 0
+def _losses(kept: Sequence[Schedule], us: Mapping[Schedule, Sequence[float]], bounds: Sequence[int]) -> dict[Schedule, float]:
+    """What is lost without each of ``kept``: the logarithm of the slowdown, over log m, wherever it
+    is the fastest."""
+    losses, before = [0.0] * len(kept), 0
+    times = [us[s] for s in kept]
     for i, bound in enumerate(bounds):
-        total += max(0.0, log(min(us[s][i] for s in others) / us[schedule][i])) * log((bound + 1) / (before + 1))
+        fastest, second = sorted(range(len(kept)), key=lambda j: times[j][i])[:2]
+        losses[fastest] += log(times[second][i] / times[fastest][i]) * log((bound + 1) / (before + 1))
         before = bound
-    return total
+    return dict(zip(kept, losses, strict=True))
 
 
 def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 from .operands import Operand
@@ -128,6 +129,12 @@ ALL_FIELDS = frozenset(f.name for f in fields(Schedule))
 UNUSED = {f.name: 1 if f.default is MISSING else f.default for f in fields(Schedule) if f.name != "program"}
 
 
+@lru_cache(maxsize=64)
+def _unread(reads: frozenset[str]) -> tuple[tuple[str, int], ...]:
+    """The fields that a program does not read, and where they must stand."""
+    return tuple((name, unused) for name, unused in UNUSED.items() if name not in reads)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A program and what it accepts.
@@ -167,10 +174,10 @@ class Rule:
         """Why ``schedule`` cannot serve ``workload`` on ``target``: sentences, empty when it can."""
         if target.arch not in self.arches:
             return [f"{self.program} does not run on {target.arch}; accepted: {', '.join(self.arches)}."]
-        set_in_vain = [name for name, unused in UNUSED.items() if name not in self.reads and getattr(schedule, name) != unused]
         reasons = self.unserved(workload, target.arch) + [
-            f"{name} is {getattr(schedule, name)}; accepted by {self.program}, which does not use it: {UNUSED[name]}."
-            for name in set_in_vain
+            f"{name} is {getattr(schedule, name)}; accepted by {self.program}, which does not use it: {unused}."
+            for name, unused in _unread(self.reads)
+            if getattr(schedule, name) != unused
         ]
         return reasons or self.legal(workload, schedule, target)
 

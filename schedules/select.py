@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 
 from .distance import MAX_DISTANCE, distance
@@ -108,6 +108,7 @@ def refresh() -> None:
     _known_records.cache_clear()
     forget_rankers()
     _cached_choice.cache_clear()
+    _cached_exact.cache_clear()
     _cached_portfolio.cache_clear()
 
 
@@ -134,23 +135,26 @@ def explain(
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """Records as choosing asks for them: ``of`` each workload the last of each schedule and device,
-    and the ``good`` ones, which were about the fastest of their workload and device."""
+    and the ``good`` ones, which were about the fastest of their workload and device: those of an
+    (arch, operation, class of numbers), as no others say anything about each other."""
 
     of: Mapping[AnyWorkload, Sequence[TuningRecord]]
-    good: Sequence[TuningRecord]
+    good: Mapping[tuple[str, str, str], Sequence[TuningRecord]]
 
     @classmethod
     def among(cls, records: Iterable[TuningRecord]) -> Known:
         of: dict[AnyWorkload, list[TuningRecord]] = {}
         for r in latest(records).values():
             of.setdefault(r.workload, []).append(r)
-        good = []
-        for found in of.values():
+        good: dict[tuple[str, str, str], list[TuningRecord]] = {}
+        for workload, found in of.items():
             timed = [(r, r.us) for r in found if r.ok and r.us is not None]
             best: dict[tuple[str, str, int], float] = {}
             for r, us in timed:
                 best[r.arch, r.gpu, r.units] = min(us, best.get((r.arch, r.gpu, r.units), inf))
-            good += [r for r, us in timed if us <= GOOD_THERE * best[r.arch, r.gpu, r.units]]
+            for r, us in timed:
+                if us <= GOOD_THERE * best[r.arch, r.gpu, r.units]:
+                    good.setdefault((r.arch, workload.op, workload.kind), []).append(r)
         return cls(of, good)
 
 
@@ -160,7 +164,8 @@ def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[
     about the fastest there. Legality here is not asked."""
     known = records if isinstance(records, Known) else Known.among(records)
     here = [r for r in known.of.get(workload, ()) if r.ok and r.us is not None and r.measured_on(target)]
-    elsewhere = [r for r in known.good if not (r.workload == workload and r.measured_on(target))]
+    good = known.good.get((target.arch, workload.op, workload.kind), ())
+    elsewhere = [r for r in good if not (r.measured_on(target) and r.workload == workload)]
     near = [(d, r) for r in (*here, *elsewhere) if (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE]
     return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
 
@@ -178,8 +183,14 @@ def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranke
 
 
 @lru_cache(maxsize=65536)
+def _cached_exact(workload: AnyWorkload, target: Target) -> Choice:
+    """Without a portfolio."""
+    return _choose(workload, target, _known_records(), known_ranker(target))
+
+
+@lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
-    exact = _choose(workload, target, _known_records(), known_ranker(target))
+    exact = _cached_exact(workload, target)
     if not operation(workload.op).proposed:
         return exact
     shape, tuned = _cached_portfolio(workload.static(), target)
@@ -198,27 +209,31 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
-    for r in (r for there, found in records.of.items() if there.op == static.op for r in found if r.measured_on_sibling(target)):
-        m: int = r.workload.m  # pyright: ignore[reportAttributeAccessIssue]
-        here = replace(static, m=m)
-        if not operation(static.op).twins(r.workload, here):
+    for there, found in records.of.items():
+        if there.op != static.op:
             continue
-        if m not in tuned:
-            tuned[m] = _choose(here, target, records, ranker).schedule
-        own = r.measured_on(target)
-        if not r.ok and own:
-            failed.add(r.schedule)
-        elif r.us is not None and not legal(here, r.schedule, target):
-            points = measured.setdefault(r.schedule, {})
-            points[m] = r.us if own and r.workload == here else points.get(m, r.us)  # a twin's time where there is no own
+        m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]
+        here = replace(static, m=m)
+        if not operation(static.op).twins(there, here):
+            continue
+        for r in (r for r in found if r.measured_on_sibling(target)):
+            if m not in tuned:
+                tuned[m] = _cached_exact(here, target).schedule
+            own = r.measured_on(target)
+            if not r.ok and own:
+                failed.add(r.schedule)
+            elif r.us is not None and not legal(here, r.schedule, target):
+                points = measured.setdefault(r.schedule, {})
+                points[m] = r.us if own and there == here else points.get(m, r.us)  # a twin's time where there is no own
     proposed = [replace(static, m=m) for m in operation(static.op).proposed if m not in tuned]
-    chosen = [_choose(w, target, records, ranker).schedule for w in proposed]
+    chosen = [_cached_exact(w, target).schedule for w in proposed]
     schedules = list(dict.fromkeys([*(tuned[m] for m in sorted(tuned)), *chosen]))
     # What failed competes nowhere; it stays where nothing else is left.
     competing = [s for s in schedules if s not in failed or s in measured] or schedules
 
     asked = sorted({*borders(competing), *tuned})
-    pairs = [(replace(static, m=m), s) for s in schedules for m in asked]
+    at = [replace(static, m=m) for m in asked]
+    pairs = [(workload, s) for s in schedules for workload in at]
     if ranker is not None and ranker.serves(static, schedules):
         times = ranker.predict_pairs(pairs, target)
     else:
@@ -238,33 +253,36 @@ def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> boo
 
 def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranker | None) -> Choice:
     failed = {r.schedule: r for r in records.of.get(workload, ()) if not r.ok and r.measured_on(target)}
-    near = [
-        (d, r) for d, r in neighbours(workload, target, records) if r.schedule not in failed and not legal(workload, r.schedule, target)
-    ]
-    if near and near[0][0] == 0:
-        return Choice(near[0][1].schedule, "tuned", near[0][1])
+    works = cache(lambda schedule: schedule not in failed and not legal(workload, schedule, target))  # many records are of one schedule
+    expected = cache(lambda schedule: estimate(workload, schedule, target).us)
+    found = neighbours(workload, target, records)
+    first = next((pair for pair in found if works(pair[1].schedule)), None)
+    if first is not None and first[0] == 0:
+        return Choice(first[1].schedule, "tuned", first[1])
+    near = [(d, r) for d, r in found if works(r.schedule)]
     options = candidates(workload, target) or []
-    expected = [estimate(workload, s, target).us for s in options]
     served = ranker is not None and ranker.serves(workload, options)
     taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
-    bound = NEAR_ENOUGH * min(expected, default=inf)
-    for d, record in taken_over:
-        if estimate(workload, record.schedule, target).us <= bound:
-            return Choice(record.schedule, "nearest", record, d)
+    if taken_over:
+        bound = NEAR_ENOUGH * min(map(expected, options), default=inf)
+        for d, record in taken_over:
+            if expected(record.schedule) <= bound:
+                return Choice(record.schedule, "nearest", record, d)
     if not options:
         raise ValueError(_unserved(workload, target))
     usable = [s for s in options if s not in failed]
     if ranker is not None and served:
-        judged = list(dict.fromkeys([*usable, *(r.schedule for _, r in near if ranker.serves(workload, [r.schedule]))]))
+        of_others = dict.fromkeys(r.schedule for _, r in near)
+        judged = list(dict.fromkeys([*usable, *(s for s in of_others if ranker.serves(workload, [s]))]))
         if judged:
             us, schedule = min(zip(ranker.predict(workload, judged, target), judged, strict=True), key=lambda pair: pair[0])
             return Choice(schedule, "ranker", predicted_us=us)
     if usable:
-        return Choice(min(usable, key=lambda s: estimate(workload, s, target).us), "model")
+        return Choice(min(usable, key=expected), "model")
     if near:  # slow here, as far as the model knows; but it works
         d, record = near[0]
         return Choice(record.schedule, "nearest", record, d)
-    schedule = min(options, key=lambda s: (failed[s].status == WRONG, estimate(workload, s, target).us))
+    schedule = min(options, key=lambda s: (failed[s].status == WRONG, expected(s)))
     return Choice(schedule, "failed", failed[schedule])
 
 

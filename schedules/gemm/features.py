@@ -7,7 +7,9 @@ because a tree cuts them and a GEMM's behaviour follows ratios."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from math import ceil, log2
 
 from ...layouts.formats import PER_CHANNEL
@@ -19,6 +21,8 @@ from .stream import ARCHES, rings
 from .workload import Workload
 
 PER_PASS = ("load_us", "dequant_us", "mma_us")  # terms of an estimate that count once for each row of tiles
+TIMES = tuple(f.name for f in fields(Estimate) if f.name.endswith("_us"))
+COUNTS = tuple(f.name for f in fields(Estimate) if f.name != "us" and f.name not in TIMES)  # and shares
 LOG2_FIELDS = ("block_n", "block_m", "block_k", "num_warps", "split_k", "min_blocks")  # of a schedule; the others are counts or switches
 
 
@@ -50,12 +54,11 @@ def _of_estimate(e: Estimate) -> dict[str, float]:
     """Times as shares of the whole, counts as logarithms, and how far apart loading and computing
     are."""
     found = {"log_us": log2(e.us), "load_to_compute": log2(e.load_us / (e.dequant_us + e.mma_us))}
-    for field in fields(e):
-        value = getattr(e, field.name)
-        if field.name.endswith("_us"):
-            found[field.name] = value * (e.passes if field.name in PER_PASS else 1) / e.us
-        elif field.name != "us":
-            found[field.name] = log2(max(value, 1)) if isinstance(value, int) else float(value)
+    for name in TIMES:
+        found[name] = getattr(e, name) * (e.passes if name in PER_PASS else 1) / e.us
+    for name in COUNTS:
+        value = getattr(e, name)
+        found[name] = log2(max(value, 1)) if isinstance(value, int) else float(value)
     return found
 
 
@@ -74,7 +77,8 @@ def _of_workload(w: Workload, m: int) -> dict[str, float]:
     }
 
 
-def _of_schedule(s: Schedule) -> dict[str, float]:
+@lru_cache(maxsize=4096)
+def _of_schedule(s: Schedule) -> Mapping[str, float]:
     """Every field, also one that was added later: sizes as logarithms, switches as 0 and 1, the
     program as a column of its own."""
     found = {f"program={s.program}": 1.0}

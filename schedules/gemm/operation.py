@@ -155,8 +155,8 @@ def distance(there: Workload, here: Workload) -> float | None:
         return None
     shape = abs(log2(there.n / here.n)) + abs(log2(there.k / here.k)) + abs(log2(max(there.m, 1) / max(here.m, 1)))
     numbers = OTHER_DTYPE * (there.dtype != here.dtype) + OTHER_BIAS * (there.bias != here.bias)
-    stored, here_stored = ((w.width > 0, w.residual, w.gate, w.norm) for w in (there, here))
-    numbers += OTHER_STORE * sum(a != b for a, b in zip(stored, here_stored, strict=True))
+    stored = (there.width > 0) != (here.width > 0), there.residual != here.residual, there.gate != here.gate, there.norm != here.norm
+    numbers += OTHER_STORE * sum(stored)
     return shape + numbers + OTHER_SYMMETRY * (f.symmetric != g.symmetric) + OTHER_GROUP * (f.group_size != g.group_size)
 
 

@@ -9,6 +9,7 @@ of ``block_k``, with ``num_stages`` steps in flight each; ``split_k`` blocks sha
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from ...layouts.formats import PER_CHANNEL, GemmFormat
@@ -256,8 +257,9 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     # Small tiles take twice the instructions; few large blocks read x less often.
     grids.sort(key=lambda grid: (warp_rows(grid[1]) == WARP_ROWS[-1], n_pad // grid[1].block_n * grid[1].split_k, -grid[0]))
     found: list[Schedule] = []
+    pipelines = cache(lambda base: _pipelines(base, workload, target))
     for fullest in FULL_WAVES:
-        found = in_turn([_pipelines(base, workload, target) for full, base in grids if full >= fullest])
+        found = in_turn([pipelines(base) for full, base in grids if full >= fullest])
         if len(found) >= ENOUGH:
             break
     return found

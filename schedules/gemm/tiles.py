@@ -69,9 +69,11 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
             grids += [replace(base, tail=tail) for tail in _tails(workload, base, target)]
         group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks), [])
         for grid, raster, cluster in product(grids, RASTERS, (1, 2)):
-            schedule = replace(grid, raster=raster, cluster=cluster)
             wanted = workload.m >= (RASTER_M if raster else 0) and workload.m >= (MANY_ROWS if cluster > 1 else 0)
-            if wanted and not legal(workload, schedule, target) and (schedule.tail == 1 or raster in TAIL_RASTERS):
+            if not wanted or (grid.tail > 1 and raster not in TAIL_RASTERS):
+                continue
+            schedule = replace(grid, raster=raster, cluster=cluster)
+            if not legal(workload, schedule, target):
                 group.append(schedule)
     return in_turn(shapes.values())
 
@@ -99,12 +101,15 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
             continue
         left = BLOCK_KS_INT8 if workload.format.x else BLOCK_KS[program]
         for block_k in BLOCK_K_INT8 if workload.format.x else BLOCK_K:
-            base = Schedule(program, block_n, block_m, block_k, 1, num_warps, 1, min_blocks)
-            depths = [depth for depth in STAGES if not legal(workload, replace(base, num_stages=depth), target)]
-            if depths and left:
-                left -= 1
-                tried = {depths[0], SHALLOWER} if workload.m in SHALLOWER_M and SHALLOWER in depths else {depths[0]}
-                yield from (replace(base, num_stages=depth) for depth in sorted(tried, reverse=True))
+            shallowest = Schedule(program, block_n, block_m, block_k, STAGES[-1], num_warps, 1, min_blocks)
+            if not left or legal(workload, shallowest, target):  # a deeper one needs more of all
+                continue
+            left -= 1
+            deepest = next(s for depth in STAGES if not legal(workload, s := replace(shallowest, num_stages=depth), target))
+            yield deepest
+            shallower = replace(deepest, num_stages=SHALLOWER)
+            if workload.m in SHALLOWER_M and deepest.num_stages > SHALLOWER and not legal(workload, shallower, target):
+                yield shallower
 
 
 def _block_ms(program: str, m: int) -> list[int]:

@@ -31,7 +31,8 @@ class SortedRows:
 
     @classmethod
     def of(cls, w: Tensor, sensitivity: Tensor | None) -> SortedRows:
-        """Of ``w`` [n, k] and the weight of each value, [n, k] and at least 0, or None: all alike."""
+        """Of ``w`` [n, k] and the weight of each value, [n, k] and at least 0, or None: all alike. A
+        row's weights are counted in units of their mean: some of what follows is in fp32."""
         values, order = torch.sort(w.float(), dim=1)
         values = values.double()
         if sensitivity is None:
@@ -39,7 +40,7 @@ class SortedRows:
         else:
             weights = sensitivity.double().gather(1, order)
             mean = weights.mean(1, keepdim=True)
-            weights = torch.where(mean > 0, weights.clamp(min=LEAST_SENSITIVITY * mean), 1.0)
+            weights = torch.where(mean > 0, (weights / mean).clamp(min=LEAST_SENSITIVITY), 1.0)
         start = values.new_zeros(len(values), 1)
         mass = torch.cat((start, weights.cumsum(1)), 1)
         return cls(values, order, mass, torch.cat((start, (weights * values).cumsum(1)), 1))

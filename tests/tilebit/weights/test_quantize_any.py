@@ -80,6 +80,7 @@ def test_looking_ahead_leaves_less_error_than_the_best_cut_of_each_width(kind: s
 @pytest.mark.parametrize("kind", ["gauss", "outliers", "laplace"])
 def test_the_seed_is_as_good_as_exact_clustering(kind: str, seed_bits: int) -> None:
     w, weights = _layer(kind, 6, 400, seed_bits), _weights(6, 400)
+    weights /= weights.mean(1, keepdim=True)  # in units of which rows count
     rows = SortedRows.of(w, weights)
     edges = cluster(rows, 1 << seed_bits)
     error = (weights.double() * w.double() ** 2).sum(1) - rows.gains(edges).sum(1)
@@ -209,3 +210,12 @@ def test_widths_that_are_not_held_are_refused() -> None:
         AnyPrecisionTensor(q.codes, {3: q.codebooks[3]})
     with pytest.raises(TypeError, match="w is list"):
         quantize_any([[1.0]])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("exponent", [-80, -40, 40])
+def test_a_factor_of_the_sensitivity_changes_nothing(exponent: int) -> None:
+    """Squared gradients are tiny, and fp32 takes no products of them."""
+    w, weights = _layer("gauss", 6, 512), _weights(6, 512)
+    expected, found = quantize_any(w, sensitivity=weights), quantize_any(w, sensitivity=weights.double() * 2.0**exponent)
+    assert torch.equal(found.codes, expected.codes)
+    assert all(torch.equal(found.codebooks[bits], expected.codebooks[bits]) for bits in expected.widths)

@@ -205,7 +205,7 @@ STUDIES = (
     Study(
         "any_quality",
         "Every width in a language model",
-        "What does a language model lose at each width of one store, and what does it cost that widths are nested?",
+        "What does a language model lose at each width of one store, and what do squared gradients save?",
         ANY_QUALITY_FIELDS,
         lambda rows: any_quality_section(rows / "any_quality"),
         ("python -m results.measure.any_quality --model FOLDER",),

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from .ablation import Ablation
 from .any_quality import Rows as AnyQuality
-from .any_quality import any_quality, any_quality_plot
+from .any_quality import any_quality_plot
 from .attention import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .attention_rows import FLOAT, AttentionRow
 from .gemm import speed_plot
@@ -23,7 +23,7 @@ from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
 from .quality import quality_plot
 from .quality_formats import formats_plot
-from .quality_plot import formats, quality
+from .quality_plot import any_quality, formats, quality
 from .rows import OURS, Rates, Row, rates
 
 # The same rows must give the same bytes: no creation dates, no random identifiers.

@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .any_quality import KINDS
 from .quality import METHODS, searched, uniform
 from .quality_formats import cache_bits, caches, weights
 
@@ -35,12 +36,7 @@ def quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
             for row in line:
                 place = (row["bits_per_weight"], row["kl"])
                 axes.annotate(f"{row['share']:.0%}", place, xytext=(5, -9), textcoords="offset points", fontsize=7, color=color)
-    axes.set_yscale("log")
-    axes.set_xlabel("bits a weight, scales and zero points included")
-    axes.set_ylabel("KL divergence from the 16-bit model, nats a token")
-    axes.set_title(f"{title}: lower is better")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+    _label(axes, "bits a weight, scales and zero points included", title)
     return figure
 
 
@@ -60,3 +56,24 @@ def formats(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
     axes[0].set_ylabel("KL divergence from the 16-bit model, nats a token")
     figure.suptitle(f"{title}: lower is better")
     return figure
+
+
+def any_quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """KL divergence against bits a weight, a line for each kind of clusters."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes: Axes = figure.subplots()
+    for index, (kind, name) in enumerate(KINDS.items()):
+        if points := sorted((row["bits"], row["kl"]) for row in rows if (row["method"], row["sensitivity"]) == kind):
+            style = "-o" if kind[0] == "upscaled" else "--s"
+            axes.plot(*zip(*points, strict=True), style, color=COLORS[index % 2], markersize=4, label=name)
+    _label(axes, "bits a weight, codebooks not counted", f"{title}, every width of one store")
+    return figure
+
+
+def _label(axes: Axes, bits: str, title: str) -> None:
+    axes.set_yscale("log")
+    axes.set_xlabel(bits)
+    axes.set_ylabel("KL divergence from the 16-bit model, nats a token")
+    axes.set_title(f"{title}: lower is better")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

@@ -15,6 +15,8 @@ from .kernel import Kernel
 from .pool import HEADER, READY
 from .request import CompileFailure, CompileRequest
 
+COMPILERS = {"tilelang", "tvm"}
+
 
 def _answer(request: CompileRequest, cache: ArtifactCache) -> Kernel | CompileFailure:
     try:
@@ -33,9 +35,9 @@ def serve(requests: BinaryIO, results: BinaryIO) -> None:
     while header := requests.read(HEADER.size):
         root, request = pickle.loads(requests.read(HEADER.unpack(header)[0]))
         data = pickle.dumps(_answer(request, ArtifactCache(root)))
-        if not gc.get_freeze_count():  # the compiler is loaded: a tenth of its time went into searching it for garbage
+        if not gc.get_freeze_count() and not COMPILERS.isdisjoint(sys.modules):
             gc.collect()
-            gc.freeze()
+            gc.freeze()  # a tenth of a compiler's time went into searching for garbage what it has loaded
         results.write(HEADER.pack(len(data)) + data)
         results.flush()
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from results.report.any_quality import any_quality, any_quality_section, read_any_quality
+from results.report.any_quality import any_quality_section, read_any_quality
+from results.report.quality_plot import any_quality
 
 
 def row(bits: int, method: str, sensitivity: str, kl: float, **fields: Any) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def test_kinds_stand_beside_one_another(tmp_path: Path) -> None:
     assert "| 4 | 40.0 | 0.1000 | - |" in text
     assert "| 16 | 160.0 | 0.0000 | 0.0000 |" in text
     assert "| bits | megabytes | one store | that width alone, by squared gradients |" in text
+    assert text.count("what nesting costs is the difference") == 1
     assert "| 3 | 30.0 | 95.0% | 97.5% |" in text and "plots/a_cpu_tiny_any_precision.svg" in text
 
 

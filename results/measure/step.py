@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
     for batch, context in points:
         try:
             found = measure(model, device, batch, context, options.kv.split(","), peers, options.format, variants)
-            rows = [{**common, **row} for row in found]
+            rows = [{**common, **row, "parts": options.parts if row["impl"] == PARTED else ""} for row in found]
         except ValueError as error:
             print(f"batch {batch}, context {context}: {error}", flush=True)
             continue

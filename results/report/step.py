@@ -11,7 +11,7 @@ from .rows import json_rows
 
 FIELDS = ("gpu", "impl", "format", "kv_format", "batch", "kv_len", "layers", "us", "graph_us", "rel_err", "run", "commit")
 OURS = ("tilebit", "tilebit_parts")
-NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, parts in products", "cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
+NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, {parts} in products", "cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
 
 
 def step_section(folder: Path) -> str:
@@ -56,6 +56,6 @@ def _line(row: dict[str, Any], cases: dict[tuple[Any, ...], dict[str, Any]]) -> 
         ratios.append("-" if peer is None or row["impl"] not in OURS else f"{peer['us'] / row['us']:.2f}x")
     graph = number(row["graph_us"] / 1e3) if row["impl"] in OURS else "-"
     return [
-        str(row["batch"]), str(row["kv_len"]), str(row["layers"]), NAMES[row["impl"]], row["format"], row["kv_format"],
+        str(row["batch"]), str(row["kv_len"]), str(row["layers"]), NAMES[row["impl"]].format(parts=row.get("parts")), row["format"], row["kv_format"],
         number(row["us"] / 1e3), graph, *ratios,
     ]  # fmt: skip

@@ -52,11 +52,11 @@ def compile(
     ``max_tokens`` bounds a sequence (default: the model's own bound). Layers that are replaced, moved,
     cast or loaded afterwards are noticed, and joined again.
 
-    ``parts`` (off until a GPU has timed them) are what products do in their own kernels where their layers
-    are of ``QuantLinear``: "residual" (o and down add to the residual stream), "gate" (gate and up apply the
-    activation; they hold a second copy of their weights, whose rows lie in turn) and "norm" (qkv, and gate
-    and up, norm up to 16 rows of x, behind a "residual"). With all three a layer is six kernels instead
-    of nine. Sums are then rounded once where they were rounded twice. Packs of models hold the kernels
+    ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``: "gate" (gate
+    and up apply the activation; they hold a second copy of their weights, whose rows lie in turn; on an
+    H200 2 to 4 % of a step up to 16 sequences), "residual" (o and down add to the residual stream) and
+    "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a "residual"); these two cost an H200
+    more than they save (results/notes/step-parts.md). Sums are then rounded once where they were rounded twice. Packs of models hold the kernels
     of steps without parts.
 
     Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;

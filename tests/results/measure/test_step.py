@@ -40,7 +40,7 @@ def test_two_steps_in_turn_on_one_cache(small: None, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["impl"], row["kv_format"]) for row in rows] == [("tilebit", "kv4_channel"), ("tilebit_parts", "kv4_channel")]
     assert all(row["us"] > 0 and row["rel_err"] < step.TOLERANCE for row in rows)
-    assert "tilebit, parts in products" in step_section(tmp_path)
+    assert "tilebit, residual,gate,norm in products" in step_section(tmp_path)
 
 
 def test_wrong_logits_write_no_row(

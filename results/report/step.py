@@ -54,8 +54,9 @@ def _line(row: dict[str, Any], cases: dict[tuple[Any, ...], dict[str, Any]]) -> 
     for impl in ("cublas_fa3", "vllm_kernels"):
         peer = next((r for key, r in cases.items() if key[:4] == (*place, impl) and r["run"] == row["run"]), None)
         ratios.append("-" if peer is None or row["impl"] not in OURS else f"{peer['us'] / row['us']:.2f}x")
+    name = NAMES[row["impl"]].format(parts=row.get("parts"))
     graph = number(row["graph_us"] / 1e3) if row["impl"] in OURS else "-"
     return [
-        str(row["batch"]), str(row["kv_len"]), str(row["layers"]), NAMES[row["impl"]].format(parts=row.get("parts")), row["format"], row["kv_format"],
+        str(row["batch"]), str(row["kv_len"]), str(row["layers"]), name, row["format"], row["kv_format"],
         number(row["us"] / 1e3), graph, *ratios,
     ]  # fmt: skip

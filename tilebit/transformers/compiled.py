@@ -52,12 +52,13 @@ def compile(
     ``max_tokens`` bounds a sequence (default: the model's own bound). Layers that are replaced, moved,
     cast or loaded afterwards are noticed, and joined again.
 
-    ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``: "gate" (gate
-    and up apply the activation; they hold a second copy of their weights, whose rows lie in turn; on an
-    H200 2 to 4 % of a step up to 16 sequences), "residual" (o and down add to the residual stream) and
-    "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a "residual"); these two cost an H200
-    more than they save (results/notes/step-parts.md). Sums are then rounded once where they
-    were rounded twice. Packs of models hold the kernels of steps without parts.
+    ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
+    "gate" (gate and up apply the activation; they hold a second copy of their weights, whose rows
+    lie in turn; on an H200 it saves 2 to 4 % of a step up to 16 sequences), "residual" (o and down
+    add to the residual stream) and "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a
+    "residual"). The last two save nothing that shows at one sequence, and cost time at 16 and more
+    (results/notes/step-parts.md). Sums are then rounded once where they were rounded twice. Packs
+    of models hold the kernels of steps without parts.
 
     Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
     for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``

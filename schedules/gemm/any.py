@@ -2,8 +2,8 @@
 ``tiles/gemm/any.py``.
 
 ``block_n`` output channels and ``block_m`` rows of x a block; ``num_warps`` warps share k in steps
-of STEP_K, with ``num_stages`` steps in flight each; ``split_k`` blocks share an output tile through
-a workspace.
+of STEP_K, with ``num_stages`` steps in flight each, planes to registers, x to shared memory;
+``split_k`` blocks share an output tile through a workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a")
 STEP_K = CUDA_TILE_K
 BLOCK_N = (16, 32, 64)  # divisors of a tile of planes
 BLOCK_M = (1, 2, 4, 8, 16)
-MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 8), 16, 4
+MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 4), 16, 8
 PAIRED_BITS = 4  # codes of up to so many bits are looked up by twos
 ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each
 X_PITCH = STEP_K * 2 + 64  # bytes from one row of x to the next: a quarter of a warp meets no bank twice
@@ -32,6 +32,7 @@ PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
 WARPS, FEWER_WARPS, MOST_WARPS = (4, 8, 16), (1, 2), 32  # of a block; of an SM
 SPLITS = (1, 2, 4, 8)
 IN_FLIGHT = 72 << 10  # bytes of planes requested per SM
+DEPTHS = 2  # of steps ahead
 FULL = 0.9  # of the places of whole waves
 
 
@@ -48,19 +49,19 @@ def tables_bytes(workload: Workload, schedule: Schedule) -> int:
 
 
 def plane_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of planes in a slot of a warp's ring."""
+    """Bytes of the planes of a warp's step."""
     return workload.format.bits * schedule.block_n * STEP_K // 8
 
 
-def slot_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of a slot: planes, then x."""
-    return plane_bytes(workload, schedule) + schedule.block_m * X_PITCH
+def slot_bytes(schedule: Schedule) -> int:
+    """Bytes of a slot of a warp's ring: x of a step."""
+    return schedule.block_m * X_PITCH
 
 
 def shared_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of shared memory of a block: tables and rings, whose place the warps' sums take."""
     s = schedule
-    rings = s.num_warps * s.num_stages * slot_bytes(workload, s)
+    rings = s.num_warps * s.num_stages * slot_bytes(s)
     return max(tables_bytes(workload, s) + rings, s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
 
 
@@ -105,18 +106,24 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
     return reasons
 
 
+def keeps_codebooks(workload: Workload, schedule: Schedule) -> bool:
+    """Whether some codes are looked up in registers, which hold codebooks of 8 numbers."""
+    return workload.format.bits == 3 and schedule.block_m < 8
+
+
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
-    """Registers of a thread, about: sums, planes, codes, x and addresses."""
-    s, bits = schedule, workload.format.bits
+    """Registers of a thread, about: sums, planes, codes, x, codebooks and addresses."""
+    s, bits, tiles = schedule, workload.format.bits, schedule.block_n // 16
     columns = max(1, s.block_m // 8)
-    x = (32 if s.block_n > 16 else 4) * columns  # for several tiles of rows all of a step's
-    return s.block_n // 16 * columns * 4 + 4 * bits + (8 if bits <= PAIRED_BITS else 16) + x + 24
+    x = (32 if tiles > 1 else 4) * columns  # for several tiles of rows all of a step's
+    kept = 4 + 8 * tiles if keeps_codebooks(workload, s) else 0
+    return tiles * (columns * 4 + s.num_stages * bits * 4) + (8 if bits <= PAIRED_BITS else 24) + x + kept + 24
 
 
 def any_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth trying, the most promising first: of the blocks that fit, those that
-    fill the SMs' places, rings that keep IN_FLIGHT bytes of planes on their way to an SM; of few
-    warps where shared memory holds no more."""
+    fill the SMs' places, as many steps ahead as keep IN_FLIGHT bytes of planes on their way to an SM,
+    or one less; of few warps where shared memory holds no more."""
     return _of_warps(WARPS, workload, target) or _of_warps(FEWER_WARPS, workload, target)
 
 
@@ -133,12 +140,10 @@ def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target) -> l
             continue
         wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))
         turns = -(-steps(workload) // (split_k * warps))
-        for depth in range(max(1, min(wanted, turns, STAGES[1])), 0, -1):
-            deepest = replace(base, num_stages=depth)
-            if not any_legal(workload, deepest, target):
-                full = blocks / (-(-blocks // places) * places)
-                found.append((min(full, FULL), warps * min_blocks, deepest))
-                break
+        deepest = max(1, min(wanted, turns, STAGES[1]))
+        fitting = [s for s in (replace(base, num_stages=depth) for depth in range(deepest, 0, -1)) if not any_legal(workload, s, target)]
+        full = min(blocks / (-(-blocks // places) * places), FULL)
+        found += [(full, warps * min_blocks, s) for s in fitting[:DEPTHS]]
     # Tables are filled once a block, and x is read: wide blocks, where the grid is full.
     found.sort(key=lambda one: (-one[0], one[2].split_k, -one[1], -one[2].block_n))
     return [schedule for _, _, schedule in found]

@@ -21,7 +21,7 @@ LOOK_UPS = 64, 128  # loads from tables of a step of 16 rows: of pairs, of singl
 SELECTIONS = 125, 300  # permutations, selections, rotations of it
 WIDE = 4  # cycles of 16 bytes a lane
 STEP_CYCLES = 10  # of a step, beside
-CHAIN_CYCLES = 700  # of 16 products, each of which waits for the one before and for look-ups: hidden by other warps
+CHAIN_CYCLES = 1800  # of 16 products, each of which waits for the one before and for look-ups: hidden by other warps
 ALONE_US = 1.5  # a block's first planes, tables and sums, where it is alone on an SM; fitted
 TOGETHER_US = 0.25  # and where others compute meanwhile; fitted
 LAUNCH_US = 2.2  # with a grid's first planes; fitted
@@ -55,7 +55,7 @@ def any_estimate(workload: Workload, schedule: Schedule, target: Target) -> Esti
 
     paired = bits <= PAIRED_BITS
     x_reads = 8 * columns * ceil(min(s.block_m, 8) / 2)  # once for all tiles of rows
-    cycles = tiles * (LOOK_UPS[not paired] + 2 * WIDE * bits) + x_reads + WIDE * rows
+    cycles = tiles * (LOOK_UPS[not paired] + WIDE * bits) + x_reads + WIDE * rows
     busy = (cycles, tiles * SELECTIONS[not paired] / 2, tiles * CHAIN_CYCLES / (resident * s.num_warps))
     cycles = max(busy) + STEP_CYCLES
     entries = tiles * table_bytes(bits) // ENTRY * 256 / 128  # cycles that it takes to store them

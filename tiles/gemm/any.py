@@ -4,8 +4,9 @@
 
 A block computes ``block_n`` output channels for ``block_m`` rows of x. It lays out its channels'
 tables in shared memory while the first planes are on their way; then its ``num_warps`` warps take
-the steps of k (256 deep) in turn, each streaming the planes' lines and x through a ring of
-``num_stages`` slots that no other warp touches: of the planes only those that the format has.
+the steps of k (256 deep) in turn. A warp has the planes of its next ``num_stages`` steps in
+registers or on their way there: of the planes only those that the format has, and shared memory is
+left to tables, so that more warps find room. Its x passes through a ring of as many slots.
 ``split_k`` blocks share an output tile, through a workspace. Every sum has a fixed order.
 
 Weights reach the tensor cores as numbers of the 16-bit type, looked up in the operand's registers
@@ -46,10 +47,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
     splits, stages, warps, threads = s.split_k, s.num_stages, s.num_warps, s.num_warps * 32
     row_tiles, column_tiles = s.block_n // 16, max(1, s.block_m // 8)
-    steps, k_tiles, plane_bytes = rules.steps(workload), rules.steps(workload), rules.plane_bytes(workload, s)
-    slot_words, rings_at = rules.slot_bytes(workload, s) // 4, rules.tables_bytes(workload, s) // 4
+    steps, k_tiles, step_words = rules.steps(workload), rules.steps(workload), rules.plane_bytes(workload, s) // 128
+    slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s) // 4
     product = f"tilebit::AnyProduct<{TYPES[dtype]}, {bits}, {row_tiles}, {s.block_m}>"
     copy_x = f"tilebit::async_copy_rows<{s.block_m}, 1, {rules.X_PITCH}>"
+    keeps = rules.keeps_codebooks(workload, s)
     whole = p.kx % rules.STEP_K == 0  # no step reaches past k
     end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
 
@@ -57,24 +59,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if splits > 1 else None
 
-    def planes_at(shared, warp, slot):
-        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words])
-
     def x_at(shared, warp, slot, byte=0):
-        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words + (plane_bytes + byte) // 4])
+        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words + byte // 4])
+
+    def held(planes, slot, access):
+        return planes.access_ptr(access, offset=slot * step_words, extent=step_words)
 
     @T.macro
-    def request_planes(weight, shared, warp, lane, bx, step, slot):
+    def request(weight, x, shared, planes, warp, lane, bx, by, step, slot):
+        """What a step reads. Rows of x past the last are left as they are (their columns of y are not
+        stored), k past the last is zero, as are the weights' codes there."""
         row = bx * s.block_n
         T.call_extern(
-            "handle", f"tilebit::async_copy_planes<{bits}, {row_tiles}>", planes_at(shared, warp, slot),
+            "handle", f"tilebit::request_planes<{bits}, {row_tiles}>", held(planes, slot, "w"),
             T.address_of(weight[0, row // 64, step, row % 64 * 8]), T.int64(p.n_tiles * k_tiles * 2048), lane,
         )  # fmt: skip
-
-    @T.macro
-    def request_x(x, shared, warp, lane, by, step, slot):
-        """Rows past the last are left as they are (their columns of y are not stored), k past the
-        last is zero, as are the weights' codes there."""
         T.call_extern(
             "handle", copy_x, x_at(shared, warp, slot, lane * 16), T.address_of(x[by * s.block_m, step * rules.STEP_K + lane * 8]),
             p.kx * 2, 0, x.shape[0] - by * s.block_m, (by + 1) * s.block_m <= x.shape[0],
@@ -97,38 +96,40 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # tables and rings, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), "float32")
+            planes = T.alloc_local((stages * step_words,), "uint32")
+            kept = T.alloc_local((row_tiles * 8,), "uint32")  # codebooks of which some codes are looked up here
             thread = T.get_thread_binding()
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
             step, end = T.alloc_var("int32", init=bz * steps // splits + warp), (bz + 1) * steps // splits
-            slot = T.alloc_var("int32", init=0)
 
             for i in T.unroll(row_tiles * column_tiles * 4):
                 sums[i] = 0.0
-            for stage in T.unroll(stages):
-                if step + stage * warps < end:
-                    request_planes(weight, shared, warp, lane, bx, step + stage * warps, stage)
-                    request_x(x, shared, warp, lane, by, step + stage * warps, stage)
+            for slot in T.unroll(stages):
+                if step + slot * warps < end:
+                    request(weight, x, shared, planes, warp, lane, bx, by, step + slot * warps, slot)
                 T.ptx_commit_group()
             T.call_extern(
                 "handle", f"{product}::fill_tables<{threads}>", T.address_of(shared[0]), T.address_of(scales[bx * s.block_n, 0]), thread
             )
+            if keeps:
+                T.call_extern("handle", f"{product}::keep_codebooks", kept.access_ptr("w"), T.address_of(scales[bx * s.block_n, 0]), lane)
             T.sync_threads()
 
             while step < end:  # the warp's share of the block's steps
-                T.ptx_wait_group(stages - 1)
-                T.sync_warp()
-                T.call_extern(
-                    "handle", f"{product}::multiply", planes_at(shared, warp, slot), x_at(shared, warp, slot), T.address_of(shared[0]),
-                    sums.access_ptr("rw"), lane,
-                )  # fmt: skip
-                T.sync_warp()  # all lanes have read the slot
-                if step + stages * warps < end:
-                    request_planes(weight, shared, warp, lane, bx, step + stages * warps, slot)
-                    request_x(x, shared, warp, lane, by, step + stages * warps, slot)
-                T.ptx_commit_group()
-                step = step + warps
-                slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+                for slot in T.unroll(stages):  # registers have no index: each slot's are named
+                    if step < end:
+                        T.ptx_wait_group(stages - 1)
+                        T.sync_warp()
+                        T.call_extern(
+                            "handle", f"{product}::multiply", held(planes, slot, "r"), x_at(shared, warp, slot), T.address_of(shared[0]),
+                            kept.access_ptr("r"), sums.access_ptr("rw"), lane,
+                        )  # fmt: skip
+                        T.sync_warp()  # all lanes have read the slot
+                        if step + stages * warps < end:
+                            request(weight, x, shared, planes, warp, lane, bx, by, step + stages * warps, slot)
+                        T.ptx_commit_group()
+                        step = step + warps
 
             T.sync_threads()  # tables and rings become sums [warp][column][sum_pitch]
             T.call_extern(

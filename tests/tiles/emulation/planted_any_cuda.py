@@ -13,8 +13,6 @@ from tilebit.schedules.schedule import Schedule
 
 from .planted import Bug, device, swap
 
-FILLED = "thread\n            )\n"
-
 
 def of_width(bits: int, m: int = 5, n: int = 60, k: int = 700) -> Workload:
     return Workload(m, n, k, GemmFormat.parse(f"w{bits}a16_any"), bias=True)
@@ -22,6 +20,7 @@ def of_width(bits: int, m: int = 5, n: int = 60, k: int = 700) -> Workload:
 
 ONE = Schedule("gemm_any", 16, 8, 1, 2, 2)
 TWO = Schedule("gemm_any", 32, 8, 1, 2, 2)
+FEW = Schedule("gemm_any", 16, 4, 1, 2, 2)  # of few columns: some codes of 3 bits are looked up in registers
 SPLIT = replace(ONE, split_k=3)
 W3, W6 = of_width(3), of_width(6)
 
@@ -52,18 +51,22 @@ BUGS = (
     device("second code of a pair for the first", W3, ONE, ("j % 2 ? 0x5432 : 0x5410", "j % 2 ? 0x3254 : 0x1054")),
     device("numbers of a register exchanged", W6, ONE, ("high << 16 | low", "low << 16 | high")),
     device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),
-    device("x of a neighbouring lane", W6, TWO, ("+ (lane & 3) * 16, values[c]", "+ ((lane ^ 1) & 3) * 16, values[c]")),
-    device("second half of a step with the first half's x", W3, ONE, ("load_x(x.address, u * 4 + q", "load_x(x.address, q")),
+    device("x of a neighbouring lane", W6, TWO, ("(lane & 3) * 16;", "((lane ^ 1) & 3) * 16;")),
+    device("second half of a step with the first half's x", W3, ONE, ("load_x(column, u * 4 + q", "load_x(column, q")),
     device("sums of the first tile", W3, TWO, ("sums + (t * NT + c) * 4, a", "sums + c * 4, a")),
-    loop("numbers of x past k read", of_width(3, k=500), ONE, ("True if whole else step", "True if True else step"), sign=""),
-    loop("planes read before they have come", W3, ONE, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
+    device("kept codebook of the neighbour", W3, FEW, ("row * 8 + (lane >> 2)", "row * 8 + (lane >> 2 ^ 1)")),
+    device("kept codebook of the first row", W3, FEW, ("codebooks + (t * 2 + h) * 4", "codebooks + t * 2 * 4")),
+    device("second half of a word's codes for the first", W3, FEW, ("word >> 16 * i", "word")),
+    device("high bytes of the upper numbers for the lower", W3, FEW, ("__byte_perm(v.z, v.w, 0x7531)", "__byte_perm(v.x, v.y, 0x7531)")),
     loop(
-        "tables read while they are filled",
-        W3,
+        "planes of the next step for this one",
+        W6,
         ONE,
-        (f"{FILLED}            T.sync_threads()", FILLED),
-        sign="",
+        ("weight[0, row // 64, step,", "weight[0, row // 64, T.min(step + 1, k_tiles - 1),"),
     ),
+    loop("numbers of x past k read", of_width(3, k=500), ONE, ("True if whole else step", "True if True else step"), sign=""),
+    loop("x read before it has come", W3, ONE, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
+    loop("tables read while they are filled", W3, ONE, ("T.sync_threads()\n\n            while", "\n            while"), sign=""),
     loop("all warps' sums in one place", W3, ONE, ("warp * (s.block_m * sum_pitch)", "0 * (s.block_m * sum_pitch)"), sign=""),
     loop("rows of the tile's first block", W3, ONE, ("row % 64 * 8", "0")),
     loop(

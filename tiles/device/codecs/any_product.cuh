@@ -22,6 +22,7 @@ struct AnyProduct {
   static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of 16 rows; of pairs the index is second * 16 + first
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1, PITCH = 576;   // tiles of columns; bytes from one row of x to the next
   static constexpr bool KEEPS_X = TILES > 1;  // in registers, for all tiles
+  static constexpr int KEPT = BITS == 3 && COLUMNS < 8;  // words of codes, of four, that are looked up in registers: shared memory is busy
 
   // Tables of the block's rows from their codebooks, T [row][2^BITS], by all its THREADS threads. A
   // thread loads so many neighbouring numbers of a row at once, and stores each (of pairs each
@@ -46,6 +47,26 @@ struct AnyProduct {
         const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : j % 2 ? two >> 16 : two & 0xffff;
         *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
       }
+    }
+  }
+
+  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as byte permutations
+  // take them: [tile][row] the low bytes in two words, then the high ones.
+  __device__ __forceinline__ static void keep_codebooks(uint32_t* kept, const void* codebooks, int lane) {
+#pragma unroll
+    for (int row = 0; row < TILES * 2; ++row) {
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2));
+      kept[row * 4] = __byte_perm(v.x, v.y, 0x6420), kept[row * 4 + 1] = __byte_perm(v.z, v.w, 0x6420);
+      kept[row * 4 + 2] = __byte_perm(v.x, v.y, 0x7531), kept[row * 4 + 3] = __byte_perm(v.z, v.w, 0x7531);
+    }
+  }
+
+  // Pairs of numbers of a row from a word of 8 codes in 4 bits each.
+  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t word, uint32_t (&pairs)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t codes = word >> 16 * i, low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
+      pairs[2 * i] = __byte_perm(low, high, 0x5140), pairs[2 * i + 1] = __byte_perm(low, high, 0x7362);
     }
   }
 
@@ -94,26 +115,27 @@ struct AnyProduct {
     return joined(number, load_shared_32(table + __byte_perm(second, lane, selector)));
   }
 
-  // x of a lane's column; columns that are not there have whatever x was: their sums are not stored.
-  __device__ __forceinline__ static void load_x(uint32_t x, int i, int lane, uint32_t (&values)[NT][4]) {
+  // x of a lane's column, which begins at `column`. Lanes whose column is not there load nothing, as
+  // one that repeats another would cost what its own does: their sums, of whatever lay in the
+  // registers, are not stored.
+  __device__ __forceinline__ static void load_x(uint32_t column, int i, int lane, uint32_t (&values)[NT][4]) {
 #pragma unroll
     for (int c = 0; c < NT; ++c)
-      if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(x + (c * 8 + (lane >> 2)) * PITCH + i * 64 + (lane & 3) * 16, values[c]);
+      if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(column + c * 8 * PITCH + i * 64, values[c]);
   }
 
-  // sums [TILES][NT][4] += weights of TILES * 16 rows times x, 256 k of both. planes: [plane][tile] 512
-  // bytes; x: [column] 256 numbers, in PITCH bytes; tables: [tile] as fill_tables left them.
-  __device__ __forceinline__ static void multiply(SharedAddress planes, SharedAddress x, SharedAddress tables, float* sums, int lane) {
-    uint32_t kept[KEEPS_X ? 8 : 1][NT][4] = {};
+  // sums [TILES][NT][4] += weights of TILES * 16 rows times x, 256 k of both. planes: as request_planes
+  // left them; x: [column] 256 numbers, in PITCH bytes; tables: [tile] as fill_tables left them.
+  __device__ __forceinline__ static void multiply(
+      const uint32_t* planes, SharedAddress x, SharedAddress tables, const uint32_t* codebooks, float* sums, int lane) {
+    const uint32_t column = x.address + (lane >> 2) * PITCH + (lane & 3) * 16;
+    uint32_t kept[KEEPS_X ? 8 : 1][NT][4];
     if constexpr (KEEPS_X) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) load_x(x.address, i, lane, kept[i]);
+      for (int i = 0; i < 8; ++i) load_x(column, i, lane, kept[i]);
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      uint32_t stored[BITS][4];
-#pragma unroll
-      for (int p = 0; p < BITS; ++p) load_shared_128(planes.address + (p * TILES + t) * 512 + lane * 16, stored[p]);
       const uint32_t low = tables.address + t * TABLE, high = low + ENTRY / 2;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
@@ -122,13 +144,18 @@ struct AnyProduct {
         for (int h = 0; h < 2; ++h) {
           uint32_t of_row[BITS];
 #pragma unroll
-          for (int p = 0; p < BITS; ++p) of_row[p] = stored[p][2 * h + u];
+          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * h + u];
           select_codes(of_row, words[h]);
         }
+        uint32_t pairs[KEPT > 0 ? KEPT : 1][2][4];
+#pragma unroll
+        for (int j = 0; j < KEPT; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) permuted(codebooks + (t * 2 + h) * 4, words[h][j], pairs[j][h]);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          uint32_t loaded[NT][4] = {};
-          if constexpr (!KEEPS_X) load_x(x.address, u * 4 + q, lane, loaded);
+          uint32_t loaded[NT][4];
+          if constexpr (!KEEPS_X) load_x(column, u * 4 + q, lane, loaded);
           const uint32_t(&values)[NT][4] = KEEPS_X ? kept[KEEPS_X ? u * 4 + q : 0] : loaded;
 #pragma unroll
           for (int pair = 0; pair < 4; pair += 2) {
@@ -136,6 +163,10 @@ struct AnyProduct {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const int j = pair + i;
+              if (j < KEPT) {
+                a[2 * i] = pairs[j < KEPT ? j : 0][0][q], a[2 * i + 1] = pairs[j < KEPT ? j : 0][1][q];
+                continue;
+              }
               a[2 * i] = look_up(low, lane * 4, words[0][j], words[0][(j + 4) % PERIOD], q);
               a[2 * i + 1] = look_up(high, lane * 4, words[1][j], words[1][(j + 4) % PERIOD], q);
             }
@@ -148,15 +179,24 @@ struct AnyProduct {
   }
 };
 
-// A warp's 512 bytes of each of PLANES planes and TILES tiles of 16 rows, from the lane's first 16
-// bytes on; the planes lie `stride` bytes apart. To [plane][tile].
+// 16 bytes of memory of which no other thread of the SM reads any: they take no place in its cache.
+__device__ __forceinline__ void load_alone(const void* from, uint32_t* r) {
+#ifdef TILEBIT_HOST_EMULATION
+  memcpy(r, from, 16);
+#else
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(from));
+#endif
+}
+
+// A lane's 16 bytes of each of PLANES planes and TILES tiles of 16 rows are asked for; a warp's are 512
+// neighbouring ones, the planes lie `stride` bytes apart. To [plane][tile] of four words.
 template <int PLANES, int TILES>
-__device__ __forceinline__ void async_copy_planes(SharedAddress to, const void* from_, int64_t stride, int lane) {
+__device__ __forceinline__ void request_planes(uint32_t* to, const void* from_, int64_t stride, int lane) {
   const char* from = static_cast<const char*>(from_) + lane * 16;
 #pragma unroll
   for (int p = 0; p < PLANES; ++p)
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) cp_async_16(to.address + (p * TILES + t) * 512 + lane * 16, from + p * stride + t * 512, true);
+    for (int t = 0; t < TILES; ++t) load_alone(from + p * stride + t * 512, to + (p * TILES + t) * 4);
 }
 
 }  // namespace tilebit

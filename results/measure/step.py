@@ -291,20 +291,17 @@ def main(arguments: list[str] | None = None) -> None:
     common = {**process_fields(target), "op": "step"}
     path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
     for batch, context in points:
+        rows: list[dict[str, Any]] = []
         try:
             found = measure(model, device, batch, context, options.kv.split(","), peers, options.format, variants)
             rows = [{**common, **row, "parts": options.parts if row["impl"] == PARTED else ""} for row in found]
-        except ValueError as error:
+        except (ValueError, torch.OutOfMemoryError) as error:
             print(f"batch {batch}, context {context}: {error}", flush=True)
-            continue
-        write_rows(path, rows)
-        print(
-            f"batch {batch}, context {context}",
-            "  ".join(f"{r['impl']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in rows),
-            "us",
-            flush=True,
-        )
-        gc.collect()
+        if rows:
+            write_rows(path, rows)
+            times = "  ".join(f"{r['impl']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in rows)
+            print(f"batch {batch}, context {context} {times} us", flush=True)
+        gc.collect()  # the last point's caches and graphs, before the next
         if target.is_cuda:
             torch.cuda.empty_cache()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from lanes import slow_functions  # of tests/tiles, which is in the path
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2  # of the whole run: continuous integration has two cores
@@ -39,7 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def _mark_slow(items: list[pytest.Item]) -> None:
+    left = {f"tests/{name}": count for name, count in slow_functions().items()}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        if function in left and item.get_closest_marker("slow") is None:
+            left[function] -= 1
+            if left[function] < 0:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses among marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_slow(items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+def slow_functions() -> dict[str, int]:
+    """By test function, as a path in tests/ and a name, how many of its cases ``make test`` runs: what tests/slow.txt says."""
+    lines = [line.split() for line in (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return {name: 0 if rest == ["none"] else 1 for name, *rest in lines}
 
 
 def one_of_each(cases: Iterable[Any], sort: Callable[[Any], Hashable], several: bool = False) -> list[Any]:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tilebit.autotune.provenance import now, source_commit
 from tilebit.quality import Score, log_probabilities
 from tilebit.schedules.target import detect_target
+from tilebit.weights.gptq import DAMPING
 
 from ..report.markdown import slug
 from ..report.rows import ROWS
@@ -46,14 +47,15 @@ STUDIES = {"methods": ("quality", variants), "formats": ("quality_formats", form
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How much text: ``tokens`` evaluated in windows of ``window``; GPTQ is calibrated with
-    ``calibration_samples`` of ``calibration_window`` tokens, the search sees its samples in
-    ``search_window`` tokens each."""
+    ``calibration_samples`` of ``calibration_window`` tokens, with ``damping``; the search sees its
+    samples in ``search_window`` tokens each."""
 
     tokens: int = 16_384
     window: int = 1024
     calibration_samples: int = 4
     calibration_window: int = 512
     search_window: int = 128
+    damping: float = DAMPING
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -74,7 +76,9 @@ def measured(
     model: nn.Module, texts: quality_model.Texts, settings: Settings, wanted: Sequence[Variant], fields: dict[str, Any], out: Path
 ) -> int:
     """Append a row of each of ``wanted`` to ``out``, with ``fields``; returns how many."""
-    simulation = Simulation(model, texts, (settings.calibration_samples, settings.calibration_window), settings.search_window)
+    simulation = Simulation(
+        model, texts, (settings.calibration_samples, settings.calibration_window), settings.search_window, settings.damping
+    )
     reference = [log_probabilities(model, window) for window in texts.windows]
     out.parent.mkdir(parents=True, exist_ok=True)
     for variant in wanted:
@@ -91,7 +95,7 @@ def measured(
 def missing(wanted: Sequence[Variant], settings: Settings, out: Path) -> list[Variant]:
     """Those of ``wanted`` without a row of these settings in ``out``."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    rows = [json.loads(line) for line in lines if line.strip()]
+    rows = [{"damping": DAMPING} | json.loads(line) for line in lines if line.strip()]  # rows of before it could be chosen lack it
     there = {Variant.of_row(row) for row in rows if settings.to_json().items() <= row.items()}
     return [variant for variant in wanted if variant not in there]
 
@@ -106,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="variants whose description holds this text")
     parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/STUDY/DEVICE.jsonl)")
     for name, value in Settings().to_json().items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
     options = parser.parse_args(arguments)
     if options.model is None:
         parser.error(f"--model FOLDER or $TILEBIT_QUALITY_MODEL is needed; --convert makes it of {quality_model.WHEEL}")

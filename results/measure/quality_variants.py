@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilebit.layouts.formats import FORMATS, INT8, PER_CHANNEL, GemmFormat
-from tilebit.weights.gptq import gptq
+from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.layers import linears_of, once
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
 from tilebit.weights.quantize import quantize
@@ -136,12 +136,13 @@ def format_variants() -> list[Variant]:
 class Simulation:
     """A model whose layers take the weights of one variant after the other. ``calibration`` says
     how many samples of how many tokens GPTQ sees, ``search_window`` how long a sample of the
-    search is."""
+    search is, ``damping`` is GPTQ's."""
 
     model: nn.Module
     texts: Texts
     calibration: tuple[int, int]
     search_window: int
+    damping: float = DAMPING
     layers: dict[str, nn.Linear] = field(init=False)
     originals: dict[str, Tensor] = field(init=False)
     found: dict[int, tuple[dict[str, Salience], float]] = field(init=False, default_factory=dict)
@@ -213,7 +214,11 @@ class Simulation:
             def values(rows: Tensor, format: GemmFormat) -> Tensor:
                 if format.codebook:
                     return self._clustered(name, rows).dequantize(format.bits)
-                q = quantize(rows, format, clip) if products is None else gptq(rows, products, format, clip_search=clip)
+                q = (
+                    quantize(rows, format, clip)
+                    if products is None
+                    else gptq(rows, products, format, clip_search=clip, damping=self.damping)
+                )
                 return q.dequantize()
 
             found[name] = by_precision(layer.weight.detach(), channels[name], plan, values)

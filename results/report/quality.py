@@ -14,7 +14,8 @@ FIELDS = (
     "top1", "tokens", "window", "calibration_samples", "calibration_window", "search_window", "seconds_search", "gpu", "date",
 )  # fmt: skip
 VARIANT = ("format", "method", "high", "share", "choice", "terms", "samples", "activations")
-SETTINGS = ("tokens", "window", "calibration_samples", "calibration_window", "search_window")
+SETTINGS = ("tokens", "window", "calibration_samples", "calibration_window", "search_window", "damping")
+DAMPING = 0.1  # of GPTQ in rows that do not say
 METHODS = {"": "16 bits", "round": "to nearest", "clip": "clip search", "gptq": "GPTQ", "gptq_clip": "GPTQ, clip search"}
 ACTIVATIONS = {"": "16 bits", "a8_token": "8 bits, a scale a token", "a8_g128": "8 bits, groups of 128"}
 CHOICES = {"global": "all layers together", "layer": "the same share of each layer", "random": "at random"}
@@ -42,6 +43,7 @@ def read_language_quality(folder: Path) -> dict[tuple[str, str], list[dict[str, 
     ``ValueError`` with file and line for a row that lacks a field."""
     found: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
+        row.setdefault("damping", DAMPING)
         rows = found.setdefault((row["model"], row["gpu"]), {})
         key = tuple(row[name] for name in (*VARIANT, *SETTINGS))
         if key not in rows or row["date"] >= rows[key]["date"]:
@@ -86,8 +88,8 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     commits = ", ".join(sorted({short_commit(row.get("commit")) for row in rows}))
     parts = [
         f"{first['tokens']:,} tokens in windows of {first['window']:,}; GPTQ: {first['calibration_samples']} samples of "
-        f"{first['calibration_window']} tokens; search: samples of {first['search_window']} tokens. Python {first.get('python') or '-'}'s "
-        f"texts; commit {commits}."
+        f"{first['calibration_window']} tokens, damping {first['damping']:g}; search: samples of {first['search_window']} tokens. "
+        f"Python {first.get('python') or '-'}'s texts; commit {commits}."
     ]
     formats = [row for row in rows if not row["high"]]
     if formats:

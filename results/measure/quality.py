@@ -37,6 +37,7 @@ from tilebit.schedules.target import detect_target
 from tilebit.weights.gptq import DAMPING
 
 from ..report.markdown import slug
+from ..report.quality import UNSAID_DAMPING
 from ..report.rows import ROWS
 from . import quality_model
 from .quality_variants import Simulation, Variant, format_variants, variants
@@ -95,7 +96,7 @@ def measured(
 def missing(wanted: Sequence[Variant], settings: Settings, out: Path) -> list[Variant]:
     """Those of ``wanted`` without a row of these settings in ``out``."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    rows = [{"damping": DAMPING} | json.loads(line) for line in lines if line.strip()]  # rows of before it could be chosen lack it
+    rows = [{"damping": UNSAID_DAMPING} | json.loads(line) for line in lines if line.strip()]
     there = {Variant.of_row(row) for row in rows if settings.to_json().items() <= row.items()}
     return [variant for variant in wanted if variant not in there]
 

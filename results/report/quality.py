@@ -15,7 +15,7 @@ FIELDS = (
 )  # fmt: skip
 VARIANT = ("format", "method", "high", "share", "choice", "terms", "samples", "activations")
 SETTINGS = ("tokens", "window", "calibration_samples", "calibration_window", "search_window", "damping")
-DAMPING = 0.1  # of GPTQ in rows that do not say
+UNSAID_DAMPING = 0.1  # of GPTQ, in rows of before it could be chosen
 METHODS = {"": "16 bits", "round": "to nearest", "clip": "clip search", "gptq": "GPTQ", "gptq_clip": "GPTQ, clip search"}
 ACTIVATIONS = {"": "16 bits", "a8_token": "8 bits, a scale a token", "a8_g128": "8 bits, groups of 128"}
 CHOICES = {"global": "all layers together", "layer": "the same share of each layer", "random": "at random"}
@@ -43,7 +43,7 @@ def read_language_quality(folder: Path) -> dict[tuple[str, str], list[dict[str, 
     ``ValueError`` with file and line for a row that lacks a field."""
     found: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
-        row.setdefault("damping", DAMPING)
+        row.setdefault("damping", UNSAID_DAMPING)
         rows = found.setdefault((row["model"], row["gpu"]), {})
         key = tuple(row[name] for name in (*VARIANT, *SETTINGS))
         if key not in rows or row["date"] >= rows[key]["date"]:

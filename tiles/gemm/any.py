@@ -47,7 +47,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
     splits, stages, warps, threads = s.split_k, s.num_stages, s.num_warps, s.num_warps * 32
     row_tiles, column_tiles = s.block_n // 16, max(1, s.block_m // 8)
-    steps, k_tiles, step_words = rules.steps(workload), rules.steps(workload), rules.plane_bytes(workload, s) // 128
+    steps, k_tiles = rules.steps(workload), rules.steps(workload)
+    step_words = rules.plane_bytes(workload, s) // (32 * 4)  # of a lane
     slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s) // 4
     product = f"tilebit::AnyProduct<{TYPES[dtype]}, {bits}, {row_tiles}, {s.block_m}>"
     copy_x = f"tilebit::async_copy_rows<{s.block_m}, 1, {rules.X_PITCH}>"

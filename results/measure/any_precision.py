@@ -1,8 +1,9 @@
 """Products of every width from one store: ``python -m results.measure.any_precision`` appends rows to
 results/rows/any_precision.
 
-For each shape and number of rows, tilebit's kernel of every width and torch's product of 16 bits
-(cuBLAS on a GPU) on what the store stands for at that width, interleaved. Rows say the largest
+For each shape and number of rows, tilebit's kernel of every width, and of the formats named by
+``--beside``, and torch's product of 16 bits (cuBLAS on a GPU) on what the store stands for at that
+width, interleaved. Rows say the largest
 relative error of a block of 128 x 128 against fp32.
 """
 
@@ -32,13 +33,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default=SHAPES, help="n x k of weights")
     parser.add_argument("--ms", default="1,8", help="rows of x (default: 1,8)")
     parser.add_argument("--widths", default="3,4,5,6,7,8", help="bits that are read (default: 3 to 8)")
+    parser.add_argument("--beside", default="", help="formats of separate models to time as well, for instance w4a16_g128,w8a16_channel")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds; shapes that are left then are left out, and named")
     parser.add_argument("--out", type=Path, default=ROWS / "any_precision", help="folder of the rows, one file per device")
     options = parser.parse_args(arguments)
     target, start = detect_target(options.device), time.monotonic()
     ms, widths = ([int(number) for number in text.split(",")] for text in (options.ms, options.widths))
     shapes = [tuple(int(number) for number in shape.split("x")) for shape in options.shapes.split(",")]
-    wanted = {(n, k): [Workload(m, n, k, GemmFormat.parse(f"w{bits}a16_any")) for m in ms for bits in widths] for n, k in shapes}
+    formats = [GemmFormat.parse(text) for text in (*(f"w{bits}a16_any" for bits in widths), *filter(None, options.beside.split(",")))]
+    wanted = {(n, k): [Workload(m, n, k, format) for m in ms for format in formats] for n, k in shapes}
     build([workload for each in wanted.values() for workload in each], target, jobs=None)
     path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
     for (n, k), workloads in wanted.items():

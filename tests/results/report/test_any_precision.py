@@ -49,9 +49,11 @@ def test_a_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--ms", "1", "--widths", "3", "--out", str(tmp_path)]
-    any_precision.main([*options, "--shapes", "64x128"])
+    any_precision.main([*options, "--shapes", "64x128", "--beside", "w4a16_g128"])
     (file,) = tmp_path.glob("*.jsonl")
-    assert [json.loads(line)["impl"] for line in file.read_text().splitlines()][:2] == ["tilebit", "torch"]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["impl"] for row in rows][:2] == ["tilebit", "torch"]
+    assert [row["format"] for row in rows if row["impl"] == "tilebit"] == ["w3a16_any", "w4a16"]
     assert "| 64 x 128 | 1 |" in any_precision_section(tmp_path)
     any_precision.main([*options, "--shapes", "64x128", "--budget", "0"])
     assert "64 x 128 is left out: 0 s have passed" in capsys.readouterr().out

@@ -15,13 +15,14 @@ void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_
   for (int d = 1; d < map.rank; ++d) rows *= map.box[d];
   for (int64_t row = 0; row < rows; ++row) {
     const char* from = map.base + first[0] * map.element_bytes;
-    bool inside = first[0] >= 0 && first[0] + map.box[0] <= map.dims[0];
+    bool inside = first[0] >= 0;
     for (int64_t d = 1, rest = row; d < map.rank; rest /= map.box[d++]) {
       const int64_t at = first[d] + rest % map.box[d];
       inside &= 0 <= at && at < map.dims[d], from += at * map.strides[d];
     }
-    for (int chunk = 0; chunk < SWIZZLED_ROW; chunk += 16)
-      bulk_copies.push_back(issue(swizzled(target + row * SWIZZLED_ROW + chunk), from + chunk, 16, inside, &told));
+    for (int chunk = 0; chunk < SWIZZLED_ROW; chunk += 16)  // a row ends with whole ones
+      bulk_copies.push_back(issue(swizzled(target + row * SWIZZLED_ROW + chunk), from + chunk, 16,
+                                  inside && first[0] + (chunk + 16) / map.element_bytes <= map.dims[0], &told));
   }
 }
 // The lower 32 bits of a matrix descriptor are changed as numbers; here they are the address in units of 16 bytes, then those of 14 bits each.

@@ -20,8 +20,10 @@ from ..operands import Operand
 from ..rule import Estimate, Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
+from . import any_wgmma
 from .any import ARCHES, any_candidates
 from .any_cost import LAUNCH_US, any_estimate
+from .any_wgmma_cost import any_wgmma_estimate
 from .operation import OTHER_DTYPE
 from .workload import Workload
 
@@ -30,7 +32,7 @@ WARPS = (8, 4, 2)
 ROWS = 16  # of a block
 OPS = 4.0  # lanes a number: selected, looked up and joined; counted, not measured
 COLUMNS = 8  # of y's rows, stored at once
-SURE = 1.25  # times as fast that a library's product must be expected to be: no GPU has timed either
+RATE = 0.75  # of memory's: 8192 x 8192 at 4 bits takes 66 us, where bytes alone take 51 (H100)
 BEGINNINGS = tuple(range(17, 129, 16)) + tuple(range(145, 513, 32)) + (769, 1025)  # rows: each begins a pass
 
 
@@ -125,8 +127,8 @@ def candidates(workload: ExpandWorkload, target: Target) -> list[Schedule]:
 
 
 def estimate(workload: ExpandWorkload, schedule: Schedule, target: Target) -> Estimate:
-    """Bytes at the rate of memory, instructions at that of all lanes. Not fitted: no GPU has timed it."""
-    load = workload.bytes / (target.read_gbps * 1e3)
+    """Bytes at RATE of memory's, instructions at that of all lanes."""
+    load = workload.bytes / (RATE * target.read_gbps * 1e3)
     compute = OPS * workload.n * workload.k / (target.dequant_gops * 1e3)
     return Estimate(LAUNCH_US + max(load, compute), 1, load, compute, 0.0, 0.0, 0.0, LAUNCH_US, 1, 1.0)
 
@@ -156,7 +158,7 @@ EXPAND = Operation(
 @lru_cache(maxsize=4096)
 def library_from(product: Workload, target: Target) -> int | None:
     """The least number of rows from which expanding the weight and a library's 16-bit product should
-    take at most 1 / SURE of what ``gemm_any`` takes, whose every 16 rows read the weight again; None:
+    take less than the fastest program that looks numbers up itself, once for every tile of rows; None:
     there is none, or no expansion for this target."""
     if target.arch not in ARCHES or not product.format.codebook:
         return None
@@ -166,7 +168,9 @@ def library_from(product: Workload, target: Target) -> int | None:
         many = product.with_m(m)
         moved = 2 * (m * (own.n + own.columns) + own.n * own.columns) / (target.read_gbps * 1e3)
         library = LAUNCH_US + max(moved, many.flops / (target.mma_tflops * 1e6))
-        passes = min((any_estimate(many, schedule, target).us for schedule in any_candidates(many, target)), default=0.0)
-        if passes > SURE * (once + library):
+        own_us = [any_estimate(many, schedule, target).us for schedule in any_candidates(many, target)]
+        if target.arch in any_wgmma.ARCHES:
+            own_us += [any_wgmma_estimate(many, schedule, target).us for schedule in any_wgmma.any_wgmma_candidates(many, target)]
+        if min(own_us, default=0.0) > once + library:
             return m
     return None

@@ -10,8 +10,9 @@ from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from . import any as any_precision
-from . import cpu, cpu_any, rules, stream
+from . import any_wgmma, cpu, cpu_any, rules, stream
 from .any_cost import any_estimate
+from .any_wgmma_cost import any_wgmma_estimate
 from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
@@ -123,6 +124,22 @@ ANY = Rule(
     workspace_words=rules.workspace_words,
     promises=("mma", "cp_async", "wide_shared_loads"),
 )
+ANY_WGMMA = Rule(
+    any_wgmma.PROGRAM,
+    "tilebit.tiles.gemm.any_wgmma",
+    unserved=_unserved(any_wgmma.PROGRAM),
+    sources=_sources,
+    arches=any_wgmma.ARCHES,
+    tried=any_wgmma.ARCHES,
+    reads=_TILE | {"raster"},
+    legal=any_wgmma.any_wgmma_legal,
+    candidates=any_wgmma.any_wgmma_candidates,
+    estimate=any_wgmma_estimate,
+    workspace_words=rules.workspace_words,
+    promises=("wgmma", "register_reallocations"),
+    loading_warps=any_wgmma.PRODUCERS // 32,
+    registers=any_wgmma.registers,
+)
 CPU = Rule(
     cpu.PROGRAM,
     "tilebit.tiles.cpu.gemm.program",
@@ -173,7 +190,7 @@ def rank(there: Workload, here: Workload) -> tuple[bool, float]:
 GEMM = Operation(
     "gemm",
     Workload,
-    rules=(BULK, STREAM, WGMMA, MMA, ANY, CPU, CPU_ANY),
+    rules=(BULK, STREAM, WGMMA, MMA, ANY, ANY_WGMMA, CPU, CPU_ANY),
     gate="tilebit.autotune.problems.verify",
     distance=distance,
     rank=rank,

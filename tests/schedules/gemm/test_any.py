@@ -1,4 +1,4 @@
-"""The rule of ``gemm_any``: what it accepts and says, candidates for every device, and what its model expects."""
+"""The rules of ``gemm_any`` and ``gemm_any_wgmma``: what they accept and say, candidates for every device, and what their models expect."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from itertools import product
 import pytest
 
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
+from tilebit.schedules.gemm import any_wgmma
 from tilebit.schedules.gemm.any import ARCHES, PROGRAM, shared_bytes, table_bytes
 from tilebit.schedules.gemm.any_cost import any_estimate
+from tilebit.schedules.gemm.operation import ANY, ANY_WGMMA
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import select
-from tilebit.schedules.target import target_from_name
+from tilebit.schedules.target import Target, target_from_name
 
 H200 = target_from_name("sm_90a")
 GOOD = Schedule(PROGRAM, 32, 8, 1, 1, 8)
@@ -31,7 +33,10 @@ def test_every_width_and_number_of_rows_has_legal_candidates(arch: str) -> None:
         found = candidates(work(bits, m, n, k), target)
         assert found and len(set(found)) == len(found)
         assert all(legal(work(bits, m, n, k), schedule, target) == [] for schedule in found)
-        assert {schedule.block_m for schedule in found} == {min(1 << (m - 1).bit_length(), 16)}
+        own = [schedule for schedule in found if schedule.program == PROGRAM]
+        assert {schedule.block_m for schedule in own} == {min(1 << (m - 1).bit_length(), 16)}
+        many = m > 16 and target.arch == "sm_90a" and bits > 2
+        assert {schedule.program for schedule in found} == {PROGRAM} | ({any_wgmma.PROGRAM} if many else set())
 
 
 def test_illegal_schedules_say_why() -> None:
@@ -66,5 +71,39 @@ def test_fewer_bits_and_fewer_rows_take_less() -> None:
     times = [any_estimate(work(bits, 1, 57344, 8192), s, H200).us for bits, s in zip(CODEBOOK_BITS, large, strict=True)]
     assert times == sorted(times)
     for bits in CODEBOOK_BITS:
-        of_rows = [min(any_estimate(work(bits, m), s, H200).us for s in candidates(work(bits, m), H200) or []) for m in (1, 8, 16, 64, 256)]
-        assert of_rows == sorted(of_rows), bits
+        for rule in (ANY, ANY_WGMMA):
+            problems = [work(bits, m) for m in (1, 8, 16, 64, 256)]
+            of_rows = [min((rule.estimate(w, s, H200).us for s in rule.candidates(w, H200)), default=0.0) for w in problems]
+            assert of_rows == sorted(of_rows), (bits, rule.program)
+
+
+def test_what_the_program_of_many_rows_accepts() -> None:
+    good = Schedule(any_wgmma.PROGRAM, 128, 64, 256, 4, 8)
+    assert legal(work(4, 64), good, H200) == []
+    wrong = {
+        "block_n is 256; accepted: 64, 128, 192.": replace(good, block_n=256),
+        "block_m is 48; accepted: 32, 64, 96,": replace(good, block_m=48),
+        "block_k is 64; accepted: 256.": replace(good, block_k=64),
+        "num_warps is 4; accepted with block_n 128: 8, 16 rows a warp.": replace(good, num_warps=4),
+        "block_n is 192; accepted for n 4096 (padded to 4096): divisors of it.": replace(good, block_n=192, num_warps=12),
+        "split_k is 16, but k 512 has 2 steps of 256: a share would be empty.": replace(good, split_k=16),
+        "a thread needs about 220 registers, 152 are free": replace(good, block_n=192, num_warps=12, block_m=256),
+        "stream_k is True; accepted by gemm_any_wgmma, which does not use it: False.": replace(good, stream_k=True),
+    }
+    for sentence, schedule in wrong.items():
+        reasons = legal(work(4, 64, k=512), schedule, H200)
+        assert any(reason.startswith(sentence) for reason in reasons), (sentence, reasons)
+    (reason,) = legal(work(2, 64), good, H200)
+    assert reason == "codes have 2 bits; accepted: 3 and more. Use gemm_any."
+    (reason,) = legal(work(6, 64), replace(good, num_stages=8, block_m=128), H200)
+    assert reason.startswith("1 blocks need")
+
+
+@pytest.mark.parametrize("min_blocks", [1, 2])
+@pytest.mark.parametrize("num_warps", [4, 8, 12])
+def test_registers_are_handed_on_and_not_made(num_warps: int, min_blocks: int) -> None:
+    threads = num_warps * 32 + any_wgmma.PRODUCERS
+    loading, computing = any_wgmma.registers(Schedule(any_wgmma.PROGRAM, num_warps * 16, 32, 256, 2, num_warps, min_blocks=min_blocks))
+    given = min(255, Target.REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
+    assert loading * any_wgmma.PRODUCERS + computing * num_warps * 32 <= given * threads
+    assert loading % 8 == computing % 8 == 0 and 24 <= loading <= computing <= 240

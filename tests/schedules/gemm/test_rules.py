@@ -180,6 +180,7 @@ def test_shared_memory_by_hand():
         "gemm_stream",
         "gemm_stream_bulk",
         "gemm_any",
+        "gemm_any_wgmma",
         "gemm_cpu",
         "gemm_any_cpu",
     }

@@ -104,6 +104,11 @@ CASES = (
     ("sm_86", Workload(2, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any", 16, 2, 1, 1, 4)),
     ("sm_89", Workload(16, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any", 16, 16, 1, 1, 4)),
     ("sm_90a", Workload(4, 4096, 14336, W8_ANY, HALF), Schedule("gemm_any", 32, 4, 1, 1, 8)),
+    ("sm_90a", Workload(64, 8192, 8192, W3_ANY, HALF), Schedule("gemm_any_wgmma", 128, 64, 256, 8, 8, split_k=2)),
+    ("sm_90a", Workload(256, 505, 1001, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8)),
+    ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF, residual=True), Schedule("gemm_any_wgmma", 128, 192, 256, 5, 8, raster=8)),
+    ("sm_90a", Workload(32, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any_wgmma", 64, 32, 256, 6, 4, min_blocks=2)),
+    ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
     ("sm_90a", Workload(1024, 28672, 4096, G128, HALF, gate="silu"), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
@@ -124,7 +129,7 @@ CASES = (
     ("sm_89", Workload(3, 4096, 4096, B64, HALF, residual=True, norm=True, eps=1e-5), Schedule("gemm_stream", 64, 4, 64, 3, 4, split_k=2)),
     ("sm_80", Workload(8, 512, 1001, W4_ANY, BFLOAT, bias=True, gate="silu"), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),
 )  # fmt: skip
-ANY = "gemm_any"
+ANY, ANY_WGMMA = "gemm_any", "gemm_any_wgmma"
 TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 
 
@@ -149,6 +154,9 @@ def test_the_cases_use_every_value_and_are_legal():
     served = [(a, w, s) for a, w, s in CASES if s.program == ANY]
     assert {a for a, _, _ in served} == set(find_rule(ANY).arches) and {w.dtype for _, w, _ in served} == {HALF, BFLOAT}
     assert {s.block_m for _, _, s in served} == {1, 2, 4, 8, 16} and {s.split_k > 1 for _, _, s in served} == {True, False}
+    many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
+    assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == {64, 128, 192}
+    assert {w.format.bits for w, _ in many} == {3, 4, 8}, "each kind of tables"
     for name in TILED:
         schedules = [s for _, _, s in CASES if s.program == name]
         three = name == "gemm_wgmma"  # warpgroups, and slabs

@@ -31,7 +31,9 @@ from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
 
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
-TARGET = dict.fromkeys(("gemm_wgmma", "gemm_stream", "gemm_stream_bulk", "gemm_any"), HOPPER) | {"gemm_mma": target_from_name("sm_80")}
+TARGET = dict.fromkeys(("gemm_wgmma", "gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_wgmma"), HOPPER) | {
+    "gemm_mma": target_from_name("sm_80")
+}
 TILED = ("gemm_wgmma", "gemm_mma")
 W4, CHANNEL = QuantFormat(4, 64, False), QuantFormat(8, PER_CHANNEL, True)
 W4_128, LQQ, NIBBLES = QuantFormat(4, 128, False), GemmFormat.parse("w4a8_lqq_g128"), GemmFormat.parse("w4a8_g128_asym")
@@ -48,6 +50,7 @@ RESIDUAL = (
     (Workload(11, 190, 512, W4_128, bias=True, residual=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 2, split_k=2)),
     (Workload(3, 100, 256, LQQ, "bfloat16", residual=True), Schedule("gemm_stream", 64, 4, 64, 2, 2)),
     (Workload(3, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any", 64, 4, 1, 2, 2, split_k=2)),
+    (Workload(40, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any_wgmma", 64, 32, 256, 2, 4, split_k=2)),
 )
 GATED = (
     (Workload(40, 208, 256, W4, bias=True, gate="gelu"), Schedule("gemm_wgmma", 128, 64, 64, 2, 8, split_k=2)),
@@ -62,6 +65,7 @@ GATED = (
     (Workload(11, 208, 256, W4_128, bias=True, gate="gelu"), Schedule("gemm_stream", 64, 16, 64, 2, 2, split_k=2)),
     (Workload(3, 192, 256, LQQ, "bfloat16", bias=True, gate="gelu_tanh"), Schedule("gemm_stream", 64, 4, 64, 2, 2)),
     (Workload(3, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any", 64, 4, 1, 2, 2)),
+    (Workload(20, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any_wgmma", 128, 32, 256, 2, 8)),
 )
 EPS = {"norm": True, "eps": 1e-5}
 # Rings that share k, warps that share x, shares of k by a cluster, by a ticket and of unequal length; k that ends inside a step.

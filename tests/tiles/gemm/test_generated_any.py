@@ -1,5 +1,5 @@
-"""``gemm_any`` without a GPU: the whole kernel that TileLang generates, on every thread of every block, exact from bit planes to y; every
-width, ragged sizes, shares of k."""
+"""``gemm_any`` and ``gemm_any_wgmma`` without a GPU: the whole kernels that TileLang generates, on every thread of every block, exact from
+bit planes to y; every width, ragged sizes, shares of k."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lanes import one_of_each
 from tilebit.autotune.problems.gemm import exact_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
+from tilebit.schedules.gemm import any_wgmma
 from tilebit.schedules.gemm.any import PROGRAM
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
@@ -25,7 +26,7 @@ from emulation.generated_gemm import GeneratedGemm
 from gemm_cases import Case, label
 
 pytestmark = needs_host_compiler
-AMPERE = target_from_name("sm_80")
+AMPERE, HOPPER = target_from_name("sm_80"), target_from_name("sm_90a")
 
 
 def form(bits: int) -> GemmFormat:
@@ -62,12 +63,31 @@ def test_the_cases_cover_everything() -> None:
     assert {(w.format.bits, w.dtype) for w, _ in CASES} == set(product(CODEBOOK_BITS, ("float16", "bfloat16")))
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits), ids=label)
+def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, raster: int = 0) -> Schedule:
+    return Schedule(any_wgmma.PROGRAM, block_n, block_m, 256, stages, block_n // 16, split_k, raster=raster)
+
+
+# Pieces of x that a warp has under way: of several slots, of one, of part of one.
+WIDE = (
+    (Workload(33, 100, 1000, form(3)), wide(128, 64, 3)),
+    (Workload(40, 64, 1536, form(4), "bfloat16", bias=True), wide(64, 32, 2, split_k=3)),
+    (Workload(64, 180, 256, form(5), token_scales=True), wide(192, 96, 2)),
+    (Workload(97, 33, 900, form(6), "bfloat16"), wide(64, 128, 3, split_k=2)),
+    (Workload(200, 128, 520, form(7), residual=True), wide(64, 192, 2)),
+    (Workload(65, 64, 31, form(8), "bfloat16", bias=True), wide(64, 32, 4, raster=2)),
+    (Workload(17, 256, 512, form(8), gate="silu"), wide(128, 32, 3)),
+    (Workload(161, 64, 800, form(4)), wide(64, 160, 2)),
+)
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE), ids=label)
 def test_exact(case: Case) -> None:
-    workload, _ = case
-    problem = exact_problem(workload, CASES.index(case), "sm_80")
-    output = guarded_output((workload.m, workload.n), problem.x.dtype)
-    gemm = GeneratedGemm(*case, AMPERE)
+    workload, schedule = case
+    target = AMPERE if schedule.program == PROGRAM else HOPPER
+    problem = exact_problem(workload, (*CASES, *WIDE).index(case), target.arch)
+    output = guarded_output((workload.m, workload.columns), problem.x.dtype)
+    assert not legal(workload, schedule, target)
+    gemm = GeneratedGemm(*case, target)
     gemm(problem, output.y)
     assert check_guards(output) == [] and check_exact(output.y, problem.reference()) == []
     assert not gemm.tickets_left

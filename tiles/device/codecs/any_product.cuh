@@ -61,13 +61,10 @@ struct AnyProduct {
     }
   }
 
-  // Pairs of numbers of a row from a word of 8 codes in 4 bits each.
-  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t word, uint32_t (&pairs)[4]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t codes = word >> 16 * i, low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
-      pairs[2 * i] = __byte_perm(low, high, 0x5140), pairs[2 * i + 1] = __byte_perm(low, high, 0x7362);
-    }
+  // Two pairs of numbers of a row from four codes in 4 bits each.
+  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
+    const uint32_t low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
+    first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
   }
 
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
@@ -151,7 +148,9 @@ struct AnyProduct {
 #pragma unroll
         for (int j = 0; j < KEPT; ++j)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) permuted(codebooks + (t * 2 + h) * 4, words[h][j], pairs[j][h]);
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) permuted(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           uint32_t loaded[NT][4];

@@ -1,0 +1,162 @@
+"""The rule of ``gemm_any_wgmma``, the program of sm_90a for many rows of x and weights of bit planes
+and codebooks, see ``tiles/gemm/any_wgmma.py``.
+
+``block_n`` output channels by ``block_m`` rows of x a block, 16 channels a computing warp; ``block_k``
+is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ...layouts.planes import CUDA_TILE_K, CUDA_TILE_N
+from ..schedule import Schedule, in_turn
+from ..target import Target
+from .any import ENTRY
+from .rules import LEAST_STAGED, MAX_RASTER, STAGED_COLUMNS, TICKETS, WGMMA_SPARE
+from .workload import Workload
+
+PROGRAM = "gemm_any_wgmma"
+ARCHES = ("sm_90a",)
+STEP_K, STAGE_K = CUDA_TILE_K, 64
+BLOCK_N, ROWS = (64, 128, 192), 16  # ROWS: of a warp
+ROW_STEP = 32  # of x: what its four loading warps put in order at a time
+BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
+STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
+PRODUCERS, PRODUCER_REGISTERS = 128, 56
+KEPT_BITS = 3  # codes are looked up in registers, which hold codebooks of 8 numbers
+OWN_BITS = 6  # codes of up to so many bits are looked up in four copies, without a conflict
+STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
+SPARE = 28  # registers of addresses, loop state and look-ups under way
+MOST_REGISTERS = 240
+LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
+SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
+RASTERS, RASTER_M = (0, 8), 1024
+# What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
+USUAL_M = (64, 128, 192, 256)
+TILES = ((128, 1), (64, 2), (192, 1), (128, 2), (64, 1))
+
+
+def tables_in(workload: Workload) -> str:
+    """Where numbers are looked up, as ``tilebit::Tables`` names it (``device/codecs/any_operand.cuh``)."""
+    bits = workload.format.bits
+    return "REGISTERS" if bits == KEPT_BITS else "OWN" if bits <= OWN_BITS else "SHARED"
+
+
+def tables_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of a block's tables."""
+    numbers = 1 << workload.format.bits
+    of_rows = {"REGISTERS": 0, "OWN": numbers * ENTRY, "SHARED": ROWS * numbers * 2}[tables_in(workload)]
+    return schedule.block_n // ROWS * of_rows
+
+
+def shared_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of shared memory of a block: tables, slots of x, and columns on their way to y."""
+    s = schedule
+    staged = s.block_n * (LEAST_STAGED if s.block_m % STAGED_COLUMNS else STAGED_COLUMNS) * 2
+    return tables_bytes(workload, s) + s.num_stages * s.block_m * STAGE_K * 2 + staged + STATIC_SMEM
+
+
+def registers(schedule: Schedule) -> tuple[int, int]:
+    """(A loading, a computing thread's) registers, out of the even share that a launch gives to
+    both."""
+    computing = schedule.num_warps * 32
+    threads = computing + PRODUCERS
+    share = min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
+    loading = min(PRODUCER_REGISTERS, share)
+    return loading, min(MOST_REGISTERS, (share * threads - loading * PRODUCERS) // computing // 8 * 8)
+
+
+def registers_needed(workload: Workload, schedule: Schedule) -> int:
+    """Of a computing thread, about: sums, two operands of STAGE_K, planes and their codes."""
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + 16 + SPARE
+
+
+def steps(workload: Workload) -> int:
+    """Steps that cover k."""
+    return -(-workload.k // STEP_K)
+
+
+def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
+    s, reasons = schedule, []
+    if workload.format.bits < KEPT_BITS:
+        reasons.append(f"codes have {workload.format.bits} bits; accepted: {KEPT_BITS} and more. Use gemm_any.")
+    for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
+        if getattr(s, field) not in accepted:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
+    for field, low, high in (
+        ("num_stages", *STAGES), ("split_k", 1, MAX_SPLIT_K), ("min_blocks", 1, MAX_MIN_BLOCKS), ("raster", 0, MAX_RASTER),
+    ):  # fmt: skip
+        if not low <= getattr(s, field) <= high:
+            reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
+    if reasons:
+        return reasons
+    if s.num_warps * ROWS != s.block_n:
+        reasons.append(f"num_warps is {s.num_warps}; accepted with block_n {s.block_n}: {s.block_n // ROWS}, {ROWS} rows a warp.")
+        return reasons
+    n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
+    if n_pad % s.block_n:
+        reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if s.split_k > steps(workload):
+        reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
+    tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
+    if s.split_k > 1 and tiles > TICKETS:
+        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
+    smem = shared_bytes(workload, s)
+    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
+    if resident > target.smem_per_sm or smem > target.smem:
+        reasons.append(
+            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
+            "use fewer num_stages, min_blocks or a smaller tile."
+        )
+    threads = s.min_blocks * (s.num_warps * 32 + PRODUCERS)
+    if threads > target.threads_per_sm:
+        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}.")
+        return reasons
+    share, one = Target.REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
+    if share < one:
+        reasons.append(f"a launch gives a thread {share} registers, one wgmma of {s.block_m} columns takes {one}; use a smaller tile.")
+    needed, there = registers_needed(workload, s), registers(s)[1]
+    if needed > there:
+        reasons.append(f"a thread needs about {needed} registers, {there} are free; use a smaller block_m, block_n or min_blocks.")
+    return reasons
+
+
+def any_wgmma_candidates(workload: Workload, target: Target) -> list[Schedule]:
+    """Legal schedules worth trying, tiles in turn: as many slots of x as fit; few splits that fill the
+    SMs."""
+    if workload.m < LEAST_ROWS:
+        return []
+    return in_turn([list(_of_tile(n, m, blocks, workload, target)) for n, m, blocks in _tiles(workload)])
+
+
+def _tiles(workload: Workload) -> Iterator[tuple[int, int, int]]:
+    """(block_n, block_m, min_blocks): of rows of x all, if they fit a tile, or the lowest tiles that
+    cover them by so few, or tiles that won for more."""
+    fewest = -(-workload.m // BLOCK_M[-1])
+    exact = [-(-workload.m // (ROW_STEP * count)) * ROW_STEP for count in range(fewest, fewest + 2)]
+    heights = dict.fromkeys((*exact[:1], *(h for h in USUAL_M if h < workload.m), *exact[1:]))
+    for height, (block_n, blocks) in product((h for h in heights if h in BLOCK_M), TILES):
+        yield block_n, height, blocks
+
+
+def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, target: Target) -> Iterator[Schedule]:
+    n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
+    tiles, places = -(-n_pad // block_n) * -(-workload.m // block_m), target.units * min_blocks
+    best = 0.0
+    for split_k in range(1, min(MAX_SPLIT_K, steps(workload), max(1, 2 * places // tiles)) + 1):
+        full = tiles * split_k / (-(-tiles * split_k // places) * places)
+        if split_k > 1 and full < best + SPLIT_GAIN:
+            continue
+        best = full
+        for raster in RASTERS if workload.m >= RASTER_M else RASTERS[:1]:
+            deep = [
+                s
+                for stages in range(STAGES[1], STAGES[0] - 1, -1)
+                if not any_wgmma_legal(
+                    workload, s := Schedule(PROGRAM, block_n, block_m, STEP_K, stages, block_n // ROWS, split_k, min_blocks, raster), target
+                )
+            ]
+            yield from deep[:1]

@@ -93,7 +93,8 @@ def train(found: Sequence[Sample]) -> dict[str, Any]:
     import xgboost
 
     names = sorted({name for s in found for name in s.values})
-    rows = np.array([vector(s.values, names) for s in found], dtype=np.float32)
+    exact = np.array([vector(s.values, names) for s in found])
+    rows = exact.astype(np.float32)  # as XGBoost has them: values that differ by little are equal
     errors = np.array([log(s.us / s.expected.us) for s in found], dtype=np.float32)
     booster = xgboost.train(PARAMETERS, xgboost.DMatrix(rows, errors), TREES)
     trees = json.loads(booster.save_raw("json"))
@@ -107,7 +108,7 @@ def train(found: Sequence[Sample]) -> dict[str, Any]:
         "records_digest": records_digest(s.record for s in found),
         "xgboost": xgboost.__version__,
         "features": names,
-        "probes": _probes(found, names, rows, booster.inplace_predict(rows)),
+        "probes": _probes(found, names, exact, booster.inplace_predict(rows)),
         "trees_digest": trees_digest(trees),
         "trees": trees,
     }

@@ -96,8 +96,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     @T.macro
     def multiply_part(Xs, tables, kept, codes, W, Y, full, empty, warp, lane, stage, last, phase, part, step):
         T.call_extern(
-            "handle", f"{operand}::look_up", codes.access_ptr("r"), T.address_of(tables[0]), kept.access_ptr("r"), W.access_ptr("w"), part % 2, warp,
-            lane,
+            "handle", f"{operand}::look_up", codes.access_ptr("r"), T.address_of(tables[0]), kept.access_ptr("r"), W.access_ptr("w"),
+            part % 2, warp, lane,
         )  # fmt: skip
         T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage]), phase)
         T.wgmma_gemm(W, Xs[stage, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=step * len(PARTS) + part == 0)
@@ -105,17 +105,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         arrive(empty[last], lane, step * len(PARTS) + part > 0)
 
     @T.macro
-    def multiply(weight, Xs, tables, kept, planes, codes, W, W_rest, Y, full, empty, warp, lane, first_row, first, steps):
+    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, full, empty, warp, lane, first_row, first, steps):
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
         for step in T.serial(steps):
             for part in PARTS:
                 if part % 2 == 0:
                     T.call_extern("handle", f"{operand}::select", planes.access_ptr("r"), codes.access_ptr("w"), part // 2)
-                if part == 2:  # all codes of the step have been taken
-                    if step + 1 < steps:
-                        request(weight, planes, warp, lane, first_row, first + step + 1)
-                multiply_part(Xs, tables, kept, codes, W_rest if part % 2 else W, Y, full, empty, warp, lane, stage, last, phase, part, step)
+                if part == 2 and step + 1 < steps:  # all codes of the step have been taken
+                    request(weight, planes, warp, lane, first_row, first + step + 1)
+                multiply_part(Xs, tables, kept, codes, operands[part % 2], Y, full, empty, warp, lane, stage, last, phase, part, step)
                 last = stage
                 phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                 stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
@@ -164,7 +163,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.address_of(scales[first_row, 0]), own,
                 )  # fmt: skip
                 T.call_extern("handle", plan.keep, m, own)  # and all have filled the tables
-                multiply(weight, Xs, tables, kept, planes, codes, W, W_rest, Y, full, empty, warp, lane, first_row, first, steps)
+                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, full, empty, warp, lane, first_row, first, steps)
                 T.call_extern(
                     "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(staging[0]),
                     T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, steps - 1, block, own,

@@ -40,10 +40,10 @@ BUGS = (
     device("kept codebook of row r for row r + 8", W3, ONE, (KEPT, "permuted(kept, words[h * 8 + j] >>")),
     device("kept numbers of the first half", W3, ONE, ("words[h * 8 + j] >> 16 * g", "words[h * 8 + j]")),
     device("numbers of an operand exchanged", W8, ONE, ("Product::joined(first, second)", "Product::joined(second, first)")),
-    page("an operand overwritten while it is multiplied", W5, ONE, ("W_rest if part % 2 else W", "W")),
+    page("an operand overwritten while it is multiplied", W5, ONE, ("operands[part % 2]", "operands[0]")),
     page("a slot released while it is multiplied", W5, ONE, (RELEASE, "arrive(empty[stage], lane)")),
     page("x put in order before it has come", W5, ONE, (COME, f"{COME} ^ 1"), sign=""),
-    page("planes asked for before the codes are taken", W3, ONE, ("if part == 2:  #", "if part == 0:  #")),
+    page("planes asked for before the codes are taken", W3, ONE, ("if part == 2 and", "if part == 0 and")),
     page("planes of the first step for all", W5, ONE, ("first_row, first + step + 1)", "first_row, first)")),
     page("x of the first share", W5, SPLIT, ("first * rules.STEP_K + slot", "slot")),
 )  # fmt: skip

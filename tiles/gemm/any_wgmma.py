@@ -11,10 +11,10 @@ A block lays out its channels' tables in shared memory, then its threads have tw
     warpgroups 1, 2, ...   planes -> codes -> numbers, multiply, store
 
 ``raw`` says that a slot of 64 k of x has come, ``full`` hands it to the computing warpgroups in order,
-``empty`` hands it back. A computing
-warp has 16 channels; the planes of a step, 256 k of these, are 16 bytes of each plane a lane, asked for
-when the codes of the step before have been taken. A step is four parts of 64 k, which have two
-operands in turn: while one is multiplied, the next is looked up.
+``empty`` hands it back. A computing warp has 16 channels; the planes of a step, 256 k of these, are 16
+bytes of each plane a lane, asked for when the codes of the step before have been taken. A step is four
+parts of 64 k, which have two operands in turn: while one is multiplied, the next is looked up. What it
+gains and what binds it: results/notes/any-many-rows.md.
 """
 
 from typing import Any

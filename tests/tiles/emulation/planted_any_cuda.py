@@ -56,7 +56,7 @@ BUGS = (
     device("sums of the first tile", W3, TWO, ("sums + (t * NT + c) * 4, a", "sums + c * 4, a")),
     device("kept codebook of the neighbour", W3, FEW, ("row * 8 + (lane >> 2)", "row * 8 + (lane >> 2 ^ 1)")),
     device("kept codebook of the first row", W3, FEW, ("codebooks + (t * 2 + h) * 4", "codebooks + t * 2 * 4")),
-    device("second half of a word's codes for the first", W3, FEW, ("word >> 16 * i", "word")),
+    device("second half of a word's codes for the first", W3, FEW, ("words[h][j] >> 16 * i", "words[h][j]")),
     device("high bytes of the upper numbers for the lower", W3, FEW, ("__byte_perm(v.z, v.w, 0x7531)", "__byte_perm(v.x, v.y, 0x7531)")),
     loop(
         "planes of the next step for this one",

@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from ...layouts.planes import CUDA_TILE_K, CUDA_TILE_N
+from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
 from ..target import Target
-from .any import ENTRY
-from .rules import LEAST_STAGED, MAX_RASTER, STAGED_COLUMNS, TICKETS, WGMMA_SPARE
+from .any import ENTRY, STEP_K, steps
+from .rules import LEAST_STAGED, MAX_RASTER, STAGED_COLUMNS, TICKETS, WGMMA, WGMMA_SPARE, handed_on
 from .workload import Workload
 
 PROGRAM = "gemm_any_wgmma"
 ARCHES = ("sm_90a",)
-STEP_K, STAGE_K = CUDA_TILE_K, 64
+STAGE_K = 64
 BLOCK_N, ROWS = (64, 128, 192), 16  # ROWS: of a warp
 ROW_STEP = 32  # of x: what its four loading warps put in order at a time
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
-PRODUCERS, PRODUCER_REGISTERS = 128, 56
+PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 56
 KEPT_BITS = 3  # codes are looked up in registers, which hold codebooks of 8 numbers
 OWN_BITS = 6  # codes of up to so many bits are looked up in four copies, without a conflict
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
 SPARE = 28  # registers of addresses, loop state and look-ups under way
-MOST_REGISTERS = 240
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
 SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
@@ -61,21 +60,12 @@ def shared_bytes(workload: Workload, schedule: Schedule) -> int:
 def registers(schedule: Schedule) -> tuple[int, int]:
     """(A loading, a computing thread's) registers, out of the even share that a launch gives to
     both."""
-    computing = schedule.num_warps * 32
-    threads = computing + PRODUCERS
-    share = min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
-    loading = min(PRODUCER_REGISTERS, share)
-    return loading, min(MOST_REGISTERS, (share * threads - loading * PRODUCERS) // computing // 8 * 8)
+    return handed_on(schedule, PRODUCER_REGISTERS)
 
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
     """Of a computing thread, about: sums, two operands of STAGE_K, planes and their codes."""
     return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + 16 + SPARE
-
-
-def steps(workload: Workload) -> int:
-    """Steps that cover k."""
-    return -(-workload.k // STEP_K)
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -133,12 +123,12 @@ def any_wgmma_candidates(workload: Workload, target: Target) -> list[Schedule]:
 
 
 def _tiles(workload: Workload) -> Iterator[tuple[int, int, int]]:
-    """(block_n, block_m, min_blocks): of rows of x all, if they fit a tile, or the lowest tiles that
-    cover them by so few, or tiles that won for more."""
+    """(block_n, block_m, min_blocks). Heights: the lowest that covers all rows by as few tiles as can be,
+    the usual ones below, the lowest that covers them by one tile more."""
     fewest = -(-workload.m // BLOCK_M[-1])
     exact = [-(-workload.m // (ROW_STEP * count)) * ROW_STEP for count in range(fewest, fewest + 2)]
     heights = dict.fromkeys((*exact[:1], *(h for h in USUAL_M if h < workload.m), *exact[1:]))
-    for height, (block_n, blocks) in product((h for h in heights if h in BLOCK_M), TILES):
+    for height, (block_n, blocks) in product(heights, TILES):
         yield block_n, height, blocks
 
 

@@ -12,7 +12,7 @@ from ...layouts.planes import CUDA_TILE_N
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .any_wgmma import steps
+from .any import steps
 from .cost import LANES
 from .workload import Workload
 

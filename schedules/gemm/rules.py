@@ -98,10 +98,15 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
 def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
     """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that
     a launch gives to both."""
+    return handed_on(schedule, 40 if schedule.min_blocks == 1 else 24)
+
+
+def handed_on(schedule: Schedule, wanted: int) -> tuple[int, int]:
+    """``wgmma_registers`` of a program whose loading threads want so many."""
     consumers = schedule.num_warps * 32
     threads = consumers + WGMMA.producer_threads
     share = min(255, Target.REGISTERS_PER_SM // (threads * schedule.min_blocks)) // 8 * 8
-    producer = min(40, share) if schedule.min_blocks == 1 else 24
+    producer = min(wanted, share)
     return producer, min(240, (share * threads - producer * WGMMA.producer_threads) // consumers // 8 * 8)
 
 

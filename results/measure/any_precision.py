@@ -22,7 +22,7 @@ from tilebit.schedules.target import detect_target
 
 from ..report.rows import ROWS
 
-SHAPES = "57344x8192,4096x14336,28672x4096,4096x4096,6144x4096,8192x28672,8192x8192"
+SHAPES = "57344x8192,4096x14336,28672x4096,4096x4096,6144x4096,8192x28672,10240x8192"
 
 
 def main(arguments: list[str] | None = None) -> None:

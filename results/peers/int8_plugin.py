@@ -1,17 +1,18 @@
-"""Products of int8 x as plug-ins of the peer harness: tilebit's kernels of LiquidGEMM's two-level
-weights, of W8A8 and of QServe's per-channel W4A8, on the harness's weight and on its int8
-activations, which every peer gets quantized beforehand.
+"""Products of 8-bit x as plug-ins of the peer harness: tilebit's kernels of int8 and e4m3 x, and of the
+mixed linear layer, on the harness's weight and activations. These are quantized beforehand, for every
+peer alike.
 
     PYTHONPATH=$PWD gemm_peers.py --plugin results/peers/int8_plugin.py --methods torch_fp16,humming_w4a8_int8,vllm_int8
     python -m results.peers.int8_plugin --compile 4096x4096,28672x4096 1,16,256
 
-The second command compiles the kernels ahead, in parallel. Names are those of ``import_peers.py``.
-Needs this checkout on the path.
+The second command compiles the kernels ahead, in parallel. Names are those of ``import_peers.py``;
+``TILEBIT_PEERS`` selects among them. Needs this checkout on the path.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -20,28 +21,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tilebit
 from results.peers import peers_plugin
 from results.peers.peers_plugin import TIMER, TilebitPeer, _process
 from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.formats import GemmFormat
 from tilebit.ops.dispatch import device_target
+from tilebit.ops.gemm_int8 import OUTS
+from tilebit.ops.gemm_mixed import Launches
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import detect_target
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
-FORMATS = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")
+INT8 = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym", "w8a8_g128", "w4a8_g128_asym")
+FP8 = ("w8a8_fp8", "w4a8_fp8")
+FORMATS = (*INT8, *FP8)
+MIXED = {"w4.4a8_g128": ("w4a8_g128_asym", "w8a8_g128", 0.1)}  # low, high, the share of channels in high
+LAUNCHED: dict[Launches, str] = {"in_turn": "", "dependent": "_pdl", "parallel": "_parallel"}  # suffixes of a mixed layer's peers
 BASELINE = "tilebit_w4a16_sym"  # tilebit's own W4A16 in the same process
 
 
 class Int8Peer(TilebitPeer):
-    """tilebit's kernel of one format, in float16."""
+    """tilebit's kernel of one format of 8-bit x, in float16."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"tilebit_{name}", GemmFormat.parse(name), name, "float16")
 
     @property
     def dtype(self) -> str:
-        return f"{self.format.family.partition('_')[0]}-int8"
+        return f"{self.format.family.partition('_')[0]}-{OUTS[self.format.x].replace('e4m3', 'fp8')}"
 
     def supports(self, sh: Any, m: int) -> bool | str:
         return True
@@ -49,10 +57,14 @@ class Int8Peer(TilebitPeer):
     def weight(self, sh: Any) -> QuantizedTensor:
         return quantize(sh.W, self.format)
 
+    def activations(self, sh: Any, m: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of ``m`` rows, as the format's products take them."""
+        group = self.format.x_group if self.format.x_grouped else None
+        return tilebit.quantize_activations(sh.A[:m], OUTS[self.format.x], group)
+
     def run(self, sh: Any, m: int) -> tuple[list[Callable[[], None]], Callable[[], Tensor], int, str]:
         """As the harness asks: calls, the last one's y, bytes of a call, a note."""
-        (codes, scales), packed = sh.get("A8i"), self.packed
-        x, tokens = codes[:m].contiguous(), scales[:m].reshape(m).float().contiguous()
+        (x, tokens), packed = self.activations(sh, m), self.packed
         op, latest = torch.ops.tilebit.gemm_int8.default, {}
         rest = (packed.scales, packed.zeros, packed.row_scales, tokens, None, packed.n, packed.k, packed.format_name, packed.dtype)
 
@@ -67,14 +79,57 @@ class Int8Peer(TilebitPeer):
 
     def arows(self, sh: Any, m: int, rows: Tensor) -> Tensor:
         """fp32 activation rows as the kernel sees them."""
-        codes, scales = sh.get("A8i")
-        return codes[:m][rows].float() * scales[:m][rows].float()
+        codes, scales = self.activations(sh, m)
+        of_columns = scales.repeat_interleave(self.format.x_group, 0)[: sh.K].T if self.format.x_grouped else scales[:, None]
+        return (codes[:, : sh.K].float() * of_columns)[rows]
+
+
+class MixedPeer(Int8Peer):
+    """A mixed linear layer: of the output channels a share, drawn at random, in a format of more bits."""
+
+    def __init__(self, name: str, launches: Launches) -> None:
+        low, high, self.share = MIXED[name]
+        super().__init__(low)
+        self.name, self.high = f"tilebit_{name}{LAUNCHED[launches]}", GemmFormat.parse(high)
+        self.launches: Launches = launches
+
+    def prepare(self, sh: Any) -> None:
+        """Quantize and pack both parts, copy them as often as the harness wants, compile every m's kernels."""
+        chosen = torch.randperm(sh.N, generator=torch.Generator().manual_seed(0))[: round(self.share * sh.N / 64) * 64]
+        linear = torch.nn.Linear(sh.K, sh.N, bias=False, dtype=sh.W.dtype, device="meta")
+        linear.weight = torch.nn.Parameter(sh.W, requires_grad=False)
+        self.layer = tilebit.MixedLinear.from_float(linear, chosen.to(sh.W.device), self.format, self.high, launches=self.launches)
+        assert self.layer.low is not None and self.layer.high is not None
+        lows = importlib.import_module("gemm_peers").copies(self.layer.low.packed.weight)
+        high = self.layer.high.packed.weight
+        self.ws = [(low, high.clone() if i else high) for i, low in enumerate(lows)]
+        self.ref = self.layer.dequantize().float()
+        try:
+            tilebit.prepare(self.layer, sorted(set(sh.ms)))
+        except KernelUnavailable as error:  # `run` fails for the m that it concerns, and the harness records that
+            print(f"[{self.name}] {error}", file=sys.stderr, flush=True)
+
+    def run(self, sh: Any, m: int) -> tuple[list[Callable[[], None]], Callable[[], Tensor], int, str]:
+        """As the harness asks; the note names no schedule: there are two."""
+        (x, tokens), layer = self.activations(sh, m), self.layer
+        low, high = (part for _, part in layer.parts)
+        op, latest = torch.ops.tilebit.gemm_mixed.default, {}
+        a, b = ((part.packed.scales, part.packed.zeros, part.packed.row_scales, None) for part in (low, high))
+        rest = (sh.N, sh.K, low.packed.format_name, high.packed.format_name, low.dtype, self.launches)
+
+        def call(lower: Tensor, higher: Tensor) -> None:
+            latest["y"] = op(x, tokens, lower, *a, layer.low_channels, higher, *b, layer.high_channels, *rest)
+
+        note = {**_process(device_target(x.device)), "timer": TIMER, "schedule": None}
+        size = low.packed.nbytes + high.packed.nbytes + m * (sh.K + 2 * sh.N)
+        return [lambda w=w: call(*w) for w in self.ws], lambda: latest["y"], size, json.dumps(note)
 
 
 def peers() -> list[TilebitPeer]:
     """The harness's entry point; ``$TILEBIT_PEERS`` selects by name."""
     peers_plugin.draw_orders()
-    return peers_plugin.selected([*map(Int8Peer, FORMATS), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
+    mixed = [MixedPeer(name, launches) for name in MIXED for launches in LAUNCHED]
+    return peers_plugin.selected([*map(Int8Peer, FORMATS), *mixed, TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +138,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
     shapes, ms = parser.parse_args(arguments).compile
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [Workload(int(m), n, k, peer.format, peer.x_dtype) for n, k in weights for m in ms.split(",") for peer in peers()]
+    wanted = [
+        Workload(int(m), n, k, peer.format, peer.x_dtype)
+        for n, k in weights
+        for m in ms.split(",")
+        for peer in peers()
+        if not isinstance(peer, MixedPeer)  # its layer prepares its own two
+    ]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

@@ -20,6 +20,7 @@ from ..autotune.provenance import now, package_versions, source_commit
 from ..kernels import find_kernel
 from ..ops import gemm as _gemm  # noqa: F401  registers torch.ops.tilebit.gemm
 from ..ops import gemm_int8 as _gemm_int8  # noqa: F401  and gemm_int8
+from ..ops.dispatch import plan_for
 from ..runtime import LoadedKernel
 from ..schedules.gemm.workload import Workload
 from ..schedules.target import Target, detect_target, driver_version
@@ -80,7 +81,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
     dense = min(MAX_COPIES, copies_needed(weight.numel() * weight.element_size(), target.l2))
     weights = [weight, *(weight.clone() for _ in range(dense - 1))]
     implementations: dict[str, tuple[list[Call], dict[str, Any]]] = {
-        "tilebit": ([_ours(p) for p in problems], _our_fields(workload, target)),
+        "tilebit": ([_ours(p) for p in problems], _our_fields(workload, first.x.device, target)),
         "cublas" if target.is_cuda else "torch": ([_dense(first, w) for w in weights], _dense_fields(workload)),
     }
     if not target.is_cuda:
@@ -117,8 +118,10 @@ def _ours(problem: Problem) -> Call:
     return lambda: torch.ops.tilebit.gemm.default(*arguments)
 
 
-def _our_fields(workload: Workload, target: Target) -> dict[str, Any]:
-    kernel: LoadedKernel = find_kernel(workload, target)
+def _our_fields(workload: Workload, device: torch.device, target: Target) -> dict[str, Any]:
+    w = workload
+    plan = plan_for(device, w.n, w.k, w.format.name, TORCH_DTYPES[w.dtype], w.bias)
+    kernel: LoadedKernel = find_kernel(plan.serving(w.m), target)
     return {**_format_fields(workload), "schedule": kernel.manifest["schedule"]}
 
 

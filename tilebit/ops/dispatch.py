@@ -113,6 +113,10 @@ class Plan:
             return []
         return list(dict.fromkeys(part.workload for part in parts if part not in self._launchers))
 
+    def serving(self, m: int) -> Workload | ExpandWorkload:
+        """What the kernel for ``m`` rows is found for: the product, or the expansion of its weight."""
+        return self._part(m).workload
+
     def _part(self, m: int) -> Part:
         bounds, parts = self._parts()
         return parts[min(bisect_left(bounds, m), len(parts) - 1)]

@@ -33,7 +33,7 @@ def test_the_weight_is_expanded_from_the_stated_number_of_rows_on(plan: Plan) ->
     assert first is not None
     own, dense = plan.missing([1, 2, first - 1]), plan.missing([first, first + 1, 1 << 20])
     assert all(isinstance(workload, Workload) for workload in own) and plan.missing([1]) != plan.missing([first - 1])
-    assert dense == [ExpandWorkload(4096, 4100, 4)]
+    assert dense == [ExpandWorkload(4096, 4100, 4)] and plan.serving(first) == dense[0] and plan.serving(first - 1) in own
     assert plan.missing(None)[-1] == dense[0] and plan.bounds[-2:] == (first - 1, first)  # what prepare() builds and loads
     assert list(plan.bounds) == sorted(set(plan.bounds))
 

@@ -93,9 +93,13 @@ class MixedPeer(Int8Peer):
         self.name, self.high = f"tilebit_{name}{LAUNCHED[launches]}", GemmFormat.parse(high)
         self.launches: Launches = launches
 
+    def high_channels(self, n: int) -> int:
+        """How many of ``n`` channels are in the higher format: a multiple of 64."""
+        return round(self.share * n / 64) * 64
+
     def prepare(self, sh: Any) -> None:
         """Quantize and pack both parts, copy them as often as the harness wants, compile every m's kernels."""
-        chosen = torch.randperm(sh.N, generator=torch.Generator().manual_seed(0))[: round(self.share * sh.N / 64) * 64]
+        chosen = torch.randperm(sh.N, generator=torch.Generator().manual_seed(0))[: self.high_channels(sh.N)]
         linear = torch.nn.Linear(sh.K, sh.N, bias=False, dtype=sh.W.dtype, device="meta")
         linear.weight = torch.nn.Parameter(sh.W, requires_grad=False)
         self.layer = tilebit.MixedLinear.from_float(linear, chosen.to(sh.W.device), self.format, self.high, launches=self.launches)
@@ -132,19 +136,22 @@ def peers() -> list[TilebitPeer]:
     return peers_plugin.selected([*map(Int8Peer, FORMATS), *mixed, TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
 
 
+def workloads(peer: TilebitPeer, m: int, n: int, k: int) -> list[Workload]:
+    """What ``peer`` will ask for."""
+    if not isinstance(peer, MixedPeer):
+        return [Workload(m, n, k, peer.format, peer.x_dtype)]
+    high = peer.high_channels(n)
+    parts = ((n - high, peer.format), (high, peer.high))
+    return [Workload(m, channels, k, format, peer.x_dtype, width=n) for channels, format in parts]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """0: every kernel is in the cache; 1: some could not be had, and the reasons are printed."""
     parser = argparse.ArgumentParser(prog="python -m results.peers.int8_plugin", description="Compile what the plug-in's peers will call.")
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
     shapes, ms = parser.parse_args(arguments).compile
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [
-        Workload(int(m), n, k, peer.format, peer.x_dtype)
-        for n, k in weights
-        for m in ms.split(",")
-        for peer in peers()
-        if not isinstance(peer, MixedPeer)  # its layer prepares its own two
-    ]
+    wanted = [w for n, k in weights for m in ms.split(",") for peer in peers() for w in workloads(peer, int(m), n, k)]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

@@ -67,5 +67,7 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     asked: list[Any] = []
     monkeypatch.setattr(int8_plugin, "build", lambda workloads, target: asked.extend(workloads))
     monkeypatch.setattr(int8_plugin, "detect_target", lambda: None)
-    assert int8_plugin.main(["--compile", "64x256,128x256", "1,16"]) == 0
-    assert len(asked) == 2 * 2 * 9 and {w.m for w in asked} == {1, 16} and "36 kernels are in the cache" in capsys.readouterr().out
+    assert int8_plugin.main(["--compile", "640x256,1280x256", "1,16"]) == 0
+    assert (
+        len(asked) == 2 * 2 * (9 + 3 * 2) and {w.m for w in asked} == {1, 16} and "60 kernels are in the cache" in capsys.readouterr().out
+    )

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from ..accepted import expect
+from ..accepted import expect, expect_tensors
 from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
@@ -362,7 +362,7 @@ class KVCache(CacheMemory):
             batch.refresh()
             if cos_sin is not None:
                 k = rotated(k, batch.positions(), cos_sin, rotary)
-            all_k, all_v = self._with_history(batch, k, v, layer)
+            all_k, all_v = self._behind_history(batch, self._history(batch, layer), k, v)
             options = (sinks, scale, window, sink_tokens, soft_cap, return_lse)
             result = ops.PREFILL(q, all_k, all_v, batch.cu_seqlens, batch.cu_kv, *options)
             self._write(batch, k, v, None, "", layer)
@@ -370,6 +370,39 @@ class KVCache(CacheMemory):
             self._take_back(batch, counts)
             raise
         return result
+
+    def prefill_turning(
+        self,
+        batch: Batch,
+        qk: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        scale: float | None = None,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        layer: int = 0,
+    ) -> Tensor:
+        """``prefill`` of queries and keys that lie side by side and have not been turned, as a fused
+        projection gives them: one launch turns both ("half") and writes the cache.
+
+        ``qk`` [tokens, heads_q + heads_kv, head_dim], keys behind queries; its rows and those of ``v``
+        [tokens, heads_kv, head_dim] may lie any multiple of 16 bytes apart. ``batch`` has been advanced
+        by these rows. The result is [tokens, heads_q, head_dim]; other arguments are ``prefill``'s.
+        """
+        expect_tensors(qk=qk, v=v, cos_sin=cos_sin)
+        check_query_rows(self, qk, v.shape[0])
+        heads_q = qk.shape[1] - self.heads_kv
+        k = qk[:, heads_q:]
+        check_rows(self, batch, k, v, k.shape, None, cos_sin, "half", layer)
+        check_scores(self, heads_q, None, scale, window, 0, soft_cap)
+        turning = turning_of(self, qk, None, k, cos_sin, None, None, 0.0, 0.0)
+        past = self._history(batch, layer)  # before the rows are written: a window that fills is packed
+        turned = self._write(batch, k, v, cos_sin, "half", layer, turning=turning)
+        assert turned is not None
+        all_k, all_v = self._behind_history(batch, past, turned[:, heads_q:], v)
+        return ops.PREFILL(
+            turned[:, :heads_q], all_k, all_v, batch.cu_seqlens, batch.cu_kv, None, scale, window, 0, soft_cap, False
+        )[0]  # fmt: skip
 
     def gather(self, sequences: Sequence[int] | Batch, layer: int = 0) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds,
@@ -521,18 +554,26 @@ class KVCache(CacheMemory):
             batch.written.add(layer)
         return out
 
-    def _with_history(self, batch: Batch, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """The rows that new tokens attend to, sequence after sequence (``batch.cu_kv``): what the
-        cache holds, then the new ones."""
+    def _history(self, batch: Batch, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Room for the rows that new tokens attend to, sequence after sequence (``batch.cu_kv``), with what
+        the cache holds in its place; None where it holds nothing."""
+        batch.refresh()
         total = sum(batch.past_lengths) + sum(batch.counts)
         if total == sum(batch.counts):
-            return k, v
-        rows = batch.new_rows()
-        all_k, all_v = (k.new_empty((total, self.heads_kv, self.head_dim)) for _ in range(2))
+            return None
+        room = (total, self.heads_kv, self.head_dim)
+        all_k, all_v = (torch.empty(room, dtype=self.dtype, device=self.device) for _ in range(2))
         ops.GATHER_OUT(
             *self._operands(batch, layer, batch.past), batch.cu_kv, self.scales(layer), self.format.name, self.page_size,
             out_k=all_k, out_v=all_v,
         )  # fmt: skip
-        all_k.index_copy_(0, rows, k[: rows.numel()])
-        all_v.index_copy_(0, rows, v[: rows.numel()])
         return all_k, all_v
+
+    def _behind_history(self, batch: Batch, past: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``past`` (of ``_history``) with the new rows in their places."""
+        if past is None:
+            return k, v
+        rows = batch.new_rows()
+        for held, new in zip(past, (k, v), strict=True):
+            held.index_copy_(0, rows, new[: rows.numel()])
+        return past

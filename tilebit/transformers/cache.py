@@ -146,20 +146,29 @@ class TilebitCache(Cache):
 
     @property
     def fusible(self) -> bool:
-        """Whether a compiled step may write all layers at once: each is tilebit's, a prompt is there, and
-        no step is to be revocable."""
-        return len(self.own) == len(self.layers) and self.seen > 0 and not self._recording
+        """Whether a compiled step or prompt may write all layers at once: each is tilebit's, and no step is to
+        be revocable."""
+        return len(self.own) == len(self.layers) and not self._recording
 
-    def continues(self, mask: Tensor | None, positions: Tensor | None) -> bool:
-        """Whether a call with ``attention_mask`` and ``position_ids`` brings a token to every row, each at
-        its place behind those that the cache holds."""
-        if mask is not None and not bool(mask[:, -1].all()):
+    def continues(self, mask: Tensor | None, positions: Tensor | None, rows: int, columns: int) -> bool:
+        """Whether a call with ``attention_mask`` and ``position_ids`` brings tokens to every one of ``rows``
+        rows, each at its place behind those that the cache holds."""
+        lengths = self.pool.lengths() or [0] * rows
+        there = None if mask is None else mask[:, -columns:] != 0
+        if columns == 1 and there is not None and not bool(there.all()):
             return False
-        return positions is None or positions.expand(self.rows, 1)[:, 0].tolist() == self.pool.lengths()
+        if positions is None:  # the model would count columns
+            return lengths == [self.seen] * rows and (there is None or bool(there.all()))
+        given = positions.expand(rows, columns)
+        if columns == 1:
+            return given[:, 0].tolist() == lengths
+        behind = torch.arange(columns, device=given.device)[None] if there is None else there.cumsum(1) - 1
+        same = given == torch.tensor(lengths, device=given.device)[:, None] + behind
+        return bool((same if there is None else same | ~there).all())
 
-    def begin_step(self, rows: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
-        """``begin`` for a token in each row, which is written in all layers before ``settle``."""
-        return self._begun(rows, 1, mask, dtype, device)
+    def begin_step(self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
+        """``begin`` for new columns of each row, which are written in all layers before ``settle``."""
+        return self._begun(rows, columns, mask, dtype, device)
 
     def settle(self) -> None:
         """All layers have been written."""

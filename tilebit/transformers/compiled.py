@@ -1,4 +1,5 @@
-"""``compile``: decode steps of a model of transformers as one fused step, on GPUs as one CUDA graph."""
+"""``compile``: decode steps of a model of transformers as one fused step, on GPUs as one CUDA graph, and
+prompts in as few kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from ..accepted import expect
 from ..cache.batch import Batch
 from ..cache.kvcache import KVCache
 from ..kernels import build
-from ..ops.plans import rehearsed
+from ..ops.plans import bucket, rehearsed
 from .anatomy import anatomy
+from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
 from .parted import PARTS, Part, prepared
@@ -34,7 +36,7 @@ CHANGES = ("_apply", "load_state_dict")  # methods after which a model's tensors
 def compile(
     model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None, parts: Iterable[Part] = ()
 ) -> PreTrainedModel:
-    """``model`` itself, whose decode steps are fused from now on, in ``generate`` and in calls:
+    """``model`` itself, whose decode steps and prompts are fused from now on, in ``generate`` and in calls:
 
         tilebit.transformers.compile(model, batch_sizes=(1, 16))
         model.generate(**inputs, past_key_values=TilebitCache(model.config, "kv4_channel", max_tokens=4096, sequences=1))
@@ -44,8 +46,9 @@ def compile(
     take the residual sum with them, rotary embeddings the write to the cache, and each kernel is
     launched before the one before it ends. On a GPU the step is captured as a CUDA graph at the
     second such call with a cache, and replayed from then on: use one cache again (``reset()``)
-    rather than making another. Any other call runs as it did: prompts, drafts of several tokens,
-    outputs of hidden states, training.
+    rather than making another. A call with more than 16 new tokens in each of any number of rows, a
+    prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q
+    and k. Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
 
     Kernels of the step's products are compiled here, in parallel, for as many rows as
     ``batch_sizes`` names. Weights are held once: the model's layers become views of the joined ones.
@@ -107,7 +110,8 @@ Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has
 
 
 class DecodeSteps:
-    """The fused steps of a model, for batches of ``sizes`` rows: one graph for each batch of a cache."""
+    """The fused steps of a model, for batches of ``sizes`` rows: one graph for each batch of a cache; and its
+    fused prompts."""
 
     def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = ()) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
@@ -123,6 +127,7 @@ class DecodeSteps:
             if module is not None and not isinstance(module, torch.nn.ModuleList)
         ]
         self._graphs.clear()
+        self._prompts: set[tuple[int, int, str]] = set()  # tokens and rows, rounded up, and caches' formats, whose kernels are there
         self._stale = False
         prepared(self.step.products, self.sizes)
 
@@ -145,14 +150,8 @@ class DecodeSteps:
         """Of a copied model, whose step is built at its first call."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
-        made.sizes, made.max_tokens, made.parts, made._graphs, made._held, made._stale = (
-            self.sizes,
-            self.max_tokens,
-            self.parts,
-            weakref.WeakKeyDictionary(),
-            [],
-            True,
-        )
+        made.sizes, made.max_tokens, made.parts, made._held, made._stale = self.sizes, self.max_tokens, self.parts, [], True
+        made._graphs = weakref.WeakKeyDictionary()
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -163,8 +162,8 @@ class DecodeSteps:
         return self._own["forward"](*given, **named)
 
     def called(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        found = None if given else self._fitting(named)
-        return self.original(*given, **named) if found is None else self._stepped(*found)
+        taken = None if given else self._taker(named)
+        return self.original(*given, **named) if taken is None else taken()
 
     def changed(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._stale = True
@@ -177,29 +176,64 @@ class DecodeSteps:
 
     # ---- a call ----
 
-    def _fitting(self, named: dict[str, Any]) -> tuple[TilebitCache, Tensor, Tensor | None] | None:
-        """What a fused step needs of a call's arguments; None where the call is for the model itself."""
+    def _taker(self, named: dict[str, Any]) -> Callable[[], CausalLMOutputWithPast] | None:
+        """Who takes a call with these arguments; None: the model itself."""
         ids, cache = named.get("input_ids"), named.get("past_key_values")
-        if not isinstance(cache, TilebitCache) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+        if not isinstance(cache, TilebitCache) or not isinstance(ids, Tensor) or ids.ndim != 2:
             return None
-        if ids.shape[0] not in self.sizes or torch.is_grad_enabled() or self.model.training or not cache.fusible:
-            return None
+        (rows, columns), mask, positions = ids.shape, named.get("attention_mask"), named.get("position_ids")
         others = {name for name, value in named.items() if name not in ALLOWED and value not in (None, False)}
-        mask, positions = named.get("attention_mask"), named.get("position_ids")
         if others or named.get("return_dict") is False or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
             return None
-        if cache.seen >= self.max_tokens or not cache.continues(mask, positions):
+        if torch.is_grad_enabled() or self.model.training or not cache.fusible or cache.seen + columns > self.max_tokens:
             return None
-        return cache, ids, mask
+        if columns == 1:
+            if rows in self.sizes and cache.seen > 0 and cache.continues(mask, positions, rows, 1):
+                return lambda: self._stepped(cache, ids, mask)
+        elif columns > MOST_AT_ONCE:
+            self._current()
+            kept = named.get("logits_to_keep", 0)
+            whole = isinstance(kept, int) and (mask is None or bool(mask[:, -(kept or columns) :].all()))  # logits of padding are its own
+            if self.step.takes_prompts and whole and cache.continues(mask, positions, rows, columns):
+                return lambda: self._prompted(cache, ids, mask, kept or columns)
+        return None
 
     def _stepped(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None) -> CausalLMOutputWithPast:
         self._current()
         logits = self.run(cache, ids[:, 0], mask)
         return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
 
+    def _prompted(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None, kept: int) -> CausalLMOutputWithPast:
+        """Logits of the last ``kept`` columns of a prompt, or of a chunk of one."""
+        self._current()
+        rows, columns = ids.shape
+        begun = cache.begin_step(rows, columns, mask, self.model.dtype, ids.device)
+        tokens, last = ids.flatten(), torch.arange(rows * columns, device=ids.device).view(rows, columns)[:, -kept:].reshape(-1)
+        if begun.places is not None:
+            tokens, last = tokens[begun.places], torch.searchsorted(begun.places, last.contiguous())
+        kv = cache.pool.cache
+        try:
+            self._prepare_prompt(len(tokens), kv, begun.batch, lambda: self.step.prompt(tokens, kv, begun.batch, last))
+            logits = self.step.prompt(tokens, kv, begun.batch, last)
+        except Exception:
+            cache.abandon()
+            raise
+        cache.settle()
+        return CausalLMOutputWithPast(logits=logits.view(rows, -1, logits.shape[-1]), past_key_values=cache)  # type: ignore[arg-type]
+
+    def _prepare_prompt(self, tokens: int, kv: KVCache, batch: Batch, call: Callable[[], object]) -> None:
+        """Compile what the first prompt of about this size will launch, in parallel."""
+        kind = (bucket(tokens), bucket(batch.size), kv.format.name)
+        if kind in self._prompts:
+            return
+        prepared(self.step.products, [tokens])
+        if not any(batch.past_lengths):  # else a window might be packed before its rows are read
+            _rehearse(batch, call)
+        self._prompts.add(kind)
+
     def run(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits [rows, vocabulary] behind ``ids`` [rows]: on a GPU a buffer that the next step writes to."""
-        step = cache.begin_step(len(ids), mask, self.model.dtype, ids.device)
+        step = cache.begin_step(len(ids), 1, mask, self.model.dtype, ids.device)
         try:
             logits = self.launch(cache.pool.cache, step.batch, ids)
         except Exception:
@@ -212,10 +246,7 @@ class DecodeSteps:
         """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
         ``batch`` has been advanced by one token each. On a GPU, captured at the second call with both."""
         if batch not in self._graphs:
-            missing = rehearsed(lambda: self.step(ids, kv, batch))
-            batch.written.clear()  # it is all written again
-            for target in dict.fromkeys(target for _, target in missing):
-                build([workload for workload, of in missing if of == target], target, jobs=None)
+            _rehearse(batch, lambda: self.step(ids, kv, batch))
             self._graphs[batch] = None
             return self.step(ids, kv, batch)  # kernels load, and workspaces are made, outside of the graph
         if not ids.is_cuda:
@@ -239,6 +270,14 @@ class DecodeSteps:
         with torch.cuda.graph(graph):
             logits = self.step(held, kv, batch)
         return Captured(graph, held, logits)
+
+
+def _rehearse(batch: Batch, call: Callable[[], object]) -> None:
+    """Compile what ``call`` will launch, in parallel."""
+    missing = rehearsed(call)
+    batch.written.clear()  # it is all written again
+    for target in dict.fromkeys(target for _, target in missing):
+        build([workload for workload, of in missing if of == target], target, jobs=None)
 
 
 def _called(kind: type) -> Callable[..., Any]:

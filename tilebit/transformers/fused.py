@@ -1,8 +1,8 @@
-"""One decode step of a model of a known kind: its own weights, in as few kernels as there are."""
+"""Steps and prompts of a model of a known kind: its own weights, in as few kernels as there are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,8 @@ def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBl
 
 
 class FusedStep(nn.Module):
-    """A new token for each row of a batch: nine kernels a layer, eleven with norms after attention and
-    MLP. Where products take int8 x, norms and gates write its codes: one kernel more, which quantizes
+    """New tokens for each row of a batch. One (``forward``) takes nine kernels a layer, eleven with norms after
+    attention and MLP. Where products take int8 x, norms and gates write its codes: one kernel more, which quantizes
     what attention gives. Where they do all ``parts`` there are six. Kernels are launched before their
     predecessors end (``dependent``), weights are read where the model has them.
 
@@ -91,14 +91,43 @@ class FusedStep(nn.Module):
         """Logits [rows, vocabulary] behind the tokens ``ids`` int64 [rows], whose keys and values join
         ``cache``, in the sequences of ``batch``, which has been advanced by one token each."""
         residual = _embedded(self._of.embed, ids)
-        added: Tensor | None = None  # what is yet to be added to it
+        return self._logits(*self._through(residual, lambda block, qkv, layer: self._attended(block, qkv, cache, batch, layer)))
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether ``prompt`` may be called."""
+        return self._of.takes_prompts
+
+    @torch.no_grad()
+    def prompt(self, ids: Tensor, cache: KVCache, batch: Batch, kept: Tensor | None = None) -> Tensor:
+        """Logits [tokens, vocabulary] of the tokens ``ids`` int64 [tokens], sequence after sequence, or of
+        those at the places ``kept``; their keys and values join ``cache``, in the sequences of ``batch``,
+        which has been advanced by as many. Each attends to the rows before it in 16 bits, and to what
+        the cache held dequantized (``KVCache.prefill``). Not to be captured."""
+
+        def attended(block: FusedBlock, qkv: Tensor, layer: int) -> Tensor:
+            of, turned = block.of, (block.of.heads + block.of.heads_kv) * block.of.head_dim
+            qk, v = (part.unflatten(-1, (-1, of.head_dim)) for part in (qkv[:, :turned], qkv[:, turned:]))
+            return cache.prefill_turning(batch, qk, v, self.rotary, of.scale, of.window, of.soft_cap, layer).flatten(1)
+
+        residual, added = self._through(_embedded(self._of.embed, ids), attended)
+        if kept is not None:
+            residual, added = residual[kept], None if added is None else added[kept]
+        return self._logits(residual, added)
+
+    def _through(self, residual: Tensor, attended: Callable[[FusedBlock, Tensor, int], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """All layers: the residual stream, and what is yet to be added to it."""
+        added: Tensor | None = None
         for i, block in enumerate(self.blocks):
             of = block.of
             qkv = _product(block.qkv, _before(added, residual, of.before_attention, block.qkv))
-            added = _behind(block.o, self._attended(block, qkv, cache, batch, i), residual, of.after_attention)
+            added = _behind(block.o, attended(block, qkv, i), residual, of.after_attention)
             x = _product(block.gate_up, _before(added, residual, of.before_mlp, block.gate_up))
             rows = x if isinstance(block.gate_up, Parted) and block.gate_up.activation else _gated(x, of.activation, block.down)
             added = _behind(block.down, rows, residual, of.after_mlp)
+        return residual, added
+
+    def _logits(self, residual: Tensor, added: Tensor | None) -> Tensor:
         logits = _product(self._of.head, _before(added, residual, self._of.norm, self._of.head))
         return self._of.logit_cap * torch.tanh(logits / self._of.logit_cap) if self._of.logit_cap else logits
 

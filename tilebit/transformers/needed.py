@@ -22,6 +22,7 @@ from ..schedules.select import portfolio
 from ..schedules.target import Target
 from ..weights.modules import QuantLinear
 from .anatomy import Anatomy, Block, Norm, anatomy, rotary_table
+from .attend import MOST_AT_ONCE
 from .cache import PAGE_SIZE
 from .fused import FusedBlock, fused_blocks, x_group
 from .outline import MixedOutline
@@ -30,7 +31,7 @@ from .outline import MixedOutline
 def kernels_of(
     model: PreTrainedModel, caches: Iterable[KVFormat], batches: Sequence[int], max_tokens: int, target: Target
 ) -> list[AnyWorkload]:
-    """What prompts and steps of ``model`` (``outline``'s) launch on ``target``, fused steps (``compile``)
+    """What prompts and steps of ``model`` (``outline``'s) launch on ``target``, fused (``compile``)
     and others: products of any number of rows, and with each of ``caches`` attention, norms and
     gates, for ``batches`` rows of up to ``max_tokens`` tokens. Kernels of attention and of rows serve
     other sizes, too. Raises ``ValueError`` for a model whose kind is not known."""
@@ -45,11 +46,20 @@ def kernels_of(
     formats = list(caches)
     if formats:
         blocks = fused_blocks(parts)
-        for batch in batches:
-            for block in blocks:
-                for joined in (block.qkv, block.o, block.gate_up, block.down):
-                    found += [product.with_m(batch) for layer in joined.modules() for product in _products(layer, dtype)]
-            found += _between(parts, blocks, batch, dtype, target.is_cuda)
+        fused = [
+            product
+            for block in blocks
+            for joined in (block.qkv, block.o, block.gate_up, block.down)
+            for layer in joined.modules()
+            for product in _products(layer, dtype)
+        ]
+        for product in dict.fromkeys(fused):
+            shape = portfolio(product, target)
+            assert shape is not None
+            prompts = [m for m in shape.bounds if m > MOST_AT_ONCE and parts.takes_prompts]
+            found += [product.with_m(m) for m in (*batches, *prompts)]
+        for rows in (rows for batch in batches for rows in (batch, batch * max_tokens)[: 1 + parts.takes_prompts]):
+            found += _between(parts, blocks, rows, dtype, target.is_cuda)
         turned = rotary_table(type(parts.rotary)(config=model.config), 1, parts.blocks[0].head_dim, torch.device("cpu")).shape[-1]
         found += [
             workload
@@ -79,16 +89,16 @@ def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWor
     return [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, out, group) for m in rows]
 
 
-def _between(parts: Anatomy, blocks: Sequence[FusedBlock], batch: int, dtype: str, cuda: bool) -> Iterator[AnyWorkload]:
-    """Norms and gates of a fused step, each as the product behind it takes its x."""
+def _between(parts: Anatomy, blocks: Sequence[FusedBlock], rows: int, dtype: str, cuda: bool) -> Iterator[AnyWorkload]:
+    """Norms and gates of a fused step or prompt, each as the product behind it takes its x."""
 
     def normed(norm: Norm, residual: bool, taker: nn.Module | None) -> Iterator[AnyWorkload]:
         k, group = norm.weight.shape[0], None if taker is None else x_group(taker)
         if group is not None:
             there = residual and not (cuda and k % CHUNK)
-            yield QuantizeWorkload(batch, k, dtype, "int8", group, True, norm.eps, residual=there, offset=norm.offset)
+            yield QuantizeWorkload(rows, k, dtype, "int8", group, True, norm.eps, residual=there, offset=norm.offset)
         elif cuda and k % CHUNK == 0:
-            yield GlueWorkload(NORM, batch, k, dtype, residual, norm.eps, norm.offset)
+            yield GlueWorkload(NORM, rows, k, dtype, residual, norm.eps, norm.offset)
 
     yield from normed(blocks[0].of.before_attention, False, blocks[0].qkv)
     for i, block in enumerate(blocks):
@@ -101,21 +111,23 @@ def _between(parts: Anatomy, blocks: Sequence[FusedBlock], batch: int, dtype: st
         yield from normed(norm, True, taker)
         k, group = _columns(block.down), x_group(block.down)
         if group is not None:
-            yield QuantizeWorkload(batch, k, dtype, "int8", group, gate=of.activation)
+            yield QuantizeWorkload(rows, k, dtype, "int8", group, gate=of.activation)
         elif cuda and k % CHUNK == 0:
-            yield GlueWorkload(GATED, batch, k, dtype, activation=of.activation)
+            yield GlueWorkload(GATED, rows, k, dtype, activation=of.activation)
 
 
 def _attention(of: Block, format: KVFormat, dtype: str, batch: int, tokens: int, turned: int) -> list[AnyWorkload]:
     """Prompts, chunks of them, short ones, and steps, fused and not."""
     sizes: dict[str, Any] = {"heads_q": of.heads, "heads_kv": of.heads_kv, "head_dim": of.head_dim, "format": format, "dtype": dtype}
     sizes["page_size"] = PAGE_SIZE
+    whole = {**sizes, "heads_q": of.heads + of.heads_kv}  # a prompt's keys are turned with its queries
     scores: dict[str, Any] = {"window": of.window, "soft_cap": of.soft_cap, "scale": of.scale}
     turning: dict[str, Any] = {"rotary": "half", "queries": True, "rotary_dim": turned}
     if of.q_norm is not None:
         turning |= {"qk_norm": True, "norm_eps": of.q_norm.eps, "norm_offset": of.q_norm.offset}
     return [
         AttentionWorkload("append", batch, 1, tokens, **sizes, **turning),
+        *((AttentionWorkload("append", batch, tokens, tokens, **whole, **turning),) if of.q_norm is None else ()),
         *(AttentionWorkload("append", batch, new, tokens, **sizes) for new in (1, tokens)),
         *(AttentionWorkload("decode", batch, new, tokens, **sizes, **scores) for new in (1, Q_BUCKETS[-1])),
         AttentionWorkload("prefill", batch, tokens, tokens, **sizes, **scores),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import GREEDY, own_cache, prompts
-from tiny_models import SIZES, gemma2, gemma3, llama, made, phi3, qwen3
+from compiled_models import KINDS, LIMIT, PADDING, ROWS, model_of
+from tiny_models import gemma3, llama, made
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 import tilebit
 import tilebit.transformers
@@ -22,31 +22,7 @@ from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
 
-LIMIT = 0.1  # of float16 logits with a deviation of 2
-ROWS, COLUMNS, PADDING = 2, 124, (0, 7)  # a window fills on the way
-
-
-def mistral() -> PreTrainedConfig:
-    return MistralConfig(**{**SIZES, "head_dim": 64, "sliding_window": 24})
-
-
-def qwen2() -> PreTrainedConfig:
-    """Biases of q, k and v."""
-    return Qwen2Config(**{**SIZES, "hidden_size": 256})
-
-
-KINDS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "llama": (llama, "w4a16_g64"), "mistral": (mistral, ""), "qwen2": (qwen2, "w8a16_g128"), "qwen3": (qwen3, "w4a16_g32"),
-    "phi3": (lambda: phi3(hidden_size=256), ""), "gemma2": (gemma2, "w4a16_g128"),
-}  # fmt: skip
-
-
-def model_of(kind: str, quantized: bool = True) -> Any:
-    config, format = KINDS[kind]
-    model: Any = made(config(), torch.float16)
-    if format and quantized:
-        tilebit.quantize_model(model, format)
-    return model
+COLUMNS = 124  # a window fills on the way
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ from .report.loading import FIELDS as LOADING_FIELDS
 from .report.loading import loading_section
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
 from .report.overheads import overheads_section
+from .report.prompt import FIELDS as PROMPT_FIELDS
+from .report.prompt import prompt_section
 from .report.quality import FIELDS as QUALITY_FIELDS
 from .report.quality import language_section
 from .report.quality_formats import FIELDS as FORMATS_QUALITY_FIELDS
@@ -105,6 +107,14 @@ STUDIES = (
         STEP_FIELDS,
         lambda rows: step_section(rows / "step"),
         ("python -m results.measure.step --peers FOLDER",),
+    ),
+    Study(
+        "prompt",
+        "A whole prompt",
+        "What does a prompt of an 8B model take, beside 16 bits?",
+        PROMPT_FIELDS,
+        lambda rows: prompt_section(rows / "prompt"),
+        ("python -m results.measure.prompt",),
     ),
     Study(
         "sweep",

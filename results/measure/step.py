@@ -61,12 +61,13 @@ NEW = 2 * (2 + (ROUNDS + 1) * STEPS) + 8  # tokens that a sequence gets at most,
 Step = Callable[[], object]
 
 
-def made_model(format: str, layers: int, device: str) -> Any:
-    """The model with random weights, float16, quantized to ``format`` and compiled."""
+def made_model(format: str | None, layers: int, device: str) -> Any:
+    """The model with random weights, float16, quantized to ``format`` (None: as it is)."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**{**MODEL, "num_hidden_layers": layers}), dtype=torch.float16).eval()
-    tilebit.quantize_model(model, format)
+    if format is not None:
+        tilebit.quantize_model(model, format)
     return model
 
 

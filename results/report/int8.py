@@ -9,6 +9,7 @@ from .markdown import short_commit, table
 from .problems import geometric_mean
 from .rows import OURS, Row
 
+BANDS = (("m <= 64", 1, 64), ("m = 128 to 512", 65, 1023), ("m >= 1024", 1024, 1 << 30))
 AGAINST: dict[str, Callable[[Row], bool]] = {
     "fastest W4A8 kernel here": lambda row: row.impl != OURS and row.format.startswith("w4a8"),
     "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
@@ -29,7 +30,7 @@ def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
         shapes = len({(n, k) for _, n, k in points})
         about = (
             f"float16 results, µs, activations quantized beforehand; one process, in orders that are drawn. {shapes} shapes. "
-            f"Commit {', '.join(commits)}. Ratios are geometric means over shapes."
+            f"Commit {', '.join(commits)}. Ratios are geometric means over shapes and numbers of rows."
         )
         parts += [f"## {gpu}", about, table(["", "points", "times as fast", "worst"], list(_lines(points))), times(points)]
     return "\n\n".join(parts)
@@ -39,10 +40,11 @@ def _lines(points: Points) -> Iterator[list[str]]:
     formats = sorted({row.series for found in points.values() for row in found.values() if row.impl == OURS and "a8" in row.format})
     for name in formats:
         for what, compared in AGAINST.items():
-            ratios: dict[int, list[float]] = {}
-            for (m, _, _), found in sorted(points.items()):
-                others = [row.us for row in found.values() if name in found and compared(row)]
-                if others:
-                    ratios.setdefault(m, []).append(min(others) / found[name].us)
-            for m, values in ratios.items():
-                yield [f"{name}, m = {m}, against {what}", str(len(values)), f"**{geometric_mean(values):.2f}**", f"{min(values):.2f}"]
+            for band, least, most in BANDS:
+                ratios = [
+                    min(others) / found[name].us
+                    for (m, _, _), found in sorted(points.items())
+                    if least <= m <= most and name in found and (others := [row.us for row in found.values() if compared(row)])
+                ]
+                if ratios:
+                    yield [f"{name}, {band}, against {what}", str(len(ratios)), f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}"]

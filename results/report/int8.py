@@ -13,13 +13,14 @@ BANDS = (("m <= 64", 1, 64), ("m = 128 to 512", 65, 1023), ("m >= 1024", 1024, 1
 AGAINST: dict[str, Callable[[Row], bool]] = {
     "fastest W4A8 kernel here": lambda row: row.impl != OURS and row.format.startswith("w4a8"),
     "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
+    "W8A8 of fp8": lambda row: row.impl != OURS and row.format == "w8a8_fp8",
     "tilebit W4A16": lambda row: row.impl == OURS and row.format == "w4a16",
     "cuBLAS, fp16": lambda row: row.format == "fp16",
 }
 
 
 def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
-    """tilebit's formats of int8 x beside W4A8 and W8A8 kernels, its own W4A16 and cuBLAS; "" without
+    """tilebit's formats of 8-bit x beside W4A8 and W8A8 kernels, its own W4A16 and cuBLAS; "" without
     rows."""
     parts = []
     for gpu, rows in devices.items():
@@ -30,21 +31,24 @@ def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
         shapes = len({(n, k) for _, n, k in points})
         about = (
             f"float16 results, µs, activations quantized beforehand; one process, in orders that are drawn. {shapes} shapes. "
-            f"Commit {', '.join(commits)}. Ratios are geometric means over shapes and numbers of rows."
+            f"Commit {', '.join(commits)}. Times as fast: geometric means, in brackets the worst of how many points."
         )
-        parts += [f"## {gpu}", about, table(["", "points", "times as fast", "worst"], list(_lines(points))), times(points)]
+        parts += [f"## {gpu}", about, table(["", "", *(band for band, _, _ in BANDS)], list(_lines(points))), times(points)]
     return "\n\n".join(parts)
 
 
 def _lines(points: Points) -> Iterator[list[str]]:
+    """Mean, worst and number of points of each band, for each format and what it is compared with."""
     formats = sorted({row.series for found in points.values() for row in found.values() if row.impl == OURS and "a8" in row.format})
     for name in formats:
         for what, compared in AGAINST.items():
-            for band, least, most in BANDS:
+            cells = []
+            for _, least, most in BANDS:
                 ratios = [
                     min(others) / found[name].us
                     for (m, _, _), found in sorted(points.items())
                     if least <= m <= most and name in found and (others := [row.us for row in found.values() if compared(row)])
                 ]
-                if ratios:
-                    yield [f"{name}, {band}, against {what}", str(len(ratios)), f"**{geometric_mean(ratios):.2f}**", f"{min(ratios):.2f}"]
+                cells.append(f"**{geometric_mean(ratios):.2f}** ({min(ratios):.2f} of {len(ratios)})" if ratios else "-")
+            if any(cell != "-" for cell in cells):
+                yield [name, f"against {what}", *cells]

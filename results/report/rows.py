@@ -31,6 +31,9 @@ def timed_row(kind: type[R], data: dict[str, Any]) -> R:
     return row
 
 
+LQQ = "w4a8_lqq"  # the one format of 8-bit x whose name leaves its group out
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement of ``y[m, n] = x[m, k] @ w[n, k]^T``.
@@ -95,9 +98,9 @@ class Row:
 
     @property
     def series(self) -> str:
-        """The name of this row's column or line: "tilebit w4a16_g128", "cublas fp16"."""
+        """The name of this row's column or line: "tilebit w4a16_g128", "tilebit w4a8_lqq_g64", "cublas fp16"."""
         name = self.quant_format.name if self.quant_format and re.fullmatch(r"w\d+a16", self.format) else self.format
-        return f"{self.impl} {name}"
+        return f"{self.impl} {name}" + (f"_g{self.group_size}" if self.format == LQQ else "")
 
     @property
     def weight_bytes(self) -> float:

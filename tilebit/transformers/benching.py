@@ -82,15 +82,16 @@ def bench_model(
             contenders.insert(0, _Contender(dense, None, [], []))
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.get_text_config(decoder=True).vocab_size, (batch, sizes.prompt), generator=generator).to(device)
-        for contender in contenders:
-            held = contender.cache(batch, total)
-            _round(contender, held, ids, 3)  # kernels compile and load, steps are captured
+        caches = [contender.cache(batch, total) for contender in contenders]
+        for contender, cache in zip(contenders, caches, strict=True):
+            _round(contender, cache, ids, 3)  # kernels compile and load, steps are captured
             contender.prefill.clear()
             contender.decode.clear()
-            for _ in range(ROUNDS):
-                held = held if contender.kv_format is not None else contender.cache(batch, total)
+        for _ in range(ROUNDS):
+            for contender, cache in zip(contenders, caches, strict=True):
+                held = cache if contender.kv_format is not None else contender.cache(batch, total)
                 _round(contender, held, ids, sizes.steps)
-            contender.cache_bytes = cache_bytes(held)
+                contender.cache_bytes = cache_bytes(held)
         rows += [_row(contender, "packed" if packed else wanted.format, batch, sizes) for contender in contenders]
     return rows
 

@@ -20,10 +20,11 @@ def test_each_kind_of_kernel_is_compared_by_its_fastest() -> None:
     rows += [row("humming", "w4a8_int8", 20.0), row("vllm", "w4a8_fp8", 12.0), row("humming", "w4a8_fp8", 15.0, n=8192)]
     rows += [row("vllm", "w8a8_int8", 9.0), row("tilebit", "w4a16", 18.0), row("marlin", "w4a16", 5.0), row("cublas", "fp16", 30.0)]
     lines = int8_section({"a GPU": rows}).split("\n")
-    assert "| tilebit w4a8_lqq, m = 64, against fastest W4A8 kernel here | 2 | **1.34** | 1.20 |" in lines
-    assert "| tilebit w4a8_lqq, m = 64, against W8A8 of int8 | 1 | **0.90** | 0.90 |" in lines
-    assert "| tilebit w4a8_lqq, m = 64, against tilebit W4A16 | 1 | **1.80** | 1.80 |" in lines
-    assert "| tilebit w4a8_lqq, m = 64, against cuBLAS, fp16 | 1 | **3.00** | 3.00 |" in lines
+    assert "| tilebit w4a8_lqq_g128 | against fastest W4A8 kernel here | **1.34** (1.20 of 2) | - | - |" in lines
+    assert "| tilebit w4a8_lqq_g128 | against W8A8 of int8 | **0.90** (0.90 of 1) | - | - |" in lines
+    assert "| tilebit w4a8_lqq_g128 | against tilebit W4A16 | **1.80** (1.80 of 1) | - | - |" in lines
+    assert "| tilebit w4a8_lqq_g128 | against cuBLAS, fp16 | **3.00** (3.00 of 1) | - | - |" in lines
+    assert not any("W8A8 of fp8" in line for line in lines)
 
 
 def test_without_rows_there_is_no_page() -> None:

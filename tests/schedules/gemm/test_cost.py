@@ -105,6 +105,17 @@ def test_blocks_that_share_x_load_less():
     assert pair.load_us < alone.load_us
 
 
+def test_a_weight_that_no_cache_holds_is_loaded_in_every_pass():
+    """Row tiles in groups go over it once a group."""
+
+    def load(n: int, m: int, raster: int) -> float:
+        workload = Workload(m, n, 8192, QuantFormat.parse("w8a8_channel"))
+        return estimate(workload, Schedule("gemm_wgmma", 256, 128, 256, 2, 8, raster=raster), H200).load_us
+
+    assert load(57344, 256, 0) > 1.5 * load(57344, 256, 4)
+    assert load(2048, 256, 0) < 1.1 * load(2048, 256, 4)
+
+
 def test_shallow_pipelines_load_slowly():
     s = Schedule("gemm_wgmma", 64, 16, 64, 8, 4)
     workload = Workload(1, 132 * 64, 4096)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import hypot
 
-from ...layouts.formats import PER_CHANNEL
+from ...layouts.formats import FP8, PER_CHANNEL
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
@@ -57,6 +57,8 @@ NEAR_CACHE = 0.5  # of the last cache: what all SMs find of x there, each half o
 STEP_ISSUE, RECORD_ISSUE, TILE_ISSUE = 40, 8, 19
 COLUMNS_ISSUE = 5, 9  # of a record and of a tile of it, for 8 columns of x
 ISSUE = 0.75  # of an SM's issue slots that are used when it has nothing else to wait for; fitted
+GROUP = 128  # values of k whose sums leave the tensor cores where groups of x have scales, and of e4m3
+GROUP_SUMS, FLOAT_SUMS = 5.0, 1.5  # instructions that such a sum takes beside its product; fitted (H100)
 CHAIN_US = 0.2  # a step's loads from shared memory, dependent products and next request, one after another; fitted
 STREAM_BURST = 1.2  # one SM's read rate over its share of the device's: idle SMs cost less when loading than when computing
 STREAM_FILL_US = 1.8
@@ -137,9 +139,12 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     # memory every time.
     far = cached * grid.shared * max(0.0, 1 - target.l2 * NEAR_CACHE / x)
     # Each group of row tiles goes over all channels before the next one: of the weight, too, what the
-    # cache does not hold comes from memory again (57344 x 8192, m = 256, 8 bits, H100: 341 us in two passes, 199 in one).
+    # cache does not hold comes from memory again (57344 x 8192, m = 256, 8 bits, H100: 341 us in two
+    # passes, 199 in one), unless all tiles run side by side, at the same k (10240 x 8192, m = 128: 37
+    # us, 61 in shares).
     weight, passes = _weight_bytes(w, n, k), _ceil(m_tiles, max(1, s.raster))
-    far += (passes - 1) * weight * max(0.0, 1 - target.l2 * NEAR_CACHE / weight)
+    if s.stream_k or m_tiles * n_tiles * s.split_k > sms * s.min_blocks:
+        far += (passes - 1) * weight * max(0.0, 1 - target.l2 * NEAR_CACHE / weight)
     memory = (weight + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
@@ -147,6 +152,8 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     dequant *= grid.decoded / grid.steps
     tflops = target.mma_tflops * (BYTES_OVER_HALF if w.format.x else 1)
     mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
+    sums_of_groups = FLOAT_SUMS if w.format.x == FP8 else GROUP_SUMS if w.format.x_grouped else 0.0
+    mma += sums_of_groups * s.block_m * m_tiles * n * _ceil(k, GROUP) / (target.dequant_gops * 1e3) / grid.utilization
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's

@@ -158,11 +158,11 @@ STUDIES = (
     ),
     Study(
         "int8",
-        "Products of int8 activations beside other kernels",
+        "Products of 8-bit activations beside other kernels",
         "How fast are W4A8 products beside other W4A8 kernels, and beside 16-bit activations?",
         Row,
         lambda rows: (found := int8_section(read_rows(rows / "int8"))) and f"{found}\n\n{liquid_model_section()}",
-        ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4a16,w16a16 --out results/rows/int8",),
+        ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4.4a8,w4a16,w16a16 --out results/rows/int8",),
     ),
     Study(
         "activations",

@@ -1,4 +1,4 @@
-"""Products of int8 activations beside other kernels: the page of ``int8``."""
+"""Products of 8-bit activations beside other kernels: the page of ``int8``."""
 
 from __future__ import annotations
 

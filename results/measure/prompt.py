@@ -1,4 +1,5 @@
-"""A whole prompt of an 8B model: ``python -m results.measure.prompt`` appends rows to results/rows/prompt.
+"""A whole prompt of an 8B model: ``python -m results.measure.prompt`` appends rows to
+results/rows/prompt.
 
 The model is that of ``results.measure.step``, with weights of 16 bits and of each format; prompts go
 through ``tilebit.transformers.compile``'s fused prompts into a tilebit cache. The 16-bit model takes
@@ -31,7 +32,7 @@ from tilebit.schedules.target import detect_target
 from tilebit.transformers import TilebitCache
 
 from ..report.rows import ROWS
-from .step import MARGIN, MODEL, ROUNDING, TOLERANCE, made_model, relative
+from .step import MODEL, TOLERANCE, accepted_error, made_model, relative, spread_of, timed
 
 DENSE = "fp16"
 ROUNDS = 7
@@ -53,33 +54,6 @@ def unfused(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return model.tilebit_steps.original(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
-def accepted(model: Any, cache: TilebitCache, ids: Tensor, expected: Tensor, format: str) -> float:
-    """The relative error that the logits may have."""
-    if format == DENSE or not GemmFormat.parse(format).x:
-        return TOLERANCE
-    rows = model.model.embed_tokens.weight.data
-    kept = rows.clone()
-    noise = torch.randn(rows.shape, device=rows.device, generator=torch.Generator(rows.device).manual_seed(2))
-    rows.copy_((rows.float() * (1 + ROUNDING * noise)).to(rows.dtype))
-    moved = relative(unfused(model, cache, ids), expected)
-    rows.copy_(kept)
-    return max(TOLERANCE, MARGIN * moved)
-
-
-def timed(prompts: dict[str, Prompt], device: str) -> dict[str, list[float]]:
-    """Microseconds a prompt of each round."""
-    found: dict[str, list[float]] = {name: [] for name in prompts}
-    for round_ in range(ROUNDS + 1):  # the first one warms up
-        for name, prompt in prompts.items():
-            _wait(device)
-            start = time.perf_counter()
-            prompt()
-            _wait(device)
-            if round_:
-                found[name].append((time.perf_counter() - start) * 1e6)
-    return found
-
-
 def measure(models: dict[str, Any], kv_format: str, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
     """The rows of ``batch`` prompts of ``tokens`` tokens. Raises ``ValueError`` where logits are not what they must be."""
     prompts: dict[str, Prompt] = {}
@@ -88,26 +62,22 @@ def measure(models: dict[str, Any], kv_format: str, batch: int, tokens: int, dev
         ids = torch.randint(model.config.vocab_size, (batch, tokens), device=device, generator=torch.Generator(device).manual_seed(1))
         cache = TilebitCache(model.config, format=kv_format, max_tokens=tokens, sequences=batch)
         expected = unfused(model, cache, ids)
-        error, bound = relative(fused(model, cache, ids), expected), accepted(model, cache, ids, expected, format)
-        if not error <= bound:
-            raise ValueError(f"the relative error of the logits of {format} is {error}, and {bound} is accepted; no row is written")
+        bound = TOLERANCE
+        if format != DENSE and GemmFormat.parse(format).x:
+            bound = accepted_error(model, ids, expected, lambda model=model, cache=cache, ids=ids: unfused(model, cache, ids))
         common = {"format": format, "kv_format": kv_format, "batch": batch, "prompt": tokens, "layers": model.config.num_hidden_layers}
-        checked = {"rel_err": error, "rel_err_accepted": bound}
-        prompts[format] = lambda model=model, cache=cache, ids=ids: fused(model, cache, ids)
-        fields[format] = {"impl": "cublas" if format == DENSE else "tilebit", **common, **checked}
+        ways: dict[str, Prompt] = {format: lambda model=model, cache=cache, ids=ids: fused(model, cache, ids)}
+        fields[format] = {"impl": "cublas" if format == DENSE else "tilebit", **common}
         if format == DENSE:
-            prompts["transformers"] = lambda model=model, ids=ids: unfused(model, DynamicCache(config=model.config), ids)
+            ways["transformers"] = lambda model=model, ids=ids: unfused(model, DynamicCache(config=model.config), ids)
             fields["transformers"] = {"impl": "transformers", **common, "kv_format": None}
-    rows = []
-    for name, us in timed(prompts, device).items():
-        p20, median, p80 = (sorted(us)[len(us) * part // 10] for part in (2, 5, 8))
-        rows.append({**fields[name], "us": round(median, 1), "us_p20": round(p20, 1), "us_p80": round(p80, 1)})
-    return rows
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
+        for name, prompt in ways.items():
+            error = relative(prompt(), expected)
+            if not error <= bound:
+                raise ValueError(f"the relative error of the logits of {name} is {error}, and {bound} is accepted; no row is written")
+            fields[name] |= {"rel_err": error, "rel_err_accepted": bound}
+        prompts |= ways
+    return [{**fields[name], **spread_of(us)} for name, us in timed(prompts, device, ROUNDS, 1).items()]
 
 
 def main(arguments: list[str] | None = None) -> None:

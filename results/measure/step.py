@@ -24,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,35 +113,42 @@ def once(runner: Runner, cache: TilebitCache, lengths: Sequence[int]) -> Tensor:
     return found
 
 
-def moved(model: Any, cache: TilebitCache, ids: Tensor, lengths: Sequence[int], expected: Tensor) -> float:
-    """The relative error of the uncompiled logits when the tokens' embeddings move by their rounding."""
+def accepted_error(model: Any, ids: Tensor, expected: Tensor, run: Callable[[], Tensor]) -> float:
+    """What logits of activations of 8 bits may err by: ``MARGIN`` times the change of ``run``'s, which are
+    ``expected``, when the embeddings of the tokens ``ids`` move by their rounding; no less than others."""
     rows, kept = model.model.embed_tokens.weight.data, model.model.embed_tokens.weight.data[ids]
     noise = torch.randn(kept.shape, device=kept.device, generator=torch.Generator(kept.device).manual_seed(2))
     rows[ids] = (kept.float() * (1 + ROUNDING * noise)).to(kept.dtype)
-    found = relative(uncompiled(model, cache, ids, lengths), expected)
+    moved = relative(run(), expected)
     rows[ids] = kept
-    return found
+    return max(TOLERANCE, MARGIN * moved)
 
 
 def relative(y: Tensor, reference: Tensor) -> float:
     return float((y.float() - reference.float()).norm() / reference.float().norm())
 
 
-def timed(steps: dict[str, Step], device: str) -> dict[str, list[float]]:
-    """Microseconds a step of each round: ``STEPS`` of each in turn, one after another without waiting."""
+def timed(steps: Mapping[str, Step], device: str, rounds: int, calls: int) -> dict[str, list[float]]:
+    """Microseconds a call of each round: ``calls`` of each in turn, one after another without waiting."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():  # clocks rise, caches fill
-        for _ in range(STEPS):
+        for _ in range(calls):
             step()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, step in steps.items():
             _wait(device)
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(calls):
                 step()
             _wait(device)
-            found[name].append((time.perf_counter() - start) / STEPS * 1e6)
+            found[name].append((time.perf_counter() - start) / calls * 1e6)
     return found
+
+
+def spread_of(us: Sequence[float]) -> dict[str, float]:
+    """A row's times: the median of rounds, and where a fifth of them lies below and above."""
+    p20, median, p80 = (sorted(us)[len(us) * part // 10] for part in (2, 5, 8))
+    return {"us": round(median, 1), "us_p20": round(p20, 1), "us_p80": round(p80, 1)}
 
 
 def peer_steps(model: Any, device: str, harness: Any) -> dict[str, PeerStep]:
@@ -186,7 +193,9 @@ def measure(
             logits = once(runner, cache, lengths)
             errors[f"{impl} {name}"] = relative(logits, expected)
             reference = logits if (impl, name) == (OWN, "kv16") else reference
-        bound = max(TOLERANCE, MARGIN * moved(model, cache, ids, lengths, expected)) if codes else TOLERANCE
+        bound = TOLERANCE
+        if codes:
+            bound = accepted_error(model, ids, expected, lambda cache=cache: uncompiled(model, cache, ids, lengths))
         accepted.update({f"{impl} {name}": bound for impl in runners})
         for impl, runner in runners.items():
             again = runner().clone()  # captured
@@ -211,14 +220,14 @@ def measure(
     for step in steps.values():
         step()  # a window may fill at the step before, which replays would repeat
     replays: dict[str, Step] = {name: runner.replay for name, runner in steps.items() if isinstance(runner, Runner) and device != "cpu"}
-    alone = {name: statistics.median(us) for name, us in timed(replays, device).items()}
-    for name, us in timed(steps, device).items():
+    alone = {name: statistics.median(us) for name, us in timed(replays, device, ROUNDS, STEPS).items()}
+    for name, us in timed(steps, device, ROUNDS, STEPS).items():
         impl, _, kv_format = name.partition(" ")
-        p20, median, p80 = (sorted(us)[len(us) * part // 10] for part in (2, 5, 8))
+        own = spread_of(us)
         rows.append({
             "impl": impl, "format": "fp16" if impl == "cublas_fa3" else format, "kv_format": kv_format or "kv16",
-            "batch": batch, "kv_len": context, "layers": config.num_hidden_layers, "us": round(median, 1), "us_p20": round(p20, 1),
-            "us_p80": round(p80, 1), "graph_us": round(alone.get(name, median), 1), "rel_err": errors[name],
+            "batch": batch, "kv_len": context, "layers": config.num_hidden_layers, **own,
+            "graph_us": round(alone.get(name, own["us"]), 1), "rel_err": errors[name],
             "rel_err_accepted": accepted.get(name, TOLERANCE),
         })  # fmt: skip
     return rows

@@ -556,8 +556,7 @@ class KVCache(CacheMemory):
 
     def _history(self, batch: Batch, layer: int) -> tuple[Tensor, Tensor] | None:
         """Room for the rows that new tokens attend to, sequence after sequence (``batch.cu_kv``), with what
-        the cache holds in its place; None where it holds nothing."""
-        batch.refresh()
+        the cache holds in its place; None where it holds nothing. ``batch`` has been refreshed."""
         total = sum(batch.past_lengths) + sum(batch.counts)
         if total == sum(batch.counts):
             return None

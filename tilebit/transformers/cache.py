@@ -157,6 +157,8 @@ class TilebitCache(Cache):
         there = None if mask is None else mask[:, -columns:] != 0
         if columns == 1 and there is not None and not bool(there.all()):
             return False
+        if mask is not None and tuple(mask.shape) != (rows, self.seen + columns):
+            return False  # whoever takes the call says what is wrong
         if positions is None:  # the model would count columns
             return lengths == [self.seen] * rows and (there is None or bool(there.all()))
         given = positions.expand(rows, columns)

@@ -1,5 +1,5 @@
-"""``compile``: decode steps of a model of transformers as one fused step, on GPUs as one CUDA graph, and
-prompts in as few kernels."""
+"""``compile``: decode steps of a model of transformers as one fused step, on GPUs as one CUDA graph,
+and prompts in as few kernels."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has
 
 
 class DecodeSteps:
-    """The fused steps of a model, for batches of ``sizes`` rows: one graph for each batch of a cache; and its
-    fused prompts."""
+    """The fused steps of a model, for batches of ``sizes`` rows, one graph for each batch of a cache; and
+    its fused prompts."""
 
     def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = ()) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
@@ -205,7 +205,6 @@ class DecodeSteps:
 
     def _prompted(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None, kept: int) -> CausalLMOutputWithPast:
         """Logits of the last ``kept`` columns of a prompt, or of a chunk of one."""
-        self._current()
         rows, columns = ids.shape
         begun = cache.begin_step(rows, columns, mask, self.model.dtype, ids.device)
         tokens, last = ids.flatten(), torch.arange(rows * columns, device=ids.device).view(rows, columns)[:, -kept:].reshape(-1)

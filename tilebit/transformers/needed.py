@@ -58,7 +58,7 @@ def kernels_of(
             assert shape is not None
             prompts = [m for m in shape.bounds if m > MOST_AT_ONCE and parts.takes_prompts]
             found += [product.with_m(m) for m in (*batches, *prompts)]
-        for rows in (rows for batch in batches for rows in (batch, batch * max_tokens)[: 1 + parts.takes_prompts]):
+        for rows in (*batches, *(batch * max_tokens for batch in batches if parts.takes_prompts)):
             found += _between(parts, blocks, rows, dtype, target.is_cuda)
         turned = rotary_table(type(parts.rotary)(config=model.config), 1, parts.blocks[0].head_dim, torch.device("cpu")).shape[-1]
         found += [

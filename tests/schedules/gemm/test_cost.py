@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import hypot
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -106,14 +107,27 @@ def test_blocks_that_share_x_load_less():
 
 
 def test_a_weight_that_no_cache_holds_is_loaded_in_every_pass():
-    """Row tiles in groups go over it once a group."""
+    """Row tiles in groups go over it once a group, and tiles that all run side by side once."""
 
-    def load(n: int, m: int, raster: int) -> float:
-        workload = Workload(m, n, 8192, QuantFormat.parse("w8a8_channel"))
-        return estimate(workload, Schedule("gemm_wgmma", 256, 128, 256, 2, 8, raster=raster), H200).load_us
+    def load(n: int, block_n: int, **options: Any) -> float:
+        workload = Workload(256, n, 8192, QuantFormat.parse("w8a8_channel"))
+        return estimate(workload, Schedule("gemm_wgmma", block_n, 128, 256, 2, 8, **options), H200).load_us
 
-    assert load(57344, 256, 0) > 1.5 * load(57344, 256, 4)
-    assert load(2048, 256, 0) < 1.1 * load(2048, 256, 4)
+    assert load(57344, 256) > 1.5 * load(57344, 256, raster=4)
+    assert load(2048, 256) < 1.1 * load(2048, 256, raster=4)
+    assert load(10240, 192) == load(10240, 192, raster=4)  # 108 tiles on 132 SMs
+    assert load(10240, 192, stream_k=True) > 1.3 * load(10240, 192, stream_k=True, raster=4)  # shares, each at its own k
+
+
+def test_sums_that_leave_the_tensor_cores_take_time():
+    """Of groups of x more than of e4m3, of whole rows none; more where k is longer."""
+
+    def multiply(format: str, k: int = 4096) -> float:
+        return estimate(Workload(4096, 4096, k, QuantFormat.parse(format)), replace(BIG, num_stages=2), H200).mma_us
+
+    whole, floats, groups = map(multiply, ("w8a8_channel", "w8a8_fp8", "w8a8_g128"))
+    assert whole < floats < groups and groups > 1.5 * whole
+    assert multiply("w8a8_g128", 8192) - multiply("w8a8_channel", 8192) > 1.8 * (groups - whole)
 
 
 def test_shallow_pipelines_load_slowly():

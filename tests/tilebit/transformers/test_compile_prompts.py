@@ -82,6 +82,33 @@ def test_generate_takes_it_and_other_calls_run_as_before(taken: list[int]):
 
 
 @torch.no_grad()
+def test_behind_padding_places_must_be_given(taken: list[int]):
+    """A model counts columns where it is not told of places; a fused step counts tokens."""
+    model: Any = compile(model_of("llama"), (ROWS,))
+    cache, inputs = own_cache(model), prompts(ROWS, 30, PADDING)
+    places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model(**inputs, position_ids=places, past_key_values=cache, logits_to_keep=1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    given = {"input_ids": torch.full((ROWS, 1), 5), "past_key_values": cache}
+    taken.clear()
+    model(**given, attention_mask=mask)
+    assert taken == []
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    model(**given, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1)
+    assert taken and set(taken) == {ROWS}
+
+
+@torch.no_grad()
+def test_a_mask_of_other_columns_is_refused():
+    model: Any = compile(model_of("llama"), (1,))
+    cache, inputs = own_cache(model), prompts(1, 30)
+    model(**inputs, past_key_values=cache)
+    with pytest.raises(ValueError, match="attention_mask is"):
+        model(input_ids=inputs["input_ids"], attention_mask=torch.ones(1, 25, dtype=torch.int64), past_key_values=cache)
+    assert cache.pool.lengths() == [30]
+
+
+@torch.no_grad()
 def test_a_prompt_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch):
     model: Any = compile(model_of("llama"), (1,))
     cache, inputs = own_cache(model), prompts(1, 30)

@@ -44,6 +44,7 @@ LANES = 128  # of Target.dequant_gops per SM and clock
 MMA_BURST = 1.36  # products that wait for dequantization run at a higher clock than the power limit leaves a plain product; fitted
 BYTES_OVER_HALF = 2  # rate of the tensor cores
 MMA_SPARE = 1.44  # and an SM's rate over its share when others idle; fitted
+AGAIN_US = 0.08  # a MB that is read from memory again, about 56 pJ a byte at 700 W; fitted (H200)
 STEP_US = 0.063  # one stage handed from producer to consumer and back; fitted
 IN_STEP = 2.6  # hand-over in a cluster over that in a block; fitted
 FILL_US = 1.2  # a block's first stage; fitted
@@ -145,6 +146,10 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     weight, passes = _weight_bytes(w, n, k), _ceil(m_tiles, max(1, s.raster))
     if s.stream_k or m_tiles * n_tiles * s.split_k > sms * s.min_blocks:
         far += (passes - 1) * weight * max(0.0, 1 - target.l2 * NEAR_CACHE / weight)
+    # So does a group's x, for each wave of its tiles, where the cache does not hold it.
+    rows = min(m_tiles, max(1, s.raster))
+    group = rows * s.block_m * k * w.x_bytes
+    far += passes * max(0.0, rows * n_tiles / (sms * s.min_blocks) - 1) * group * max(0.0, 1 - target.l2 * NEAR_CACHE / group)
     memory = (weight + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
@@ -154,6 +159,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
     sums_of_groups = FLOAT_SUMS if w.format.x == FP8 else GROUP_SUMS if w.format.x_grouped else 0.0
     mma += sums_of_groups * s.block_m * m_tiles * n * _ceil(k, GROUP) / (target.dequant_gops * 1e3) / grid.utilization
+    mma += AGAIN_US * far / 1e6  # at the power limit what memory's bytes take is missing elsewhere, and is hidden by nothing
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident
 
     sums = s.block_n * s.block_m * 4 / (EXCHANGE * clock * 1e3)  # us: an SM writes or reads one tile's

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 
 from tilebit.tiles.compiler.cuda import NvccError, find_nvcc
+from tilebit.tiles.compiler.lint import disassemble
 
 
 def have_nvcc() -> bool:
@@ -18,3 +22,13 @@ def have_nvcc() -> bool:
 needs_nvcc = pytest.mark.skipif(
     not have_nvcc(), reason="needs nvcc to compile CUDA ($CUDACXX, $CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel)"
 )
+
+
+def machine_code(cubin: Path) -> str:
+    """What ``cubin`` holds, by nvcc's toolkit or, where it has no nvdisasm, by the wheel of one."""
+    wheels = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin/nvdisasm")
+    for folder in (Path(find_nvcc()).resolve().parent, *(tool.parent for tool in wheels)):
+        listing = disassemble(cubin, folder)
+        if listing is not None:
+            return listing
+    pytest.skip("needs nvdisasm to read machine code (pip install nvidia-cuda-nvdisasm)")

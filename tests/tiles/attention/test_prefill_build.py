@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from goldens import check_source
 from lanes import one_of_each
-from toolchain import needs_nvcc
+from toolchain import machine_code, needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.rules import LOADING_WARPS
@@ -21,9 +20,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
-from tilebit.tiles.compiler.cuda import find_nvcc
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
 
 HALF, BFLOAT = "float16", "bfloat16"
@@ -128,9 +125,7 @@ def check_pipeline(source: str) -> None:
 
 def check_overlap(kernel: Kernel, workload: AttentionWorkload, schedule: Schedule) -> None:
     """The exponentials of a step are computed before the wait for O += P V, in every loop, and no more of them than there are scores."""
-    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
-    if sass is None:
-        pytest.skip("needs nvdisasm or cuobjdump to read machine code")
+    sass = machine_code(kernel.path / "kernel.cubin")
     each = 3 if workload.soft_cap else 1  # a tanh is an exponential and a reciprocal more
     exponentials = schedule.block_n // 2 * each + 2  # and two rows' rescaling
     loops = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", sass)[1:]

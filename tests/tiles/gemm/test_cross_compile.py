@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from goldens import check_source, parts_of
 from lanes import one_of_each
-from toolchain import needs_nvcc
+from toolchain import machine_code, needs_nvcc
 
 from results.measure.static.conflicts import conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
@@ -25,9 +25,8 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
-from tilebit.tiles.compiler.cuda import find_nvcc, run_nvcc
+from tilebit.tiles.compiler.cuda import run_nvcc
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.lint import disassemble
 from tilebit.tiles.compiler.pool import CompilePool
 
 HALF, BFLOAT = "float16", "bfloat16"
@@ -235,9 +234,8 @@ def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
     }
     sums = schedule.block_n * schedule.block_m // (schedule.num_warps * 32)
     assert len(re.findall(r"\(float\)\(?v_", body)) == 4 and f"float Y[{sums}];" in body and f"int sums[{sums}];" in body
-    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
-    if sass is not None:
-        assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
+    sass = machine_code(kernel.path / "kernel.cubin")
+    assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
 
 
 def check_float_products(kernel: Kernel, schedule: Schedule) -> None:
@@ -319,6 +317,5 @@ def check_order(text: str, *steps: str) -> None:
 
 def check_early_requests(kernel: Kernel) -> None:
     """In a dependent launch the weights are on their way before the wait for the preceding kernel: the compiler must not move them."""
-    sass = disassemble(kernel.path / "kernel.cubin", Path(find_nvcc()).resolve().parent)
-    if sass is not None:
-        assert 0 <= sass.find("UBLKCP") < sass.index("ACQBULK")
+    sass = machine_code(kernel.path / "kernel.cubin")
+    assert 0 <= sass.find("UBLKCP") < sass.index("ACQBULK")

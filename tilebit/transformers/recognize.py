@@ -30,8 +30,9 @@ class OtherLinear:
         """Its weight. Raises ``CheckpointError``."""
         if self.kind is None or any(hasattr(self.module, mark) for mark in _SHUFFLED):
             raise CheckpointError(
-                f"{type(self.module).__name__} lays its weight out in a way of its own; accepted: AutoAWQ's, GPTQ's and "
-                "compressed-tensors' layouts, as their torch modules have them: load the directory with tilebit.transformers.load"
+                f"{type(self.module).__name__} lays its weight out in a way of its own; accepted: AutoAWQ's, GPTQ's, "
+                "compressed-tensors' and transformers' fp8 layouts, as their torch modules have them: load the directory with "
+                "tilebit.transformers.load"
             )
         weight = decode(name, self.kind, self.tensors, self._scheme(name), gptq_format or self._gptq_format())
         needed = tuple(getattr(self.module, side, size) for side, size in (("out_features", weight.n), ("in_features", weight.k)))
@@ -40,7 +41,10 @@ class OtherLinear:
         return weight
 
     def _scheme(self, name: str) -> LayerScheme | None:
-        """What compressed-tensors left at the layer; the others' tensors say all."""
+        """What compressed-tensors left at the layer, or transformers' fp8; the others' tensors say all."""
+        if self.kind == "fp8":
+            said = {"weight_block_size": self.module.block_size, "activation_scheme": self.module.activation_scheme}
+            return parse_quantization({"quant_method": "fp8", **said})[1](name)
         held = getattr(self.module, "quantization_scheme", None)
         if held is None or self.kind not in ("compressed-tensors", *PLAIN):
             return None
@@ -66,6 +70,8 @@ def recognized(module: nn.Module) -> OtherLinear | None:
         kind = "compressed-tensors"
     elif weight is not None and weight.dtype in _PLAIN and "weight_scale" in held:
         kind = _PLAIN[weight.dtype]
+    elif weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale_inv" in held and hasattr(module, "block_size"):
+        kind = "fp8"
     elif words is not None and "s1_scales" in held:
         kind = "qserve"
     elif words is not None and scales is not None and "qzeros" in held:

@@ -18,7 +18,8 @@ from .saving import attach
 def takeover(model: nn.Module, dtype: torch.dtype | None = None, gptq_format: str | None = None) -> list[str]:
     """Replace the quantized linear layers that another library put into ``model`` by ``QuantLinear``,
     in place, one by one, with the same codes; returns the names replaced. AutoAWQ's, GPTQ's,
-    compressed-tensors' and QServe's are recognized by the names and shapes of their tensors.
+    compressed-tensors', QServe's and transformers' blocks of fp8 are recognized by the names and shapes
+    of their tensors.
 
     The layers compute in ``dtype``, fp16 or bf16: by default that of the model's first parameter.
     ``gptq_format`` ("gptq", "gptq_v2") says how GPTQ's zero points are stored, where the modules
@@ -48,7 +49,7 @@ def takeover(model: nn.Module, dtype: torch.dtype | None = None, gptq_format: st
     if not names:
         raise ValueError(
             f"{type(model).__name__} has no linear layer that can be taken over{f': {listed}' if listed else ''}; accepted: a model with "
-            "layers of AutoAWQ, GPTQ or compressed-tensors; floats are quantized by tilebit.quantize_model"
+            "layers of AutoAWQ, GPTQ, compressed-tensors or blocks of fp8; floats are quantized by tilebit.quantize_model"
         )
     if reasons:
         warnings.warn(f"{sum(map(len, reasons.values()))} quantized layers stay as they are: {listed}", stacklevel=2)

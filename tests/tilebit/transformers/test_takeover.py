@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import gemma2, llama, made
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from tilebit.transformers import load, takeover
 from tilebit.weights.modules import QuantLinear, quantize_model
@@ -77,6 +78,35 @@ def test_layers_of_compressed_tensors_are_taken_over(tmp_path: Path, kind: str):
     equal(model, AutoModelForCausalLM.from_pretrained(tmp_path / "own"))
 
 
+def with_fp8_layers(folder: Path, **said: Any) -> Any:
+    """As transformers holds blocks of fp8 on a GPU that has them; elsewhere it loads floats."""
+    model, stored = written(folder, "fp8 blocks", llama()), load_file(folder / "model.safetensors")
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and name != "lm_head":
+            theirs = FP8Linear(layer.in_features, layer.out_features, **{"block_size": (128, 128), **said})
+            theirs.weight.data, theirs.weight_scale_inv.data = (stored[f"{name}.{part}"] for part in ("weight", "weight_scale_inv"))
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, theirs)
+    return model
+
+
+def test_layers_of_fp8_blocks_are_taken_over(tmp_path: Path):
+    model = with_fp8_layers(tmp_path / "theirs")
+    assert len(takeover(model)) == 14
+    expected: Any = load(tmp_path / "theirs")
+    equal(model, expected)
+    model.save_pretrained(tmp_path / "own")
+    equal(model, AutoModelForCausalLM.from_pretrained(tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"), [({"activation_scheme": "static"}, "fp8 activation_scheme"), ({"block_size": (64, 64)}, "fp8 weight_block_size")]
+)
+def test_other_fp8_layers_are_refused(tmp_path: Path, said: dict[str, Any], reason: str):
+    with pytest.raises(ValueError, match=f"can be taken over: .*{reason}"):
+        takeover(with_fp8_layers(tmp_path, **said))
+
+
 def test_what_cannot_be_taken_is_named_and_stays(tmp_path: Path):
     model = loaded_by_the_tool(tmp_path, "awq")
     first, second, third = (model.model.layers[0].mlp.get_submodule(f"{part}_proj") for part in ("gate", "up", "down"))
@@ -101,7 +131,7 @@ def test_gptq_layers_that_do_not_say_their_zero_points_are_asked_for(tmp_path: P
         takeover(model)
     assert list(model.state_dict()) == before
     assert len(takeover(model, gptq_format="gptq_v2")) == 14
-    with pytest.raises(ValueError, match="accepted: a model with layers of AutoAWQ"):
+    with pytest.raises(ValueError, match="accepted: a model with layers of AutoAWQ.*fp8"):
         takeover(model)
     with pytest.raises(ValueError, match="gptq_v3"):
         takeover(model, gptq_format="gptq_v3")

@@ -131,7 +131,7 @@ def test_gptq_layers_that_do_not_say_their_zero_points_are_asked_for(tmp_path: P
         takeover(model)
     assert list(model.state_dict()) == before
     assert len(takeover(model, gptq_format="gptq_v2")) == 14
-    with pytest.raises(ValueError, match="accepted: a model with layers of AutoAWQ.*fp8"):
+    with pytest.raises(ValueError, match=r"accepted: a model with layers of AutoAWQ.*fp8"):
         takeover(model)
     with pytest.raises(ValueError, match="gptq_v3"):
         takeover(model, gptq_format="gptq_v3")

@@ -64,11 +64,6 @@ class Anatomy:
     logit_cap: float
     rotary: nn.Module
 
-    @property
-    def takes_prompts(self) -> bool:
-        """Whether prompts can be fused: keys are turned as queries are, without norms of their own."""
-        return all(block.q_norm is None and block.k_norm is None for block in self.blocks)
-
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """The parts of ``model``, a causal language model. Raises ``ValueError`` for one whose kind is not

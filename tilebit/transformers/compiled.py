@@ -194,7 +194,7 @@ class DecodeSteps:
             self._current()
             kept = named.get("logits_to_keep", 0)
             whole = isinstance(kept, int) and (mask is None or bool(mask[:, -(kept or columns) :].all()))  # logits of padding are its own
-            if self.step.takes_prompts and whole and cache.continues(mask, positions, rows, columns):
+            if whole and cache.continues(mask, positions, rows, columns):
                 return lambda: self._prompted(cache, ids, mask, kept or columns)
         return None
 

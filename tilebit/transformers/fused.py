@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..cache.batch import Batch
 from ..cache.kvcache import KVCache
+from ..cache.rotary import rotated
 from ..ops.rows import add_norm, gated
 from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
@@ -94,22 +96,24 @@ class FusedStep(nn.Module):
         residual = _embedded(self._of.embed, ids)
         return self._logits(*self._through(residual, lambda block, qkv, layer: self._attended(block, qkv, cache, batch, layer)))
 
-    @property
-    def takes_prompts(self) -> bool:
-        """Whether ``prompt`` may be called."""
-        return self._of.takes_prompts
-
     @torch.no_grad()
     def prompt(self, ids: Tensor, cache: KVCache, batch: Batch, kept: Tensor | None = None) -> Tensor:
         """Logits [tokens, vocabulary] of the tokens ``ids`` int64 [tokens], sequence after sequence, or of
         those at the places ``kept``; their keys and values join ``cache``, in the sequences of ``batch``,
         which has been advanced by as many. Each attends to the rows before it in 16 bits, and to what
         the cache held dequantized (``KVCache.prefill``). Not to be captured."""
+        positions = batch.positions() if any(block.of.q_norm is not None for block in self.blocks) else None
 
         def attended(block: FusedBlock, qkv: Tensor, layer: int) -> Tensor:
-            of, turned = block.of, (block.of.heads + block.of.heads_kv) * block.of.head_dim
-            qk, v = (part.unflatten(-1, (-1, of.head_dim)) for part in (qkv[:, :turned], qkv[:, turned:]))
-            return cache.prefill_turning(batch, qk, v, self.rotary, of.scale, of.window, of.soft_cap, layer).flatten(1)
+            of, heads = block.of, qkv.unflatten(-1, (-1, block.of.head_dim))
+            qk, v = heads[:, : of.heads + of.heads_kv], heads[:, of.heads + of.heads_kv :]
+            if of.q_norm is None or of.k_norm is None:
+                return cache.prefill_turning(batch, qk, v, self.rotary, of.scale, of.window, of.soft_cap, layer).flatten(1)
+            assert positions is not None
+            parts = zip(qk.split([of.heads, of.heads_kv], 1), (of.q_norm, of.k_norm), strict=True)
+            q, k = (rotated(_headwise(rows, norm), positions, self.rotary, "half").to(qkv.dtype) for rows, norm in parts)
+            out, _ = cache.prefill(batch, q, k, v, scale=of.scale, window=of.window, soft_cap=of.soft_cap, layer=layer)
+            return out.flatten(1)
 
         residual, added = self._through(_embedded(self._of.embed, ids), attended)
         if kept is not None:
@@ -150,6 +154,11 @@ def _embedded(embed: nn.Module, ids: Tensor) -> Tensor:
     plain = type(embed) is nn.Embedding and embed.max_norm is None and "forward" not in vars(embed)
     hooked = embed._forward_hooks or embed._forward_pre_hooks
     return embed.weight[ids] if plain and not hooked and len(ids) > 1 else embed(ids)
+
+
+def _headwise(rows: Tensor, norm: Norm) -> Tensor:
+    """The norm of each head of ``rows`` [tokens, heads, head_dim], in fp32."""
+    return functional.rms_norm(rows.float(), rows.shape[-1:], norm.weight.float() + norm.offset, norm.eps)
 
 
 def _one(layers: Sequence[nn.Module]) -> nn.Module:

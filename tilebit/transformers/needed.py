@@ -56,9 +56,9 @@ def kernels_of(
         for product in dict.fromkeys(fused):
             shape = portfolio(product, target)
             assert shape is not None
-            prompts = [m for m in shape.bounds if m > MOST_AT_ONCE and parts.takes_prompts]
+            prompts = [m for m in shape.bounds if m > MOST_AT_ONCE]
             found += [product.with_m(m) for m in (*batches, *prompts)]
-        for rows in (*batches, *(batch * max_tokens for batch in batches if parts.takes_prompts)):
+        for rows in (*batches, *(batch * max_tokens for batch in batches)):
             found += _between(parts, blocks, rows, dtype, target.is_cuda)
         turned = rotary_table(type(parts.rotary)(config=model.config), 1, parts.blocks[0].head_dim, torch.device("cpu")).shape[-1]
         found += [

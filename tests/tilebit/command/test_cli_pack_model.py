@@ -76,10 +76,9 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
         compile(model, (ROWS,), TOKENS)
         step = cache.begin_step(ROWS, 1, None, model.dtype, torch.device("cpu"))
         plans.rehearsed(lambda: model.tilebit_steps.step(torch.full((ROWS,), 5), cache.pool.cache, step.batch))
-        if model.tilebit_steps.step.takes_prompts:
-            cache.settle()
-            prompt = cache.begin_step(ROWS, 20, None, model.dtype, torch.device("cpu"))
-            plans.rehearsed(lambda: model.tilebit_steps.step.prompt(torch.full((ROWS * 20,), 5), cache.pool.cache, prompt.batch))
+        cache.settle()
+        prompt = cache.begin_step(ROWS, 20, None, model.dtype, torch.device("cpu"))
+        plans.rehearsed(lambda: model.tilebit_steps.step.prompt(torch.full((ROWS * 20,), 5), cache.pool.cache, prompt.batch))
     kinds = {workload.op for workload in asked}
     assert {"decode", "append", "prefill", "gather", "gemm", NORM} <= kinds and ("quantize" in kinds) == ("a8" in format)
     assert not [workload for workload in asked if workload.static() not in held]

@@ -47,7 +47,7 @@ def told(model: Any, format: str, chunks: tuple[int, ...], kept: int) -> list[to
 
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama")])
 def test_a_fused_prompt_gives_the_logits_of_the_model(kind: str, taken: list[int]):
-    """Whole, and a chunk behind another; a model with norms of q and k runs prompts as it did."""
+    """Whole, and a chunk behind another."""
     model = model_of(kind)
     cases = [("kv16", (COLUMNS,), 1), ("kv16", (COLUMNS, 40), 3)]
     expected = [told(model, *case) for case in cases]
@@ -55,7 +55,7 @@ def test_a_fused_prompt_gives_the_logits_of_the_model(kind: str, taken: list[int
     for case, before in zip(cases, expected, strict=True):
         for a, b in zip(told(model, *case), before, strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype and float((a - b).float().norm() / b.float().norm()) < ROUNDING
-    assert set(taken) == (set() if kind == "qwen3" else {ROWS, 3 * ROWS})
+    assert set(taken) == {ROWS, 3 * ROWS}
 
 
 @torch.no_grad()

@@ -52,10 +52,10 @@ def test_a_first_prompt_takes_two_launches(kernels):
     [
         (lambda qk, v: (qk[:, :HEADS], v, TABLE), "heads_q"),
         (lambda qk, v: (qk[:, :-1], v, TABLE), "heads"),
-        (lambda qk, v: (qk[1:], v, TABLE), "q is"),
+        (lambda qk, v: (qk[1:], v, TABLE), "qk is"),
         (lambda qk, v: (qk, v[:, :1], TABLE), "the same shape"),
         (lambda qk, v: (qk, v, TABLE[:5]), "cos_sin is"),
-        (lambda qk, v: (qk.float(), v, TABLE), "q is"),
+        (lambda qk, v: (qk.float(), v, TABLE), "qk is"),
         (lambda qk, v: (qk, v.tolist(), TABLE), "v is"),
     ],
 )

@@ -29,6 +29,7 @@ from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cuda import lower_cuda, lowered_arch
+from tilebit.tiles.compiler.hasten import hasten_tilelang
 from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.program import DEVICE_DIR
 from tilebit.tiles.programs import program
@@ -58,6 +59,7 @@ LOWERED = ATTENTION_CASES if have_nvcc() and not RENEW else CASES
 def lowered(case: tuple[str, Any, Schedule]) -> str:
     """The digest of a case's body. Imports TileLang."""
     arch, workload, schedule = case
+    hasten_tilelang()
     made, target = program(schedule.program), target_from_name(arch)
     artifact = lower_cuda(made.build(workload, schedule, target), lowered_arch(made, target), dict(made.pass_configs))
     return digest(body_of(artifact.kernel_source, device_source(made.headers)))

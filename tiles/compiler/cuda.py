@@ -22,6 +22,7 @@ from ...schedules.operations import params as kernel_parameters
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target, target_from_name
 from ..program import DEVICE_DIR, TileProgram
+from .hasten import hasten_tilelang
 from .host_plan import HostPlan, describe_params, read_host
 from .host_stub import CUBIN_NAME, compile_stub, generate_stub
 from .lint import Instructions, Resources, count_instructions, disassemble
@@ -182,6 +183,7 @@ def compile_cuda(program: TileProgram, workload: AnyWorkload, schedule: Schedule
     """
     seconds = {}
     start = time.perf_counter()
+    hasten_tilelang()
     function = program.build(workload, schedule, target)
     params = describe_params(function, kernel_parameters(workload, schedule, target), operands(workload, schedule.program, target.arch))
     artifact = lower_cuda(function, lowered_arch(program, target), dict(program.pass_configs))

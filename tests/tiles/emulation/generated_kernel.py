@@ -246,7 +246,9 @@ def _lowering_process() -> ProcessPoolExecutor:
 
 
 def _load_compiler() -> None:
-    importlib.import_module("tilelang")
+    from tilebit.tiles.compiler.hasten import hasten_tilelang
+
+    hasten_tilelang()
     gc.freeze()  # else what was loaded is searched for garbage again and again
 
 

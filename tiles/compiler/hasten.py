@@ -33,15 +33,15 @@ def remembering(mutate: Callable[..., Any]) -> Callable[..., Any]:
     from tilelang.language.eager import utils
     from tilelang.language.eager.ast import DSLMutator, IRGenerator
 
-    rewritten: dict[tuple[str, int, tuple[str, ...]], tuple[CodeType, str, dict[str, Any]]] = {}
+    rewritten: dict[tuple[str, int, str, tuple[str, ...]], tuple[CodeType, str, dict[str, Any]]] = {}
 
     @functools.wraps(mutate)
     def found(func: Callable[..., Any]) -> Any:
         lines, start = inspect.getsourcelines(func)
         bound = utils.get_func_nonlocals(func)
-        key = ("".join(lines), start, tuple(bound))
+        file = inspect.getsourcefile(func) or inspect.getfile(func)
+        key = (file, start, "".join(lines), tuple(bound))
         if key not in rewritten:
-            file = inspect.getsourcefile(func) or inspect.getfile(func)
             mutator = DSLMutator(bound, func.__globals__, file)
             tree = ast.fix_missing_locations(mutator.visit(utils.get_ast(func)))
             rewritten[key] = compile(tree, file, "exec"), ast.unparse(tree), mutator.extra_type_hints

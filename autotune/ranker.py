@@ -52,6 +52,7 @@ class Sample:
     target: Target
     expected: Estimate
     values: dict[str, float]
+    line: str  # the record, as a digest takes it
 
     @property
     def workload(self) -> AnyWorkload:
@@ -72,8 +73,8 @@ def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
         if target is None or operation(r.workload.op).features is None or legal(r.workload, r.schedule, target):
             continue
         expected = estimate(r.workload, r.schedule, target)
-        found.append(Sample(r, target, expected, seen(r.workload, r.schedule, target, expected)))
-    return sorted(found, key=lambda s: _line(s.record))
+        found.append(Sample(r, target, expected, seen(r.workload, r.schedule, target, expected), _line(r)))
+    return sorted(found, key=lambda s: s.line)
 
 
 def record_target(record: TuningRecord) -> Target:
@@ -105,7 +106,7 @@ def train(found: Sequence[Sample]) -> dict[str, Any]:
         "kinds": sorted({kind(s.workload, s.record.schedule) for s in found}),
         "records": len(found),
         "workloads": len({(s.record.workload, s.record.gpu, s.record.units) for s in found}),
-        "records_digest": records_digest(s.record for s in found),
+        "records_digest": _digest(s.line for s in found),
         "xgboost": xgboost.__version__,
         "features": names,
         "probes": _probes(found, names, exact, booster.inplace_predict(rows)),
@@ -127,7 +128,11 @@ def to_text(document: dict[str, Any]) -> bytes:
 
 def records_digest(records: Iterable[TuningRecord]) -> str:
     """sha256 over what a model learns from: workloads, schedules, devices and times, in any order."""
-    return hashlib.sha256("\n".join(sorted(map(_line, records))).encode()).hexdigest()
+    return _digest(map(_line, records))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def too_few(found: Sequence[Sample]) -> str | None:

@@ -157,7 +157,7 @@ class Workload:
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
     def with_m(self, m: int) -> Workload:
-        return replace(self, m=m)
+        return self if m == self.m else replace(self, m=m)
 
     def bucketed(self) -> Workload:
         """The workload that is tuned for this one: itself, with at least one row."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,26 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     refresh()
 
 
+def by_shape(records: Iterable[TuningRecord]) -> dict[Workload, list[Any]]:
+    """Of products alone."""
+    found: dict[Workload, list[Any]] = {}
+    for r in records:
+        if isinstance(r.workload, Workload):
+            found.setdefault(r.workload.static(), []).append(r)
+    return found
+
+
+@cache
+def all_by_shape() -> dict[Workload, list[Any]]:
+    return by_shape(TUNED)
+
+
+@cache
+def last_by_shape() -> dict[Workload, list[Any]]:
+    """The last of each workload, schedule and device."""
+    return by_shape(latest(TUNED).values())
+
+
 def rest_are_slow(some: list[Workload], every: list[Workload]) -> list:
     return [pytest.param(s, id=s.served, marks=() if s in some else pytest.mark.slow) for s in every]
 
@@ -50,14 +72,8 @@ def rest_are_slow(some: list[Workload], every: list[Workload]) -> list:
 @pytest.mark.parametrize("shape", rest_are_slow(SOME, SHAPES))
 def test_a_recorded_m_is_served_by_the_fastest_recorded_there(shape: Workload, shipped: None) -> None:
     best: dict[Workload, TuningRecord] = {}
-    for r in latest(TUNED).values():
-        if (
-            isinstance(r.workload, Workload)
-            and r.workload.static() == shape
-            and r.us is not None
-            and r.ok
-            and not legal(r.workload, r.schedule, H200)
-        ):
+    for r in last_by_shape()[shape]:
+        if r.us is not None and r.ok and not legal(r.workload, r.schedule, H200):
             held = best.get(r.workload)
             best[r.workload] = r if held is None or r.us < (held.us or 0) else held
     assert best
@@ -86,7 +102,7 @@ def test_an_untuned_shape_has_a_legal_kernel_at_every_m(shipped: None) -> None:
 def test_a_sibling_s_tuned_choices_serve_where_nothing_is_tuned(shape: Workload, shipped: None) -> None:
     """An H100 has an H200's cores."""
     sibling = replace(H200, name="NVIDIA H100 80GB HBM3")
-    tuned = {r.workload.m for r in TUNED if isinstance(r.workload, Workload) and r.workload.static() == shape and r.ok}
+    tuned = {r.workload.m for r in all_by_shape()[shape] if r.ok}
     for m in tuned:
         workload = replace(shape, m=m)
         assert choose(workload, sibling).schedule == choose(workload, H200).schedule, m

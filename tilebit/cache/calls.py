@@ -157,12 +157,12 @@ def check_query(cache: KVCache, batch: Batch, q: Tensor) -> int:
     return q_len
 
 
-def check_query_rows(cache: KVCache, q: Tensor, rows: int, name: str = "q") -> None:
-    """``q`` of ``rows`` new rows, which the caller knows as ``name``."""
+def check_query_rows(cache: KVCache, q: Tensor, rows: int, name: str = "q", heads: str = "heads_q") -> None:
+    """``q`` of ``rows`` new rows, which the caller knows as ``name`` of ``heads`` heads."""
     if not isinstance(q, Tensor):
         expect_tensors(**{name: q})
     if q.dtype is not cache.dtype or q.ndim != 3 or q.shape[0] != rows or q.shape[2] != cache.head_dim or q.device != cache.device:
-        _reject_query(cache, q, f"[{rows}, heads_q{'' if name == 'q' else ' + heads_kv'}, {cache.head_dim}]", name)
+        _reject_query(cache, q, f"[{rows}, {heads}, {cache.head_dim}]", name)
 
 
 def _reject_query(cache: KVCache, q: Tensor, shape: str, name: str = "q") -> NoReturn:

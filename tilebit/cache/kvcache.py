@@ -390,7 +390,7 @@ class KVCache(CacheMemory):
         by these rows. The result is [tokens, heads_q, head_dim]; other arguments are ``prefill``'s.
         """
         expect_tensors(qk=qk, v=v, cos_sin=cos_sin)
-        check_query_rows(self, qk, v.shape[0], "qk")
+        check_query_rows(self, qk, v.shape[0], "qk", "heads_q + heads_kv")
         heads_q = qk.shape[1] - self.heads_kv
         k = qk[:, heads_q:]
         check_rows(self, batch, k, v, k.shape, None, cos_sin, "half", layer)

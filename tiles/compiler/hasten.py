@@ -17,7 +17,8 @@ Z3_OPTIONS = {"smt.arith.solver": 2}
 
 @functools.cache
 def hasten_tilelang() -> None:
-    """Once a process, before a program is built. Imports TileLang."""
+    """Once a process, before a program is built. Imports TileLang, and sets ``Z3_OPTIONS`` for all that
+    the process asks of Z3."""
     import z3
     from tilelang.language.eager import builder
 

@@ -58,6 +58,23 @@ def test_winners_are_tried(winner):
     assert len(found) <= 80
 
 
+def test_row_tiles_of_large_bytes_are_tried_in_groups():
+    """Of 8-bit x from 129 rows on where the cache does not hold the weight, in groups that hold all row tiles, strips among them."""
+
+    def tried(m: int, format: str, n: int = 28672, k: int = 4096) -> set[tuple[int, int]]:
+        found = candidates(Workload(m, n, k, QuantFormat.parse(format)), H200) or []
+        return {(s.raster, s.tail) for s in found if s.program == "gemm_wgmma"}
+
+    assert {raster for raster, _ in tried(256, "w8a8_channel")} == {0, 4} and {raster for raster, _ in tried(512, "w8a8_channel")} == {
+        0,
+        4,
+        8,
+    }
+    assert {raster for raster, _ in tried(128, "w8a8_channel")} == {0} == {raster for raster, _ in tried(512, "w8a8_channel", 4096)}
+    assert {raster for raster, _ in tried(512, "w4a16_g128")} == {0}
+    assert {raster for raster, tail in tried(512, "w8a8_channel", 10240, 8192) if tail > 1} == {0, 4}
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("n", [4096, 57344, 1000, 64])
 def test_a_cut_leaves_both_families(arch, n):

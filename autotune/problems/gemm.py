@@ -32,6 +32,11 @@ NORM_WEIGHT, NORM_WEIGHTS = "norm_weight", 2  # its largest number in the exact 
 LARGEST_INT8 = 127
 # Of e4m3: 128 products up to 64 stay below 2^13, and are summed exactly where tensor cores keep 14 bits.
 LARGEST_FP8 = 8
+LARGEST_SHORT_SUM = 2**13
+_APART = (2, 4, 8, 16, 32, 64, 128, 256)  # columns of x from one that is not zero to the next
+# Relative, of a sum of e4m3 on tensor cores, times the root of k: of 33 numbers at a time each loses what is below
+# 2^-13 of the largest one (k = 4096: 0.0020; a Hopper's, measured on other libraries' kernels: 0.0021).
+SHORT_SUM_ERROR = 2.0**-15
 LARGEST_FACTOR = 17  # 15 times it is the largest byte
 EXACT_INTEGERS = 1 << 24  # every integer up to here is a float32
 MAX_HALF = 65504.0
@@ -77,6 +82,11 @@ class Problem:
     def units(self) -> int:
         """In the last place that a right kernel's y may be off, of sums that are exact."""
         return 1 if self.workload.gate else 0
+
+    @property
+    def sums_error(self) -> float:
+        """Relative error of sums that a right kernel may make, beyond what rounding y is."""
+        return SHORT_SUM_ERROR * self.workload.k**0.5 if self.workload.format.short_sums else 0.0
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -204,8 +214,8 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
 
     Activations are integers |a| <= 4, codes any (of e4m3 whole numbers to LARGEST_FP8), scales powers of two from 1/16 to 4 (less of both
     where k is so long that sums would need more than 24 bits, or an fp16 result would pass 65504).
-    Where scales differ within a sum of int8 and k is long, each row of x is zero but for one column of
-    a few, others in the next row. Raises ``ValueError`` when k is too long for any of that.
+    Where scales differ within a sum of int8, or sums of e4m3 keep few bits, and k is long, each row of x
+    is zero but for one column of a few, others in the next row. Raises ``ValueError`` when k is too long for any of that.
     """
     generator = torch.Generator(device).manual_seed(seed)
     row_scales, apart = torch.tensor(_EXACT_ROW_SCALES, device=device), 1  # and token scales
@@ -297,10 +307,12 @@ def _exact_integers(workload: Workload) -> tuple[int, float, int]:
     unit that scales make, and where possible results that fp16 holds. All of int8 where k is short
     enough. Of groups, whose scales differ, sums are multiples of the least of them."""
     f, smallest = workload.format, min(_EXACT_ROW_SCALES) ** 2
-    scaled, widest = f.step_sums and f.group_size != PER_CHANNEL, LARGEST_FP8 if f.x == FP8 else f.largest
+    scaled, widest = f.step_sums, LARGEST_FP8 if f.x == FP8 else f.largest
     tried = [(largest, 1) for largest in ((LARGEST_FP8,) if f.x == FP8 else (LARGEST_INT8, 31, 7)) + (4, 2, 1)]
-    for largest, apart in tried + [(1, apart) for apart in (2, 4, 8, 16) if scaled]:
+    for largest, apart in tried + [(1, apart) for apart in _APART if scaled or f.short_sums]:
         most = -(-workload.k // apart) * largest * (widest / smallest if scaled else widest if f.x == FP8 else 128)
+        if f.short_sums and most > LARGEST_SHORT_SUM:
+            continue
         unit = 2.0 ** -max(0, ceil(log2(most / 8 / _largest_sum(workload)) / 2)) if workload.dtype == "float16" else 1.0
         if most + _most_added(workload) / (smallest * unit * unit) < EXACT_INTEGERS:
             return largest, unit, apart

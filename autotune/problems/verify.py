@@ -110,11 +110,11 @@ def worst_tile_error(y: Tensor, reference: Tensor, tile: int = TILE) -> float:
     return worst if worst == worst else float("inf")
 
 
-def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor) -> list[str]:
+def check_worst_tile(y: Tensor, reference: Tensor, torch_result: Tensor, sums_error: float = 0.0) -> list[str]:
     """One sentence when y's worst tile is more than ``TORCH_FACTOR`` times as wrong as torch's in
-    the same precision (or as one rounding)."""
+    the same precision (or as one rounding, or as ``sums_error``, what the format's sums lose)."""
     ours, theirs = worst_tile_error(y, reference), worst_tile_error(torch_result, reference)
-    allowed = TORCH_FACTOR * max(theirs, torch.finfo(y.dtype).eps / 4)
+    allowed = TORCH_FACTOR * max(theirs, torch.finfo(y.dtype).eps / 4, sums_error)
     if ours <= allowed:
         return []
     return [f"the worst {TILE} x {TILE} block has a relative error of {ours:.3g}; accepted: {allowed:.3g} (torch's is {theirs:.3g})."]
@@ -156,11 +156,12 @@ class Gate:
 
     ``verify`` takes ``run(problem, y)``, which launches the kernel on the first ``len(y)`` rows of
     the problem into y. It runs every row count once exactly, then the random problem twice: equal
-    inputs must give equal bits. ``units``: in the last place that an exact y may be off.
+    inputs must give equal bits. ``units``: in the last place that an exact y may be off;
+    ``sums_error``: as of ``check_worst_tile``.
     """
 
-    def __init__(self, exact: RowProblem, random: RowProblem, *, units: int = 0) -> None:
-        self.exact, self.random, self.units = exact, random, units
+    def __init__(self, exact: RowProblem, random: RowProblem, *, units: int = 0, sums_error: float = 0.0) -> None:
+        self.exact, self.random, self.units, self.sums_error = exact, random, units, sums_error
         self._exact_reference = exact.reference()
         self._random_reference = random.reference()
         self._torch_result = random.torch_result()
@@ -173,7 +174,7 @@ class Gate:
             if reasons:
                 return Verdict(tuple(f"m = {rows}: {reason}" for reason in reasons))
         first, second = (self._run(run, self.random, workload.m) for _ in range(2))
-        reasons = check_guards(first) + check_worst_tile(first.y, self._random_reference, self._torch_result)
+        reasons = check_guards(first) + check_worst_tile(first.y, self._random_reference, self._torch_result, self.sums_error)
         if not reasons and not torch.equal(*(output.y.view(_POISON[output.y.dtype][0]) for output in (first, second))):
             reasons = ["two runs on the same input differ."]
         return Verdict(tuple(reasons), worst_tile_error(first.y, self._random_reference))
@@ -190,7 +191,7 @@ class Gate:
 def gate(workload: Workload, seed: int, arch: str, device: str) -> Gate:
     """The gate of GEMMs."""
     exact = exact_problem(workload, seed, arch, device)
-    return Gate(exact, random_problem(workload, seed, arch, device), units=exact.units)
+    return Gate(exact, random_problem(workload, seed, arch, device), units=exact.units, sums_error=exact.sums_error)
 
 
 def _block_norms(values: Tensor, tile: int) -> Tensor:

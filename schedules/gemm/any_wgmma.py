@@ -14,7 +14,7 @@ from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
 from ..target import Target
 from .any import ENTRY, STEP_K, steps
-from .rules import LEAST_STAGED, MAX_RASTER, STAGED_COLUMNS, TICKETS, WGMMA, WGMMA_SPARE, handed_on
+from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, handed_on, row_bytes, staged_columns
 from .workload import Workload
 
 PROGRAM = "gemm_any_wgmma"
@@ -53,7 +53,7 @@ def tables_bytes(workload: Workload, schedule: Schedule) -> int:
 def shared_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of shared memory of a block: tables, slots of x, and columns on their way to y."""
     s = schedule
-    staged = s.block_n * (LEAST_STAGED if s.block_m % STAGED_COLUMNS else STAGED_COLUMNS) * 2
+    staged = s.block_n * staged_columns(s.block_m) * 2 + row_bytes(workload, s)
     return tables_bytes(workload, s) + s.num_stages * s.block_m * STAGE_K * 2 + staged + STATIC_SMEM
 
 

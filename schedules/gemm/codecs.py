@@ -101,7 +101,7 @@ GROUPED_BYTES = replace(
     group_sizes=(128,),
     headers=("codecs/int8.cuh", "codecs/group_sums.cuh"),
 )
-# e4m3 is multiplied as it is, 128 k at a time. What it costs is a guess until a GPU has timed it.
+# e4m3 is multiplied as it is.
 FLOATS = Codec(
     "e4m3",
     x=FP8,

@@ -157,7 +157,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     dequant *= grid.decoded / grid.steps
     tflops = target.mma_tflops * (BYTES_OVER_HALF if w.format.x else 1)
     mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)
-    sums_of_groups = FLOAT_SUMS if w.format.x == FP8 else GROUP_SUMS if w.format.x_grouped else 0.0
+    sums_of_groups = 0.0 if not w.format.step_sums else FLOAT_SUMS if w.format.x == FP8 else GROUP_SUMS
     mma += sums_of_groups * s.block_m * m_tiles * n * _ceil(k, GROUP) / (target.dequant_gops * 1e3) / grid.utilization
     mma += AGAIN_US * far / 1e6  # at the power limit what memory's bytes take is missing elsewhere, and is hidden by nothing
     mma += STEP_US * (IN_STEP if s.cluster > 1 else 1.0) * grid.blocks * grid.decoded / grid.resident

@@ -16,6 +16,7 @@ from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
+from .parts import parts
 from .waves import TAILS
 from .workload import Workload
 
@@ -30,6 +31,7 @@ CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 144, 192 x 192, H200: ptxas serializes the products, C7512)
 GROUP_SPARE = 12  # registers that scaling a group's sums takes (128 x 176 by eight warps spills 76 bytes)
+LARGEST_M = 256  # rows of x of a tile
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
@@ -63,7 +65,7 @@ class CudaRule:
 
 
 WGMMA = CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, 257, 16)), (32, 64, 128, 256), (4, 8, 12, 16), (2, 8),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, LARGEST_M + 1, 16)), (32, 64, 128, 256), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 MMA = CudaRule(
@@ -78,7 +80,7 @@ def tiled_legal(workload: Workload, schedule: Schedule, target: Target) -> list[
     reason; an empty list: it can."""
     rule = CUDA_RULES[schedule.program]
     reasons = _field_reasons(rule, workload, schedule)
-    return reasons or _resource_reasons(rule, workload.format, schedule, target)  # sizes mean nothing while a field is out of range
+    return reasons or _resource_reasons(rule, workload, schedule, target)  # sizes mean nothing while a field is out of range
 
 
 def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
@@ -153,20 +155,33 @@ def x_stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
     return schedule.block_m * schedule.block_k * (1 if format.x else 2)
 
 
-def shared_memory(format: GemmFormat, schedule: Schedule) -> int:
+def shared_memory(workload: Workload, schedule: Schedule) -> int:
     """Shared memory of one block of a CUDA program in bytes."""
-    rule = CUDA_RULES[schedule.program]
+    rule, format = CUDA_RULES[schedule.program], workload.format
     pipeline = schedule.num_stages * (stage_bytes(format, schedule) + rule.barrier_bytes)
     if rule.b_fragment:
         return (
             max(pipeline, schedule.block_m * (schedule.block_n + 8) * 2) + rule.reserved_smem
         )  # the tile to store takes the pipeline's place
-    return pipeline + _staging_bytes(schedule) + rule.reserved_smem  # the next tile is on its way while one is stored
+    return pipeline + _staging_bytes(workload, schedule) + rule.reserved_smem  # the next tile is on its way while one is stored
 
 
-def _staging_bytes(schedule: Schedule) -> int:
+def _staging_bytes(workload: Workload, schedule: Schedule) -> int:
     """Shared memory through which a block of ``gemm_wgmma`` stores its tile."""
-    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2
+    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2 + row_bytes(workload, schedule)
+
+
+def row_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Of that, for the fp32 numbers of parts that a tile's rows of x have: each group of four warps has
+    room for those of the largest tile."""
+    of_rows = any(part.axis == "m" for part in parts(workload))
+    return of_rows * schedule.num_warps // 4 * LARGEST_M * 4
+
+
+def staged_columns(rows: int) -> int:
+    """Columns of a tile, or a strip, of so many rows of x that ``gemm_wgmma`` stages at a time: whole
+    times."""
+    return LEAST_STAGED if rows % STAGED_COLUMNS else STAGED_COLUMNS
 
 
 def registers_needed(format: GemmFormat, schedule: Schedule) -> int:
@@ -208,6 +223,10 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
     if s.tail not in ((1, *TAILS) if not s.stream_k and s.split_k == 1 else (1,)):
         reasons.append(f"tail is {s.tail}; accepted: 1, and without stream_k and split_k {', '.join(map(str, TAILS))}.")
+    steps = -(-workload.k // s.block_k)
+    # A group of warps that is a strip ahead would stage it where another still reads its part of a tile.
+    if s.tail > 1 and steps <= s.num_stages and staged_columns(s.block_m) != staged_columns(s.block_m // s.tail):
+        reasons.append(f"tail is {s.tail}; accepted for {steps} steps of {s.block_k} in {s.num_stages} stages: 1, or strips of 32 rows of x.")
     if s.split_k > 1 and s.cluster > 1:
         reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
     if s.cluster not in CLUSTERS:
@@ -257,9 +276,9 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
     return reasons
 
 
-def _resource_reasons(rule: CudaRule, format: GemmFormat, schedule: Schedule, target: Target) -> list[str]:
-    s, reasons = schedule, []
-    smem = shared_memory(format, s)
+def _resource_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, target: Target) -> list[str]:
+    s, reasons, format = schedule, [], workload.format
+    smem = shared_memory(workload, s)
     if smem > target.smem:
         reasons.append(f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages or a smaller tile.")
     resident = s.min_blocks * (smem + target.BLOCK_SMEM)

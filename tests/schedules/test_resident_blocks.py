@@ -30,8 +30,8 @@ PREFILL = AttentionWorkload("prefill", 1, 8192, 8192, 32, 8, 128, KVFormat())
 H200 = target_from_name("sm_90a")
 # bytes that a block asks for, where an SM has no more of them than it must
 ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
-    "gemm_wgmma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
-    "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w.format, s),
+    "gemm_wgmma": lambda w, s, _: gemm_rules.shared_memory(w, s),
+    "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w, s),
     "gemm_stream": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "gemm_any": lambda w, s, _: any_rules.shared_bytes(w, s) + any_rules.STATIC_SMEM,

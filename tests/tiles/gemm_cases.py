@@ -91,11 +91,11 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     return Problem(w, layout, torch.from_numpy(x).to(dtype), operands), reference
 
 
-def one_large_step() -> tuple[Problem, torch.Tensor]:
+def one_large_step(format: GemmFormat) -> tuple[Problem, torch.Tensor]:
     """A product of e4m3 and its y: 2^16 in the first step of 128 k, then ones, each of which is less than 2^-13 of that, so that they are
     lost where one sum of all k stays on tensor cores."""
     k = 2048
-    problem = exact_problem(Workload(4, 64, k, GemmFormat.parse("w8a8_fp8")), 0, "sm_90a")
+    problem = exact_problem(Workload(4, 64, k, format), 0, "sm_90a")
     problem.x.fill_(1.0)
     problem.x[:, :128] = 0.0
     problem.x[:, 0] = 256.0

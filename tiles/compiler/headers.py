@@ -3,14 +3,18 @@ handed to them."""
 
 import numpy as np
 
-from ...schedules.gemm.rules import TICKETS
+from ...schedules.gemm.rules import LARGEST_M, TICKETS
 from ...schedules.gemm.waves import SHARING_STEPS
 from ..program import DEVICE_DIR
 
 TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16", "float32": "float", "int32": "int"}
 GATES = {"silu": "tilebit::Silu", "gelu_tanh": "tilebit::GeluTanh", "gelu": "tilebit::Gelu"}  # of store/gate.cuh
 # Numbers that schedules decide by and device functions use, by the file that uses them.
-CONSTANTS = {"store/split_k.cuh": {"TICKETS": TICKETS}, "order/tiles.cuh": {"SHARING_STEPS": SHARING_STEPS}}
+CONSTANTS = {
+    "store/split_k.cuh": {"TICKETS": TICKETS},
+    "store/finish.cuh": {"LARGEST_M": LARGEST_M},
+    "order/tiles.cuh": {"SHARING_STEPS": SHARING_STEPS},
+}
 
 
 def device_source(headers: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ gains and what binds it: results/notes/any-many-rows.md.
 from typing import Any
 
 from ...schedules.gemm import any_wgmma as rules
+from ...schedules.gemm.rules import row_bytes
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -105,7 +106,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         arrive(empty[last], lane, step * len(PARTS) + part > 0)
 
     @T.macro
-    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, full, empty, warp, lane, first_row, first, steps):
+    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, where, asked, staging, full, empty, after, block, warp, lane, first_row, first, steps):
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
         for step in T.serial(steps):
@@ -118,6 +119,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 last = stage
                 phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                 stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+        T.call_extern(
+            "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+            m, steps - 1, block, warp * 32 + lane, *addresses(T, after),
+        )  # fmt: skip
         T.wait_wgmma(0)
 
     @T.prim_func
@@ -139,7 +144,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             Xs = T.alloc_shared((stages, bm, rules.STAGE_K), dtype)
             tables = T.alloc_shared((max(4, rules.tables_bytes(workload, s) // 4),), "int32")
-            staging = T.alloc_shared((columns * bn,), dtype)
+            staging = T.alloc_shared((columns * bn + row_bytes(workload, s) // 2,), dtype)
             raw, full, empty = (T.alloc_barrier([count] * stages) for count in (1, rules.PRODUCERS // 32, s.num_warps))
             W = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             W_rest = T.alloc_fragment((bn, rules.STAGE_K), dtype)
@@ -157,15 +162,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 own, lane = thread - rules.PRODUCERS, thread % 32
                 warp, first_row = T.shfl_sync(own // 32, 0), T.alloc_var("int32", init=ask("n_block", block, 0) * bn)
                 first, steps = T.alloc_var("int32", init=ask("step", block, 0)), T.alloc_var("int32", init=ask("iterations", block))
+                where, asked = plan.alloc_asked(T, len(after))
                 request(weight, planes, warp, lane, first_row, first)
                 T.call_extern(
                     "handle", f"{operand}::fill<{bn}, {consumers}>", T.address_of(tables[0]), kept.access_ptr("w"),
                     T.address_of(scales[first_row, 0]), own,
                 )  # fmt: skip
                 T.call_extern("handle", plan.keep, m, own)  # and all have filled the tables
-                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, full, empty, warp, lane, first_row, first, steps)
+                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, where, asked, staging, full, empty, after, block, warp, lane, first_row, first, steps)
                 T.call_extern(
-                    "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(staging[0]),
+                    "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
                     T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, steps - 1, block, own,
                     *addresses(T, after),
                 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
 from ...schedules.gemm.parts import GATE_ROWS, Part, parts
-from ...schedules.gemm.rules import LEAST_STAGED, STAGED_COLUMNS, clustered_split, stage_groups
+from ...schedules.gemm.rules import LEAST_STAGED, clustered_split, stage_groups, staged_columns
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
 from ...schedules.operands import present
 from ...schedules.schedule import Schedule
@@ -208,7 +208,7 @@ class Operands:
         it, whole times; of a tile whose parts a cluster adds up, so few that its blocks have
         equally many."""
         blocks = self.schedule.split_k if clustered_split(self.schedule) else 1
-        return LEAST_STAGED if self.schedule.block_m % (STAGED_COLUMNS * blocks) else STAGED_COLUMNS
+        return staged_columns(self.schedule.block_m // blocks)
 
     def store_type(self, rows: int) -> str:
         """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile

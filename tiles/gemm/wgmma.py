@@ -98,6 +98,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
 
+    def last_of(block, piece, kind):
+        return ask("last", block, (ask("pieces", block) + piece) if kind else piece)
+
     def first_of(sums):
         return T.address_of(sums[0]) if p.step_sums else sums.access_ptr("r")
 
@@ -162,6 +165,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread):
         """The stages of all steps in turn, and each tile, or part or strip of one, stored when its
         last step is multiplied."""
+        where, asked = plan.alloc_asked(T, len(after))
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
         steps = T.alloc_var("int32")
@@ -192,6 +196,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         release(empty[last], thread, 1)
                     phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                     stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                T.call_extern(
+                    "handle", plan.ask_end(kind), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+                    m, last_of(block, piece, kind), block, thread - PRODUCERS, *addresses(T, after),
+                )  # fmt: skip
                 if p.step_sums:
                     add_group(kind, products[kind], sums[kind], Ss, As, thread, last, True)
                     release(empty[last * parts + 1], thread, 1)
@@ -200,9 +208,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     release(empty[last * parts + 1], thread, 1)
                 if not clustered:
                     T.call_extern(
-                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(staging[0]),
+                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
-                        m, ask("last", block, (ask("pieces", block) + piece) if kind else piece), block, thread - PRODUCERS,
+                        m, last_of(block, piece, kind), block, thread - PRODUCERS,
                         *addresses(T, after),
                     )  # fmt: skip
 
@@ -253,7 +261,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Ss = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype)
             Zs = T.alloc_shared((stages, p.stage_groups, bn), p.zero_dtype) if p.asymmetric else Ss
             As = T.alloc_shared((stages, bm), "float32") if p.x_grouped else None
-            staging = T.alloc_shared((columns * bn,), dtype)
+            staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
@@ -262,7 +270,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Y = plan.alloc_sums(T, 0)
             sums = (Y, plan.alloc_sums(T, 1))[: len(kinds)]
             products = tuple(T.alloc_fragment((bn, height), p.product_dtype) for height in plan.heights) if p.step_sums else None
-            T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers)))
+            T.import_source("#define STAGES_ARE_COPIED\n" + device_source((*HEADERS, *codec_of(workload.format).headers)))
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             T.disable_warp_group_reg_alloc()
 

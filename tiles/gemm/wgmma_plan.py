@@ -90,6 +90,13 @@ class Plan:
         shared = "true" if self.shared else "false"
         return f"tilebit::finish_tile<{self.order}, {store}, {self.consumers}, {BARRIER}, {shared}{self.operands.part_types()}>"
 
+    def ask_end(self, kind: int) -> str:
+        return f"tilebit::ask_end<{self.order}, {self.operands.store_type(self.heights[kind])}{self.operands.part_types()}>"
+
+    def alloc_asked(self, T: Any, parts: int) -> tuple[Any, Any]:
+        """Where a tile lies, and numbers of ``parts`` parts for a thread's output channels of it."""
+        return T.alloc_local((2,), "int32"), T.alloc_local((2 * self.operands.slabs * max(1, parts),), "int32")
+
     @property
     def own_chunks(self) -> tuple[int, ...]:
         """Each block's, of a tile that the two of a cluster share."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.layouts.formats import BITS, GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.rules import (
     PACKED_K,
@@ -170,10 +171,31 @@ def test_shared_memory_by_hand():
     """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, four 8-byte barriers: four stages, 32 columns of 128 halves to
     store through, and 512 bytes."""
     rest = 32 * 128 * 2 + 512
-    assert shared_memory(QuantFormat(4, 128), WGMMA) == 4 * (4096 + 8192 + 256 + 32) + rest
-    assert shared_memory(QuantFormat(4, 32, symmetric=False), WGMMA) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
-    assert shared_memory(QuantFormat(8, -1), WGMMA) == 4 * (8192 + 8192 + 256 + 32) + rest
-    assert shared_memory(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
+
+
+    def needed(format: GemmFormat, schedule: Schedule = WGMMA, **fields: Any) -> int:
+        return shared_memory(Workload(64, 4096, 4096, format, **fields), schedule)
+
+    assert needed(QuantFormat(4, 128)) == 4 * (4096 + 8192 + 256 + 32) + rest
+    assert needed(QuantFormat(4, 32, symmetric=False)) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
+    assert needed(QuantFormat(8, -1)) == 4 * (8192 + 8192 + 256 + 32) + rest
+    assert needed(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
+    # fp32 scales of rows of x, as many as the largest tile has, for each group of four warps
+    scales = WGMMA.num_warps // 4 * 256 * 4
+    assert needed(QuantFormat(4, 128), token_scales=True) - needed(QuantFormat(4, 128)) == scales
+    assert needed(QuantFormat.parse("w8a8_channel")) == 4 * (8192 + 4096 + 256 + 32) + rest + scales
+    # those of groups come with the stages
+    assert needed(QuantFormat.parse("w8a8_g128"), replace(WGMMA, block_k=128)) == 4 * (16384 + 8192 + 256 + 256 + 32) + rest
+
+
+def test_strips_take_more_steps_than_there_are_stages():
+    """Where strips are staged otherwise than tiles: else a group of warps could stage one where the other still reads the tile ahead of it."""
+    for block_m, more, accepted in ((32, 1, True), (32, 0, False), (64, 0, True)):
+        schedule = replace(WGMMA, block_m=block_m, tail=2)
+        assert (legal(Workload(64, 4096, (schedule.num_stages + more) * schedule.block_k), schedule, H200) == []) == accepted
+
+
+def test_programs_of_gemm():
     assert set(programs("gemm")) == {
         "gemm_wgmma",
         "gemm_mma",

@@ -374,6 +374,10 @@ void ptx_cp_async_wait_group(int groups_left) {
   groups.erase(groups.begin(), groups.end() - groups_left);
   for (size_t& count : groups) count -= landed;
 }
+void ptx_cp_async_wait_all() {
+  tilebit_host::land_until(0);
+  tilebit_host::me().groups.clear();
+}
 void ptx_cp_async_mbarrier_arrive_noinc_shared__cta_b64(uint32_t barrier) {
   tilebit_host::land_until(0);
   tilebit_host::mbarrier(barrier).change(1, 0);

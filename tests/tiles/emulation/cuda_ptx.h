@@ -133,6 +133,7 @@ void ptx_cp_async_ca_shared_global(uint32_t to, const void* from, int bytes, int
 void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes);
 void ptx_cp_async_commit_group();
 void ptx_cp_async_wait_group(int groups_left);
+void ptx_cp_async_wait_all();
 void ptx_cp_async_mbarrier_arrive_noinc_shared__cta_b64(uint32_t barrier);
 void ptx_createpolicy_fractional_L2__evict_first_b64(uint64_t& policy, double);
 void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(uint32_t to, const void* from, int bytes,

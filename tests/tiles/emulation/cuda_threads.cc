@@ -135,6 +135,10 @@ const char* run_fibers(Body& work, int blocks) {
   bulk_copies.clear(), sent_values.clear();
   running_blocks = blocks, fault = nullptr;
   if (place.shared_bytes) begin_kernel();
+  // Copies outlast a function of a kernel, not the cluster that runs it.
+  static const char* shared_before = nullptr;
+  const bool goes_on = place.shared_bytes == 0 && place.shared[0] && place.shared[0] == shared_before;
+  shared_before = place.shared[0];
   const int count = blocks * block_threads;
   if (count > MAX_THREADS) return "more threads than the emulation has room for";
   for (int t = 0; t < count; ++t) {
@@ -147,7 +151,8 @@ const char* run_fibers(Body& work, int blocks) {
       f.started = false;
     }
     f.ended = f.left = f.patient = false, f.word = nullptr, f.block = first_block + t / block_threads, f.thread = t % block_threads;
-    f.copies.clear(), f.groups.clear(), f.issued.clear(), f.product_groups.clear();
+    if (!goes_on) f.copies.clear();
+    f.groups.clear(), f.issued.clear(), f.product_groups.clear();
   }
   static bool apart = true;
   apart = !apart;

@@ -71,7 +71,7 @@ PERSISTENT = (
     (Workload(170, 128, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 112, 64, 2, 4)),  # a box and some of the rows after it
     (Workload(100, 64, 192, QuantFormat(4, 64, False)), Schedule("gemm_wgmma", 64, 48, 64, 2, 4, stream_k=True)),
     (Workload(150, 128, 256, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 128, 96, 64, 2, 8, split_k=2)),
-    (Workload(310, 128, 128, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 128, 160, 64, 2, 8, tail=2)),
+    (Workload(310, 128, 192, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 128, 160, 64, 2, 8, tail=2)),
     (Workload(9, 60, 128, QuantFormat(4, 128, True)), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),  # fewer steps than blocks
     (Workload(30, 128, 256, QuantFormat(8, 128, True)), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, raster=2, cluster=2)),
     # a last wave of strips: some without rows; two rounds of them, without whole tiles before; in pairs of blocks; too many tiles for it
@@ -79,12 +79,12 @@ PERSISTENT = (
     (Workload(40, 128, 384, QuantFormat(4, 128, True), "bfloat16"), Schedule("gemm_wgmma", 64, 64, 128, 2, 4, tail=4)),
     (Workload(150, 384, 1150, QuantFormat(8, PER_CHANNEL, False), bias=True), Schedule("gemm_wgmma", 64, 64, 32, 4, 4, cluster=2, tail=4)),
     (Workload(300, 256, 128, QuantFormat(4, 32, False)), Schedule("gemm_wgmma", 128, 128, 64, 2, 8, raster=2, cluster=2, tail=2)),
-    (Workload(30, 256, 64, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)),
+    (Workload(30, 256, 192, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, tail=2)),
     # the last tile has a slab less than others, and warpgroups without any; shared tiles among them
     (Workload(20, 250, 256, QuantFormat(4, 128, False), bias=True), Schedule("gemm_wgmma", 192, 16, 128, 2, 12)),
     (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
     (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
-    (Workload(100, 250, 256, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
+    (Workload(100, 250, 384, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
     # 4-bit floats: groups shorter than a part of a step, shared tiles, two slabs
     (Workload(60, 190, 1472, MXFP4), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
     (Workload(40, 250, 500, MXFP4, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 32, 128, 2, 4)),

@@ -58,11 +58,6 @@ __device__ __forceinline__ void add_group(float* sums, const SUM* group, const v
   }
 }
 
-// 4 bytes, or zeros where `valid` is false.
-__device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
-
 // The scales of a group of BLOCK_M rows of x, from row ``top`` of m on, by a warp, whose lanes arrive at
 // ``barrier`` when theirs have landed. Rows of [groups][m] are aligned to no more than 4 bytes, so
 // that no bulk copy may bring them. Zeros beyond m.

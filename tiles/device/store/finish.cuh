@@ -75,6 +75,7 @@ enum class Axis { CHANNEL, ROW, ELEMENT };
 template <typename T>
 struct Multiply {
   static constexpr Axis AXIS = Axis::CHANNEL;
+  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
@@ -82,6 +83,7 @@ struct Multiply {
 template <typename T>
 struct Add {
   static constexpr Axis AXIS = Axis::CHANNEL;
+  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
@@ -90,6 +92,7 @@ struct Add {
 template <typename T>
 struct Place {
   static constexpr Axis AXIS = Axis::CHANNEL;
+  static constexpr bool READ = false;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float) { return sum; }
@@ -105,8 +108,27 @@ struct OfElement : P {
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
 template <typename P>
+constexpr bool of_channel = P::AXIS == Axis::CHANNEL && P::READ;
+template <typename... Parts>
+constexpr bool HAS_ROWS = ((Parts::AXIS == Axis::ROW) || ...);
+template <typename P>
 __device__ __forceinline__ float number_of(typename P::Operand operand, int64_t at) {
   return to_float(static_cast<const typename P::Number*>(operand)[at]);
+}
+
+// Such a number as its bits.
+template <typename P>
+__device__ __forceinline__ uint32_t bits_of(typename P::Operand operand, int at) {
+  if constexpr (sizeof(typename P::Number) == 2)
+    return static_cast<const volatile uint16_t*>(operand)[at];
+  else
+    return static_cast<const volatile uint32_t*>(operand)[at];
+}
+template <typename P>
+__device__ __forceinline__ float number_in(uint32_t bits) {
+  typename P::Number number;
+  memcpy(&number, &bits, sizeof(number));
+  return to_float(number);
 }
 
 // The operand of the last part, which is that of Place where there is one.
@@ -125,7 +147,7 @@ struct Store {
   using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
-  static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
+  static constexpr int ROWS = BLOCK_N, HEIGHT = BLOCK_M, OWN = 128, MEETING = BARRIER + 1, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
   static constexpr bool GATED = !std::is_same_v<GATE, void>;
   static constexpr int OF_Y = GATED ? 2 : 1, Y = N / OF_Y, STORED = PIECES / OF_Y;  // rows for each column of y; its columns; pieces that are stored
   static constexpr bool SPARE = COLUMNS * STORED % OWN != 0;                       // threads that store nothing in a last pass
@@ -159,29 +181,77 @@ struct Store {
     columns = m - m0 - column, rows = Y - row;
   }
 
-  // Applies the parts to values [slab][COUNT], whose first column is row `first` of x, one after
+  // Of one slab a thread has registers for where the tile lies, and its channels' numbers, while products are
+  // under way (of two, 256 x 128 x 256: 64 bytes of spills).
+  static constexpr bool EARLY = SLABS == 1;
+
+  // Numbers of the parts for a thread's output channels of a tile.
+  template <typename... Parts>
+  struct Channels {
+    static constexpr int PARTS = sizeof...(Parts), WORDS = SLABS * 2 * (PARTS > 0 ? PARTS : 1);
+    uint32_t bits[WORDS];
+
+    // Loads that the compiler leaves where they are: it moves others to where they are used.
+    __device__ __forceinline__ void ask(int n0, int thread, typename Parts::Operand... operands) {
+#pragma unroll
+      for (int i = 0; i < SLABS * 2; ++i) {
+        int part = 0;
+        ((bits[i * PARTS + part++] = of_channel<Parts> ? bits_of<Parts>(operands, channel(n0, i / 2, i % 2, thread)) : 0u), ...);
+      }
+    }
+    template <typename P>
+    __device__ __forceinline__ float of(int slab, int low, int part) const { return of_channel<P> ? number_in<P>(bits[(slab * 2 + low) * PARTS + part]) : 0.0f; }
+  };
+
+  __device__ __forceinline__ static int channel(int n0, int slab, int low, int thread) {
+    const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
+    return min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
+  }
+
+  // Where a warpgroup has the numbers of a tile's rows of x (`ask_rows`): fp32 [LARGEST_M], ahead of what is staged.
+  __device__ __forceinline__ static float* rows_at(void* staging, int thread) { return static_cast<float*>(staging) + thread / OWN * LARGEST_M; }
+  template <typename... Parts>
+  __device__ __forceinline__ static void* behind_rows(void* staging) {
+    return static_cast<float*>(staging) + (HAS_ROWS<Parts...> ? THREADS / OWN * LARGEST_M : 0);
+  }
+
+  __device__ __forceinline__ static void ask_rows(void* staging, const void* numbers, int m0, int m, int thread) {
+    const SharedAddress to(rows_at(staging, thread));
+    const float* from = static_cast<const float*>(numbers) + m0;
+#pragma unroll
+    for (int first = 0; first < BLOCK_M; first += OWN) {
+      const int row = first + thread % OWN;
+      const bool there = row < m - m0;
+      if (BLOCK_M % OWN == 0 || row < BLOCK_M) cp_async_4(to.address + row * 4, there ? from + row : numbers, there);
+    }
+  }
+
+  template <typename P>
+  __device__ __forceinline__ static float number(float early, float of_row, typename P::Operand operand, int channel, int row) {
+    if (P::AXIS == Axis::CHANNEL) return EARLY ? early : number_of<P>(operand, channel);
+    return P::AXIS == Axis::ROW ? of_row : number_of<P>(operand, int64_t(row) * N + channel);
+  }
+
+  // Applies the parts to values [slab][COUNT], whose first column, `chunk`'s of the tile, is row `first` of x, one after
   // another, in fp32.
   template <typename... Parts>
-  __device__ __forceinline__ static void apply(float* values, int n0, int first, int m, int thread, typename Parts::Operand... operands) {
+  __device__ __forceinline__ static void apply(float* values, const Channels<Parts...>& channels, void* staging, int chunk, int n0, int first, int m,
+                                               int thread, typename Parts::Operand... operands) {
     if constexpr (sizeof...(Parts) > 0) {
-      const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
+      const float2* rows = reinterpret_cast<const float2*>(rows_at(staging, thread) + chunk * COLUMNS) + (thread & 3);
 #pragma unroll
-      for (int slab = 0; slab < SLABS; ++slab)
+      for (int c = 0; c < COUNT / 4; ++c) {
+        const float2 of_rows = HAS_ROWS<Parts...> ? rows[c * 4] : float2{0.0f, 0.0f};
 #pragma unroll
-        for (int low = 0; low < 2; ++low) {
-          const int row = min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
-          const float numbers[] = {(Parts::AXIS == Axis::CHANNEL ? number_of<Parts>(operands, row) : 0.0f)...};
+        for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-          for (int c = 0; c < COUNT / 4; ++c)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& v = values[slab * COUNT + c * 4 + low * 2 + e];
-              const int column = min(first + c * 8 + (lane & 3) * 2 + e, m - 1);
-              int part = 0;
-              ((v = Parts::apply(v, Parts::AXIS == Axis::CHANNEL ? numbers[part]
-                                    : number_of<Parts>(operands, Parts::AXIS == Axis::ROW ? column : int64_t(column) * N + row)), ++part), ...);
-            }
-        }
+          for (int i = 0; i < 4; ++i) {
+            float& v = values[slab * COUNT + c * 4 + i];
+            const int at = channel(n0, slab, i >> 1, thread), row = min(first + c * 8 + (thread & 3) * 2 + (i & 1), m - 1);
+            int part = 0;
+            ((v = Parts::apply(v, number<Parts>(channels.template of<Parts>(slab, i >> 1, part), i & 1 ? of_rows.y : of_rows.x, operands, at, row)), ++part), ...);
+          }
+      }
     }
     if constexpr (GATED) gate_sums<GATE, SLABS * COUNT>(values);
   }
@@ -189,7 +259,7 @@ struct Store {
   // values: [slab][COUNT], of the columns `chunk` of the tile; operands: of the parts.
   template <typename... Operands>
   __device__ __forceinline__ void store(const float* values, int chunk, Operands... operands) const {
-    sync_group<BARRIER + 1, OWN>(group);  // all have read what lay there
+    sync_group<MEETING, OWN>(group);  // all have read what lay there
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
@@ -200,7 +270,7 @@ struct Store {
         stmatrix_x4_trans(staged + slab * 64 + c * (16 * OWN_ROWS), pack_pair(v[0], v[1], T()), pack_pair(v[2], v[3], T()),
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
       }
-    sync_group<BARRIER + 1, OWN>(group);
+    sync_group<MEETING, OWN>(group);
     if constexpr (WIDTH > 0)
       place_channels(chunk, last_operand(operands...));
     else
@@ -238,29 +308,58 @@ struct Store {
   }
 };
 
+// Where the tile lies (n0, m0), and numbers of its parts: found and asked for when its last product is
+// on its way, so that its end waits neither for divisions nor for memory
+// (results/notes/wgmma-parts-ahead.md). ``channels``: words of ``Channels``. Numbers of rows of x, fp32 [m], come to shared
+// memory, for each warpgroup by itself: those of the tile before have been read, because since then it
+// has met at a barrier.
+template <typename O, typename S, typename... Parts>
+__device__ __forceinline__ void ask_end(int* where, void* channels, void* staging, int m, int iteration, int block, int thread,
+                                        typename Parts::Operand... operands) {
+  m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
+  const O order = O::kept();
+  if constexpr (S::EARLY || HAS_ROWS<Parts...>) where[1] = order.first_row(block, iteration);
+  ((Parts::AXIS == Axis::ROW ? S::ask_rows(staging, operands, where[1], m, thread) : void()), ...);
+  if constexpr (S::EARLY) {
+    where[0] = order.n_block(block, iteration) * S::ROWS;
+    static_cast<typename S::template Channels<Parts...>*>(channels)->ask(where[0], thread, operands...);
+  }
+}
+
+// The warpgroup has what it asked for.
+template <typename S, typename... Parts>
+__device__ __forceinline__ void await_rows(int thread) {
+  if constexpr (HAS_ROWS<Parts...>) {
+    cp_async_await();
+    sync_group<S::MEETING, S::OWN>(thread / S::OWN);
+  }
+}
+
 // The end of a tile; other blocks may hold parts of it (SHARED). The accumulators are left as they
 // are: what a later product overwrites must not be written here, or the compiler moves all of it
 // around in every iteration.
 template <typename O, typename S, int THREADS, int BARRIER, bool SHARED, typename... Parts>
-__device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators, void* staging, void* workspace, void* y, int m, int iteration, int block,
+__device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators, const int* where, const void* asked, void* staging, void* workspace, void* y, int m, int iteration, int block,
                                             int thread, typename Parts::Operand... operands) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
-  const O order = O::kept();
-  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
   constexpr bool ONE = O::SPLIT > 1;
   int first = block, last = block;  // the blocks that hold parts of this tile
   int tile = block / O::SPLIT;
   if constexpr (ONE) {
     first = tile * O::SPLIT, last = first + O::SPLIT - 1;
-  } else if (SHARED && iteration < order.share(block / O::TEAM)) {
+  } else if (const O order = O::kept(); SHARED && iteration < order.share(block / O::TEAM)) {
     const int rank = block % O::TEAM, place = order.place(block / O::TEAM, iteration), step = place * O::PLACE_STEPS;
     tile = place * O::TEAM + rank;
     first = order.owner(step) * O::TEAM + rank, last = order.owner(step + O::PLACE_STEPS - 1) * O::TEAM + rank;
   }
   constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
+  await_rows<S, Parts...>(thread);
   float values[SLABS * COUNT];
   if (!SHARED || first == last) {
-    const S store(staging, y, m, n0, m0, thread);
+    const int n0 = S::EARLY ? where[0] : O::kept().n_block(block, iteration) * S::ROWS;
+    const int m0 = S::EARLY ? where[1] : O::kept().first_row(block, iteration);
+    const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread);
+    const auto& channels = *static_cast<const typename S::template Channels<Parts...>*>(asked);
 #pragma unroll
     for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
       if (m0 + chunk * (COUNT * 2) >= m) return;
@@ -268,20 +367,24 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
       for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(accumulators[S::start(slab, chunk) + i]);
-      S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
+      S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
       store.store(values, chunk, operands...);
     }
     return;
   }
+  // Found anew: registers are few here.
+  const O order = O::kept();
+  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
   const int shares = (last - first) / O::TEAM + 1;
   const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, shares, block, block == first, thread);
   if (part == Part::NOTHING) return;
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000
   // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
-  // bytes), nor has one with a gate or a residual (128 x 256: 256 and 176 bytes).
+  // bytes), nor has one with a gate or a residual (128 x 256: 256 and 176 bytes); with other parts
+  // there are registers for one (72 bytes).
   constexpr bool PLAIN = !S::GATED && ((Parts::AXIS != Axis::ELEMENT) && ...);
-  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 && PLAIN ? 2 : 0, PLACES = AHEAD + 1;
+  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 && PLAIN ? sizeof...(Parts) == 0 ? 2 : 1 : 0, PLACES = AHEAD + 1;
   using A = typename S::Sum;
   A early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {
@@ -307,8 +410,10 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(mine[i]);
     }
-    S::template apply<Parts...>(values, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-    S(staging, y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk, operands...);  // without registers to spare, found anew
+    typename S::template Channels<Parts...> channels;
+    if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
+    S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
+    S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk, operands...);  // without registers to spare, found anew
   }
 }
 
@@ -373,10 +478,14 @@ template <typename O, typename S, int THREADS, int I, typename... Parts>
 __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
                                             typename Parts::Operand... operands) {
   using H = Halves<S>;
+  if constexpr (I == 0) await_rows<S, Parts...>(thread);
   if (!stores_chunk<O, S>(m, block, I)) return;
   const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
   const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
   const typename S::Sum* chunk = sums + I * H::COUNT;
+  const int own = 2 * I + block % O::SPLIT;
+  typename S::template Channels<Parts...> channels;
+  if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
   float values[H::COUNT];
 #pragma unroll
   for (int e = 0; e < H::COUNT; e += 4) {
@@ -385,9 +494,8 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
   }
-  const int own = 2 * I + block % O::SPLIT;
-  S::template apply<Parts...>(values, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(staging, y, m, n0, m0, thread).store(values, own, operands...);
+  S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
+  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, operands...);
 }
 
 }  // namespace tilebit

@@ -61,7 +61,14 @@ struct Barrier {
 namespace tl {
 
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;"); }
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;"); }
+// Before products of warpgroups, whose operand in shared memory threads may have written. Where bulk
+// copies alone write it, a program defines STAGES_ARE_COPIED: the fence waits for all that a thread has
+// on its way, stores of the tile before among it (results/notes/wgmma-parts-ahead.md).
+__device__ __forceinline__ void fence_proxy_async() {
+#ifndef STAGES_ARE_COPIED
+  asm volatile("fence.proxy.async.shared::cta;");
+#endif
+}
 
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;"); }

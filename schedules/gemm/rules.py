@@ -226,7 +226,9 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
     steps = -(-workload.k // s.block_k)
     # A group of warps that is a strip ahead would stage it where another still reads its part of a tile.
     if s.tail > 1 and steps <= s.num_stages and staged_columns(s.block_m) != staged_columns(s.block_m // s.tail):
-        reasons.append(f"tail is {s.tail}; accepted for {steps} steps of {s.block_k} in {s.num_stages} stages: 1, or strips of 32 rows of x.")
+        reasons.append(
+            f"tail is {s.tail}; accepted for {steps} steps of {s.block_k} in {s.num_stages} stages: 1, or strips of 32 rows of x."
+        )
     if s.split_k > 1 and s.cluster > 1:
         reasons.append(f"split_k is {s.split_k} and cluster {s.cluster}; accepted: one of them 1.")
     if s.cluster not in CLUSTERS:

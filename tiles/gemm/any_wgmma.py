@@ -106,7 +106,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         arrive(empty[last], lane, step * len(PARTS) + part > 0)
 
     @T.macro
-    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, where, asked, staging, full, empty, after, block, warp, lane, first_row, first, steps):
+    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, full, empty, warp, lane, first_row, first, steps):
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
         for step in T.serial(steps):
@@ -119,11 +119,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 last = stage
                 phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                 stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-        T.call_extern(
-            "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
-            m, steps - 1, block, warp * 32 + lane, *addresses(T, after),
-        )  # fmt: skip
-        T.wait_wgmma(0)
 
     @T.prim_func
     def main(
@@ -162,14 +157,19 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 own, lane = thread - rules.PRODUCERS, thread % 32
                 warp, first_row = T.shfl_sync(own // 32, 0), T.alloc_var("int32", init=ask("n_block", block, 0) * bn)
                 first, steps = T.alloc_var("int32", init=ask("step", block, 0)), T.alloc_var("int32", init=ask("iterations", block))
-                where, asked = plan.alloc_asked(T, len(after))
                 request(weight, planes, warp, lane, first_row, first)
                 T.call_extern(
                     "handle", f"{operand}::fill<{bn}, {consumers}>", T.address_of(tables[0]), kept.access_ptr("w"),
                     T.address_of(scales[first_row, 0]), own,
                 )  # fmt: skip
                 T.call_extern("handle", plan.keep, m, own)  # and all have filled the tables
-                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, where, asked, staging, full, empty, after, block, warp, lane, first_row, first, steps)
+                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, full, empty, warp, lane, first_row, first, steps)
+                where, asked = plan.alloc_asked(T, len(after))
+                T.call_extern(
+                    "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+                    m, steps - 1, block, own, *addresses(T, after),
+                )  # fmt: skip
+                T.wait_wgmma(0)
                 T.call_extern(
                     "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
                     T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, steps - 1, block, own,

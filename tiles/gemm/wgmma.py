@@ -208,7 +208,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     release(empty[last * parts + 1], thread, 1)
                 if not clustered:
                     T.call_extern(
-                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
+                        T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
                         m, last_of(block, piece, kind), block, thread - PRODUCERS,
                         *addresses(T, after),

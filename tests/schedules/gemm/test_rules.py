@@ -172,7 +172,6 @@ def test_shared_memory_by_hand():
     store through, and 512 bytes."""
     rest = 32 * 128 * 2 + 512
 
-
     def needed(format: GemmFormat, schedule: Schedule = WGMMA, **fields: Any) -> int:
         return shared_memory(Workload(64, 4096, 4096, format, **fields), schedule)
 
@@ -189,7 +188,7 @@ def test_shared_memory_by_hand():
 
 
 def test_strips_take_more_steps_than_there_are_stages():
-    """Where strips are staged otherwise than tiles: else a group of warps could stage one where the other still reads the tile ahead of it."""
+    """Where they are staged otherwise than tiles: else warps could stage one where others still read the tile ahead of it."""
     for block_m, more, accepted in ((32, 1, True), (32, 0, False), (64, 0, True)):
         schedule = replace(WGMMA, block_m=block_m, tail=2)
         assert (legal(Workload(64, 4096, (schedule.num_stages + more) * schedule.block_k), schedule, H200) == []) == accepted

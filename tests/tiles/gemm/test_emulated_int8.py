@@ -154,6 +154,7 @@ def test_the_largest_sum_is_rounded_once(schedule: Schedule):
     emulated((LONG, schedule))(problem, y)
     assert torch.equal(y, torch.full_like(y, float(torch.tensor(total * 2.0**-30).bfloat16())))
 
+
 SHARED = next(case for case in CASES if case[1].split_k == 2)  # by a cluster
 TILE_BY_TILE = next(case for case in CASES if case[1].tail > 1)
 TWO_SLABS = next(case for case in CASES if case[1].block_n == 256)
@@ -193,7 +194,12 @@ PLANTED = {
     "scales of rows of x are not awaited": (TILE_BY_TILE, "device", "if constexpr (HAS_ROWS<Parts...>) {", "if constexpr (false) {"),
     "scales of the rows of another chunk": (SHARED, "device", "+ chunk * COLUMNS) + (thread & 3)", ") + (thread & 3)"),
     "scales of the tile above": (TILE_BY_TILE, "device", "static_cast<const float*>(numbers) + m0;", "static_cast<const float*>(numbers);"),
-    "a tile's end is that of the first": (TILE_BY_TILE, "wgmma.py", "m, last_of(block, piece, kind), block, thread - PRODUCERS, *", "m, 0, block, thread - PRODUCERS, *"),
+    "a tile's end is that of the first": (
+        TILE_BY_TILE,
+        "wgmma.py",
+        "m, last_of(block, piece, kind), block, thread - PRODUCERS, *",
+        "m, 0, block, thread - PRODUCERS, *",
+    ),
     "the group before": (CASES[2], "device", "* STEPS + step) / GROUP_STEPS * STRIDE", "* STEPS + step - 1) / GROUP_STEPS * STRIDE"),
     "the middle of bytes stays": (W8A8_CASE, "device", "a[i] = words[i] ^ 0x80808080u", "a[i] = words[i]"),
     "parts are added as floats": (

@@ -64,7 +64,7 @@ CASES: tuple[Case, ...] = (
     (Workload(130, 505, 1001, FP8, bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),
     (Workload(130, 505, 576, FP8_GROUPS, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 3, 4, stream_k=True)),
     (Workload(33, 320, 1000, W4_FP8, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
-    (Workload(33, 320, 576, FP8, "bfloat16"), Schedule("gemm_mma", 64, 32, 128, 3, 4, split_k=5)),
+    (Workload(33, 320, 576, FP8, "bfloat16"), Schedule("gemm_mma", 64, 32, 64, 3, 4, split_k=3)),
     (Workload(5, 505, 1001, FP8_GROUPS), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
     (Workload(33, 320, 1000, W4_FP8, "bfloat16"), Schedule("gemm_mma", 64, 64, 128, 2, 4)),
     (Workload(5, 505, 1001, FP8, "bfloat16"), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),

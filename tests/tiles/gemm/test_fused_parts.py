@@ -137,7 +137,7 @@ def test_exact(case: Case):
 
 
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
-    "the residual of the next channel": (RESIDUAL[0], "device", (("int64_t(column) * N + row)", "int64_t(column) * N + (row ^ 1))"),)),
+    "the residual of the next channel": (RESIDUAL[0], "device", (("int64_t(row) * N + channel)", "int64_t(row) * N + (channel ^ 1))"),)),
     "the residual of the first columns": (RESIDUAL[2], "device", (("n0, m0 + own * (S::COUNT * 2), m,", "n0, m0, m,"),)),
     "mma.sync: the residual of the row before": (
         RESIDUAL[5], "operands.py", (('index = (at["m"], at["n"])', 'index = ((at["m"] > 0) * (at["m"] - 1), at["n"])'),),

@@ -151,8 +151,9 @@ BUGS = (
         "token scale of the next row, mma.sync", tokens(W4), MMA,
         {"mma.py": swap(("m=T.min(by * bm + c, m - 1)", "m=T.min(by * bm + c + 1, m - 1)"))},
     ),
-    device("token scale of the next row", tokens(W4), SMALL, ("(lane & 3) * 2 + e, m - 1)", "(lane & 3) * 2 + 1 - e, m - 1)")),
-    device("token scale of the first columns", tokens(W4, m=40), LONG, ("n0, m0 + chunk * (COUNT * 2), m,", "n0, m0, m,")),
+    device("token scale of the next row", tokens(W4), SMALL, ("i & 1 ? of_rows.y : of_rows.x", "i & 1 ? of_rows.x : of_rows.y")),
+    device("token scale of the first columns", tokens(W4, m=40), LONG, ("+ chunk * COLUMNS) + (thread & 3)", ") + (thread & 3)")),
+    device("token scales not awaited", tokens(W4), SMALL, ("if constexpr (HAS_ROWS<Parts...>) {", "if constexpr (false) {")),
     # stores
     device("bias lost", work(W4, bias=True), SMALL, ("return sum + number;", "return sum;")),
     device("per-channel scale lost", work(CHANNEL), SMALL, ("return sum * number;", "return sum;")),

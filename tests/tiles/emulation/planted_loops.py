@@ -67,7 +67,7 @@ BUGS = (
     ),
     loop(
         "stage released before the product, in parts",
-        work(W4, k=512),
+        work(W4, k=1024),
         HALVES,
         (RELEASE_LAST, RELEASE_LAST.replace("last", "stage").replace("j)", "1)")),
         (LAST_RELEASE, DRAIN),
@@ -90,7 +90,7 @@ BUGS = (
     loop("stage never released", work(W4), RING, (RELEASE, "pass\n"), sign="nobody can go on"),
     loop(
         "second part of a stage not waited for",
-        work(W4, k=512),
+        work(W4, n=640, k=1024),
         HALVES,
         ("await_full(full[stage * parts + 1], phase)", "await_full(full[stage * parts], phase)"),
         sign="",

@@ -227,7 +227,7 @@ class Operands:
         return ", int" if self.integer_sums else ""
 
     def part_types(self) -> str:
-        """The types of the parts that follow the product (``device/store/finish.cuh``), as further
+        """The types of the parts that follow the product (``device/store/parts.cuh``), as further
         template arguments."""
         types = [(f"tilebit::{part.does.title()}<{TYPES[part.dtype]}>", part.axis) for part in parts(self.workload)]
         return "".join(f", {_OF[axis]}<{does}>" if axis in _OF else f", {does}" for does, axis in types)

@@ -59,9 +59,11 @@ HEADERS = (
     "store/split_k.cuh",
     "store/epilogue.cuh",
     "store/gate.cuh",
+    "store/parts.cuh",
     "pipeline/dependent.cuh",
     "order/tiles.cuh",
     "store/finish.cuh",
+    "store/exchange.cuh",
 )
 
 

@@ -1,7 +1,7 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
 // scale it, store it.
 //
-// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, order/tiles.cuh and ptx/instructions.cuh.
+// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/parts.cuh, order/tiles.cuh and ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
@@ -68,86 +68,18 @@ __device__ __forceinline__ void add_shares(A* values, void* workspace, int start
   }
 }
 
-// Parts of what follows a product (schedules/gemm/parts.py): what is done to a sum with the number
-// of its output channel, or (OfRow) of its row of x, or (OfElement) of both. Operand: Number [output
-// channel], [m] or [m][N], as kernels pass it.
-enum class Axis { CHANNEL, ROW, ELEMENT };
-template <typename T>
-struct Multiply {
-  static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = true;
-  using Number = T;
-  using Operand = const void*;
-  __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
-};
-template <typename T>
-struct Add {
-  static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = true;
-  using Number = T;
-  using Operand = const void*;
-  __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
-};
-// Says where a sum goes, and leaves it as it is: the column of y of its output channel.
-template <typename T>
-struct Place {
-  static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = false;
-  using Number = T;
-  using Operand = const void*;
-  __device__ __forceinline__ static float apply(float sum, float) { return sum; }
-};
-template <typename P>
-struct OfRow : P {
-  static constexpr Axis AXIS = Axis::ROW;
-};
-template <typename P>
-struct OfElement : P {
-  static constexpr Axis AXIS = Axis::ELEMENT;
-};
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
-template <typename P>
-constexpr bool of_channel = P::AXIS == Axis::CHANNEL && P::READ;
-template <typename... Parts>
-constexpr bool HAS_ROWS = ((Parts::AXIS == Axis::ROW) || ...);
-template <typename P>
-__device__ __forceinline__ float number_of(typename P::Operand operand, int64_t at) {
-  return to_float(static_cast<const typename P::Number*>(operand)[at]);
-}
-
-// Such a number as its bits.
-template <typename P>
-__device__ __forceinline__ uint32_t bits_of(typename P::Operand operand, int at) {
-  if constexpr (sizeof(typename P::Number) == 2)
-    return static_cast<const volatile uint16_t*>(operand)[at];
-  else
-    return static_cast<const volatile uint32_t*>(operand)[at];
-}
-template <typename P>
-__device__ __forceinline__ float number_in(uint32_t bits) {
-  typename P::Number number;
-  memcpy(&number, &bits, sizeof(number));
-  return to_float(number);
-}
-
-// The operand of the last part, which is that of Place where there is one.
-__device__ __forceinline__ const int* last_operand(const void* operand) { return static_cast<const int*>(operand); }
-template <typename... Operands>
-__device__ __forceinline__ const int* last_operand(const void*, const void* next, Operands... operands) {
-  return last_operand(next, operands...);
-}
-
 // What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH], or (GATE, an activation of gate.cuh: of 16 rows the first 8
-// are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8] [row half][column parity]) through `staging`, T
-// [warpgroup][COLUMNS][rows of a warpgroup]: warpgroups do not wait for each other.
+// are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8]
+// [row half][column parity]) through `staging`: numbers of rows of x where a part has some, fp32 [warpgroup][LARGEST_M], then T
+// [warpgroup][COLUMNS][rows of a warpgroup]. Warpgroups do not wait for each other.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0,
           typename GATE = void>
 struct Store {
   using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
-  static constexpr int ROWS = BLOCK_N, HEIGHT = BLOCK_M, OWN = 128, MEETING = BARRIER + 1, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
+  static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
+  static constexpr int MEETING = BARRIER + 1;  // named barriers of warpgroups, from here on
   static constexpr bool GATED = !std::is_same_v<GATE, void>;
   static constexpr int OF_Y = GATED ? 2 : 1, Y = N / OF_Y, STORED = PIECES / OF_Y;  // rows for each column of y; its columns; pieces that are stored
   static constexpr bool SPARE = COLUMNS * STORED % OWN != 0;                       // threads that store nothing in a last pass
@@ -191,16 +123,17 @@ struct Store {
     static constexpr int PARTS = sizeof...(Parts), WORDS = SLABS * 2 * (PARTS > 0 ? PARTS : 1);
     uint32_t bits[WORDS];
 
-    // Loads that the compiler leaves where they are: it moves others to where they are used.
     __device__ __forceinline__ void ask(int n0, int thread, typename Parts::Operand... operands) {
 #pragma unroll
       for (int i = 0; i < SLABS * 2; ++i) {
         int part = 0;
-        ((bits[i * PARTS + part++] = of_channel<Parts> ? bits_of<Parts>(operands, channel(n0, i / 2, i % 2, thread)) : 0u), ...);
+        ((bits[i * PARTS + part++] = OF_CHANNEL<Parts> ? bits_of<Parts>(operands, channel(n0, i / 2, i % 2, thread)) : 0u), ...);
       }
     }
     template <typename P>
-    __device__ __forceinline__ float of(int slab, int low, int part) const { return of_channel<P> ? number_in<P>(bits[(slab * 2 + low) * PARTS + part]) : 0.0f; }
+    __device__ __forceinline__ float of(int slab, int low, int part) const {
+      return OF_CHANNEL<P> ? number_in<P>(bits[(slab * 2 + low) * PARTS + part]) : 0.0f;
+    }
   };
 
   __device__ __forceinline__ static int channel(int n0, int slab, int low, int thread) {
@@ -208,7 +141,7 @@ struct Store {
     return min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
   }
 
-  // Where a warpgroup has the numbers of a tile's rows of x (`ask_rows`): fp32 [LARGEST_M], ahead of what is staged.
+  // Where a warpgroup has the numbers of a tile's rows of x, and what is staged begins.
   __device__ __forceinline__ static float* rows_at(void* staging, int thread) { return static_cast<float*>(staging) + thread / OWN * LARGEST_M; }
   template <typename... Parts>
   __device__ __forceinline__ static void* behind_rows(void* staging) {
@@ -335,12 +268,12 @@ __device__ __forceinline__ void await_rows(int thread) {
   }
 }
 
-// The end of a tile; other blocks may hold parts of it (SHARED). The accumulators are left as they
+// The end of a tile (`where` and `asked` are what `ask_end` found); other blocks may hold parts of it (SHARED). The accumulators are left as they
 // are: what a later product overwrites must not be written here, or the compiler moves all of it
 // around in every iteration.
 template <typename O, typename S, int THREADS, int BARRIER, bool SHARED, typename... Parts>
-__device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators, const int* where, const void* asked, void* staging, void* workspace, void* y, int m, int iteration, int block,
-                                            int thread, typename Parts::Operand... operands) {
+__device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators, const int* where, const void* asked, void* staging, void* workspace, void* y,
+                                            int m, int iteration, int block, int thread, typename Parts::Operand... operands) {
   m = fresh(m), iteration = fresh(iteration), block = fresh(block), thread = fresh(thread);
   constexpr bool ONE = O::SPLIT > 1;
   int first = block, last = block;  // the blocks that hold parts of this tile
@@ -372,7 +305,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
     }
     return;
   }
-  // Found anew: registers are few here.
+  // Where it lies is found anew: registers are few here.
   const O order = O::kept();
   const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
   const int shares = (last - first) / O::TEAM + 1;
@@ -413,89 +346,9 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
     typename S::template Channels<Parts...> channels;
     if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
     S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-    S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, AHEAD ? thread : fresh(thread)).store(values, chunk, operands...);  // without registers to spare, found anew
+    const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, AHEAD ? thread : fresh(thread));  // without registers to spare, found anew
+    store.store(values, chunk, operands...);
   }
-}
-
-// ---- a tile that the two blocks of a cluster share: each stores one half of its columns and sends its part of the other to the other ----
-
-// Columns in chunks of S::COLUMNS, of which block `rank` stores every second, from `rank` on.
-// `sums` has a place for each of its own.
-template <typename S>
-struct Halves {
-  static constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, OWN_CHUNKS = (S::CHUNKS + 1) / 2;
-  static constexpr int COUNT = SLABS * S::COUNT;  // accumulators of a thread in a chunk
-  static_assert(S::CHUNKS == 1 || S::CHUNKS % 2 == 0, "chunks come in pairs, one for each block");
-
-  // Accumulators of the `i`-th chunk that block `rank` stores; both are in registers, so that
-  // either is named outright.
-  template <typename A>
-  __device__ __forceinline__ static A of(const A* accumulators, int slab, int i, int element, int rank) {
-    const A even = accumulators[S::start(slab, 2 * i) + element];
-    if constexpr (S::CHUNKS == 1) return even;
-    return rank ? accumulators[S::start(slab, 2 * i + 1) + element] : even;
-  }
-  __device__ __forceinline__ static constexpr bool has(int i, int rank) { return 2 * i + rank < S::CHUNKS; }
-};
-
-// Whether a block stores its `i`-th chunk: it has so many, and y some of the columns.
-template <typename O, typename S>
-__device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
-  const int rank = block % O::SPLIT;
-  return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
-}
-
-// sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both
-// blocks have left; barriers: one for each own chunk. `sums` takes what this block keeps.
-template <typename O, typename S, int THREADS>
-__device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, int m, int block, int thread) {
-  using H = Halves<S>;
-  m = fresh(m), block = fresh(block), thread = fresh(thread);
-  const int rank = block % O::SPLIT;
-  float4* place = static_cast<float4*>(sent) + thread;
-#pragma unroll
-  for (int i = 0; i < H::OWN_CHUNKS; ++i) {
-    uint64_t* barrier = static_cast<uint64_t*>(barriers) + i;
-    if (thread == 0) mbarrier_expect(shared_address(barrier), stores_chunk<O, S>(m, block, i) ? H::COUNT * THREADS * 4 : 0);
-    const bool wanted = stores_chunk<O, S>(m, block + 1 - 2 * rank, i);
-#pragma unroll
-    for (int slab = 0; slab < H::SLABS; ++slab)
-#pragma unroll
-      for (int e = 0; e < S::COUNT; e += 4, place += THREADS) {
-        typename S::Sum theirs[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          sums[i * H::COUNT + slab * S::COUNT + e + j] = H::of(accumulators, slab, i, e + j, rank);
-          theirs[j] = H::of(accumulators, slab, i, e + j, 1 - rank);
-        }
-        if (wanted) send_to_rank(place, four(theirs), barrier, 1 - rank);
-      }
-  }
-}
-
-// Adds what has been sent of the block's own chunk I, applies the parts, and stores that.
-template <typename O, typename S, int THREADS, int I, typename... Parts>
-__device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
-                                            typename Parts::Operand... operands) {
-  using H = Halves<S>;
-  if constexpr (I == 0) await_rows<S, Parts...>(thread);
-  if (!stores_chunk<O, S>(m, block, I)) return;
-  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
-  const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
-  const typename S::Sum* chunk = sums + I * H::COUNT;
-  const int own = 2 * I + block % O::SPLIT;
-  typename S::template Channels<Parts...> channels;
-  if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
-  float values[H::COUNT];
-#pragma unroll
-  for (int e = 0; e < H::COUNT; e += 4) {
-    typename S::Sum theirs[4];
-    of_four(place[e / 4 * THREADS], theirs);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
-  }
-  S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, operands...);
 }
 
 }  // namespace tilebit

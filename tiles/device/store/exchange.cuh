@@ -1,0 +1,87 @@
+// A tile that the two blocks of a cluster share: each stores one half of its columns and sends its
+// part of the other to the other. Comes after store/finish.cuh.
+#pragma once
+#include <stdint.h>
+
+namespace tilebit {
+
+// Columns in chunks of S::COLUMNS, of which block `rank` stores every second, from `rank` on.
+// `sums` has a place for each of its own.
+template <typename S>
+struct Halves {
+  static constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, OWN_CHUNKS = (S::CHUNKS + 1) / 2;
+  static constexpr int COUNT = SLABS * S::COUNT;  // accumulators of a thread in a chunk
+  static_assert(S::CHUNKS == 1 || S::CHUNKS % 2 == 0, "chunks come in pairs, one for each block");
+
+  // Accumulators of the `i`-th chunk that block `rank` stores; both are in registers, so that
+  // either is named outright.
+  template <typename A>
+  __device__ __forceinline__ static A of(const A* accumulators, int slab, int i, int element, int rank) {
+    const A even = accumulators[S::start(slab, 2 * i) + element];
+    if constexpr (S::CHUNKS == 1) return even;
+    return rank ? accumulators[S::start(slab, 2 * i + 1) + element] : even;
+  }
+  __device__ __forceinline__ static constexpr bool has(int i, int rank) { return 2 * i + rank < S::CHUNKS; }
+};
+
+// Whether a block stores its `i`-th chunk: it has so many, and y some of the columns.
+template <typename O, typename S>
+__device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
+  const int rank = block % O::SPLIT;
+  return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
+}
+
+// sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both
+// blocks have left; barriers: one for each own chunk. `sums` takes what this block keeps.
+template <typename O, typename S, int THREADS>
+__device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, int m, int block, int thread) {
+  using H = Halves<S>;
+  m = fresh(m), block = fresh(block), thread = fresh(thread);
+  const int rank = block % O::SPLIT;
+  float4* place = static_cast<float4*>(sent) + thread;
+#pragma unroll
+  for (int i = 0; i < H::OWN_CHUNKS; ++i) {
+    uint64_t* barrier = static_cast<uint64_t*>(barriers) + i;
+    if (thread == 0) mbarrier_expect(shared_address(barrier), stores_chunk<O, S>(m, block, i) ? H::COUNT * THREADS * 4 : 0);
+    const bool wanted = stores_chunk<O, S>(m, block + 1 - 2 * rank, i);
+#pragma unroll
+    for (int slab = 0; slab < H::SLABS; ++slab)
+#pragma unroll
+      for (int e = 0; e < S::COUNT; e += 4, place += THREADS) {
+        typename S::Sum theirs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sums[i * H::COUNT + slab * S::COUNT + e + j] = H::of(accumulators, slab, i, e + j, rank);
+          theirs[j] = H::of(accumulators, slab, i, e + j, 1 - rank);
+        }
+        if (wanted) send_to_rank(place, four(theirs), barrier, 1 - rank);
+      }
+  }
+}
+
+// Adds what has been sent of the block's own chunk I, applies the parts, and stores that.
+template <typename O, typename S, int THREADS, int I, typename... Parts>
+__device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
+                                            typename Parts::Operand... operands) {
+  using H = Halves<S>;
+  if constexpr (I == 0) await_rows<S, Parts...>(thread);
+  if (!stores_chunk<O, S>(m, block, I)) return;
+  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
+  const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
+  const typename S::Sum* chunk = sums + I * H::COUNT;
+  const int own = 2 * I + block % O::SPLIT;
+  typename S::template Channels<Parts...> channels;
+  if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
+  float values[H::COUNT];
+#pragma unroll
+  for (int e = 0; e < H::COUNT; e += 4) {
+    typename S::Sum theirs[4];
+    of_four(place[e / 4 * THREADS], theirs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
+  }
+  S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
+  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, operands...);
+}
+
+}  // namespace tilebit

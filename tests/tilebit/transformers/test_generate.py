@@ -33,7 +33,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_what_transformers_gives(model: Any, mode: str):
     """The residual window fills on the way, between drafts too."""
-    cache = compared(model, prompts(1, 120), MODES[mode])
+    rows = 4 if mode in ("greedy", "chunked prefill") else 1  # of several, one whose next tokens are as likely leaves others to compare
+    cache = compared(model, prompts(rows, 120), MODES[mode])
     assert set(cache.pool.lengths()) == {cache.get_seq_length()}
 
 

@@ -52,7 +52,8 @@ def test_the_instructions_are_those_of_tilelangs_headers(name: str, tmp_path: Pa
     arch, workload, schedule = KERNELS[name]  # compiled by that test, too: one of the two finds it
     kernel = compile_kernel(CompileRequest(schedule.program, workload, schedule, target_from_name(arch)), ArtifactCache())
     assert kernel.manifest["prelude"] == "tilebit"
-    ours = (kernel.path / "kernel.cu").read_text()
+    # With the fence that gemm_wgmma says it does not need.
+    ours = (kernel.path / "kernel.cu").read_text().replace("#define STAGES_ARE_COPIED\n", "")
     assert "tl_templates" not in ours
     found = []
     for source in (ours, with_their_prelude(ours)):

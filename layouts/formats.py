@@ -139,14 +139,15 @@ class GemmFormat:
     @property
     def step_sums(self) -> bool:
         """Tensor cores sum STEP_K values of k at a time, which are then scaled and added to fp32 sums:
-        where groups of x have scales, and groups of the weight whose numbers are e4m3. Of e4m3 without
-        groups the sums of all k stay on tensor cores, which keep about 14 bits of them
-        (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), as in other libraries' fast accumulation."""
+        where groups of x have scales, and where groups of a weight that is multiplied as e4m3 have. Sums
+        of e4m3 without groups may stay on tensor cores for all of k, as in other libraries' fast
+        accumulation (``short_sums``)."""
         return self.x_grouped or (self.x == FP8 and self.group_size != PER_CHANNEL)
 
     @property
     def short_sums(self) -> bool:
-        """Programs may leave sums of e4m3 over all of k on tensor cores."""
+        """Programs may leave sums of e4m3 over all of k on tensor cores, which keep about 14 bits of them
+        (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
         return self.x == FP8 and not self.step_sums
 
     def parameter_dtype(self, dtype: str) -> str:

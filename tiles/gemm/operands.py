@@ -190,7 +190,7 @@ class Operands:
 
     def add_group_call(self, rows: int) -> str:
         """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
-        floats = () if self.workload.format.integer_sums else ("float", _cpp(self.grouped), _cpp(self.x_grouped))
+        floats = () if self.workload.format.integer_sums else ("float", _cpp(self.x_grouped))
         unit = (f"{codec_of(self.workload.format).device(self.workload.format)}::UNIT",) if floats else ()
         arguments = (TYPES[self.parameter_dtype], self.slabs, rows, *floats, *unit)
         return f"tilebit::add_group<{', '.join(map(str, arguments))}>"

@@ -103,7 +103,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "registers of rows r and r + 8 are exchanged": (CASES[0], "device", (("a[i] = words[i];", "a[i ^ 1] = words[i];"),)),
     "a nibble's sign is left out": (CASES[2], "device", (("below * 0x81u", "below"),)),
     "8 - q is one too small": (CASES[2], "device", (("below * 0x81u", "below * 0x80u"),)),
-    "nibbles stay 2^9 too small": (CASES[2], "device", (("]) * UNIT : 1.0f", "]) : 1.0f"),)),
+    "nibbles stay 2^9 too small": (CASES[2], "device", (("low * 8]) * UNIT;", "low * 8]);"),)),
     "the scale of the neighbour group": (CASES[2], "operands.py", (("return step * self.sch", "return (step ^ 1) * self.sch"),)),
     "token scales of the neighbour group": (CASES[7], "wgmma_load.py", (("step, top, m, T.addr", "step ^ 1, top, m, T.addr"),)),
     "the scales of the stage to come": (CASES[2], "wgmma.py", ((ADD, ADD.replace("last", "stage")),)),

@@ -31,10 +31,10 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 }
 
 // Sums in MMA order: [slab][column / 8][row half][column parity], of SLABS slabs and BLOCK_M
-// columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT, if ROWS have them;
+// columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT;
 // token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
 // group to add.
-template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool ROWS = true, bool COLUMNS = true, int UNIT = 1>
+template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool COLUMNS = true, int UNIT = 1>
 __device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, int thread) {
   if (!there) return;
   const int lane = thread & 31, warp = (thread >> 5) & 3, first = (thread >> 7) * (SLABS * 64) + warp * 16 + (lane >> 2);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_group(float* sums, const SUM* group, const v
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-    for (int low = 0; low < 2; ++low) rows[slab][low] = ROWS ? float(of_rows[slab * 64 + low * 8]) * UNIT : 1.0f;
+    for (int low = 0; low < 2; ++low) rows[slab][low] = float(of_rows[slab * 64 + low * 8]) * UNIT;
 #pragma unroll
   for (int c = 0; c < BLOCK_M / 8; ++c) {
     const float2 columns = COLUMNS ? *reinterpret_cast<const float2*>(of_columns + c * 8) : float2{1.0f, 1.0f};

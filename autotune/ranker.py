@@ -35,7 +35,7 @@ PARAMETERS = {
     "max_depth": 4,
     "eta": 0.05,
     "min_child_weight": 2,
-    "subsample": 0.7,
+    "subsample": 0.5,
     "colsample_bytree": 0.5,
     "base_score": 0.0,  # what the trees do not know is the analytic model's
     "tree_method": "exact",

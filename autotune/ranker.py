@@ -30,7 +30,8 @@ MIN_RECORDS, MIN_WORKLOADS = 200, 10  # fewer say more about their own shapes th
 TREES = 200
 # Small steps on samples of rows and features: single trees of so few records hang on ties. Depths
 # of 3 to 5, 100 to 400 trees and more regularization were within 1 % of this in the mean regret of
-# the shipped H200 records, workloads or shapes left out.
+# the shipped H200 records, workloads or shapes left out. Of 0.7 of the records one tie decided the
+# worst choice: 1.51 times the best schedule, 1.25 of half or with another seed.
 PARAMETERS = {
     "max_depth": 4,
     "eta": 0.05,

@@ -29,7 +29,9 @@ class Codec:
     those of x as the format says them. ``layout(arch,
     format)`` packs codes; ``device(format)`` is the C++ type whose functions turn a packed word
     into operand registers, ``programs`` those that have them, ``headers`` the files that hold them,
-    under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
+    under ``tiles/device`` or anywhere by an absolute path, beside what programs include; ``dequantize`` is
+    the one that unpacks a step of a tile, where words are not loaded as by ``tilebit::dequantize`` (of bytes
+    ``tilebit::dequantize_bytes``), whose arguments it takes.
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
     largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
     (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. ``arches`` have the instruction, empty:
@@ -42,6 +44,7 @@ class Codec:
     ops_per_weight: Mapping[int, float]
     cpu_ops_per_weight: Mapping[int, float]
     headers: tuple[str, ...] = ()
+    dequantize: str = ""
     largest_scale: float = inf
     layout: Callable[[str, GemmFormat], PackedLayout] = _induced
     x: str = ""

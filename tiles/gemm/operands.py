@@ -175,18 +175,18 @@ class Operands:
         """``tilebit::dequantize`` of one of ``parts`` parts of a step, with its template arguments
         (``device/codecs/dequant.cuh``), or ``tilebit::dequantize_bytes``
         (``device/codecs/int8.cuh``)."""
-        w, s = self.workload, self.schedule
+        w, s, codec = self.workload, self.schedule, codec_of(self.workload.format)
         if w.format.x:
             k32_steps = min(s.block_k, w.format.group_size) // 32 if self.grouped else s.block_k // 32
-            of_bytes = (codec_of(w.format).device(w.format), self.slabs, part, self.records // parts, k32_steps, s.block_n)
-            return f"tilebit::dequantize_bytes<{', '.join(map(str, of_bytes))}>"
+            of_bytes = (codec.device(w.format), self.slabs, part, self.records // parts, k32_steps, s.block_n)
+            return f"{codec.dequantize or 'tilebit::dequantize_bytes'}<{', '.join(map(str, of_bytes))}>"
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
         arguments = (
-            TYPES[w.dtype], codec_of(w.format).device(w.format), _cpp(w.format.symmetric), self.slabs, part, self.records // parts,
+            TYPES[w.dtype], codec.device(w.format), _cpp(w.format.symmetric), self.slabs, part, self.records // parts,
             group_steps, s.block_n, _cpp(self.grouped),
         )  # fmt: skip
-        return f"tilebit::dequantize<{', '.join(map(str, arguments))}>"
+        return f"{codec.dequantize or 'tilebit::dequantize'}<{', '.join(map(str, arguments))}>"
 
     def add_group_call(self, rows: int) -> str:
         """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""

@@ -146,7 +146,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Xs = T.alloc_shared((stages, bm, STEP), workload.x_dtype)
             W = T.alloc_shared((BUFFERS, bn, STEP), workload.x_dtype)
             Ws = T.alloc_shared((stages, slabs, lines, 256), "int32")
-            Ss, Zs = T.alloc_shared((stages, 1, bn), p.parameter_dtype), T.alloc_shared((stages, 1, bn), p.zero_dtype)
+            Ss, Zs = (T.alloc_shared((stages, p.stage_groups, bn), dtype) for dtype in (p.parameter_dtype, p.zero_dtype))
             staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), workload.dtype)
             coded, full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * stages)  # lanes of the warps that load
             taken, empty = T.alloc_barrier([DEQUANTIZERS // 32] * stages), T.alloc_barrier([schedule.num_warps] * stages)

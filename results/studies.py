@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report.ablation import ABLATION_FIELDS, ATTENTION_FIELDS, ablation_section, attention_ablation_section, read_ablation
+from .report.ablation import (
+    ABLATION_FIELDS,
+    ATTENTION_FIELDS,
+    ablation_section,
+    attention_ablation_section,
+    liquid_ablation_section,
+    read_ablation,
+)
 from .report.activations import FIELDS as ACTIVATIONS_FIELDS
 from .report.activations import activations_section
 from .report.any_m import any_m_section
@@ -235,6 +242,14 @@ STUDIES = (
         ABLATION_FIELDS,
         lambda rows: ablation_section(read_ablation(rows / "ablation")),
         ("python -m results.measure.ablation.gemm",),
+    ),
+    Study(
+        "ablation_int8",
+        "What LiquidGEMM's ideas are worth",
+        "How much slower is a W4A8 product without each of LiquidGEMM's ideas?",
+        ABLATION_FIELDS,
+        lambda rows: liquid_ablation_section(read_ablation(rows / "ablation_int8")),
+        ("python -m results.measure.ablation.liquid",),
     ),
     Study(
         "ablation_attention",

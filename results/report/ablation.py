@@ -1,5 +1,5 @@
-"""What each idea adds to the speed of products and of decode: rows of ``ablation`` and
-``ablation_attention``."""
+"""What each idea adds to the speed of products and of decode: rows of ``ablation``, ``ablation_int8``
+and ``ablation_attention``."""
 
 from __future__ import annotations
 
@@ -59,6 +59,32 @@ def ablation_section(studies: list[Ablation]) -> str:
         "brackets, times faster than the first step. A dash: the idea has no schedule for that product."
     )
     return "\n\n".join([about, *parts]) if parts else ""
+
+
+def liquid_ablation_section(studies: list[Ablation]) -> str:
+    """µs of LiquidGEMM's product without each of its ideas, and in brackets how many times the whole's,
+    which is the last step; "" without rows."""
+    parts = []
+    for study in studies:
+        header = ["variant", *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
+        lines = [[idea, *(_without(times, step) for times in study.times.values())] for step, idea in study.ideas.items()]
+        parts += [
+            f"## {study.gpu}",
+            f"![each variant](../plots/{slug(study.gpu)}_ablation_int8.svg)",
+            table(header, lines, numbers=False),
+        ]
+    about = (
+        "Median µs of `w4a8_lqq_g128` on tensor cores with one of LiquidGEMM's ideas taken away, each the fastest of its schedules, in one "
+        "process; every variant gives the same numbers and was checked. In brackets, how many times as long as the whole."
+    )
+    return "\n\n".join([about, *parts]) if parts else ""
+
+
+def _without(times: dict[int, float], step: int) -> str:
+    if step not in times:
+        return "-"
+    whole = times[max(times)]
+    return number(times[step]) + (f" ({times[step] / whole:.2f}x)" if step != max(times) else "")
 
 
 def _step(times: dict[int, float], step: int) -> str:

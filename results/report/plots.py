@@ -37,7 +37,7 @@ OURS_COLORS = (COLORS[0], COLORS[3])  # symmetric, asymmetric
 
 def draw(
     devices: dict[str, list[Row]],
-    studies: list[Ablation],
+    studies: Mapping[str, list[Ablation]],
     folder: Path,
     attention: Mapping[str, list[AttentionRow]] | None = None,
     language: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
@@ -45,7 +45,8 @@ def draw(
     every_width: AnyQuality | None = None,
 ) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return
-    the files. A device without measured rates has no roofline and no floor."""
+    the files. A device without measured rates has no roofline and no floor. ``studies``: ablations by the
+    name of their study."""
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     with matplotlib.rc_context(SETTINGS):  # pyright: ignore[reportArgumentType]
@@ -55,8 +56,8 @@ def draw(
                 figures[speed_plot(gpu, bits)] = speed(gpu, [p for p in shown if p.bits == bits], ceiling)
             if shown and ceiling:
                 figures[f"{slug(gpu)}_roofline"] = roofline(gpu, shown, ceiling)
-        for study in studies:
-            figures[f"{slug(study.gpu)}_ablation"] = ablation(study)
+        for name, found in studies.items():
+            figures |= {f"{slug(study.gpu)}_{name}": ablation(study) for study in found}
         for gpu, rows in (attention or {}).items():
             if points := decode_speedups(rows):
                 figures[attention_plot(gpu)] = decode(gpu, points)
@@ -125,8 +126,8 @@ def roofline(gpu: str, shown: list[Problem], ceiling: Rates) -> Figure:
 
 
 def ablation(study: Ablation) -> Figure:
-    """µs after each idea, one panel per product, the first step on top."""
-    figure, panels = _panels(len(study.times), f"{study.gpu}: what each idea adds, lower is better")
+    """µs of each step, one panel per product, the first on top."""
+    figure, panels = _panels(len(study.times), f"{study.gpu}: what each idea is worth, lower is better")
     steps = list(study.ideas)
     for index, (axes, ((n, k, m), times)) in enumerate(zip(panels, study.times.items(), strict=True)):
         bars = axes.barh([steps.index(step) for step in times], list(times.values()), color=OURS_COLORS[0])

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     results, rows = options.root / "results", options.root / "results" / "rows"
     plots = draw(
         read_rows(rows / "gemm"),
-        read_ablation(rows / "ablation"),
+        {name: read_ablation(rows / name) for name in ("ablation", "ablation_int8")},
         results / "plots",
         read_attention(rows / "attention"),
         read_language_quality(rows / "quality"),

@@ -149,11 +149,11 @@ def test_the_plot_shows_speedups_over_fa3(tmp_path: Path):
     assert points == {
         "tilebit kv4_channel": {(32, 4096): 4.0}, "fa3 kvfp8": {(32, 4096): 2.0}, "bitdecoding kv4_channel †": {(32, 4096): 0.8}
     }  # fmt: skip
-    files = {path.name: path.read_bytes() for path in draw({}, [], tmp_path, {GPU: rows})}
+    files = {path.name: path.read_bytes() for path in draw({}, {}, tmp_path, {GPU: rows})}
     assert set(files) == {"nvidia_h200_attention_decode.png", "nvidia_h200_attention_decode.svg"}
     assert b"tilebit kv4_channel" in files["nvidia_h200_attention_decode.svg"]
-    assert files == {path.name: path.read_bytes() for path in draw({}, [], tmp_path, {GPU: rows})}
-    assert draw({}, [], tmp_path, {GPU: [row()]}) == []
+    assert files == {path.name: path.read_bytes() for path in draw({}, {}, tmp_path, {GPU: rows})}
+    assert draw({}, {}, tmp_path, {GPU: [row()]}) == []
 
 
 def test_the_ablation_of_attention_stands_in_a_folder_of_its_own(tmp_path: Path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from results.report.ablation import ablation_section, read_ablation
+from results.report.ablation import ablation_section, liquid_ablation_section, read_ablation
 from results.report.chains import chain_section, chain_table, read_chains
 from results.report.gemm import gemm_section
 from results.report.headline import results_table
@@ -150,9 +150,12 @@ def test_the_ablation_shows_every_idea_of_the_newest_run(tmp_path: Path):
     section = ablation_section(studies)
     assert lines_of(section)[-1] == ["4", "stream", "20.0 (5.00x)", "-"] and "tried once" not in section
     assert "| 0 | naive | 100 | 5,000 |" in section and "(../plots/nvidia_h200_ablation.svg)" in section
-    files = {path.name: path.read_bytes() for path in draw({}, studies, tmp_path / "plots")}
+    files = {path.name: path.read_bytes() for path in draw({}, {"ablation": studies}, tmp_path / "plots")}
     assert set(files) == {"nvidia_h200_ablation.png", "nvidia_h200_ablation.svg"} and b"packing" in files["nvidia_h200_ablation.svg"]
-    assert files == {path.name: path.read_bytes() for path in draw({}, studies, tmp_path / "plots")}
+    assert files == {path.name: path.read_bytes() for path in draw({}, {"ablation": studies}, tmp_path / "plots")}
+    without = liquid_ablation_section(studies)
+    assert "| naive | 100 (5.00x) | 5,000 |" in without and "| stream | 20.0 | - |" in without and liquid_ablation_section([]) == ""
+    assert "(../plots/nvidia_h200_ablation_int8.svg)" in without
     (tmp_path / "h200.jsonl").write_text('{"op": "ablation", "step": 0}\n')
     with pytest.raises(ValueError, match=r"h200.jsonl, line 1: idea, n, k, m, us missing"):
         read_ablation(tmp_path)

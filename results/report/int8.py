@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from .formats import Points, points_of, times
-from .markdown import short_commit, table
+from .markdown import short_commit, slug, table
 from .problems import geometric_mean
 from .rows import OURS, Row
 
 BANDS = (("m <= 64", 1, 64), ("m = 128 to 512", 65, 1023), ("m >= 1024", 1024, 1 << 30))
+W4A8_PEERS, W8A8_PEERS = "fastest W4A8 kernel here", ("W8A8 of int8", "W8A8 of fp8")
 AGAINST: dict[str, Callable[[Row], bool]] = {
-    "fastest W4A8 kernel here": lambda row: row.impl != OURS and row.format.startswith("w4a8"),
+    W4A8_PEERS: lambda row: row.impl != OURS and row.format.startswith("w4a8"),
     "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
     "W8A8 of fp8": lambda row: row.impl != OURS and row.format == "w8a8_fp8",
     "tilebit W4A16": lambda row: row.impl == OURS and row.format == "w4a16",
     "cuBLAS, fp16": lambda row: row.format == "fp16",
 }
+
+
+def int8_plot(gpu: str) -> str:
+    """The name of a device's plot."""
+    return f"{slug(gpu)}_int8"
 
 
 def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
@@ -33,7 +39,8 @@ def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
             f"float16 results, µs, activations quantized beforehand; one process, in orders that are drawn. {shapes} shapes. "
             f"Commit {', '.join(commits)}. Times as fast: geometric means, in brackets the worst of how many points."
         )
-        parts += [f"## {gpu}", about, table(["", "", *(band for band, _, _ in BANDS)], list(_lines(points))), times(points)]
+        picture = f"![times as fast as 16 bits, against m](../plots/{int8_plot(gpu)}.svg)"
+        parts += [f"## {gpu}", about, picture, table(["", "", *(band for band, _, _ in BANDS)], list(_lines(points))), times(points)]
     return "\n\n".join(parts)
 
 

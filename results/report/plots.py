@@ -18,7 +18,10 @@ from .any_quality import Rows as AnyQuality
 from .any_quality import any_quality_plot
 from .attention import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .attention_rows import FLOAT, AttentionRow
+from .formats import points_of
 from .gemm import speed_plot
+from .int8 import int8_plot
+from .int8_plot import int8_speed
 from .markdown import number, slug
 from .problems import Problem, is_baseline, problems
 from .quality import quality_plot
@@ -43,6 +46,7 @@ def draw(
     language: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
     every_format: Mapping[tuple[str, str], list[dict[str, Any]]] | None = None,
     every_width: AnyQuality | None = None,
+    int8: Mapping[str, Iterable[Row]] | None = None,
 ) -> list[Path]:
     """Write every plot to ``folder``, remove those that no row stands behind any more, and return
     the files. A device without measured rates has no roofline and no floor. ``studies``: ablations by the
@@ -67,6 +71,9 @@ def draw(
             figures[formats_plot(model, gpu)] = formats(model, rows)
         for (model, gpu), rows in (every_width or {}).items():
             figures[any_quality_plot(model, gpu)] = any_quality(model, rows)
+        for gpu, rows in (int8 or {}).items():
+            if points := points_of(rows):
+                figures[int8_plot(gpu)] = int8_speed(gpu, points)
         written = [path for name, figure in figures.items() for path in _save(figure, folder / name)]
     for path in folder.iterdir():
         if path.suffix[1:] in METADATA and path not in written:

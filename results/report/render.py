@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         read_language_quality(rows / "quality"),
         read_formats(rows / "quality_formats"),
         read_any_quality(rows / "any_quality"),
+        read_rows(rows / "int8"),
     )
     print(f"results: wrote {', '.join(str(path.relative_to(options.root)) for path in [*wanted, *plots])}")
     return 0

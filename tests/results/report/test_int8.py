@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from results.report.formats import points_of
 from results.report.int8 import int8_section
+from results.report.int8_plot import int8_speed
 from results.report.rows import Row
 
 
@@ -29,3 +31,11 @@ def test_each_kind_of_kernel_is_compared_by_its_fastest() -> None:
 
 def test_without_rows_there_is_no_page() -> None:
     assert int8_section({}) == int8_section({"a GPU": []}) == ""
+
+
+def test_the_plot_shows_the_fastest_of_each_kind_over_16_bits() -> None:
+    rows = [row("tilebit", "w4a8_lqq", 10.0), row("vllm", "w4a8_fp8", 12.0), row("humming", "w4a8_int8", 20.0), row("cublas", "fp16", 30.0)]
+    rows += [row("tilebit", "w4a8_lqq", 10.0, n=8192)]  # nothing to compare it with
+    figure = int8_speed("a GPU", points_of(rows))
+    lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes for line in axes.get_lines()}  # type: ignore[arg-type]
+    assert lines == {"tilebit w4a8_lqq_g128": [3.0], "fastest W4A8 of others": [2.5], "cuBLAS fp16": [1.0]}

@@ -1,8 +1,9 @@
-"""What each idea adds to the speed of products and of decode: rows of ``ablation``, ``ablation_int8``
-and ``ablation_attention``."""
+"""What each idea adds to the speed of products, of 8-bit activations and of any precision too, and of
+decode: rows of ``ablation``, ``ablation_int8``, ``ablation_any`` and ``ablation_attention``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from .markdown import number, slug, table
 from .rows import json_rows
 
 ABLATION_FIELDS = ("step", "idea", "n", "k", "m", "us")
+ANY_FIELDS = ("gpu", "run", "step", "idea", "bits", "n", "k", "m", "us")
 ATTENTION_FIELDS = ("gpu", "run", "step", "idea", "format", "batch", "kv_len", "heads_q", "heads_kv", "us")
 
 
@@ -98,10 +100,39 @@ def attention_ablation_section(folder: Path) -> str:
     """What each of the papers' ideas is worth in decode: µs of each variant and, in brackets, the
     factor since the first; the newest run of each case. "" without rows. Raises ``ValueError`` with
     file and line for a row that lacks a field."""
+    parts = _devices(folder, ATTENTION_FIELDS, _decode_case)
+    about = (
+        "Median µs of one decode step as the papers' ideas are added one after another, each with the best of its schedules, in one "
+        "process; in brackets, times faster than the first step of that case that has a time. A dash: no kernel of that step passed the "
+        "gate or ran; under one in the first line, the factors are over a later step, and not to be compared with other cases'."
+    )
+    return "\n\n".join([about, *parts]) if parts else ""
+
+
+def any_ablation_section(folder: Path) -> str:
+    """What each idea of Any-Precision LLM is worth: µs of each step and, in brackets, the factor since
+    the first; the newest run of each case. "" without rows. Raises ``ValueError`` with file and line
+    for a row that lacks a field."""
+    parts = _devices(folder, ANY_FIELDS, lambda row: f"{row['n']} x {row['k']}, m = {row['m']}, {row['bits']} bits")
+    about = (
+        "Median µs of one product of bit planes and codebooks as the ideas are added one after another, each with the best of its "
+        "schedules, in one process; in brackets, times faster than the first step. Layout, efficient bit transposition and merged "
+        "look-ups are Any-Precision LLM's, whose baseline transposes matrices of 8 x 8 bits; tables for each lane and look-ups in "
+        "registers are not. A dash: codes of that width do not have the idea, or no kernel passed the gate. The last step of a case "
+        "is the library's kernel."
+    )
+    return "\n\n".join([about, *parts]) if parts else ""
+
+
+def _decode_case(row: dict[str, Any]) -> str:
+    return f"{row['format']}, {row['batch']} x {row['kv_len']:,}, heads {row['heads_q']}/{row['heads_kv']}"
+
+
+def _devices(folder: Path, fields: tuple[str, ...], case_of: Callable[[dict[str, Any]], str]) -> list[str]:
+    """A title and a table for each device: its steps by its cases, of each case the newest run."""
     devices: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for _, row in json_rows(folder, ATTENTION_FIELDS):
-        case = f"{row['format']}, {row['batch']} x {row['kv_len']:,}, heads {row['heads_q']}/{row['heads_kv']}"
-        devices.setdefault(row["gpu"], {}).setdefault(case, []).append(row)
+    for _, row in json_rows(folder, fields):
+        devices.setdefault(row["gpu"], {}).setdefault(case_of(row), []).append(row)
     parts = []
     for gpu, cases in sorted(devices.items()):
         newest = {case: [row for row in rows if row["run"] == rows[-1]["run"]] for case, rows in cases.items()}
@@ -109,9 +140,4 @@ def attention_ablation_section(folder: Path) -> str:
         times = {case: {row["step"]: row["us"] for row in rows} for case, rows in newest.items()}
         lines = [[str(step), idea, *(_step(of_case, step) for of_case in times.values())] for step, idea in ideas.items()]
         parts += [f"## {gpu}", table(["step", "idea", *times], lines, numbers=False)]
-    about = (
-        "Median µs of one decode step as the papers' ideas are added one after another, each with the best of its schedules, in one "
-        "process; in brackets, times faster than the first step of that case that has a time. A dash: no kernel of that step passed the "
-        "gate or ran; under one in the first line, the factors are over a later step, and not to be compared with other cases'."
-    )
-    return "\n\n".join([about, *parts]) if parts else ""
+    return parts

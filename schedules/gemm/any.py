@@ -43,9 +43,9 @@ def table_bytes(bits: int) -> int:
     return ENTRY * (last * 17 + 1 if bits <= PAIRED_BITS else last + 1)
 
 
-def tables_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of a block's tables."""
-    return schedule.block_n // 16 * table_bytes(workload.format.bits)
+def tables_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:
+    """Bytes of a block's tables, of ``table`` bytes for 16 rows (0: as the program has them)."""
+    return schedule.block_n // 16 * (table or table_bytes(workload.format.bits))
 
 
 def plane_bytes(workload: Workload, schedule: Schedule) -> int:
@@ -58,11 +58,12 @@ def slot_bytes(schedule: Schedule) -> int:
     return schedule.block_m * X_PITCH
 
 
-def shared_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory of a block: tables and rings, whose place the warps' sums take."""
+def shared_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:
+    """Bytes of shared memory of a block: tables and rings, whose place the warps' sums take.
+    ``table``: as of ``tables_bytes``."""
     s = schedule
     rings = s.num_warps * s.num_stages * slot_bytes(s)
-    return max(tables_bytes(workload, s) + rings, s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
+    return max(tables_bytes(workload, s, table) + rings, s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
 
 
 def steps(workload: Workload) -> int:
@@ -70,8 +71,9 @@ def steps(workload: Workload) -> int:
     return -(-workload.k // STEP_K)
 
 
-def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
-    """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
+def any_legal(workload: Workload, schedule: Schedule, target: Target, table: int = 0) -> list[str]:
+    """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can. ``table``: as of
+    ``tables_bytes``."""
     s, reasons = schedule, []
     for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M)):
         if getattr(s, field) not in accepted:
@@ -91,7 +93,7 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target) -> list[st
     tiles = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(workload.m, 1) // s.block_m)
     if s.split_k > 1 and tiles > TICKETS:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
-    smem = shared_bytes(workload, s) + STATIC_SMEM
+    smem = shared_bytes(workload, s, table) + STATIC_SMEM
     resident = s.min_blocks * (smem + target.BLOCK_SMEM)
     if resident > target.smem_per_sm or smem > target.smem:
         reasons.append(
@@ -120,14 +122,14 @@ def registers_needed(workload: Workload, schedule: Schedule) -> int:
     return tiles * (columns * 4 + s.num_stages * bits * 4) + (8 if bits <= PAIRED_BITS else 24) + x + kept + 24
 
 
-def any_candidates(workload: Workload, target: Target) -> list[Schedule]:
+def any_candidates(workload: Workload, target: Target, table: int = 0) -> list[Schedule]:
     """Legal schedules worth trying, the most promising first: of the blocks that fit, those that
     fill the SMs' places, as many steps ahead as keep IN_FLIGHT bytes of planes on their way to an SM,
-    or one less; of few warps where shared memory holds no more."""
-    return _of_warps(WARPS, workload, target) or _of_warps(FEWER_WARPS, workload, target)
+    or one less; of few warps where shared memory holds no more. ``table``: as of ``tables_bytes``."""
+    return _of_warps(WARPS, workload, target, table) or _of_warps(FEWER_WARPS, workload, target, table)
 
 
-def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target) -> list[Schedule]:
+def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target, table: int) -> list[Schedule]:
     """``any_candidates`` of so many warps a block."""
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
@@ -141,7 +143,8 @@ def _of_warps(numbers: tuple[int, ...], workload: Workload, target: Target) -> l
         wanted = round(IN_FLIGHT / (min_blocks * warps * plane_bytes(workload, base)))
         turns = -(-steps(workload) // (split_k * warps))
         deepest = max(1, min(wanted, turns, STAGES[1]))
-        fitting = [s for s in (replace(base, num_stages=depth) for depth in range(deepest, 0, -1)) if not any_legal(workload, s, target)]
+        depths = (replace(base, num_stages=depth) for depth in range(deepest, 0, -1))
+        fitting = [s for s in depths if not any_legal(workload, s, target, table)]
         full = min(blocks / (-(-blocks // places) * places), FULL)
         found += [(full, warps * min_blocks, s) for s in fitting[:DEPTHS]]
     # Tables are filled once a block, and x is read: wide blocks, where the grid is full.

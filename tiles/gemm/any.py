@@ -15,8 +15,11 @@ concern): eight rows of x cost what one costs, and sums are fp32. For every furt
 the planes are read and looked up again.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from ...layouts.planes import CUDA_TILE_N
 from ...schedules.gemm import any as rules
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
@@ -39,9 +42,52 @@ PASS_CONFIGS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The CUDA functions of a kernel, all of them in ``source``.
+
+    ``product`` is the struct that multiplies, ``request`` the function that asks for a step's
+    planes, ``table`` the bytes of the tables of 16 rows, ``keeps`` whether codebooks lie in registers
+    too. ``place(row, step)`` gives indices of plane 0: where the planes of a step begin, of the
+    block whose first row is ``row``.
+    """
+
+    source: str
+    product: str
+    request: str
+    table: int
+    keeps: bool
+    place: Callable[[Any, Any], tuple[Any, Any, Any]]
+
+
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     """The TileLang PrimFunc of one (workload, schedule); parameters as in ``wgmma.build``, m
     dynamic, with planes as the weight and codebooks as scales."""
+    w, s = workload, schedule
+    leaves = Leaves(
+        device_source(HEADERS), f"tilebit::AnyProduct<{product_arguments(w, s)}>", request_of(w, s), rules.table_bytes(w.format.bits),
+        rules.keeps_codebooks(w, s), place,
+    )  # fmt: skip
+    return build_with(leaves, w, s, target)
+
+
+def product_arguments(workload: Workload, schedule: Schedule) -> str:
+    """Of the templates that multiply."""
+    return f"{TYPES[workload.dtype]}, {workload.format.bits}, {schedule.block_n // 16}, {schedule.block_m}"
+
+
+def request_of(workload: Workload, schedule: Schedule) -> str:
+    """The function that asks for a step's planes, which lie where ``place`` says."""
+    return f"tilebit::request_planes<{workload.format.bits}, {schedule.block_n // 16}>"
+
+
+def place(row: Any, step: Any) -> tuple[Any, Any, Any]:
+    """``Leaves.place`` of planes as ``layouts/planes.py`` has them."""
+    return row // CUDA_TILE_N, step, row % CUDA_TILE_N * 8
+
+
+def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: Target) -> Any:
+    """``build`` with other CUDA functions."""
     import tilelang.language as T
 
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
@@ -49,10 +95,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     row_tiles, column_tiles = s.block_n // 16, max(1, s.block_m // 8)
     steps, k_tiles = rules.steps(workload), rules.steps(workload)
     step_words = rules.plane_bytes(workload, s) // (32 * 4)  # of a lane
-    slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s) // 4
-    product = f"tilebit::AnyProduct<{TYPES[dtype]}, {bits}, {row_tiles}, {s.block_m}>"
+    slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s, leaves.table) // 4
+    product = leaves.product
     copy_x = f"tilebit::async_copy_rows<{s.block_m}, 1, {rules.X_PITCH}>"
-    keeps = rules.keeps_codebooks(workload, s)
     whole = p.kx % rules.STEP_K == 0  # no step reaches past k
     end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
 
@@ -63,6 +108,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def x_at(shared, warp, slot, byte=0):
         return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words + byte // 4])
 
+    def planes_at(weight, row, step):
+        return T.address_of(weight[(0, *leaves.place(row, step))])
+
     def held(planes, slot, access):
         return planes.access_ptr(access, offset=slot * step_words, extent=step_words)
 
@@ -70,10 +118,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def request(weight, x, shared, planes, warp, lane, bx, by, step, slot):
         """What a step reads. Rows of x past the last are left as they are (their columns of y are not
         stored), k past the last is zero, as are the weights' codes there."""
-        row = bx * s.block_n
         T.call_extern(
-            "handle", f"tilebit::request_planes<{bits}, {row_tiles}>", held(planes, slot, "w"),
-            T.address_of(weight[0, row // 64, step, row % 64 * 8]), T.int64(p.n_tiles * k_tiles * 2048), lane,
+            "handle", leaves.request, held(planes, slot, "w"), planes_at(weight, bx * s.block_n, step),
+            T.int64(p.n_tiles * k_tiles * 2048), lane,
         )  # fmt: skip
         T.call_extern(
             "handle", copy_x, x_at(shared, warp, slot, lane * 16), T.address_of(x[by * s.block_m, step * rules.STEP_K + lane * 8]),
@@ -93,9 +140,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         y: T.Tensor((m, p.columns), dtype),
     ):
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads) as (bx, by, bz):
-            T.import_source(device_source(HEADERS))
+            T.import_source(leaves.source)
             T.annotate_min_blocks_per_sm(s.min_blocks)
-            shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # tables and rings, then sums
+            shared = T.alloc_shared((rules.shared_bytes(workload, s, leaves.table) // 4,), "float32")  # tables and rings, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), "float32")
             planes = T.alloc_local((stages * step_words,), "uint32")
             kept = T.alloc_local((row_tiles * 8,), "uint32")  # codebooks of which some codes are looked up here
@@ -113,7 +160,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern(
                 "handle", f"{product}::fill_tables<{threads}>", T.address_of(shared[0]), T.address_of(scales[bx * s.block_n, 0]), thread
             )
-            if keeps:
+            if leaves.keeps:
                 T.call_extern("handle", f"{product}::keep_codebooks", kept.access_ptr("w"), T.address_of(scales[bx * s.block_n, 0]), lane)
             T.sync_threads()
 

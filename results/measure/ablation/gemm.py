@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ from tilebit.tiles.compiler.kernel import Kernel
 
 from ...report.rows import ROWS
 from . import naive
-from .compiled import compiled
-from .steps import DEPENDENT, Step, drawn
+from .compiled import Numbered, compiled
+from .steps import DEPENDENT, drawn
 
 DEVICE = "cuda:0"
 FORMAT = QuantFormat(4, 128, False)
@@ -42,6 +42,17 @@ WORKLOADS = tuple(
     Workload(m, n, k, FORMAT)
     for n, k, m in ((14336, 4096, 1), (14336, 4096, 4096), (4096, 14336, 16), (28672, 4096, 64), (28672, 4096, 256))
 )
+Form = Callable[[Problem], dict[str, Tensor]]
+
+
+class Idea(Numbered, Protocol):
+    """A step of an ablation of products."""
+
+    @property
+    def idea(self) -> str: ...
+
+
+Climbed = TypeVar("Climbed", bound=Idea)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,19 +77,23 @@ class Contender:
         return self.kernel.run_dependent if self.dependent else self.kernel.run
 
 
-class Bench:
-    """One workload on the GPU: its gate, rotating operands, and both packings of each problem."""
+FORMS: dict[str, Form] = {naive.NAME: naive.plain_operands}
 
-    def __init__(self, workload: Workload, target: Target, seed: int = 0) -> None:
-        self.workload, self.target = workload, target
+
+class Bench:
+    """One workload on the GPU: its gate and rotating operands. ``forms``: how the programs that do not
+    read the library's operands read them."""
+
+    def __init__(self, workload: Workload, target: Target, seed: int = 0, forms: Mapping[str, Form] = FORMS) -> None:
+        self.workload, self.target, self.forms = workload, target, forms
         exact, random = (make(workload, seed, target.arch, DEVICE) for make in (exact_problem, random_problem))
         self.gate = Gate(exact, random)
         copies = copies_needed(workload.bytes, target.l2)
         self.problems = [random, *(random.copied() for _ in range(copies - 1))]
-        self.plain = {id(p): naive.plain_operands(p) for p in (exact, *self.problems)}
+        self._formed: dict[tuple[Form, int], dict[str, Tensor]] = {}  # of the gate's and this bench's problems, which live as long
         self.outputs = [torch.empty(workload.m, workload.n, dtype=random.x.dtype, device=DEVICE) for _ in self.problems]
 
-    def contender(self, step: Step, kernel: Kernel) -> Contender:
+    def contender(self, step: Idea, kernel: Kernel) -> Contender:
         loaded = kernel.load()
         takes_one = "workspace" in loaded.params
         workspace = split_workspace(self.workload, kernel.schedule, self.target, DEVICE) if takes_one else {}
@@ -103,35 +118,16 @@ class Bench:
         return [timings[name] for name in calls]
 
     def _arguments(self, contender: Contender, problem: Problem, y: Tensor) -> list[Tensor]:
-        operands = self.plain[id(problem)] if contender.schedule.program == naive.NAME else problem.operands
+        operands, form = problem.operands, self.forms.get(contender.schedule.program)
+        if form is not None:
+            place = (form, id(problem))
+            if place not in self._formed:
+                self._formed[place] = form(problem)
+            operands = self._formed[place]
         return contender.arguments(operands, problem.x[: y.shape[0]], y)
 
 
-def climb(bench: Bench, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[str, Any]]:
-    """The rows of one workload, one per step with a working kernel."""
-    winners: list[Contender] = []
-    errors: dict[Contender, float] = {}
-    tried: dict[int, int] = {}
-    for step, made in kernels.items():
-        contenders = [bench.contender(step, kernel) for kernel in made]
-        right = {c: error for c in contenders if (error := bench.verified(c)) is not None}
-        tried[step.number] = len(right)
-        if right:
-            times = dict(zip(right, bench.time([*right]), strict=True))
-            winners.append(min(right, key=lambda c: times[c].us))
-            errors[winners[-1]] = right[winners[-1]]
-    able = [c for c in winners if c.step > 0 and c.kernel.run_dependent is not None]
-    if able:
-        times = dict(zip(able, bench.time(able), strict=True))
-        best = replace(min(able, key=lambda c: times[c].us), step=DEPENDENT.number, idea=DEPENDENT.idea, dependent=True)
-        error = bench.verified(best)
-        tried[DEPENDENT.number] = 1
-        if error is not None:
-            winners.append(best)
-            errors[best] = error
-    if not winners:
-        return []
-    return [row(bench.workload, c, timing, errors[c], tried[c.step]) for c, timing in zip(winners, bench.time(winners), strict=True)]
+Described = Callable[[Workload, Contender, Timing, float, int], dict[str, Any]]
 
 
 def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float, tried: int) -> dict[str, Any]:
@@ -159,6 +155,38 @@ def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float
     }
 
 
+def climb(bench: Bench, kernels: Mapping[Climbed, Sequence[Kernel]], row: Described = row) -> list[dict[str, Any]]:
+    """The rows of one workload, one per step with a working kernel, as ``row`` describes it."""
+    winners: list[Contender] = []
+    errors: dict[Contender, float] = {}
+    tried: dict[int, int] = {}
+    for step, made in kernels.items():
+        contenders = [bench.contender(step, kernel) for kernel in made]
+        right = {c: error for c in contenders if (error := bench.verified(c)) is not None}
+        tried[step.number] = len(right)
+        if right:
+            times = dict(zip(right, bench.time([*right]), strict=True))
+            winners.append(min(right, key=lambda c: times[c].us))
+            errors[winners[-1]] = right[winners[-1]]
+    able = [c for c in winners if c.step > 0 and c.kernel.run_dependent is not None]
+    if able:
+        times = dict(zip(able, bench.time(able), strict=True))
+        best = replace(min(able, key=lambda c: times[c].us), step=DEPENDENT.number, idea=DEPENDENT.idea, dependent=True)
+        error = bench.verified(best)
+        tried[DEPENDENT.number] = 1
+        if error is not None:
+            winners.append(best)
+            errors[best] = error
+    if not winners:
+        return []
+    return [row(bench.workload, c, timing, errors[c], tried[c.step]) for c, timing in zip(winners, bench.time(winners), strict=True)]
+
+
+def folder_file(folder: Path, target: Target) -> Path:
+    """Where the rows of a device stand."""
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROWS / "ablation", help="folder to append <device>.jsonl in")
@@ -167,7 +195,7 @@ def main() -> None:
     if target.arch not in naive.RULE.arches:
         parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {', '.join(naive.RULE.arches)}")
     common = process_fields(target)
-    path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    path = folder_file(options.out, target)
     kernels = compiled([(w, drawn(w, target)) for w in WORKLOADS], target)
     for workload, made in zip(WORKLOADS, kernels, strict=True):
         print(f"n {workload.n}, k {workload.k}, m {workload.m}", flush=True)

@@ -5,7 +5,8 @@
 1  weight bitplane layout: planes lie as lanes read them, 16 bytes each, and so do the pieces of x
 2  bit transposition: matrices of 8 x 8 bits (Warren), what the paper's baseline has
 3  efficient bit transposition: bits of the planes' words are selected, each plane being rotated
-4  a table for each lane, in a bank of its own (not in the paper)
+4  a table for each lane, in a bank of its own, whose addresses are byte permutations (not in the
+   paper)
 5  merged look-ups: tables of pairs, a look-up gives two numbers; of up to 4 bits
 6  a quarter of the codes is looked up in registers (not in the paper); of 3 bits
 

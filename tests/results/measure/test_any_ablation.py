@@ -17,6 +17,7 @@ from emulation.device_code import needs_host_compiler
 from emulation.generated_gemm import GeneratedGemm
 from toolchain import needs_nvcc
 
+from results.measure.ablation import gemm as measure
 from results.measure.ablation.any import row, workloads
 from results.measure.ablation.any_variants import apart, merged, permuted, plain, selected, turned
 from results.measure.ablation.any_variants.variant import FORMS
@@ -61,17 +62,36 @@ CASES = [
 ]
 
 
+def emulated(workload: Workload, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> GeneratedGemm:
+    monkeypatch.setitem(device_code.CUDA_ARCH, schedule.program, 800)
+    return GeneratedGemm(workload, schedule, HOPPER)
+
+
 @needs_host_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].program.rpartition('.')[2]}-w{case[0].format.bits}")
 def test_every_variant_is_exact(case: tuple[Workload, Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
     workload, schedule = case
-    monkeypatch.setitem(device_code.CUDA_ARCH, schedule.program, 800)
     assert legal(workload, schedule, HOPPER) == []
     problem = exact_problem(workload, 1, "sm_90a")
     read = replace(problem, operands=FORMS[schedule.program](problem)) if schedule.program in FORMS else problem
     output = guarded_output((workload.m, workload.n), problem.x.dtype)
-    GeneratedGemm(workload, schedule, HOPPER)(read, output.y)
+    emulated(workload, schedule, monkeypatch)(read, output.y)
     assert check_guards(output) == [] and check_exact(output.y, problem.reference()) == []
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("step", [step for step in STEPS if step.program in FORMS], ids=lambda step: step.idea)
+def test_the_bench_gives_each_program_its_operands(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass the gate; those of the library's kernel do not."""
+    monkeypatch.setattr(measure, "DEVICE", "cpu")
+    workload, schedule = Workload(1, 64, 512, form(4)), Schedule(step.program, 16, 1, 1, 1, 2)
+    gemm, names = emulated(workload, schedule, monkeypatch), params(workload, schedule, HOPPER)
+    loaded = SimpleNamespace(params=names, run=lambda *tensors: gemm.launch(dict(zip(names, tensors, strict=True))), run_dependent=None)
+    kernel: Any = SimpleNamespace(schedule=schedule, load=lambda: loaded)
+    target = replace(HOPPER, l2=0)
+    for forms, right in ((FORMS, True), ({}, False)):
+        bench = measure.Bench(workload, target, forms=forms)
+        assert (bench.verified(bench.contender(step, kernel)) is not None) == right
 
 
 def test_plain_planes_are_rows_of_bits() -> None:

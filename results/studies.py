@@ -16,8 +16,10 @@ from typing import Any
 
 from .report.ablation import (
     ABLATION_FIELDS,
+    ANY_FIELDS,
     ATTENTION_FIELDS,
     ablation_section,
+    any_ablation_section,
     attention_ablation_section,
     liquid_ablation_section,
     read_ablation,
@@ -250,6 +252,14 @@ STUDIES = (
         ABLATION_FIELDS,
         lambda rows: liquid_ablation_section(read_ablation(rows / "ablation_int8")),
         ("python -m results.measure.ablation.liquid",),
+    ),
+    Study(
+        "ablation_any",
+        "What each idea adds to a product of any precision",
+        "How much faster does each idea of Any-Precision LLM make a product?",
+        ANY_FIELDS,
+        lambda rows: any_ablation_section(rows / "ablation_any"),
+        ("python -m results.measure.ablation.any",),
     ),
     Study(
         "ablation_attention",

@@ -1,17 +1,22 @@
-"""Speculative decoding from one store: ``python -m results.measure.any_drafts --model FOLDER`` prints how
-many tokens of a model's 3-bit view its 8-bit view accepts, and what both take.
+"""Speculative decoding from one store: ``python -m results.measure.any_drafts --model FOLDER`` appends rows
+to results/rows/any_drafts: how many tokens of a model's 3- and 4-bit views its 8-bit view accepts, and
+what both take.
 
-Greedy, by transformers' assisted generation: the 3-bit view drafts a fixed number of tokens, the 8-bit
+Greedy, by transformers' assisted generation: the narrow view drafts a fixed number of tokens, the 8-bit
 view of the same weights checks them in one step. Tokens must be those of the 8-bit view alone. The
-model is that of ``results.measure.quality``, or any folder that transformers reads.
+store is made with every value alike and by squared gradients of calibration text. The
+model is that of ``results.measure.quality``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,16 @@ import torch
 from torch import Tensor
 
 from tilebit import precision_view, quantize_model_any, set_precision
+from tilebit.autotune.provenance import now, source_commit
+from tilebit.schedules.target import detect_target
+from tilebit.weights.layers import linears_of, once
 
+from ..report.markdown import slug
+from ..report.rows import ROWS
+from . import quality_model
+from .any_quality import SAMPLES, SENSITIVITIES, squared_gradients
+
+WINDOW = 1024  # tokens of text that the calibration's is kept apart from
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time there was")
 
 
@@ -66,29 +80,68 @@ def drafted(model: Any, draft: Any, ids: Tensor, new: int, ahead: int) -> Drafte
     return Drafted(together[:, ids.shape[1] :], counts["draft"], made - counts["model"], same, end - between, between - start)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m results.measure.any_drafts", description="Draft in 3 bits for 8 of the same store.")
-    parser.add_argument("--model", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each prompt (default: 48)")
-    parser.add_argument("--ahead", type=int, default=4, help="drafts a step (default: 4)")
-    parser.add_argument("--bits", type=int, default=3, help="of the drafts (default: 3)")
-    options = parser.parse_args(arguments)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def stored(folder: Path, sensitivity: str) -> tuple[Any, Any]:
+    """(the model in bfloat16, its linear layers one store that serves 8 bits, its tokenizer)."""
+    model, tokenizer = quality_model.load(folder, torch.device("cpu"))
+    given = None
+    if sensitivity == "fisher":
+        texts = quality_model.texts(tokenizer, WINDOW, WINDOW)
+        given = squared_gradients(model, once(linears_of(model, ("lm_head",))), texts.samples(*SAMPLES))
+    quantize_model_any(model, sensitivity=given, skip=("lm_head",))
+    set_precision(model.to(torch.bfloat16), 8)
+    return model, tokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
-    quantize_model_any(model)
-    set_precision(model, 8)
-    draft = precision_view(model, options.bits)
-    sums = [0, 0, 0]
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        found = drafted(model, draft, ids, options.tokens, options.ahead)
-        text = f"{found.accepted} of {found.drafted} drafts accepted; {found.seconds:.1f} s, alone {found.seconds_alone:.1f} s"
-        print(f"{prompt!r}: {'the same tokens' if found.same else 'OTHER TOKENS'}; {text}", flush=True)
-        sums = [a + b for a, b in zip(sums, (found.accepted, found.drafted, found.same), strict=True)]
-    print(f"any_drafts: {sums[0] / max(1, sums[1]):.1%} of {sums[1]} drafts accepted, {sums[2]} of {len(PROMPTS)} prompts the same")
-    return 0 if sums[2] == len(PROMPTS) else 1
+
+def measured(model: Any, tokenizer: Any, bits: int, ahead: int, new: int) -> dict[str, Any]:
+    """Sums over ``PROMPTS``."""
+    draft = precision_view(model, bits)
+    ids = [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
+    drafted(model, draft, ids[0], ahead + 1, ahead)  # kernels are compiled
+    found = [drafted(model, draft, one, new, ahead) for one in ids]
+    return {
+        "bits": bits,
+        "ahead": ahead,
+        "drafted": sum(one.drafted for one in found),
+        "accepted": sum(one.accepted for one in found),
+        "same": sum(one.same for one in found),
+        "prompts": len(found),
+        "new": new * len(found),
+        "seconds": round(sum(one.seconds for one in found), 3),
+        "seconds_alone": round(sum(one.seconds_alone for one in found), 3),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m results.measure.any_drafts", description="Draft in 3 and 4 bits for 8 of one store.")
+    default = os.environ.get("TILEBIT_QUALITY_MODEL")
+    parser.add_argument("--model", type=Path, default=default, help="the model's folder (default: $TILEBIT_QUALITY_MODEL)")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens of each prompt (default: 48)")
+    parser.add_argument("--ahead", type=int, nargs="+", default=[2, 4], help="drafts a step (default: 2 4)")
+    parser.add_argument("--bits", type=int, nargs="+", default=[3, 4], help="of the drafts (default: 3 4)")
+    parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/any_drafts/DEVICE.jsonl)")
+    options = parser.parse_args(arguments)
+    if options.model is None:
+        parser.error("--model FOLDER or $TILEBIT_QUALITY_MODEL is needed: python -m results.measure.quality --convert makes it")
+    gpu = detect_target("cpu").name
+    out = options.out or ROWS / "any_drafts" / f"{slug(gpu)}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    right = True
+    for sensitivity in SENSITIVITIES:
+        model, tokenizer = stored(options.model, sensitivity)
+        for bits, ahead in product(options.bits, options.ahead):
+            found = {"sensitivity": sensitivity, **measured(model, tokenizer, bits, ahead, options.tokens)}
+            fields = {
+                "model": quality_model.MODEL,
+                "gpu": gpu,
+                "torch": torch.__version__,
+                "commit": source_commit() or None,
+                "date": now(),
+            }
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"op": "any_drafts", **found, **fields}) + "\n")
+            print(found, flush=True)
+            right &= found["same"] == found["prompts"]
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tilebit
+from results.measure import any_drafts
 from results.measure.any_drafts import drafted
+from results.report.any_drafts import any_drafts_section
 from tilebit import AnyPrecisionLinear
 
 
@@ -54,3 +58,31 @@ def test_drafts_of_3_bits_leave_the_tokens_of_8() -> None:
     assert found.same and found.tokens.shape == (1, 24) and found.drafted > 0 and 0 <= found.accepted <= found.drafted
     itself = drafted(model, copy.deepcopy(model), ids, 24, 4)
     assert itself.same and itself.accepted > found.accepted / 2 and itself.accepted >= 0.6 * itself.drafted
+
+
+@pytest.mark.slow
+def test_a_row_for_each_store_width_and_number_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stored(folder: Path, sensitivity: str) -> tuple[Any, Any]:
+        model = tiny()
+        tilebit.quantize_model_any(model)
+        return model, lambda prompt: {"input_ids": [3 + len(prompt) % 7, 5, 8]}
+
+    monkeypatch.setattr(any_drafts, "stored", stored)
+    out = tmp_path / "any_drafts" / "cpu.jsonl"
+    asked = ["--model", "none", "--tokens", "6", "--ahead", "2", "--bits", "3", "4", "--out", str(out)]
+    assert any_drafts.main(asked) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["sensitivity"], row["bits"]) for row in rows] == [("none", 3), ("none", 4), ("fisher", 3), ("fisher", 4)]
+    assert all(row["same"] == row["prompts"] == 4 and row["new"] == 24 and row["drafted"] > 0 for row in rows)
+    page = any_drafts_section(tmp_path / "any_drafts")
+    assert "| by squared gradients | 4 | 2 |" in page and "24 new tokens of 4 prompts" in page
+
+
+def test_a_page_says_what_a_step_gives(tmp_path: Path) -> None:
+    assert any_drafts_section(tmp_path) == ""
+    row = {
+        "op": "any_drafts", "model": "M", "sensitivity": "none", "bits": 3, "ahead": 4, "drafted": 40, "accepted": 20, "same": 1,
+        "prompts": 1, "new": 30, "seconds": 2.0, "seconds_alone": 3.0, "gpu": "a CPU", "commit": None, "date": "",
+    }  # fmt: skip
+    (tmp_path / "cpu.jsonl").write_text(json.dumps(row) + "\n")
+    assert "| all values alike | 3 | 4 | 50% | 3.00 | 1 of 1 | 2.0 | 3.0 |" in any_drafts_section(tmp_path)

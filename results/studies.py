@@ -35,6 +35,8 @@ from .report.attention import attention_section
 from .report.attention_rows import AttentionRow, read_attention
 from .report.chains import FIELDS as CHAIN_FIELDS
 from .report.chains import chain_section, read_chains
+from .report.cpu import FIELDS as CPU_FIELDS
+from .report.cpu import cpu_section
 from .report.formats import FORMATS_FIELDS, floats_section, formats_section
 from .report.gemm import gemm_section
 from .report.int8 import int8_section
@@ -100,6 +102,14 @@ STUDIES = (
         Row,
         lambda rows: gemm_section(read_rows(rows / "gemm")),
         ("python -m results.measure.gemm", "python -m results.peers.import_peers FILE"),
+    ),
+    Study(
+        "cpu",
+        "Products on a CPU",
+        "How fast are products of every kind of low-bit weight on a CPU, beside torch's bf16 and int8 linears?",
+        CPU_FIELDS,
+        lambda rows: cpu_section(rows / "cpu"),
+        ("python -m results.measure.cpu",),
     ),
     Study(
         "chain",

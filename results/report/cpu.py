@@ -10,7 +10,7 @@ from .cells import commits_of
 from .markdown import number, table
 from .rows import json_rows
 
-FIELDS = ("gpu", "threads", "impl", "format", "x", "dtype", "m", "n", "k", "us", "others", "run", "commit")
+FIELDS = ("gpu", "threads", "impl", "format", "x", "dtype", "m", "n", "k", "us", "calls", "others", "run", "commit")
 LEAST = 1.5  # times as fast as W4A16, asked of W4A8 at ASKED_M, where the machine has VNNI
 ASKED_M, ASKED_SHAPE = 32, (4096, 4096)
 W4A16, ANY = "w4a16_g128", "_any"
@@ -18,7 +18,9 @@ BF16, INT8 = ("torch", "bf16"), ("torch", "int8")
 X = {"codes": ", x int8", "quantized": ", x quantized"}
 ABOUT = (
     "Microseconds of a call, in one process with torch's linears, in alternation. x and y are {dtype}; torch's int8 linear takes and gives "
-    "fp32. Where a format's x is int8, it is quantized beforehand (x int8) or by the call (x quantized), as torch's int8 linear does."
+    "fp32. Where a format's x is int8, it is quantized beforehand (x int8) or by the call (x quantized), as torch's int8 linear does. "
+    "Other processes had up to {others:.0%} of the cores; medians are of the calls, {calls} or more of each, in which no thread waited "
+    "for a core."
 )
 
 
@@ -34,8 +36,8 @@ def cpu_section(folder: Path) -> str:
     parts = []
     for (gpu, threads), sizes in sorted(newest.items()):
         rows = [row for found in sizes.values() for row in found]
-        others = max(row["others"] or 0.0 for row in rows)
-        about = f"Commit {commits_of(rows)}. {ABOUT.format(dtype=rows[0]['dtype'])} Other processes had at most {others:.0%} of the cores."
+        others, calls = max(row["others"] or 0.0 for row in rows), min(row["calls"] for row in rows)
+        about = f"Commit {commits_of(rows)}. {ABOUT.format(dtype=rows[0]['dtype'], others=others, calls=calls)}"
         parts += [f"## {gpu}, {threads} thread{'s' * (threads > 1)}", about]
         for n, k in sorted({size[:2] for size in sizes}):
             ms = {m: {_case(row): row["us"] for row in found} for (*shape, m), found in sizes.items() if shape == [n, k]}

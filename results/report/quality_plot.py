@@ -66,8 +66,8 @@ def _widths(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             bits, kl, names = zip(*points, strict=True)
             label = "any precision" + ", by squared gradients" * gradients
             axes.plot(bits, kl, style, color="gray", markersize=4, linewidth=1, label=label)
-            for name, *place in zip(names, bits, kl, strict=True):
-                axes.annotate(name, place, xytext=(5, 2), textcoords="offset points", fontsize=7, color="gray")
+            for name, x, y in zip(names, bits, kl, strict=True):
+                axes.annotate(name, (x, y), xytext=(5, 2), textcoords="offset points", fontsize=7, color="gray")
     if rows:
         axes.legend(fontsize=8)
 

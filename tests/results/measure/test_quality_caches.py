@@ -107,7 +107,7 @@ def test_every_format_is_a_variant_and_can_be_simulated(model: Any) -> None:
     assert {"kv16", "kv8_channel", "kv4_token", "kv2_channel", "kvfp8"} <= {variant.kv_format for variant in found}
     simulation = Simulation(model, None, (1, 16), 16)  # type: ignore[arg-type]
     before = simulation.originals["model.layers.0.mlp.up_proj"]
-    for variant in (Variant("w4a16_mxfp4", "round"), Variant("w4a16_any", "round"), Variant("w3a16_any", "round", kv_format="kv16")):
+    for variant in (Variant("w4a16_mxfp4", "round"), Variant("w4a16_g32", "round", kv_format="kv16")):
         with simulation.of(variant) as said:
             error = float((simulation.layers["model.layers.0.mlp.up_proj"].weight - before).norm() / before.norm())
             assert 0.03 < error < 0.3 and 3 < said["bits_per_weight"] < 7, variant
@@ -116,9 +116,14 @@ def test_every_format_is_a_variant_and_can_be_simulated(model: Any) -> None:
     assert Variant.of_row({**Variant("w4a16_g64", "round").to_json(), "perplexity": 3.0}) == Variant("w4a16_g64", "round")
 
 
-def test_widths_are_of_one_store_and_take_squared_gradients(model: Any) -> None:
+def test_widths_are_of_one_store_and_take_squared_gradients() -> None:
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+    )
+    model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 61, (200,), generator=torch.Generator().manual_seed(3))
-    simulation, name = Simulation(model, Texts([], ids), (1, 16), 16), "model.layers.0.mlp.up_proj"
+    simulation, name = Simulation(model, Texts([], ids), (1, 16), 16), "model.layers.0.self_attn.k_proj"
+    simulation.layers = {name: simulation.layers[name]}  # clustering takes its time
     weight = simulation.originals[name]
     gradients = squared_gradients(model, simulation.layers, spaced(ids, 2, 16))
     assert gradients[name].shape == weight.shape and float(gradients[name].min()) >= 0 and gradients[name].any()

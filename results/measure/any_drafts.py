@@ -31,7 +31,7 @@ from tilebit.weights.layers import linears_of, once
 from ..report.markdown import slug
 from ..report.rows import ROWS
 from . import quality_model
-from .any_quality import SAMPLES, SENSITIVITIES, squared_gradients
+from .any_quality import SAMPLES, SENSITIVITIES
 
 WINDOW = 1024  # tokens of text that the calibration's is kept apart from
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time there was")
@@ -86,7 +86,7 @@ def stored(folder: Path, sensitivity: str) -> tuple[Any, Any]:
     given = None
     if sensitivity == "fisher":
         texts = quality_model.texts(tokenizer, WINDOW, WINDOW)
-        given = squared_gradients(model, once(linears_of(model, ("lm_head",))), texts.samples(*SAMPLES))
+        given = quality_model.squared_gradients(model, once(linears_of(model, ("lm_head",))), texts.samples(*SAMPLES))
     quantize_model_any(model, sensitivity=given, skip=("lm_head",))
     set_precision(model.to(torch.bfloat16), 8)
     return model, tokenizer

@@ -2,7 +2,8 @@
 to results/rows/any_drafts: how many tokens of a model's 3- and 4-bit views its 8-bit view accepts, and
 what both take.
 
-Greedy, by transformers' assisted generation: the narrow view drafts a fixed number of tokens, the 8-bit
+Greedy, by transformers' assisted generation in float16 (in bfloat16 two logits are often the same number, and
+the products that torch computes with one row of x and with five choose another): the narrow view drafts a fixed number of tokens, the 8-bit
 view of the same weights checks them in one step. Tokens must be those of the 8-bit view alone. The
 store is made with every value alike and by squared gradients of calibration text. The
 model is that of ``results.measure.quality``.
@@ -81,14 +82,14 @@ def drafted(model: Any, draft: Any, ids: Tensor, new: int, ahead: int) -> Drafte
 
 
 def stored(folder: Path, sensitivity: str) -> tuple[Any, Any]:
-    """(the model in bfloat16, its linear layers one store that serves 8 bits, its tokenizer)."""
+    """(the model in float16, its linear layers one store that serves 8 bits, its tokenizer)."""
     model, tokenizer = quality_model.load(folder, torch.device("cpu"))
     given = None
     if sensitivity == "fisher":
         texts = quality_model.texts(tokenizer, WINDOW, WINDOW)
         given = quality_model.squared_gradients(model, once(linears_of(model, ("lm_head",))), texts.samples(*SAMPLES))
     quantize_model_any(model, sensitivity=given, skip=("lm_head",))
-    set_precision(model.to(torch.bfloat16), 8)
+    set_precision(model.to(torch.float16), 8)
     return model, tokenizer
 
 

@@ -2,11 +2,10 @@
 to results/rows/any_drafts: how many tokens of a model's 3- and 4-bit views its 8-bit view accepts, and
 what both take.
 
-Greedy, by transformers' assisted generation in float16 (in bfloat16 two logits are often the same number, and
-the products that torch computes with one row of x and with five choose another): the narrow view drafts a fixed number of tokens, the 8-bit
-view of the same weights checks them in one step. Tokens must be those of the 8-bit view alone. The
-store is made with every value alike and by squared gradients of calibration text. The
-model is that of ``results.measure.quality``.
+Greedy, by transformers' assisted generation in float16: the narrow view drafts a fixed number of tokens,
+the 8-bit view of the same weights checks them in one step. Tokens must be those of the 8-bit view alone
+(in bfloat16 they often are not: results/notes/any-drafts.md). The store is made with every value alike
+and by squared gradients of calibration text. The model is that of ``results.measure.quality``.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ FIELDS = (
 KINDS = {"none": "all values alike", "fisher": "by squared gradients"}
 ABOUT = (
     "The view of a model in few bits drafts a fixed number of tokens, its 8-bit view, of the same store, checks them in one step "
-    "(transformers' assisted generation, greedy, in float16). **Accepted** are drafts that the 8-bit view would have chosen itself; a step gives "
-    "them and one token of its own. Tokens are those of the 8-bit view alone in every prompt that is counted as the same. Times are of "
-    "transformers' own loop, which costs a model as small as this one more than its weights do: they say nothing of a large model."
+    "(transformers' assisted generation, greedy, in float16). **Accepted** are drafts that the 8-bit view would have chosen itself; a "
+    "step gives them and one token of its own. Tokens are those of the 8-bit view alone in every prompt that is counted as the same. "
+    "Times are of transformers' own loop, which costs a model as small as this one more than its weights do: they say nothing of a "
+    "large model."
 )
 
 

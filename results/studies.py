@@ -26,6 +26,8 @@ from .report.ablation import (
 )
 from .report.activations import FIELDS as ACTIVATIONS_FIELDS
 from .report.activations import activations_section
+from .report.any_drafts import FIELDS as ANY_DRAFTS_FIELDS
+from .report.any_drafts import any_drafts_section
 from .report.any_m import any_m_section
 from .report.any_precision import FIELDS as ANY_PRECISION_FIELDS
 from .report.any_precision import any_precision_section
@@ -238,6 +240,14 @@ STUDIES = (
         ANY_QUALITY_FIELDS,
         lambda rows: any_quality_section(rows / "any_quality"),
         ("python -m results.measure.any_quality --model FOLDER",),
+    ),
+    Study(
+        "any_drafts",
+        "A narrow view that drafts for a wide one",
+        "How many tokens of a model's narrow view does its 8-bit view accept?",
+        ANY_DRAFTS_FIELDS,
+        lambda rows: any_drafts_section(rows / "any_drafts"),
+        ("python -m results.measure.any_drafts --model FOLDER",),
     ),
     Study(
         "loading",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilebit.autotune.provenance import now, source_commit
 from tilebit.quality import log_probabilities
@@ -41,22 +41,6 @@ METHODS = ("upscaled", "independent")
 SENSITIVITIES = ("none", "fisher")
 ROWS_AT_ONCE = 32  # of a weight: as ``quantize_any`` takes them
 SAMPLES = 16, 128  # of calibration text, and tokens of each
-
-
-def squared_gradients(model: nn.Module, layers: dict[str, nn.Linear], samples: list[Tensor]) -> dict[str, Tensor]:
-    """By layer the squared gradients of the loss of each sample, summed: fp32 [n, k]."""
-    found = {name: torch.zeros_like(layer.weight) for name, layer in layers.items()}
-    model.requires_grad_(False)
-    for layer in layers.values():
-        layer.weight.requires_grad_(True)
-    for ids in samples:
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        for name, layer in layers.items():
-            assert layer.weight.grad is not None
-            found[name] += layer.weight.grad**2
-            layer.weight.grad = None
-    model.requires_grad_(False)
-    return found
 
 
 def independent(w: Tensor, bits: int, sensitivity: Tensor | None) -> Tensor:
@@ -139,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not wanted:
                 continue
             if kind == "fisher" and fisher is None:
-                fisher = squared_gradients(model, layers, texts.samples(*SAMPLES))
+                fisher = quality_model.squared_gradients(model, layers, texts.samples(*SAMPLES))
             for bits, values in weights_of(originals, method, fisher if kind == "fisher" else None, list(wanted)):
                 for name, layer in layers.items():
                     layer.weight.data.copy_(values[name])

@@ -4,6 +4,7 @@ outside the checkout, and text that every machine with Python has."""
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -56,6 +57,22 @@ def texts(tokenizer: Any, tokens: int, window: int) -> Texts:
     Python's version. Raises ``ValueError`` for more tokens than there are."""
     reference = token_ids(tokenizer, "\n".join(text for _, text in sorted(topics.topics.items())))
     return Texts(spaced(reference, -(-tokens // window), window), token_ids(tokenizer, docstrings()))
+
+
+def squared_gradients(model: Any, layers: Mapping[str, nn.Linear], samples: Sequence[Tensor]) -> dict[str, Tensor]:
+    """By layer the squared gradients of the loss of each sample, summed: fp32 [n, k]."""
+    found = {name: torch.zeros_like(layer.weight) for name, layer in layers.items()}
+    model.requires_grad_(False)
+    for layer in layers.values():
+        layer.weight.requires_grad_(True)
+    for ids in samples:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        for name, layer in layers.items():
+            assert layer.weight.grad is not None
+            found[name] += layer.weight.grad**2
+            layer.weight.grad = None
+    model.requires_grad_(False)
+    return found
 
 
 def docstrings(folder: Path = Path(ast.__file__).parent) -> str:

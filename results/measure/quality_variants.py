@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilebit.layouts.formats import FORMATS, INT8, PER_CHANNEL, GemmFormat
+from tilebit.layouts.formats import FORMATS, FP8, INT8, PER_CHANNEL, GemmFormat
 from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.layers import linears_of, once
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
@@ -24,19 +24,27 @@ from tilebit.weights.salience import Salience, channel_salience
 from tilebit.weights.stream import visit_layers
 
 from .quality_caches import AT_ONCE, simulated_cache
-from .quality_model import Texts
+from .quality_model import Texts, squared_gradients
 
 METHODS = ("round", "clip", "gptq", "gptq_clip")  # to nearest; with clip search; GPTQ with act order; that with clip search
-ACTIVATIONS = {"": None, "a8_token": PER_CHANNEL, "a8_g128": 128}  # values of x that share a scale
+ACTIVATIONS = {  # values of x that share a scale, and the type of codes
+    "": None,
+    "a8_token": (PER_CHANNEL, INT8),
+    "a8_g128": (128, INT8),
+    "fp8_token": (PER_CHANNEL, FP8),
+    "fp8_g128": (128, FP8),
+}
+E4M3 = torch.float8_e4m3fn
 MIXED = ("w4a16_g128_asym", "w8a16_g128")
-ANY_WIDTHS = (3, 4, 6)  # of any precision, all from one set of codes
+SEED_BITS = 3  # of any precision, whose widths from 3 bits on are one store; 2 bits are of a store that starts there
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One row's model. ``format`` "" is the 16-bit model. ``high`` is the format of ``share`` of the
     channels, picked by ``choice`` and ``terms`` from the salience over ``samples`` samples
-    (``select_channels``). ``activations`` "": 16 bits. ``kv_format`` is the cache's, of which ``kept`` more
+    (``select_channels``). ``samples`` of a format of any precision: values count by the squared gradients of
+    so many samples, with 0 alike. ``activations`` "": 16 bits. ``kv_format`` is the cache's, of which ``kept`` more
     tokens than an incomplete group stay in 16 bits (``quality_caches``); "": none."""
 
     format: str = ""
@@ -103,13 +111,10 @@ def variants() -> list[Variant]:
 
 
 def format_variants() -> list[Variant]:
-    """Those of formats: every cache, every weight rounded to nearest, then both together. Activations in
-    e4m3 are not simulated."""
-    weights = {
-        name: Variant(name, "round", activations="" if not f.x else "a8_g128" if f.x_grouped else "a8_token")
-        for name, f in FORMATS.items()
-        if f.x in ("", INT8) and (not f.codebook or f.bits in ANY_WIDTHS)
-    }
+    """Those of formats: every cache, every weight rounded to nearest, both together, two precisions, then any
+    precision, without and with squared gradients."""
+    weights = {name: Variant(name, "round", activations=activations_of(format)) for name, format in FORMATS.items()}
+    widths = [variant for name, variant in weights.items() if FORMATS[name].codebook]
     caches = [name for bits in (8, 4, 2) for name in (f"kv{bits}_channel", f"kv{bits}_token")]
     mixed = replace(weights["w4a8_g128_asym"], high="w8a8_g128", share=0.1, choice="global", terms="both", samples=16)
     together = [
@@ -125,11 +130,17 @@ def format_variants() -> list[Variant]:
         *together[:3],
         *(Variant(kv_format=name, kept=kept) for name in ("kv4_token", "kv2_token") for kept in (AT_ONCE, 128)),
         *(Variant(kv_format=name, kept=kept) for name in ("kv4_channel", "kv2_channel") for kept in (128, 384)),
-        *(variant for name, variant in weights.items() if name not in first and not name.endswith("_any")),
+        *(variant for name, variant in weights.items() if name not in first and variant not in widths),
         *together[3:],
         mixed,
-        *(variant for name, variant in weights.items() if name.endswith("_any")),
+        *widths,
+        *(replace(variant, samples=16) for variant in widths),
     ]
+
+
+def activations_of(format: GemmFormat) -> str:
+    """The word of ``ACTIVATIONS`` for a format's x."""
+    return next(name for name, has in ACTIVATIONS.items() if has == ((format.x_group, format.x) if format.x else None))
 
 
 @dataclass(slots=True)
@@ -146,7 +157,8 @@ class Simulation:
     layers: dict[str, nn.Linear] = field(init=False)
     originals: dict[str, Tensor] = field(init=False)
     found: dict[int, tuple[dict[str, Salience], float]] = field(init=False, default_factory=dict)
-    clustered: dict[str, AnyPrecisionTensor] = field(init=False, default_factory=dict)  # in every width
+    gradients: dict[int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # squared, by the number of samples
+    clustered: dict[tuple[str, int, int], AnyPrecisionTensor] = field(init=False, default_factory=dict)  # by layer, seed and samples
 
     def __post_init__(self) -> None:
         self.layers = once(linears_of(self.model, ("lm_head",)))
@@ -165,13 +177,13 @@ class Simulation:
             if variant.format:
                 plan, said["seconds_search"] = self._plan(variant)
                 start = time.perf_counter()
-                for name, weight in self._weights(variant.method, plan).items():
+                for name, weight in self._weights(variant, plan).items():
                     self.layers[name].weight.data.copy_(weight)
                 said["seconds_quantize"] = time.perf_counter() - start
                 said["bits_per_weight"] = plan.bits_per_weight
-            group = ACTIVATIONS[variant.activations]
+            inputs = ACTIVATIONS[variant.activations]
             with (
-                quantized_inputs(self.model, self.layers, group) if group is not None else _unchanged(),
+                quantized_inputs(self.model, self.layers, *inputs) if inputs else _unchanged(),
                 simulated_cache(self.model, variant.kv_format, variant.kept) if variant.kv_format else _unchanged(),
             ):
                 yield said
@@ -201,19 +213,28 @@ class Simulation:
             self.found[variant.samples] = salience, time.perf_counter() - start
         return self.found[variant.samples]
 
-    def _clustered(self, name: str, weight: Tensor) -> AnyPrecisionTensor:
-        if name not in self.clustered:
-            self.clustered[name] = quantize_any(weight, min(ANY_WIDTHS), max(ANY_WIDTHS))
-        return self.clustered[name]
+    def _sensitivity(self, name: str, samples: int) -> Tensor | None:
+        if not samples:
+            return None
+        if samples not in self.gradients:
+            self.gradients[samples] = squared_gradients(self.model, self.layers, self.texts.samples(samples, self.search_window))
+        return self.gradients[samples][name]
 
-    def _weights(self, method: str, plan: PrecisionPlan) -> Mapping[str, Tensor]:
+    def _clustered(self, name: str, weight: Tensor, bits: int, samples: int) -> Tensor:
+        """A layer's values in ``bits`` bits of any precision."""
+        seed = min(bits, SEED_BITS)
+        if (name, seed, samples) not in self.clustered:
+            self.clustered[name, seed, samples] = quantize_any(weight, seed, sensitivity=self._sensitivity(name, samples))
+        return self.clustered[name, seed, samples].dequantize(bits)
+
+    def _weights(self, variant: Variant, plan: PrecisionPlan) -> Mapping[str, Tensor]:
         """The values of every layer's weight, [n, k] each."""
-        clip, found = method.endswith("clip"), {}
+        clip, found = variant.method.endswith("clip"), {}
 
         def visit(name: str, layer: nn.Linear, products: Tensor | None) -> Tensor:
             def values(rows: Tensor, format: GemmFormat) -> Tensor:
                 if format.codebook:
-                    return self._clustered(name, rows).dequantize(format.bits)
+                    return self._clustered(name, rows, format.bits, variant.samples)
                 q = (
                     quantize(rows, format, clip)
                     if products is None
@@ -225,7 +246,7 @@ class Simulation:
             return found[name]
 
         channels = plan.channels
-        if not method.startswith("gptq"):
+        if not variant.method.startswith("gptq"):
             for name, layer in self.layers.items():
                 visit(name, layer, None)
         else:
@@ -244,31 +265,33 @@ def by_precision(weight: Tensor, channels: Tensor, plan: PrecisionPlan, values: 
     return out
 
 
-def fake_quantize(x: Tensor, group: int) -> Tensor:
+def fake_quantize(x: Tensor, group: int, kind: str = INT8) -> Tensor:
     """``x`` [..., k] as symmetric 8-bit codes with an fp32 scale for every ``group`` values of k
     (the last group may be shorter), or for all of them (-1), would have it: the group's largest
-    magnitude is 127."""
+    magnitude is 127, or of ``kind`` e4m3 448."""
     k = x.shape[-1]
     width = k if group == PER_CHANNEL else group
     padded = functional.pad(x.float(), (0, -k % width)).unflatten(-1, (-1, width))
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    codes = (padded / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127)
+    largest = 127 if kind == INT8 else torch.finfo(E4M3).max
+    scale = padded.abs().amax(-1, keepdim=True) / largest
+    scaled = (padded / torch.where(scale > 0, scale, 1.0)).clamp(-largest, largest)
+    codes = scaled.round() if kind == INT8 else scaled.to(E4M3).float()
     return (codes * scale).flatten(-2)[..., :k].to(x.dtype)
 
 
 class QuantizedInputs(nn.Module):
-    """``linear`` of ``fake_quantize(x, group)``."""
+    """``linear`` of ``fake_quantize(x, group, kind)``."""
 
-    def __init__(self, linear: nn.Linear, group: int) -> None:
+    def __init__(self, linear: nn.Linear, group: int, kind: str = INT8) -> None:
         super().__init__()
-        self.linear, self.group = linear, group
+        self.linear, self.group, self.kind = linear, group, kind
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(fake_quantize(x, self.group))
+        return self.linear(fake_quantize(x, self.group, self.kind))
 
 
 @contextmanager
-def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: int) -> Iterator[None]:
+def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: int, kind: str = INT8) -> Iterator[None]:
     """``model`` with ``QuantizedInputs`` in place of ``layers``, while this is open."""
 
     def put(name: str, module: nn.Module) -> None:
@@ -277,7 +300,7 @@ def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: i
 
     try:
         for name, layer in layers.items():
-            put(name, QuantizedInputs(layer, group))
+            put(name, QuantizedInputs(layer, group, kind))
         yield
     finally:
         for name, layer in layers.items():

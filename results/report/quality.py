@@ -17,7 +17,10 @@ VARIANT = ("format", "method", "high", "share", "choice", "terms", "samples", "a
 SETTINGS = ("tokens", "window", "calibration_samples", "calibration_window", "search_window", "damping")
 UNSAID_DAMPING = 0.1  # of GPTQ, in rows of before it could be chosen
 METHODS = {"": "16 bits", "round": "to nearest", "clip": "clip search", "gptq": "GPTQ", "gptq_clip": "GPTQ, clip search"}
-ACTIVATIONS = {"": "16 bits", "a8_token": "8 bits, a scale a token", "a8_g128": "8 bits, groups of 128"}
+ACTIVATIONS = {
+    "": "16 bits", "a8_token": "8 bits, a scale a token", "a8_g128": "8 bits, groups of 128", "fp8_token": "e4m3, a scale a token",
+    "fp8_g128": "e4m3, groups of 128",
+}  # fmt: skip
 CHOICES = {"global": "all layers together", "layer": "the same share of each layer", "random": "at random"}
 TERMS = {"both": "both terms", "first": "the first-order term alone", "second": "the second-order term alone"}
 ABOUT = (

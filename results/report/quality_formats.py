@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilebit.layouts.formats import GemmFormat
 from tilebit.layouts.kv import KVLayout
 from tilebit.layouts.kv_formats import KVFormat
 
@@ -29,6 +30,11 @@ ABOUT = (
     "every token is predicted as if those before it had come one by one: groups of 128 are "
     "read from their codes, the newest 0 to 127 tokens in fp16. Cache formats are the codes that kernels are tested against. fp8 has a "
     "scale of 1 for each head."
+)
+ABOUT_WEIGHTS = (
+    "**Weights**: of two precisions the output channels in 8 bits are the most salient ones of all layers. Any precision (`_any`) is "
+    "one store of 3 to 8 bits, and one of 2 to 8 for 2 bits; values count alike, or by the squared gradients of the loss on "
+    "calibration text. Bits include its codebooks, which weigh much where channels are as short as here ([every width](any_quality.md))."
 )
 CAVEAT = (
     "The model has heads of 64 channels and was shipped in 4 bits, as [quality](quality.md) says: compare formats with one another. The "
@@ -87,13 +93,25 @@ def weights(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["format"] and not row["kv_format"]), key=lambda row: -row["bits_per_weight"])
 
 
+def any_precision(row: dict[str, Any]) -> bool:
+    """Its weights are a width of a store of many."""
+    return bool(row["format"]) and GemmFormat.parse(row["format"]).codebook
+
+
+def weight_name(row: dict[str, Any]) -> str:
+    """What a row's weights are called in tables."""
+    if row["high"]:
+        return f"{row['format']}, {row['share']:.0%} {row['high']}"
+    return row["format"] + ", squared gradients" * bool(row["samples"])
+
+
 def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     dense = [row for row in rows if not row["format"] and not row["kv_format"]]
     usual = [row for row in caches(rows) if row["kept"] == 0]
     windowed = {row["kv_format"] for row in caches(rows) if row["kept"]}
     windows = sorted((row for row in caches(rows) if row["kv_format"] in windowed), key=lambda row: (row["kv_format"], row["kept"]))
     together = [row for row in rows if row["format"] and row["kv_format"]]
-    alone = {_weight(row): row for row in weights(rows)}
+    alone = {weight_name(row): row for row in weights(rows)}
     parts = [
         "**Caches**",
         table(
@@ -106,12 +124,12 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
         table(
             ["cache", "newest tokens in 16 bits", *FIGURES], [[row["kv_format"], KEPT[row["kept"]], *_figures(row)] for row in windows]
         ),
-        "**Weights**",
+        ABOUT_WEIGHTS,
         table(
             ["weights", "activations", "bits a weight", *FIGURES],
             [["fp16", "16 bits", "16.00", *_figures(row)] for row in dense]
             + [
-                [_weight(row), ACTIVATIONS[row["activations"]], f"{row['bits_per_weight']:.2f}", *_figures(row)]
+                [weight_name(row), ACTIVATIONS[row["activations"]], f"{row['bits_per_weight']:.2f}", *_figures(row)]
                 for row in weights(rows)
             ],
         ),
@@ -119,14 +137,10 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     if together:
         lines = []
         for row in together:
-            own = alone.get(_weight(row))
-            lines.append([_weight(row), row["kv_format"], *_figures(row), "-" if own is None else _nats(own["kl"])])
+            own = alone.get(weight_name(row))
+            lines.append([weight_name(row), row["kv_format"], *_figures(row), "-" if own is None else _nats(own["kl"])])
         parts += ["**Both together**", table(["weights", "cache", *FIGURES, "KL of the weights alone"], lines)]
     return parts
-
-
-def _weight(row: dict[str, Any]) -> str:
-    return row["format"] if not row["high"] else f"{row['format']}, {row['share']:.0%} {row['high']}"
 
 
 def _figures(row: dict[str, Any]) -> list[str]:

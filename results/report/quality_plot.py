@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from .any_quality import KINDS
 from .quality import METHODS, searched, uniform
-from .quality_formats import cache_bits, caches, weights
+from .quality_formats import any_precision, cache_bits, caches, weight_name, weights
 
 MARKERS = {"round": "o", "clip": "s", "gptq": "^", "gptq_clip": "D"}
 COLORS = matplotlib.color_sequences["tab10"]
@@ -41,11 +41,11 @@ def quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def formats(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Caches alone beside weights alone, one mark for each format."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    """Caches alone beside weights alone, one mark for each format; the widths of any precision as lines."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
     axes: tuple[Axes, Axes] = figure.subplots(1, 2, sharey=True)
     points = [(cache_bits(row["kv_format"]), row["kl"], row["kv_format"]) for row in caches(rows) if row["kept"] == 0]
-    marked = [(row["bits_per_weight"], row["kl"], row["format"]) for row in weights(rows) if not row["high"]]
+    marked = [(row["bits_per_weight"], row["kl"], weight_name(row)) for row in weights(rows) if not any_precision(row)]
     for place, what, found in zip(axes, ("number in the cache", "weight"), (points, marked), strict=True):
         for index, (bits, kl, name) in enumerate(found):
             if kl > 0:
@@ -53,9 +53,23 @@ def formats(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
                 place.annotate(name, (bits, kl), xytext=(5, 2), textcoords="offset points", fontsize=7)
         place.set_yscale("log")
         place.set_xlabel(f"bits a {what}, scales and zero points included")
+    _widths(axes[1], [row for row in weights(rows) if any_precision(row)])
     axes[0].set_ylabel("KL divergence from the 16-bit model, nats a token")
     figure.suptitle(f"{title}: lower is better")
     return figure
+
+
+def _widths(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """A line for values that count alike, and one for those that count by squared gradients."""
+    for style, gradients in (("--s", False), ("-s", True)):
+        if points := [(row["bits_per_weight"], row["kl"], row["format"]) for row in rows if bool(row["samples"]) == gradients]:
+            bits, kl, names = zip(*points, strict=True)
+            label = "any precision" + ", by squared gradients" * gradients
+            axes.plot(bits, kl, style, color="gray", markersize=4, linewidth=1, label=label)
+            for name, *place in zip(names, bits, kl, strict=True):
+                axes.annotate(name, place, xytext=(5, 2), textcoords="offset points", fontsize=7, color="gray")
+    if rows:
+        axes.legend(fontsize=8)
 
 
 def any_quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:

@@ -26,7 +26,8 @@ from results.measure.quality_variants import (
 )
 from results.report.quality import language_section, read_language_quality
 from results.report.rows import ROWS
-from tilebit.layouts.formats import QuantFormat
+from tilebit import quantize_activations
+from tilebit.layouts.formats import FP8, QuantFormat
 from tilebit.quality import log_probabilities
 from tilebit.weights.calibrate import calibrate
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan
@@ -146,6 +147,14 @@ def test_activations_in_8_bits(group: int, k: int) -> None:
         assert torch.allclose(codes, codes.round(), atol=1e-3) and float(codes.abs().max()) <= 127.001
         assert bool(((got - x)[..., part].abs() <= step / 2 * 1.0001).all())
     assert not got[2, 1].any() and fake_quantize(x.half(), group).dtype == torch.float16
+
+
+@pytest.mark.parametrize("group,k", [(-1, 70), (128, 300)])
+def test_activations_in_e4m3_are_what_quantizing_gives(group: int, k: int) -> None:
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(0)).half() * torch.tensor([0.01, 1.0, 100.0]).half()[:, None]
+    codes, scales = quantize_activations(x, "e4m3", None if group == -1 else group)
+    each = scales[:, None] if group == -1 else scales.T.repeat_interleave(group, 1)[:, :k]
+    assert torch.allclose(fake_quantize(x.float(), group, FP8), codes.float() * each, rtol=1e-6)
 
 
 def test_layers_with_8_bit_activations_are_put_in_and_taken_out(simulation: Simulation) -> None:

@@ -15,10 +15,12 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from results.measure.quality_caches import AT_ONCE, attended, cached, packed_tokens, simulated_cache
+from results.measure.quality_model import Texts, spaced, squared_gradients
 from results.measure.quality_variants import Simulation, Variant, format_variants
 from results.report.quality_formats import formats_quality_section, read_formats
 from tilebit.layouts.formats import FORMATS
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.weights.quantize_any import quantize_any
 
 TOKENS = 300
 
@@ -96,12 +98,12 @@ def test_a_cache_is_put_in_and_taken_out(model: Any) -> None:
 def test_every_format_is_a_variant_and_can_be_simulated(model: Any) -> None:
     found = format_variants()
     assert len(found) == len(set(found))
-    named = {variant.format for variant in found}
-    assert {name for name, format in FORMATS.items() if not format.codebook and format.x in ("", "int8")} | {
-        "w3a16_any",
-        "w4a16_any",
-        "w6a16_any",
-    } == named - {""}
+    assert set(FORMATS) == {variant.format for variant in found} - {""}
+    assert [(variant.format, variant.high, variant.share) for variant in found if variant.high] == [("w4a8_g128_asym", "w8a8_g128", 0.1)]
+    by_gradients = [variant.format for variant in found if variant.samples and not variant.high]
+    assert by_gradients == [name for name, format in FORMATS.items() if format.codebook]
+    activations = {variant.format: variant.activations for variant in found}
+    assert [activations[name] for name in ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8")] == ["fp8_token", "fp8_g128", "fp8_token"]
     assert {"kv16", "kv8_channel", "kv4_token", "kv2_channel", "kvfp8"} <= {variant.kv_format for variant in found}
     simulation = Simulation(model, None, (1, 16), 16)  # type: ignore[arg-type]
     before = simulation.originals["model.layers.0.mlp.up_proj"]
@@ -109,7 +111,25 @@ def test_every_format_is_a_variant_and_can_be_simulated(model: Any) -> None:
         with simulation.of(variant) as said:
             error = float((simulation.layers["model.layers.0.mlp.up_proj"].weight - before).norm() / before.norm())
             assert 0.03 < error < 0.3 and 3 < said["bits_per_weight"] < 7, variant
+    with simulation.of(Variant("w8a8_fp8", "round", activations="fp8_token")) as said:
+        assert said["bits_per_weight"] < 8.5
     assert Variant.of_row({**Variant("w4a16_g64", "round").to_json(), "perplexity": 3.0}) == Variant("w4a16_g64", "round")
+
+
+def test_widths_are_of_one_store_and_take_squared_gradients(model: Any) -> None:
+    ids = torch.randint(0, 61, (200,), generator=torch.Generator().manual_seed(3))
+    simulation, name = Simulation(model, Texts([], ids), (1, 16), 16), "model.layers.0.mlp.up_proj"
+    weight = simulation.originals[name]
+    gradients = squared_gradients(model, simulation.layers, spaced(ids, 2, 16))
+    assert gradients[name].shape == weight.shape and float(gradients[name].min()) >= 0 and gradients[name].any()
+    for samples, sensitivity in ((0, None), (2, gradients[name])):
+        store = quantize_any(weight, sensitivity=sensitivity)
+        for bits in (3, 8):
+            with simulation.of(Variant(f"w{bits}a16_any", "round", samples=samples)):
+                assert torch.equal(simulation.layers[name].weight, store.dequantize(bits))
+    with simulation.of(Variant("w2a16_any", "round")):
+        assert torch.equal(simulation.layers[name].weight, quantize_any(weight, 2).dequantize(2))
+    assert torch.equal(simulation.layers[name].weight, weight)
 
 
 def test_the_page(tmp_path: Path) -> None:
@@ -124,6 +144,9 @@ def test_the_page(tmp_path: Path) -> None:
         (Variant(kv_format="kv4_token", kept=-1), {"kl": 0.75}),
         (weights, {"bits_per_weight": 4.25, "kl": 0.25}),
         (replace(weights, kv_format="kv4_token"), {"bits_per_weight": 4.25, "kl": 0.875}),
+        (Variant("w4a8_g128_asym", "round", "w8a8_g128", 0.1, activations="a8_g128"), {"bits_per_weight": 4.6, "kl": 0.125}),
+        (Variant("w3a16_any", "round"), {"bits_per_weight": 3.5, "kl": 0.625}),
+        (Variant("w3a16_any", "round", samples=16), {"bits_per_weight": 3.5, "kl": 0.375}),
     ]
     lines = [{**base, **variant.to_json(), **more} for variant, more in cases]
     lines.insert(1, {**lines[0], "tokens": 1024, "perplexity": 99.0})  # of less text
@@ -132,8 +155,11 @@ def test_the_page(tmp_path: Path) -> None:
     assert "| kv4_token | 4.50 | 10.00 | 0.5000 | 100.0% |" in page and "| kv4_token | none | 10.00 | 0.7500 | 100.0% |" in page
     assert "| w4a16_g64 | 16 bits | 4.25 | 10.00 | 0.2500 | 100.0% |" in page
     assert "| w4a16_g64 | kv4_token | 10.00 | 0.8750 | 100.0% | 0.2500 |" in page and "99.00" not in page
+    assert "| w4a8_g128_asym, 10% w8a8_g128 | 8 bits, groups of 128 | 4.60 | 10.00 | 0.1250 | 100.0% |" in page
+    assert "| w3a16_any | 16 bits | 3.50 | 10.00 | 0.6250 |" in page
+    assert "| w3a16_any, squared gradients | 16 bits | 3.50 | 10.00 | 0.3750 |" in page
     assert formats_quality_section(tmp_path / "nothing") == ""
     from results.report.quality_plot import formats
 
     ((_, rows),) = read_formats(tmp_path).items()
-    assert [len(axes.lines) for axes in formats("tiny", rows).axes] == [1, 1]
+    assert [len(axes.lines) for axes in formats("tiny", rows).axes] == [1, 4]  # of weights two marks and two lines

@@ -85,7 +85,7 @@ def _measure(workload: Workload, device: str, target: Target) -> list[dict[str, 
         "cublas" if target.is_cuda else "torch": ([_dense(first, w) for w in weights], _dense_fields(workload)),
     }
     if not target.is_cuda:
-        name, make = ("torch-int8", _int8_peer) if workload.format.integer_sums else ("torch-int4", _int4_peer)
+        name, make = ("torch-int8", int8_peer) if workload.format.integer_sums else ("torch-int4", _int4_peer)
         if (peer := make(first, copies)) is not None:
             implementations[name] = (peer, {**_format_fields(workload), "schedule": None})
     reference = first.reference()
@@ -144,7 +144,7 @@ def _dense_fields(workload: Workload) -> dict[str, Any]:
     return {"format": {"float16": "fp16", "bfloat16": "bf16"}[workload.dtype], "group_size": None, "schedule": None}
 
 
-def _int8_peer(problem: Problem, copies: int) -> list[Call] | None:
+def int8_peer(problem: Problem, copies: int) -> list[Call] | None:
     """Calls of torch's dynamically quantized linear: int8 weights with a scale for each output channel, x quantized as a whole; None
     where this torch has none."""
     prepack, multiply = (getattr(torch.ops.quantized, name, None) for name in ("linear_prepack", "linear_dynamic"))

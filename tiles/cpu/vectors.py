@@ -155,6 +155,11 @@ def permute16(table: Any, index: Any) -> Any:
     return tirx.call_llvm_pure_intrin("int16x32", "llvm.x86.avx512.permvar.hi.512", table, index)
 
 
+def permute_pair16(low: Any, index: Any, high: Any) -> Any:
+    """int16x32: of the 64 words of ``low`` and ``high`` that of number ``index & 63`` (vpermi2w)."""
+    return tirx.call_llvm_pure_intrin("int16x32", "llvm.x86.avx512.vpermi2var.hi.512", low, index, high)
+
+
 def permute32(table: Any, index: Any) -> Any:
     """``table[index & 15]`` of 16 fp32 lanes, ``table[index & 7]`` of 8 (vpermps)."""
     name = {"float32x16": "llvm.x86.avx512.permvar.sf.512", "float32x8": "llvm.x86.avx2.permps"}[str(table.dtype)]

@@ -16,7 +16,7 @@ from .planted import Edit, swap
 from .planted_cpu import edited
 
 NAME = "emulation.planted_any"
-MODULES = ("codebooks", "any_loops")
+MODULES = ("codebooks", "codebooks_wide", "any_loops")
 
 # name -> (module, edit, bits of the weight)
 BUGS: dict[str, tuple[str, Edit, int]] = {
@@ -39,8 +39,13 @@ BUGS: dict[str, tuple[str, Edit, int]] = {
     "high bytes for low ones": ("codebooks", swap(("splat(8 * which", "splat(8 - 8 * which")), 3),
     "chunk lost": ("any_loops", swap(("with T.serial(plan.chunks) as chunk:", "with T.serial(plan.chunks - 1) as chunk:")), 4),
     "sums of a set lost": ("any_loops", swap(("range(1, splits)", "range(2, splits)")), 4),
+    "codebook's first numbers throughout": ("codebooks_wide", swap(("first + table * entries, entries", "first, entries")), 7),
+    "highest bit overlooked": ("codebooks_wide", swap(("v.splat(1 << bit,", "v.splat(0 << bit,")), 8),
+    "steps in another order": ("codebooks", swap(("for half in (0, 1) for pair in halves]", "for pair in halves for half in (0, 1)]")), 5),
     "last row left out": ("any_loops", swap(("T.min(n - nt * TILE, TILE)", "T.min(n - nt * TILE - 1, TILE)")), 4),
 }
+# Planted in what only AVX-512 does.
+WIDE = ("codebook's first numbers throughout", "highest bit overlooked", "steps in another order")
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:

@@ -43,7 +43,9 @@ def case_of(number: int, bits: int, dtype: str) -> tuple[Workload, Schedule]:
     return workload, Schedule(PROGRAM, 64 if number % 3 else 32, block_m, 1, num_warps=2, split_k=splits)
 
 
-CASES = [case_of(number, *case) for number, case in enumerate(product(CODEBOOK_BITS, DTYPES))]
+CASES = [("avx2", *case_of(number, *case)) for number, case in enumerate(product(CODEBOOK_BITS, DTYPES))]
+CASES += [("avx512_bf16", *case_of(number, *case)) for number, case in enumerate(product(CODEBOOK_BITS, DTYPES), 1)]
+CASES += [("avx512", *case_of(number, bits, "bfloat16")) for number, bits in enumerate((3, 5, 8))]
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +54,18 @@ def pool():
         yield one
 
 
-def kernel_of(pool: CompilePool, workload: Workload, schedule: Schedule) -> Kernel:
-    (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target("avx2"))])
+def kernel_of(pool: CompilePool, workload: Workload, schedule: Schedule, isa: str = "avx2") -> Kernel:
+    if not runs_here(isa):
+        pytest.skip(f"this machine has no {isa}")
+    (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target(isa))])
     assert isinstance(kernel, Kernel), kernel
     return kernel
 
 
-@needs_avx2
-@pytest.mark.parametrize(("workload", "schedule"), CASES, ids=[f"{w.served}-{s.block_m}x{s.split_k}" for w, s in CASES])
-def test_exact(pool: CompilePool, workload: Workload, schedule: Schedule) -> None:
-    kernel = kernel_of(pool, workload, schedule)
-    assert any_legal(workload, schedule, target("avx2")) == []
+@pytest.mark.parametrize(("isa", "workload", "schedule"), CASES, ids=[f"{i}-{w.served}-{s.block_m}x{s.split_k}" for i, w, s in CASES])
+def test_exact(pool: CompilePool, isa: str, workload: Workload, schedule: Schedule) -> None:
+    kernel = kernel_of(pool, workload, schedule, isa)
+    assert any_legal(workload, schedule, target(isa)) == []
     run = kernel.load()
     for m in ROWS:
         problem = exact_problem(workload.with_m(m), m, "cpu")
@@ -91,7 +94,6 @@ def test_a_view_is_the_first_planes_of_the_store(pool: CompilePool, bits: int) -
     assert torch.equal(y, (parent.x.double() @ weight.T).half())
 
 
-@needs_avx2
 @pytest.mark.parametrize("name", planted_any.BUGS)
 def test_planted_bugs_are_caught(pool: CompilePool, name: str) -> None:
     _, _, bits = planted_any.BUGS[name]
@@ -99,7 +101,8 @@ def test_planted_bugs_are_caught(pool: CompilePool, name: str) -> None:
     schedule = Schedule(planted_any.NAME, 32, 2, 1, num_warps=2, split_k=2)
     for bug, wrong in ((0, False), (number, True)):
         workload = Workload(5, 40, 600, form(bits), "bfloat16", bias=True)
-        kernel = kernel_of(pool, workload, Schedule(**{**schedule.to_json(), "raster": bug}))
+        isa = "avx512_bf16" if name in planted_any.WIDE else "avx2"
+        kernel = kernel_of(pool, workload, Schedule(**{**schedule.to_json(), "raster": bug}), isa)
         problem = exact_problem(workload, 1, "cpu")
         output = guarded_output((5, 40), torch.bfloat16)
         launch(kernel.load(), {}, problem, output.y)

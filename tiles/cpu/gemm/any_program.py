@@ -3,13 +3,13 @@
     y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n])
 
 Codes q of b bits are b planes (``layouts/planes.py``), and no more is read of a store that has
-others below them. A row's codebook becomes tables of byte shuffles in registers or on the stack;
-256 weights of a row at a time become codes and then numbers (``codebooks.py``), which are
+others below them. A row's codebook becomes tables of byte shuffles in registers or on the stack,
+with AVX-512 of permutations of words; 256 weights of a row at a time become codes and then numbers (``codebooks.py``), which are
 multiplied by ``block_m`` rows of x. Sums are fp32, the lanes of a vector and ``split_k`` sets of
 them, and joined in a fixed order.
 
-A first parallel loop makes x fp32 once per call, in the order in which numbers come, padded with
-zeros; a second one multiplies. Workspace of a call: x in fp32, rows rounded up to ``block_m``.
+A first parallel loop makes x fp32 once per call (where vdpbf16ps multiplies it stays bf16), in the order
+in which numbers come, padded with zeros; a second one multiplies. Workspace of a call: x so, rows rounded up to ``block_m``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....layouts.planes import CHUNK, plane_layout
-from ....schedules.gemm.cpu import Isa
+from ....schedules.gemm.cpu import Isa, isa
 from ....schedules.gemm.cpu_any import PROGRAM as NAME
 from ....schedules.gemm.workload import Workload
 from ....schedules.schedule import Schedule
@@ -27,7 +27,7 @@ from ...program import TileProgram
 from ..outline import LOCAL_ARRAYS, THREADS, TOGETHER
 from .plan import Plan
 
-_AVX2 = Isa("avx2", 8, 16, 0)  # of wider registers the program makes no use
+_AVX2 = Isa("avx2", 8, 16, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,18 @@ class AnyPlan(Plan):
         """Raises ``ValueError`` on a target without AVX2."""
         if "avx2" not in target.features:
             raise ValueError(f"target features are {target.features}; the program needs 'avx2'")
-        return cls(workload, schedule, _AVX2)
+        found = isa(target)
+        return cls(workload, schedule, found if found is not None and found.lanes == 16 else _AVX2)
+
+    @property
+    def wide(self) -> bool:
+        """Codebooks are looked up with AVX-512 (``codebooks_wide.py``)."""
+        return self.isa.lanes == 16
+
+    @property
+    def pairs(self) -> bool:
+        """Products are those of vdpbf16ps, of x as it is."""
+        return self.isa.bf16_dot and self.workload.dtype == "bfloat16"
 
     @property
     def chunks(self) -> int:
@@ -67,7 +78,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         buffers, sizes = bind_operands(workload.operands(target.arch))
         m = sizes["m"]
         blocks = (m + (mb - 1)) // mb
-        buffers["xs"] = T.alloc_buffer((blocks * (plan.chunks * mb * CHUNK),), "float32")
+        buffers["xs"] = T.alloc_buffer((blocks * (plan.chunks * mb * CHUNK),), "uint16" if plan.pairs else "float32")
 
         def views() -> dict[str, Any]:
             """Flat views of all operands as the loops read them: bf16 and codebooks as their bits."""
@@ -77,7 +88,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
         with T.parallel(blocks * mb, annotations={TOGETHER: mb}) as row:
             loops.rearrange(plan, views(), row, m)
-        with T.parallel(blocks * plan.n_tasks, annotations={TOGETHER: blocks}) as task:
+        with T.parallel(blocks * plan.n_tasks, annotations={TOGETHER: blocks}) as task, v.instructions(plan.pairs):
             loops.multiply(plan, views(), task, m)
     return builder.get()
 

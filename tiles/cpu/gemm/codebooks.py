@@ -1,5 +1,6 @@
 """From bit planes to numbers, on vectors of 32 bytes: bits of 256 weights of one row become codes,
-codes are looked up in the row's codebook. Importing this imports tvm.
+codes are looked up in the row's codebook (with AVX-512 by ``codebooks_wide.py``). Importing this
+imports tvm.
 
 A code's lowest four bits are the index of a byte shuffle, whose table is 16 bytes: a codebook is
 tables of the low and of the high bytes of 16 numbers each. The planes of the higher bits choose
@@ -65,7 +66,7 @@ def nibbles(planes: list[Any]) -> list[Any]:
     """Of up to four ``planes`` (uint32x8), the highest bit of a code first: four vectors, in whose
     bytes vector j % 4 has step j's codes, in the low half for j < 4, else in the high one."""
     low = planes[::-1]
-    even, odd = _exchanged(low[0], low[1], 1, 0x55555555)
+    even, odd = _exchanged(low[0], low[1] if len(low) > 1 else None, 1, 0x55555555)
     upper = _exchanged(low[2], low[3] if len(low) > 3 else None, 1, 0x55555555) if len(low) > 2 else (None, None)
     (first, third), (second, fourth) = (_exchanged(a, b, 2, 0x33333333) for a, b in ((even, upper[0]), (odd, upper[1])))
     return [first, second, third, fourth]
@@ -117,13 +118,19 @@ def whole_table(codebooks: Any, first: Any, bits: int, dtype: str) -> Any:
     return found
 
 
+def whole_codes(planes: list[Any]) -> list[Any]:
+    """Of any number of ``planes``: the steps' vectors of codes, a byte each, in the order of k."""
+    upper = max(0, len(planes) - INDEX_BITS)
+    above = nibbles(planes[:upper]) if upper else [None] * 4
+    halves = [_exchanged(*pair, INDEX_BITS, 0x0F0F0F0F) for pair in zip(nibbles(planes[upper:]), above, strict=True)]
+    return [pair[half] for half in (0, 1) for pair in halves]
+
+
 def bytes_of(planes: list[Any]) -> Any:
     """Of eight ``planes``: 256 codes in memory, a byte each, in the order of k."""
     stage = v.local(CHUNK, "uint8")
-    upper = len(planes) - INDEX_BITS
-    for step, pair in enumerate(zip(nibbles(planes[upper:]), nibbles(planes[:upper]), strict=True)):
-        for half, codes in enumerate(_exchanged(*pair, INDEX_BITS, 0x0F0F0F0F)):
-            v.store(stage, (step + 4 * half) * BYTES, T.reinterpret(f"uint8x{BYTES}", codes), BYTES)
+    for step, codes in enumerate(whole_codes(planes)):
+        v.store(stage, step * BYTES, T.reinterpret(f"uint8x{BYTES}", codes), BYTES)
     return stage
 
 

@@ -17,11 +17,11 @@ class OwnTime:
     computing does not. Linux counts the waiting (``/proc/PID/task/*/schedstat``); where it does
     not, all seconds count. ``seconds()`` is to be asked often: of every interval between two calls
     the longest wait of any thread is left out, which is exact for one thread and close for a few
-    that wait for one another."""
+    that wait for one another. ``waited`` are the seconds left out, when ``seconds()`` was last asked."""
 
     def __init__(self, pid: int) -> None:
         self._tasks = Path(f"/proc/{pid}/task")
-        self._seconds = 0.0
+        self._seconds = self.waited = 0.0
         self._last = time.monotonic()
         self._waited = self._waits()
 
@@ -29,6 +29,7 @@ class OwnTime:
         """The process's own time so far."""
         waited, now = self._waits(), time.monotonic()
         interval, longest = now - self._last, max((waited[t] - self._waited.get(t, 0.0) for t in waited), default=0.0)
+        self.waited += max(0.0, longest)
         self._seconds += max(0.0, interval - max(0.0, longest))
         self._last, self._waited = now, waited
         return self._seconds

@@ -5,8 +5,9 @@ For each shape and number of rows of x one process times ``tilebit.gemm`` with e
 bf16 linear, and torch's dynamically quantized linear, which takes fp32 and quantizes x at each call.
 Formats of int8 x have two rows: ``x`` is "codes", quantized beforehand, or "quantized" by the call.
 Implementations are interleaved, each round in a drawn order; each has several copies of its operands,
-and what the others read comes between two of its calls. A bout in which other processes had the
-cores is repeated, and the quietest one counts.
+and what the others read comes between two of its calls. Linux says how long each thread has been
+ready to run without a core: a call in which one of this process was, since other processes had them, is
+left out (``calls`` of ``of`` count).
 
 Every kernel passes the gate of ``autotune.problems`` before it is timed; one that is wrong ends the run.
 """
@@ -18,17 +19,18 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilebit
-from tilebit.autotune.contention import Others
-from tilebit.autotune.measure import Timing, copies_needed, time_calls
+from tilebit.autotune.contention import Others, OwnTime
+from tilebit.autotune.measure import copies_needed
 from tilebit.autotune.problems.gemm import Problem, random_problem
 from tilebit.autotune.problems.verify import gate, worst_tile_error
 from tilebit.autotune.worker_process import launch
@@ -44,8 +46,9 @@ from ..report.rows import ROWS
 FORMATS = "w4a16_g128,w4a8_lqq_g64,w4a8_lqq_g128,w8a8_channel,w8a16_g128," + ",".join(f"w{bits}a16_any" for bits in range(3, 9))
 PEERS = "w8a8_channel"  # of whose weight torch's linears are made
 DTYPE = "bfloat16"
-QUIET = 0.05  # of the cores: what others may have in a bout that is not repeated
-LOOK_SECONDS = 0.5  # that others must rest before a bout
+ENOUGH, MOST = 100, 300  # undisturbed calls of each
+WAITED = 0.02  # of a call: what a thread of it may have waited for a core
+PAUSE_SECONDS = 0.01  # after a call that was disturbed: who has slept is scheduled first
 QUANTIZED_ERROR = 0.02  # relative: of x with 8 bits, a scale for each row
 
 Call = Callable[[], Tensor]
@@ -113,30 +116,57 @@ def measured(m: int, n: int, k: int, formats: Sequence[str], target: Target, pat
             calls["tilebit", name, x] = own
             fields["tilebit", name, x] = {"rel_err": error, "schedule": schedule}
     calls |= peer_calls(random_problem(Workload(m, n, k, GemmFormat.parse(PEERS), DTYPE), 0, target.arch, "cpu"), target)
-    times = quietest({str(number): own for number, own in enumerate(calls.values())}, patience)
+    times = undisturbed(calls, patience)
     return [
-        {"impl": impl, "format": name, "x": x, "dtype": DTYPE, "m": m, "n": n, "k": k, **spread(taken), **fields.get((impl, name, x), {})}
-        for (impl, name, x), taken in zip(calls, times, strict=True)
+        {
+            "impl": impl,
+            "format": name,
+            "x": x,
+            "dtype": DTYPE,
+            "m": m,
+            "n": n,
+            "k": k,
+            **times[impl, name, x],
+            **fields.get((impl, name, x), {}),
+        }
+        for impl, name, x in calls
     ]
 
 
-def quietest(named: dict[str, list[Call]], patience: float) -> list[Timing]:
-    """Times of all in the bout in which other processes had least of the cores. For ``patience`` seconds bouts begin when the
-    others rest, and are repeated until one is quiet."""
-    orders, found, end = random.Random(0), [], time.monotonic() + patience
-    while True:
-        while time.monotonic() < end:
-            others = Others()
-            time.sleep(LOOK_SECONDS)
-            if (others.share() or 0.0) <= QUIET:
-                break
-        found.append(list(time_calls(named, "cpu", orders).values()))
-        if (found[-1][0].others or 0.0) <= QUIET or time.monotonic() >= end:
-            return min(found, key=lambda times: times[0].others or 0.0)
+def undisturbed(named: Mapping[Case, Sequence[Call]], patience: float) -> dict[Case, dict[str, Any]]:
+    """Times of each, of the calls in which no thread of this process waited for a core that another process had: ``ENOUGH`` calls
+    of each, or as many as there are after ``patience`` seconds. Raises ``ValueError`` where there are none of one."""
+    wake = torch.zeros(1 << 17)
+    orders, turn, end, others = random.Random(0), 0, time.monotonic() + patience, Others()
+    samples: dict[Case, list[float]] = {case: [] for case in named}
+    made, disturbed = dict.fromkeys(named, 0), False
+    while min(map(len, samples.values())) < ENOUGH and (turn < 3 or time.monotonic() < end):
+        order = [case for case in named if len(samples[case]) < MOST]
+        orders.shuffle(order)
+        for case in order:
+            if disturbed:
+                time.sleep(PAUSE_SECONDS)
+                wake.add_(1)  # by all threads
+            call, own = named[case][turn % len(named[case])], OwnTime(os.getpid())
+            start = time.perf_counter_ns()
+            call()
+            us = (time.perf_counter_ns() - start) / 1e3
+            own.seconds()
+            made[case] += 1
+            disturbed = own.waited * 1e6 > WAITED * us
+            if not disturbed:
+                samples[case].append(us)
+        turn += 1
+    if none := [" ".join(map(str, case)) for case, found in samples.items() if len(found) < 2]:
+        raise ValueError(f"other processes disturbed all calls but one of {', '.join(none)}; wait for a quieter machine, or longer")
+    share = others.share()
+    return {case: {**spread_of(found), "calls": len(found), "of": made[case], "others": share} for case, found in samples.items()}
 
 
-def spread(found: Timing) -> dict[str, Any]:
-    return {"us": round(found.us, 3), "us_p20": round(found.us_p20, 3), "us_p80": round(found.us_p80, 3), "others": found.others}
+def spread_of(us: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile."""
+    tenths = quantiles(us, n=10, method="inclusive")
+    return {"us": round(tenths[4], 3), "us_p20": round(tenths[1], 3), "us_p80": round(tenths[7], 3)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default="4096x4096", help="n x k of weights (default: 4096x4096)")
     parser.add_argument("--ms", default="1,32", help="rows of x (default: 1,32)")
     parser.add_argument("--formats", default=FORMATS, help=f"of weights (default: {FORMATS})")
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds for a quiet bout, of each size (default: 120)")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds for undisturbed calls, of each size (default: 120)")
     parser.add_argument("--out", type=Path, default=ROWS / "cpu", help="folder of the rows, one file per device")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))

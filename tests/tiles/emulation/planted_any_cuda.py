@@ -62,13 +62,13 @@ BUGS = (
         "planes of the next step for this one",
         W6,
         ONE,
-        ("weight[0, row // 64, step,", "weight[0, row // 64, T.min(step + 1, k_tiles - 1),"),
+        ("planes_at(weight, bx * s.block_n, step)", "planes_at(weight, bx * s.block_n, T.min(step + 1, k_tiles - 1))"),
     ),
     loop("numbers of x past k read", of_width(3, k=500), ONE, ("True if whole else step", "True if True else step"), sign=""),
     loop("x read before it has come", W3, ONE, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
     loop("tables read while they are filled", W3, ONE, ("T.sync_threads()\n\n            while", "\n            while"), sign=""),
     loop("all warps' sums in one place", W3, ONE, ("warp * (s.block_m * sum_pitch)", "0 * (s.block_m * sum_pitch)"), sign=""),
-    loop("rows of the tile's first block", W3, ONE, ("row % 64 * 8", "0")),
+    loop("rows of the tile's first block", W3, ONE, ("row % CUDA_TILE_N * 8", "0")),
     loop(
         "a step that two blocks take", of_width(6, k=1200), SPLIT, ("bz * steps // splits + warp", "bz * (steps // splits) + warp"), sign=""
     ),

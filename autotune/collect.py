@@ -15,14 +15,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..schedules.records import TuningRecord, load_records
+from ..json_reader import parse_json
+from ..schedules.records import MAX_LINE, TuningRecord, latest, load_records
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of one device's records."""
+    """What became of one device's records. ``dropped``: of programs that changed, and older ones of which
+    the file had a later one."""
 
     path: Path
     added: int
@@ -30,44 +31,56 @@ class Collected:
     dropped: int
 
 
-def identity(record: TuningRecord) -> tuple[Any, ...]:
-    """What two records share that measured the same."""
-    return record.workload, record.schedule, record.gpu, record.arch, record.units
-
-
 def merged(there: Sequence[TuningRecord], more: Iterable[TuningRecord], changed: frozenset[str] = frozenset()) -> list[TuningRecord]:
-    """``there`` and those of ``more`` that succeeded: of one ``identity`` the newer, in the older's place.
-    Of programs that have ``changed``, what ``there`` holds of a workload that ``more`` measured goes."""
-    fresh = {identity(record): record for record in sorted((r for r in more if r.ok), key=lambda r: r.date)}
+    """The latest of ``there`` and those of ``more`` that succeeded: of two that measured the same the newer, in the
+    older's place. Of programs that have ``changed``, what ``there`` holds of a workload that ``more`` measured goes."""
+    fresh = latest(sorted((r for r in more if r.ok), key=lambda r: r.date))
     stale = {(r.workload, r.schedule.program, r.gpu) for r in fresh.values() if r.schedule.program in changed}
-    found = {identity(r): r for r in there if (r.workload, r.schedule.program, r.gpu) not in stale}
-    for name, record in fresh.items():
-        if name not in found or found[name].date <= record.date:
-            found[name] = record
+    found = {what: r for what, r in latest(there).items() if (r.workload, r.schedule.program, r.gpu) not in stale}
+    for what, record in fresh.items():
+        if what not in found or found[what].date <= record.date:
+            found[what] = record
     return list(found.values())
 
 
 def collect(files: Sequence[Path], into: Path, changed: frozenset[str] = frozenset()) -> list[Collected]:
-    """``merged`` for each device that ``files`` have records of. Files are written whole or not at all.
-    Raises ``OSError`` where one cannot be read or written."""
+    """``merged`` for each device that ``files`` have records of. Files are written whole or not at all, and
+    lines that are no records here (of packages that are not installed) stay as they are. Raises
+    ``OSError`` where a file cannot be read or written."""
     devices: dict[str, list[TuningRecord]] = {}
     for record in (record for file in files for record in load_records(file)):
         if record.ok:
-            devices.setdefault(record.gpu, []).append(record)
+            devices.setdefault(_file_name(record), []).append(record)
     done = []
-    for gpu, more in sorted(devices.items()):
-        path = into / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.jsonl"
-        there = load_records(path) if path.is_file() else []
+    for name, more in sorted(devices.items()):
+        path = into / name
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        read = [(line, _record(line)) for line in lines if line.strip()]
+        there = [record for _, record in read if record is not None]
         kept = merged(there, more, changed)
-        before, after = {identity(r): r for r in there}, {identity(r): r for r in kept}
-        added, dropped = len(after.keys() - before.keys()), len(before.keys() - after.keys())
-        replaced = sum(before[name] != after[name] for name in before.keys() & after.keys())
+        before, after = latest(there), latest(kept)
+        added = len(after.keys() - before.keys())
+        replaced = sum(before[what] != after[what] for what in before.keys() & after.keys())
+        text = [line for line, record in read if record is None] + [json.dumps(record.to_json(), allow_nan=False) for record in kept]
         into.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record.to_json(), allow_nan=False) + "\n" for record in kept), encoding="utf-8")
+        partial.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
         os.replace(partial, path)
-        done.append(Collected(path, added, replaced, dropped))
+        done.append(Collected(path, added, replaced, len(there) + added - len(kept)))
     return done
+
+
+def _record(line: str) -> TuningRecord | None:
+    try:
+        return TuningRecord.from_json(parse_json(line.encode(), MAX_LINE))
+    except ValueError:
+        return None
+
+
+def _file_name(record: TuningRecord) -> str:
+    """As shipped files are called: processors differ by their cores, too."""
+    name = re.sub(r"[^a-z0-9]+", "-", record.gpu.lower()).strip("-")
+    return f"{name}-{record.units}-cores.jsonl" if record.arch == "cpu" else f"{name}.jsonl"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,38 +47,34 @@ def read_ablation(folder: Path) -> list[Ablation]:
 
 def ablation_section(studies: list[Ablation]) -> str:
     """µs after each step, and in brackets the factor since the first; "" without rows."""
-    parts = []
-    for study in studies:
-        header = ["step", "idea", *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
-        lines = [[str(step), idea, *(_step(times, step) for times in study.times.values())] for step, idea in study.ideas.items()]
-        parts += [
-            f"## {study.gpu}",
-            f"![what each idea adds](../plots/{slug(study.gpu)}_ablation.svg)",
-            table(header, lines, numbers=False),
-        ]
     about = (
         "Median µs of one product as the ideas are added one after another, each with the best of its schedules, in one process; in "
         "brackets, times faster than the first step. A dash: the idea has no schedule for that product."
     )
-    return "\n\n".join([about, *parts]) if parts else ""
+    return _pictured(studies, about, "what each idea adds", "ablation", _step, numbered=True)
 
 
 def liquid_ablation_section(studies: list[Ablation]) -> str:
     """µs of LiquidGEMM's product without each of its ideas, and in brackets how many times the whole's,
     which is the last step; "" without rows."""
-    parts = []
-    for study in studies:
-        header = ["variant", *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
-        lines = [[idea, *(_without(times, step) for times in study.times.values())] for step, idea in study.ideas.items()]
-        parts += [
-            f"## {study.gpu}",
-            f"![each variant](../plots/{slug(study.gpu)}_ablation_int8.svg)",
-            table(header, lines, numbers=False),
-        ]
     about = (
         "Median µs of `w4a8_lqq_g128` on tensor cores with one of LiquidGEMM's ideas taken away, each the fastest of its schedules, in one "
         "process; every variant gives the same numbers and was checked. In brackets, how many times as long as the whole."
     )
+    return _pictured(studies, about, "each variant", "ablation_int8", _without, numbered=False)
+
+
+def _pictured(
+    studies: list[Ablation], about: str, picture: str, name: str, cell: Callable[[dict[int, float], int], str], numbered: bool
+) -> str:
+    """A title, the plot of the study ``name`` and a table for each device: steps by products."""
+    parts = []
+    for study in studies:
+        header = [*(["step", "idea"] if numbered else ["variant"]), *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
+        lines = [
+            [*[str(step)] * numbered, idea, *(cell(times, step) for times in study.times.values())] for step, idea in study.ideas.items()
+        ]
+        parts += [f"## {study.gpu}", f"![{picture}](../plots/{slug(study.gpu)}_{name}.svg)", table(header, lines, numbers=False)]
     return "\n\n".join([about, *parts]) if parts else ""
 
 

@@ -23,15 +23,19 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
     return gemm_layout(arch, format.bits, bool(format.x))
 
 
+UNPACKING = frozenset({"gemm_mma", "gemm_wgmma"})  # programs that call a codec's ``dequantize``
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """``kind`` is that of the weight's numbers (``layouts.formats.Numbers``), ``x`` and ``x_group``
     those of x as the format says them. ``layout(arch,
     format)`` packs codes; ``device(format)`` is the C++ type whose functions turn a packed word
     into operand registers, ``programs`` those that have them, ``headers`` the files that hold them,
-    under ``tiles/device`` or anywhere by an absolute path, beside what programs include; ``dequantize`` is
-    the one that unpacks a step of a tile, where words are not loaded as by ``tilebit::dequantize`` (of bytes
-    ``tilebit::dequantize_bytes``), whose arguments it takes.
+    under ``tiles/device`` or anywhere by an absolute path, beside what programs include.
+    ``dequantize`` names the function that loads and unpacks a step of a tile in ``gemm_wgmma`` and
+    ``gemm_mma``; empty: ``tilebit::dequantize`` (of bytes ``tilebit::dequantize_bytes``), whose arguments
+    it takes. Other programs have no place for one. Raises ``ValueError`` where they are asked to.
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
     largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
     (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. ``arches`` have the instruction, empty:
@@ -51,6 +55,13 @@ class Codec:
     x_group: int = PER_CHANNEL
     arches: tuple[str, ...] = ()
     instead: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dequantize and not self.programs <= UNPACKING:
+            without = ", ".join(sorted(self.programs - UNPACKING))
+            raise ValueError(
+                f"dequantize is {self.dequantize!r}, which {without} would not call; accepted: programs {', '.join(sorted(UNPACKING))}"
+            )
 
     def unserved(self, format: GemmFormat, program: str, arch: str) -> list[str]:
         """Why ``program`` does not take weights of ``format`` on ``arch``: sentences, empty when it

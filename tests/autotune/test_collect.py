@@ -64,3 +64,26 @@ def test_nothing_is_written_without_a_record(tmp_path: Path, capsys: pytest.Capt
     assert "nothing was written" in capsys.readouterr().out and not (tmp_path / "tuned").exists()
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.jsonl"), "--into", str(tmp_path)])
+
+
+def test_lines_that_are_no_records_here_stay(tmp_path: Path):
+    elsewhere = json.dumps({**OLD.to_json(), "workload": {"op": "nowhere.to_be_found"}})
+    path = written(tmp_path / "tuned" / "nvidia-h200.jsonl", OLD)
+    path.write_text(f"{elsewhere}\n{path.read_text()}")
+    (done,) = collect([written(tmp_path / "a.jsonl", replace(NEW, workload=W.with_m(8)))], tmp_path / "tuned")
+    assert (done.added, done.replaced, done.dropped) == (1, 0, 0)
+    assert path.read_text().splitlines()[0] == elsewhere and load_records(path) == [OLD, replace(NEW, workload=W.with_m(8))]
+
+
+def test_an_older_twin_is_counted_and_a_fault_of_the_machine_replaces_nothing(tmp_path: Path):
+    lost = replace(OLD, status="error", us=None, reason="CUDA error: no CUDA-capable device is detected", date="2026-11-09")
+    assert lost.of_machine
+    path = written(tmp_path / "tuned" / "nvidia-h200.jsonl", OLD, NEW, lost)
+    (done,) = collect([written(tmp_path / "a.jsonl", NEW)], tmp_path / "tuned")
+    assert load_records(path) == [NEW] and done.dropped == 2 and done.added == done.replaced == 0
+
+
+def test_processors_are_told_apart_by_their_cores(tmp_path: Path):
+    on_cpu = replace(OLD, gpu="AMD EPYC", arch="cpu", units=2, schedule=Schedule("gemm_cpu", 32, 1, 32))
+    (done,) = collect([written(tmp_path / "a.jsonl", on_cpu)], tmp_path / "tuned")
+    assert done.path.name == "amd-epyc-2-cores.jsonl"

@@ -25,7 +25,7 @@ from tilebit.schedules.target import detect_target
 from ...report.rows import ROWS
 from .any_variants.variant import FORMS
 from .compiled import compiled
-from .gemm import Bench, Contender, climb, folder_file
+from .gemm import Bench, Contender, climb, folder_file, format_row
 from .steps_any import drawn
 
 SHAPES, WIDTHS = "4096x4096,28672x4096,57344x8192", "3,4,8"
@@ -34,24 +34,8 @@ SHAPES, WIDTHS = "4096x4096,28672x4096,57344x8192", "3,4,8"
 def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float, tried: int) -> dict[str, Any]:
     """One step's row, without the fields of the process; ``tried`` counts the verified schedules it
     was the fastest of."""
-    w = workload
-    return {
-        "op": "ablation_any",
-        "step": contender.step,
-        "idea": contender.idea,
-        "bits": w.format.bits,
-        "n": w.n,
-        "k": w.k,
-        "m": w.m,
-        "format": w.format.name,
-        "dtype": w.dtype,
-        "us": round(timing.us, 3),
-        "us_p20": round(timing.us_p20, 3),
-        "us_p80": round(timing.us_p80, 3),
-        "rel_err": rel_err,
-        "tried": tried,
-        "schedule": contender.schedule.to_json(),
-    }
+    c, bits = contender, workload.format.bits
+    return {**format_row("ablation_any", workload, c.step, c.idea, c.schedule, timing, rel_err, tried), "bits": bits}
 
 
 def workloads(shapes: str = SHAPES, widths: str = WIDTHS) -> list[Workload]:

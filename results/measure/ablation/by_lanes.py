@@ -22,5 +22,6 @@ CODEC = replace(
     BYTES,
     kind=NAME,
     device=lambda format: "tilebit::LqqByLanes",
+    programs=frozenset({"gemm_wgmma"}),
     headers=(*BYTES.headers, str(Path(__file__).with_suffix(".cuh").resolve())),
 )

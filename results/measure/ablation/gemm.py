@@ -155,6 +155,29 @@ def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float
     }
 
 
+def format_row(
+    op: str, workload: Workload, step: int, idea: str, schedule: Schedule, timing: Timing, rel_err: float, tried: int
+) -> dict[str, Any]:
+    """As ``row``, of any format, under its name."""
+    w = workload
+    return {
+        "op": op,
+        "step": step,
+        "idea": idea,
+        "n": w.n,
+        "k": w.k,
+        "m": w.m,
+        "format": w.format.name,
+        "dtype": w.dtype,
+        "us": round(timing.us, 3),
+        "us_p20": round(timing.us_p20, 3),
+        "us_p80": round(timing.us_p80, 3),
+        "rel_err": rel_err,
+        "tried": tried,
+        "schedule": schedule.to_json(),
+    }
+
+
 def climb(bench: Bench, kernels: Mapping[Climbed, Sequence[Kernel]], row: Described = row) -> list[dict[str, Any]]:
     """The rows of one workload, one per step with a working kernel, as ``row`` describes it."""
     winners: list[Contender] = []

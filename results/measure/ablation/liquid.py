@@ -10,7 +10,6 @@ written.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from tilebit.tiles.compiler.kernel import Kernel
 from ...report.rows import ROWS
 from . import by_lanes, coarse, plain_nibbles
 from .compiled import compiled
+from .gemm import folder_file, format_row
 
 DEVICE = "cuda:0"
 LQQ = by_lanes.LQQ
@@ -119,28 +119,12 @@ def winners(workload: Workload, target: Target, kernels: Mapping[Step, Sequence[
         if right:
             times = timed(right)
             best.append(min(zip(right, times, strict=True), key=lambda pair: pair[1].us)[0])
-    return [row(workload, c, timing, tried[c.step]) for c, timing in zip(best, timed(best), strict=True)] if best else []
-
-
-def row(workload: Workload, contender: Contender, timing: Timing, tried: int) -> dict[str, Any]:
-    """One step's row, without the fields of the process; ``tried`` counts the verified schedules it
-    was the fastest of."""
-    return {
-        "op": "ablation",
-        "step": contender.step.number,
-        "idea": contender.step.idea,
-        "n": workload.n,
-        "k": workload.k,
-        "m": workload.m,
-        "format": workload.format.name,
-        "dtype": workload.dtype,
-        "us": round(timing.us, 3),
-        "us_p20": round(timing.us_p20, 3),
-        "us_p80": round(timing.us_p80, 3),
-        "rel_err": contender.rel_err,
-        "tried": tried,
-        "schedule": contender.schedule.to_json(),
-    }
+    if not best:
+        return []
+    return [
+        format_row("ablation", workload, c.step.number, c.step.idea, c.schedule, timing, c.rel_err, tried[c.step])
+        for c, timing in zip(best, timed(best), strict=True)
+    ]
 
 
 def main() -> None:
@@ -151,7 +135,7 @@ def main() -> None:
     if target.arch not in WGMMA.arches:
         parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {', '.join(WGMMA.arches)}")
     common = process_fields(target)
-    path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    path = folder_file(options.out, target)
     kernels = compiled([(w, drawn(w, target)) for w in WORKLOADS], target, lambda w, step: replace(w, format=step.format))
     for workload, made in zip(WORKLOADS, kernels, strict=True):
         print(f"n {workload.n}, k {workload.k}, m {workload.m}", flush=True)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tilebit.layouts.formats import FORMATS, GemmFormat
+from tilebit.layouts.formats import GemmFormat
 from tilebit.layouts.packing import PackedLayout
 from tilebit.schedules.gemm.codecs import BYTES
 
+from .by_lanes import LQQ
+
 NAME = "results.measure.ablation.plain_nibbles"
 ROWS = COLUMNS = 64  # of a record
-LQQ = FORMATS["w4a8_lqq_g128"]
 FORMAT = replace(LQQ, weight=replace(LQQ.weight, kind=NAME), module=NAME)
 
 

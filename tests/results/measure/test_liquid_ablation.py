@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from emulation.emulated_gemm import EmulatedGemm
+from emulation.planted import swap
 from toolchain import needs_nvcc
 
 from results.measure.ablation import by_lanes, coarse, plain_nibbles
@@ -39,9 +40,14 @@ def test_a_wrong_sign_of_the_lanes_is_seen():
     """As for the programs of the library: the same text with a mistake in it is wrong."""
     workload = replace(SMALL, format=by_lanes.FORMAT)
     problem, y = exact_problem(workload, 3, "sm_90a"), torch.empty(SMALL.m, SMALL.n, dtype=torch.float16)
-    right = "^ (products & SIGNS) ^ signs"
-    EmulatedGemm(workload, TILE, {"device": lambda text: text.replace(right, "^ signs") if right in text else ""})(problem, y)
+    EmulatedGemm(workload, TILE, {"device": swap(("^ (products & SIGNS) ^ signs", "^ signs"))})(problem, y)
     assert not torch.equal(y, problem.reference().half())
+
+
+def test_programs_without_a_place_for_it_are_not_given_a_function_that_unpacks():
+    """A codec's own would be left out there without a word."""
+    with pytest.raises(ValueError, match="which gemm_cpu, gemm_stream would not call; accepted: programs gemm_mma, gemm_wgmma"):
+        replace(plain_nibbles.CODEC, programs=frozenset({"gemm_wgmma", "gemm_stream", "gemm_cpu"}))
 
 
 @needs_nvcc

@@ -109,7 +109,8 @@ def append(
     A residual window that fills up is quantized and packed at once: token by token or all at once,
     the cache holds the same bits. ``rotary`` "half" (pairs i, i + head_dim / 2) or "interleaved" (2
     i, 2 i + 1) turns k at its position by ``cos_sin`` (fp32 [max_position, head_dim]: cosines, then
-    sines) in fp32, rounded once. ``dependent``: the preceding kernel may write every operand.
+    sines) in fp32, rounded once. ``dependent``: the preceding kernel may write ``k``, ``v``, ``pages``,
+    ``windows`` and ``cos_sin``; neither ``cu_seqlens``, ``lengths``, ``block_tables`` nor ``slots``.
     """
     attention_ops.APPEND(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary, dependent
@@ -148,7 +149,7 @@ def append_and_rotate(
     ``torch.ops.tilebit.attention_append_and_rotate.out`` writes into ``out`` (other memory than
     q's). Rows that belong to no sequence stay undefined. Rows of q, k and v may lie any multiple of
     16 bytes apart, as slices of a fused projection's output do. ``dependent``: the preceding kernel
-    may write every operand.
+    may write ``q`` and the norms' weights, too.
     """
     return attention_ops.APPEND_AND_ROTATE(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, format, page_size, rotary,

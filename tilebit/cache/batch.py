@@ -24,7 +24,8 @@ class Batch:
     ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in place, so that a
     captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the
     numbers on the host, ``most_new`` the largest of ``counts``; ``written`` are the layers whose
-    new rows have been written.
+    new rows have been written, ``copied`` says that numbers were copied to the device since the last
+    append.
 
     The tensors say what was so when the batch was made, or when ``KVCache.advance``, ``assign``,
     ``refresh`` or a method of the cache was last given it. One thread at a time uses a batch. A
@@ -35,6 +36,7 @@ class Batch:
     def __init__(self, table: SequenceTable, handles: Sequence[int], size: int, device: torch.device) -> None:
         self.table, self.size = table, size
         self._lay_out(device)
+        self.copied = True
         self._rows = [(-1, -1)] * size  # what each row of block_tables holds: a handle, and when its pages last changed
         self.past_lengths: list[int] = []
         self.name(handles)
@@ -148,6 +150,7 @@ class Batch:
         # may write here.
         self._numbers.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._refresh_tables(sequences)
+        self.copied = True
 
     def _refresh_tables(self, sequences: list[CachedSequence]) -> None:
         held = [(handle, s.repaged) for handle, s in zip(self.handles, sequences, strict=True)]

@@ -248,7 +248,9 @@ class KVCache(CacheMemory):
         head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half" or
         "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been
         advanced by the rows to write, once for each layer, and rows beyond these are padding. With
-        ``dependent`` the preceding kernel may write anything.
+        ``dependent`` the preceding kernel may write q, k, v and the cache. The launch is a plain one all
+        the same where numbers of the batch have been copied to the device since the last append, as
+        ``advance`` does: of a step's layers the first one's, unless a graph is captured.
 
         ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's: the
         result is q turned at the same positions, in the same launch: a new tensor of q's shape, or
@@ -538,6 +540,9 @@ class KVCache(CacheMemory):
     ) -> Tensor | None:
         """One layer's rows, to their places; the turned queries, if there are any."""
         batch.refresh()
+        # an append reads lengths and tables before the preceding kernel has ended; a graph's copies have, when it is launched
+        dependent = dependent and (not batch.copied or (k.is_cuda and torch.cuda.is_current_stream_capturing()))
+        batch.copied = False
         operands = (
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
             self.scales(layer), cos_sin,

@@ -234,10 +234,9 @@ def _launch_append(
     )  # fmt: skip
     if CHECKED:
         check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size)
-    operands = (
-        k, v, cu_seqlens, lengths, _dense(block_tables), slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, out
-    )  # fmt: skip
-    launch(key, operands, dependent)
+    tables = _dense(block_tables)
+    operands = (k, v, cu_seqlens, lengths, tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, out)
+    launch(key, operands, dependent and tables is block_tables)  # a copy would be the preceding kernel, whose tables are read early
 
 
 def _gather_out(

@@ -27,8 +27,8 @@ def build(workload: GlueWorkload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(T.ceildiv(m * (w.k // CHUNK), threads), threads=threads) as block:
             T.import_source(source)
             thread = T.get_thread_binding()
-            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             T.call_extern("handle", "tilebit::launch_dependents")
+            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             call("Eight::gate", x, T.cast(block, "int64") * threads + thread, m, y)
 
     return main

@@ -39,8 +39,8 @@ def build(workload: GlueWorkload, schedule: Schedule, target: Target) -> Any:
             thread = T.get_thread_binding()
             for c in T.unroll(held, explicit=True):
                 call("Eight::weights", norm_weight, thread * CHUNK + c * step, T.address_of(weights[c * WORDS]))
-            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             T.call_extern("handle", "tilebit::launch_dependents")
+            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             for c in T.unroll(held, explicit=True):
                 call("Eight::load", x, residual if w.residual else x, row, thread * CHUNK + c * step, T.address_of(words[c * WORDS]))
             total = T.float32(0.0)

@@ -142,8 +142,8 @@ def build(workload: QuantizeWorkload, schedule: Schedule, target: Target) -> Any
                         "Chunk::keep", norm_weight if w.norm else x, smooth if w.smooth else x, place + c * per_row * CHUNK,
                         kept(weights, c, thread), kept(factors, c, thread),
                     )  # fmt: skip
-            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             T.call_extern("handle", "tilebit::launch_dependents")
+            T.call_extern("handle", "tilebit::wait_for_predecessor")  # which may write x
             if through:
                 for c in T.unroll(held, explicit=True):
                     load(x, residual, row, m, place + c * per_row * CHUNK, T.address_of(ahead[c * words]))

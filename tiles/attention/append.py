@@ -96,7 +96,6 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
             staged = T.alloc_shared((WARPS * GRANULE * (w.head_dim + 8),), dtype)
             parameters = T.alloc_shared((2 * w.head_dim if by_channel else 4,), "float32")
             total, sequence, index, length, old_length, row = (T.alloc_var("int32") for _ in range(6))
-            T.call_extern("handle", "tilebit::wait_for_predecessor")  # all operands may be its
             T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
             total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
             present = item < total  # a condition without a name would be asked again for every statement
@@ -115,6 +114,9 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                     k_norm if w.qk_norm else lengths, windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
                     w.heads_kv, head, old_length, length, index,
                 )  # fmt: skip
+            # Lengths and tables are settled; rows, the window and pages may be the preceding kernel's.
+            T.call_extern("handle", "tilebit::wait_for_predecessor")
+            if present:
                 T.sync_threads()  # rows are opened
                 full = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + (index + 1) * RESIDUAL <= length
                 if full:

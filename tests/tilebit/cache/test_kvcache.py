@@ -332,6 +332,27 @@ def test_what_a_dependent_attend_may_follow(kernels, monkeypatch):
     assert not early([a, b])
 
 
+def test_what_a_dependent_append_may_follow(kernels, monkeypatch):
+    """Whatever computes its rows; not the copies of lengths and tables, which it reads early."""
+    cache, asked = KVCache(8, 2, HEADS, DIM, num_layers=2), []
+    batch = cache.batch(cache.allocate(2))
+    real = attention_ops.APPEND
+    monkeypatch.setattr(attention_ops, "APPEND", lambda *arguments: (asked.append(arguments[-1]), real(*arguments[:-1]))[1])
+
+    def early(layer: int, dependent: bool = True) -> bool:
+        asked.clear()
+        cache.append(batch, *rows(2), layer=layer, dependent=dependent)
+        return asked == [True]
+
+    cache.advance(batch)
+    assert [early(0), early(1)] == [False, True]
+    cache.advance(batch)
+    assert [early(0, dependent=False), early(1)] == [False, True], "a plain append waits for the copies"
+    cache.advance(batch)
+    batch.refresh()
+    assert [early(1), early(0)] == [False, True]
+
+
 def test_layers_share_tables_and_lengths(kernels):
     cache = cache_of(num_layers=3)
     sequences = cache.allocate(2)

@@ -471,7 +471,7 @@ def test_scaled_dot_product_decode_may_start_before_its_append_has_ended(kernels
     query, key = torch.randn(2, HEADS_Q, 3, DIM).half(), torch.randn(2, HEADS, 3, DIM).half()
     early = attention.scaled_dot_product_decode(query, cache, sequences, key, key, dependent=True)
     assert torch.equal(attention.scaled_dot_product_decode(query, cache, sequences), early)
-    assert launched == [("append", "run_dependent"), ("decode", "run_dependent"), ("decode", "run")]
+    assert launched == [("append", "run"), ("decode", "run_dependent"), ("decode", "run")], "lengths were copied just before the append"
 
 
 def test_scaled_dot_product_decode_says_what_is_missing(kernels):

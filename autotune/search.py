@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 
-from ..schedules.operations import AnyWorkload, candidates, legal
+from ..schedules.operations import AnyWorkload, candidates
 from ..schedules.ranker import Ranker, expected_us
 from ..schedules.schedule import Schedule
 from ..schedules.select import choose
@@ -18,7 +17,6 @@ MAX_PLACES = 40
 RANKED_SHARE = 0.25
 MIN_PLACES = 12
 SHARE = 0.3  # of the places that one tile shape may take before the others had theirs: at large m, all orders of its tiles
-MAX_STAGES = 8  # of a ring that is tried deeper
 IMPROVEMENT = 0.01  # a candidate faster by less than this counts as no progress
 
 
@@ -56,24 +54,12 @@ def shortlist(workload: AnyWorkload, target: Target, size: int | None = None, ra
 def searched(workload: AnyWorkload, target: Target, size: int | None = None, ranker: Ranker | None = None) -> list[Schedule] | None:
     """What the tuner measures, in this order: what ``select`` would use untuned, then the
     ``shortlist``, whose last gives way if that is not of it. It can be a neighbour's, which no rule
-    would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist took 7.8).
-    Gated products, which are timed behind a norm, are tried with deeper rings too."""
+    would try here (3456 x 1152, m = 48, H200: 5.3 us, where the best of the shortlist took 7.8)."""
     short = shortlist(workload, target, size, ranker)
     if not short:
         return short
     untuned = choose(workload, target)
-    if untuned.source == "failed":
-        return short
-    return list(dict.fromkeys([untuned.schedule, *_deeper(workload, untuned.schedule, target), *short]))[: len(short)]
-
-
-def _deeper(workload: AnyWorkload, schedule: Schedule, target: Target) -> list[Schedule]:
-    """``schedule`` with one stage more, and with the most that are legal, where a norm runs ahead."""
-    if not getattr(workload, "gate", ""):
-        return []
-    depths = range(schedule.num_stages + 1, MAX_STAGES + 1)
-    fitting = [s for s in (replace(schedule, num_stages=depth) for depth in depths) if not legal(workload, s, target)]
-    return [*fitting[:1], *fitting[1:][-1:]]
+    return short if untuned.source == "failed" else list(dict.fromkeys([untuned.schedule, *short]))[: len(short)]
 
 
 class Patience:

@@ -27,7 +27,6 @@ from ..schedules.records import WRONG
 from ..schedules.rule import AnyWorkload
 from ..schedules.schedule import Schedule
 from ..schedules.target import Target
-from .behind_norm import Call, behind, norm_ahead, without
 from .measure import Timing, copies_needed, time_calls
 from .problems import AnyGate, Problem, gate_of
 from .problems.gemm import split_workspace
@@ -109,12 +108,11 @@ class _Bench:
         most = COPY_BYTES[self.device.partition(":")[0]] // max(held, 1)
         copies = max(1, min(copies_needed(problem.workload.bytes, target.l2), MOST_COPIES, most))
         named = [p.named(p.outputs()) for p in (problem, *(problem.copied() for _ in range(copies - 1)))]
-        norm = norm_ahead(problem)
-        calls: dict[str, list[Call]] = {}
-        for name, (kernel, workspace) in ready.items():
-            run = kernel.run if norm is None else kernel.run_dependent or kernel.run
-            calls[name] = [partial(run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
-        return time_calls(calls, self.device) if norm is None else without(time_calls(behind(norm, calls), self.device))
+        calls = {
+            name: [partial(kernel.run, *_arguments(kernel, {**workspace, **tensors})) for tensors in named]
+            for name, (kernel, workspace) in ready.items()
+        }
+        return time_calls(calls, self.device)
 
 
 def launch(kernel: LoadedKernel, workspace: dict[str, Tensor], problem: Any, outputs: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from ..json_reader import parse_json
 from ..schedules.records import MAX_LINE, TuningRecord, latest, load_records
+from ..schedules.target import file_stem
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _record(line: str) -> TuningRecord | None:
 
 def _file_name(record: TuningRecord) -> str:
     """As shipped files are called: processors differ by their cores, too."""
-    name = re.sub(r"[^a-z0-9]+", "-", record.gpu.lower()).strip("-")
+    name = file_stem(record.gpu)
     return f"{name}-{record.units}-cores.jsonl" if record.arch == "cpu" else f"{name}.jsonl"
 
 

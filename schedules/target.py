@@ -12,6 +12,11 @@ from typing import Any, ClassVar
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a", "cpu")
 
 
+def file_stem(name: str) -> str:
+    """A device's name as files of its records and rows are called: "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device to compile and tune for.

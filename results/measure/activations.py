@@ -31,7 +31,7 @@ from tilebit.runtime import LoadedKernel
 from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import explain
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not target.is_cuda:
         parser.error(f"this machine's device is {target.name}; accepted: an NVIDIA GPU (the shapes are a GPU's)")
     common = {**process_fields(target), "timer": "tilebit"}
-    path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for match in filter(None, shapes):
         found = measured(int(match[1]), int(match[2]), kinds, options.candidates, target, "cuda:0")
         now = clocks()  # right after the bout: before the first, they are an idle GPU's

@@ -10,7 +10,6 @@ relative error of a block of 128 x 128 against fp32.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tilebit.command.bench import measure_workloads, write_rows
 from tilebit.kernels import build
 from tilebit.layouts.formats import GemmFormat
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.target import detect_target
+from tilebit.schedules.target import detect_target, file_stem
 
 from ..report.rows import ROWS
 
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     formats = [GemmFormat.parse(text) for text in (*(f"w{bits}a16_any" for bits in widths), *filter(None, options.beside.split(",")))]
     wanted = {(n, k): [Workload(m, n, k, format) for m in ms for format in formats] for n, k in shapes}
     build([workload for each in wanted.values() for workload in each], target, jobs=None)
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for (n, k), workloads in wanted.items():
         if time.monotonic() - start > options.budget:
             print(f"{n} x {k} is left out: {options.budget:.0f} s have passed", flush=True)

@@ -16,7 +16,6 @@ the windows too.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,7 @@ from tilebit.runtime import LoadedKernel
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 
 from ..peers.attention_plugin import clocks
 from ..report.rows import ROWS
@@ -258,7 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda:0"
     build(workloads(whats), target, jobs=None)
     common = {**process_fields(target), "timer": "tilebit"}
-    path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     makers = {"paged": paged_bouts, "queries": query_bouts, "append": append_bouts, "gather": gather_bouts}
     for what in whats:
         for bout in makers[what](device, target.l2):

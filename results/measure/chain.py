@@ -14,7 +14,6 @@ chain must agree with fp32.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.weights.packed import PackedWeight
 from tilebit.weights.quantize import QuantizedTensor
 
@@ -180,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     device, ms = "cuda:0" if target.is_cuda else "cpu", [int(m) for m in options.ms.split(",")]
     build([Workload(m, n, k, format) for format in FORMATS for _, n, k in LAYER for m in ms], target, jobs=None)
     common = {**process_fields(target), "op": "chain"}
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for format in FORMATS:
         for m in ms:
             rows = [{**common, **row} for row in measure_chain(target, device, m, format)]

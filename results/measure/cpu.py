@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,7 +38,7 @@ from tilebit.kernels import find_kernel
 from tilebit.layouts.formats import GemmFormat
 from tilebit.ops.dispatch import plan_for
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.target import Target, cpu_target
+from tilebit.schedules.target import Target, cpu_target, file_stem
 
 from ..report.rows import ROWS
 
@@ -186,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     target = cpu_target()
     shapes = [tuple(int(number) for number in shape.split("x")) for shape in options.shapes.split(",")]
     common = process_fields(target)
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for n, k in shapes:
         for m in map(int, options.ms.split(",")):
             rows = measured(m, n, k, options.formats.split(","), target, options.patience)

@@ -12,7 +12,6 @@ this commit is not measured again.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.pool import CompilePool
 
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default=None, help="cuda or cpu; default: the GPU where there is one")
     options = parser.parse_args(arguments)
     begin, failed, target = time.monotonic(), 0, detect_target(options.device)
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
+    name = file_stem(target.name)
     try:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         places = [(n, k, int(m)) for m in options.ms.split(",") for n, k in shapes]

@@ -9,7 +9,6 @@ something. Kernels are compiled (in parallel) before anything is timed, with the
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from tilebit.command.bench import measure_workloads, process_fields, write_rows
 from tilebit.kernels import build
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.weights.quantize import QuantizedTensor
 
 from ..report.rows import ROWS
@@ -137,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     target = detect_target(options.device)
     device = "cuda:0" if target.is_cuda else "cpu"
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
+    name = file_stem(target.name)
     workloads = gemm_workloads(target)
     build(workloads, target, jobs=None)
     measured_rates = {} if target.is_cuda else cpu_rates()  # a GPU's are in schedules/target.py

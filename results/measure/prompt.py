@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers import DynamicCache
 import tilebit.transformers
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import GemmFormat
-from tilebit.schedules.target import detect_target
+from tilebit.schedules.target import detect_target, file_stem
 from tilebit.transformers import TilebitCache
 
 from ..report.rows import ROWS
@@ -99,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         models[format] = tilebit.transformers.compile(model, (1,), max(tokens for _, tokens in points) + 1)
         print(f"{format}: made, quantized and compiled in {time.perf_counter() - start:.1f} s", flush=True)
     common = {**process_fields(target), "op": "prompt"}
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for batch, tokens in points:
         try:
             rows = [{**common, **row} for row in measure(models, options.kv, batch, tokens, device)]

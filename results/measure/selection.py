@@ -13,7 +13,6 @@ DIR/<device>.jsonl. A workload whose row of this commit is there is not measured
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from tilebit.schedules.ranker import user_model_path
 from tilebit.schedules.records import records_path, shipped_records, user_records
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import choose, refresh
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.tiles.compiler.pool import CompilePool
 
 from ..report.rows import ROWS, json_rows
@@ -175,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reasons:
         parser.error(" ".join(reasons))
     refresh()
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
+    name = file_stem(target.name)
     todo = {kind: missing(kind, asked[kind], options.out, target) for kind in kinds}
     with ExitStack() as stack:
         pool = stack.enter_context(CompilePool())

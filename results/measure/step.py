@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import statistics
 import sys
 import time
@@ -38,7 +37,7 @@ from tilebit.cache.batch import Batch
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import GemmFormat
 from tilebit.layouts.kv import RESIDUAL
-from tilebit.schedules.target import detect_target
+from tilebit.schedules.target import detect_target, file_stem
 from tilebit.transformers import TilebitCache
 from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import PARTS
@@ -299,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
             __import__("common").load_so(library)
         peers = peer_steps(model, device, harness)
     common = {**process_fields(target), "op": "step"}
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     for batch, context in points:
         rows: list[dict[str, Any]] = []
         try:

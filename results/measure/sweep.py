@@ -14,7 +14,6 @@ what is wrong is left out, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.ops.dispatch import Launcher, plan_for
 from tilebit.schedules.gemm.operation import distance
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 
 from ..report.rows import ROWS
 from ..report.sweep import envelope
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     served = [(shape, ms) for _, shape, ms in asked] + [(neighbour(shape), [*ODD_MS]) for shape in ODD]
     build({Workload(m, *shape, FORMAT).bucketed() for shape, ms in served for m in ms}, target, jobs=None)
     common = {**process_fields(target), "op": "sweep"}
-    path = options.out / (re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-") + ".jsonl")
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     complete = True
     for index, (kind, shape, ms) in enumerate(asked):
         if options.budget is not None and time.monotonic() - begin >= options.budget:

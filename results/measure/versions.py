@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 from tilebit.autotune.provenance import source_commit
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.schedules.operations import workload_from_json
-from tilebit.schedules.target import Target, detect_target, target_from_name
+from tilebit.schedules.target import Target, detect_target, file_stem, target_from_name
 from tilebit.tiles.compiler.cache import default_root
 
 from ..report.rows import ROWS, json_rows
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workload_from_json(p.workload)
     except ValueError as error:
         parser.error(str(error))
-    name = re.sub(r"[^a-z0-9]+", "-", target.name.lower()).strip("-")
+    name = file_stem(target.name)
     run = Run(target, trees, options.out / f"{name}.jsonl", options.work, options.budget)
     done = set() if options.again else run.known()
     todo = [p for p in points if _key(p.workload) not in done]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilebit.command.bench import write_rows
+from tilebit.schedules.target import file_stem
 
 
 def append_by_device(tool: str, folder: Path, rows: Sequence[dict[str, Any]], key: Sequence[str], left_out: Counter[str]) -> None:
     """Append to ``folder`` those of ``rows`` whose values of ``key`` their device's file does not
     hold, and say in the name of ``tool`` how many they were and how many were ``left_out`` why."""
     for gpu in sorted({row["gpu"] for row in rows}):
-        path = folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".jsonl")
+        path = folder / f"{file_stem(gpu)}.jsonl"
         mine = [row for row in rows if row["gpu"] == gpu]
         print(f"{tool}: {_append_new(path, mine, key)} of {len(mine)} rows appended to {path}")
     for reason, count in sorted(left_out.items()):

@@ -12,7 +12,6 @@ left out with ``--steps``.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from tilebit.runtime import LoadedKernel
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.operations import workspace_words
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.tiles.compiler.kernel import Kernel
 
 from ...report.rows import ROWS
@@ -233,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
         accepted = ", ".join(row_major.RULE.arches)
         parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {accepted}")
     common = process_fields(target)
-    path = options.out / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    path = options.out / f"{file_stem(target.name)}.jsonl"
     drawings = [(w, {step: ss for step, ss in drawn(w, target).items() if str(step.number) in wanted}) for w in WORKLOADS]
     for w, made in zip(WORKLOADS, compiled(drawings, target, posed), strict=True):
         print(w.title, flush=True)

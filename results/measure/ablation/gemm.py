@@ -10,7 +10,6 @@ a workload's steps are timed once more side by side, and only those times are wr
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from tilebit.layouts.formats import QuantFormat
 from tilebit.runtime import LoadedKernel
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import Target, detect_target
+from tilebit.schedules.target import Target, detect_target, file_stem
 from tilebit.tiles.compiler.kernel import Kernel
 
 from ...report.rows import ROWS
@@ -207,7 +206,7 @@ def climb(bench: Bench, kernels: Mapping[Climbed, Sequence[Kernel]], row: Descri
 
 def folder_file(folder: Path, target: Target) -> Path:
     """Where the rows of a device stand."""
-    return folder / f"{re.sub(r'[^a-z0-9]+', '-', target.name.lower()).strip('-')}.jsonl"
+    return folder / f"{file_stem(target.name)}.jsonl"
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from .workload import AttentionWorkload
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 MOVERS = {"append": "attention_append", "gather": "attention_gather"}
-MOVER_WARPS = {"append": (8,), "gather": (4, 8)}
+MOVER_WARPS = {"append": (8, 16), "gather": (4, 8)}
+WIDEST_APART = 128  # channels of a head whose keys and values find room in shared memory side by side
 WGMMA, MMA = "attention_prefill", "attention_prefill_mma"
 LOADING_WARPS = 4  # of a block of the program with wgmma, beside the computing ones
 LOADING_REGISTERS = 24  # of a loading thread: the fewest that setmaxnreg knows
@@ -73,7 +74,8 @@ def prefill_candidates(program: str, workload: AttentionWorkload, target: Target
 
 def mover_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule]:
     """Schedules of append and gather worth measuring."""
-    return [Schedule(MOVERS[workload.op], RESIDUAL, 1, workload.head_dim, num_warps=warps) for warps in MOVER_WARPS[workload.op]]
+    found = [Schedule(MOVERS[workload.op], RESIDUAL, 1, workload.head_dim, num_warps=warps) for warps in MOVER_WARPS[workload.op]]
+    return [s for s in found if not mover_legal(workload, s, target)]
 
 
 def cpu_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule]:
@@ -136,7 +138,10 @@ def prefill_legal(workload: AttentionWorkload, schedule: Schedule, target: Targe
 
 def mover_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:
     sizes = {"block_m": (1,), "block_n": (RESIDUAL,), "num_warps": MOVER_WARPS[workload.op]}
-    return field_reasons(workload, schedule, sizes, {})
+    reasons = field_reasons(workload, schedule, sizes, {})
+    if not reasons and workload.op == "append" and schedule.num_warps > MOVER_WARPS["append"][0] and workload.head_dim > WIDEST_APART:
+        reasons.append(f"num_warps is {schedule.num_warps}; accepted for head_dim above {WIDEST_APART}: {MOVER_WARPS['append'][0]}.")
+    return reasons
 
 
 def cpu_legal(workload: AttentionWorkload, schedule: Schedule, target: Target) -> list[str]:

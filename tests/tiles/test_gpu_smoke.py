@@ -102,6 +102,7 @@ CASES: tuple[Case, ...] = (
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=8)),
+    (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=16)),
     (GATHER, Schedule("attention_gather", RESIDUAL, 1, 64, num_warps=4)),
     (PREFILL, Schedule("attention_prefill", 128, 128, 128, 2, 8)),
     (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),  # two blocks share the registers of an SM

@@ -9,7 +9,9 @@ with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``).
 
 A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose
 new tokens complete none has one block all the same, and the first block of each sequence writes
-what stays in the window, after it has read it.
+what stays in the window, after it has read it. It has eight warps, which pack keys and then values, or
+sixteen, of which eight have the keys and eight the values, and the queries: few sequences leave most
+SMs without a block, and what a window's fill takes is then how long a block takes.
 """
 
 from typing import Any
@@ -45,16 +47,21 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     import tilelang.language as T
 
     w, dtype = workload, workload.dtype
+    apart = schedule.num_warps > WARPS  # keys and values have warps of their own
+    threads = schedule.num_warps * 32
     blocks = BLOCKS[w.head_dim] if target.arch == "sm_90a" else BLOCKS_BEFORE_SM90
     if w.format.key_scales == "token":
         blocks = min(blocks, BLOCKS_OF_TOKENS)
+    blocks = 1 if apart else blocks  # of sixteen warps few are launched
+    staged_elements = WARPS * GRANULE * (w.head_dim + 8)
     by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
-    constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": THREADS, "LAUNCH_BYTES": ROWS_WORDS * 8}
+    constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": threads, "LAUNCH_BYTES": ROWS_WORDS * 8}
     constants |= {
         "ROTARY_DIM": w.turned_channels,
         "NORM": int(w.qk_norm),
         "NORM_EPS": float(w.norm_eps),
         "NORM_OFFSET": float(w.norm_offset),
+        "APART": int(apart),
     }
     source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
     batch, offsets, tokens, num_pages, slots, max_pages, positions, k_pitch, v_pitch, q_pitch = (
@@ -68,6 +75,43 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
     Turned = T.Tensor((tokens, w.heads_q, w.head_dim), dtype) if w.queries else None
 
     call = caller({}, "Cache")
+
+    def has_keys():
+        return T.get_thread_binding() < THREADS if apart else True
+
+    def has_values():
+        return T.get_thread_binding() >= THREADS if apart else True
+
+    @T.macro
+    def keys_meet():
+        """The warps that have keys."""
+        if apart:
+            T.call_extern("handle", f"tilebit::sync_group<1, {THREADS}>", 0)
+        else:
+            T.sync_threads()
+
+    @T.macro
+    def pack_keys(rows, fragments, staged, parameters, head_scales, head):
+        call("Pack::load<true>", rows, staged, fragments)
+        if by_channel:
+            call("Pack::find_extremes", fragments, staged)
+            keys_meet()  # all warps' extremes are there
+            call("Pack::find_parameters", rows, staged, parameters)
+            keys_meet()  # all channels' parameters are there
+            call("Pack::quantize_channels", fragments, parameters)
+        call("Pack::store_keys", rows, fragments, head_scales[0, head] if w.format.has_head_scales else T.float32(1.0))
+
+    @T.macro
+    def pack_values(rows, fragments, staged, head_scales, head):
+        call("Pack::load<false>", rows, staged, fragments)
+        call("Pack::store_values", rows, fragments, head_scales[1, head] if w.format.has_head_scales else T.float32(1.0))
+
+    @T.macro
+    def turn_queries(rows, q, q_pitch, q_norm, head, out):
+        if w.queries:
+            call(
+                f"NewRows::turn_queries<{w.group}>", rows, q, q_pitch, q_norm if w.qk_norm else rows, head * w.group, w.heads_q, out,
+            )  # fmt: skip
 
     @T.prim_func
     def main(
@@ -87,13 +131,13 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         out: Turned,
     ):
         # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
-        with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=THREADS) as (item, head):
+        with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=threads) as (item, head):
             T.import_source(source)
             T.annotate_min_blocks_per_sm(blocks)
             line, place = T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
             rows = T.alloc_shared((ROWS_WORDS,), "int64")  # registers are few
             fragments = T.alloc_local((fragment_words,), "uint32")
-            staged = T.alloc_shared((WARPS * GRANULE * (w.head_dim + 8),), dtype)
+            staged = T.alloc_shared((staged_elements * (1 + apart),), dtype)
             parameters = T.alloc_shared((2 * w.head_dim if by_channel else 4,), "float32")
             total, sequence, index, length, old_length, row = (T.alloc_var("int32") for _ in range(6))
             T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
@@ -120,31 +164,22 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
                 T.sync_threads()  # rows are opened
                 full = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + (index + 1) * RESIDUAL <= length
                 if full:
-                    call("Pack::prefetch", rows)
-                if w.queries:
-                    call(
-                        f"NewRows::turn_queries<{w.group}>",
-                        rows,
-                        q,
-                        q_pitch,
-                        q_norm if w.qk_norm else lengths,
-                        head * w.group,
-                        w.heads_q,
-                        out,
-                    )
+                    if not apart:  # else keys are asked for at once
+                        call("Pack::prefetch<true>", rows)
+                    if has_values():
+                        call("Pack::prefetch<false>", rows)
+                if has_values():
+                    turn_queries(rows, q, q_pitch, q_norm, head, out)
                 if full:  # all of the group is here: it goes to its pages
-                    call("Pack::load<true>", rows, staged, fragments)
-                    if by_channel:
-                        call("Pack::find_extremes", fragments, staged)
-                        T.sync_threads()  # all warps' extremes are there
-                        call("Pack::find_parameters", rows, staged, parameters)
-                        T.sync_threads()  # all channels' parameters are there
-                        call("Pack::quantize_channels", fragments, parameters)
-                    call("Pack::store_keys", rows, fragments, head_scales[0, head] if w.format.has_head_scales else T.float32(1.0))
-                    call("Pack::load<false>", rows, staged, fragments)
-                    call("Pack::store_values", rows, fragments, head_scales[1, head] if w.format.has_head_scales else T.float32(1.0))
+                    if has_keys():
+                        pack_keys(rows, fragments, staged, parameters, head_scales, head)
+                    if has_values():
+                        pack_values(rows, fragments, T.address_of(staged[staged_elements * apart]), head_scales, head)
                 T.sync_threads()  # the window has been read
-                call("NewRows::store_rows", rows)
+                if has_keys():
+                    call("NewRows::store_rows<true>", rows)
+                if has_values():
+                    call("NewRows::store_rows<false>", rows)
 
     return main
 

@@ -14,6 +14,7 @@ from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.operations import candidates, estimate, legal, programs, workspace_words
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.select import select
 from tilebit.schedules.target import ARCHES, target_from_name
 
 H200, A100, L40S = (target_from_name(name) for name in ("sm_90a", "sm_80", "sm_89"))
@@ -137,6 +138,15 @@ def test_workspaces_do_not_depend_on_sizes():
     assert workspace_words(replace(W, batch=1000, kv_len=7, q_len=16), replace(GOOD, min_blocks=2), H200) == words
     assert workspace_words(replace(W, op="append"), Schedule("attention_append", 128, 1, 128), H200) == 0
     assert workspace_words(W, Schedule("attention_decode_cpu", 16, 1, 128), CPU) == 0
+
+
+def test_keys_and_values_side_by_side_take_heads_of_128_channels_at_most():
+    for head_dim, warps in ((64, [8, 16]), (128, [8, 16]), (256, [8])):
+        workload = replace(W, op="append", head_dim=head_dim, heads_q=W.heads_kv)
+        assert [s.num_warps for s in candidates(workload, H200) or []] == warps
+    refused = legal(workload, Schedule("attention_append", 128, 1, 256, num_warps=16), H200)
+    assert refused == ["num_warps is 16; accepted for head_dim above 128: 8."]
+    assert select(replace(workload, head_dim=128), H200, []).num_warps == 8, "untuned"
 
 
 def test_passes_over_columns():

@@ -34,8 +34,8 @@ STEPS = (
 )
 
 
-def schedule(workload: AttentionWorkload) -> Schedule:
-    found = Schedule("attention_append", RESIDUAL, 1, workload.head_dim, num_warps=8)
+def schedule(workload: AttentionWorkload, warps: int = 8) -> Schedule:
+    found = Schedule("attention_append", RESIDUAL, 1, workload.head_dim, num_warps=warps)
     assert legal(workload, found, TARGET) == []
     return found
 
@@ -99,6 +99,19 @@ def test_queries(workload: AttentionWorkload):
     problems = [problem_of(workload, steps, seed) for seed, steps in enumerate(STEPS)]
     assert all(p.operands[name].stride(0) == (workload.heads_q + 2 * HEADS) * workload.head_dim for p in problems for name in "qkv")
     verdict = AttentionGate(*problems).verify(run(GeneratedAttention(workload, schedule(workload), TARGET, seed=1)))
+    assert verdict.ok, verdict.reasons
+
+
+APART = tuple(w for w in (*CASES, *QUERIES) if w.head_dim <= 128)
+
+
+@pytest.mark.parametrize(
+    "workload", one_of_each(APART, lambda w: (w.queries, w.qk_norm, w.format.key_scales, w.format.value_scales)), ids=label
+)
+def test_keys_and_values_with_warps_of_their_own(workload: AttentionWorkload):
+    """Sixteen warps: the same codes, parameters, windows and queries."""
+    kernel = GeneratedAttention(workload, schedule(workload, 16), TARGET, seed=1)
+    verdict = AttentionGate(*(problem_of(workload, steps, seed) for seed, steps in enumerate(STEPS))).verify(run(kernel))
     assert verdict.ok, verdict.reasons
 
 

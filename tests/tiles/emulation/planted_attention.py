@@ -51,6 +51,7 @@ BULK = Schedule("attention_decode_bulk", 32, 8, 64, 2, 2)
 ASYNC = Schedule("attention_decode", 32, 16, 64, 3, 3)
 WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit become P in two steps
 APPEND = Schedule("attention_append", 128, 1, 64, num_warps=8)
+APART = Schedule("attention_append", 128, 1, 64, num_warps=16)  # keys and values have warps of their own
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
 NORMED = append("kv4_token", heads_q=2, rotary="interleaved", rotary_dim=32, queries=True, qk_norm=True, norm_eps=1e-5)
@@ -170,11 +171,19 @@ BUGS = (
         ("WARPS; ++w)\n#pragma unroll\n        for (int row = 0;", "WARPS - 1; ++w)\n        for (int row = 0;"),
     ),
     loop("extremes read before they are there", append("kv2_channel"), APPEND,
-        ("T.sync_threads()  # all warps' extremes are there\n", "pass\n"),
+        ("keys_meet()  # all warps' extremes are there\n", "pass\n"),
     ),
     loop("parameters read before they are there", append("kv2_channel"), APPEND,
-        ("T.sync_threads()  # all channels' parameters are there\n", "pass\n"),
+        ("keys_meet()  # all channels' parameters are there\n", "pass\n"),
     ),
+    loop("keys' warps that meet values', too", append("kv4_channel"), APART,
+        ('f"tilebit::sync_group<1, {THREADS}>"', 'f"tilebit::sync_group<1, {threads}>"'),
+    ),
+    loop("values staged where keys are", append("kv2_channel"), APART, ("staged[staged_elements * apart]", "staged[0]")),
+    loop("queries that nobody turns", TURNING, APART,
+        ("if has_values():\n                    turn_queries", "if full:\n                    turn_queries"),
+    ),
+    bug("values' warps beyond the group", append("kv4_token"), APART, ("int(threadIdx.x) / 32 % WARPS :", "int(threadIdx.x) / 32 :")),
     loop("window written before it is read", append("kv4_channel"), APPEND, ("T.sync_threads()  # the window has been read", "pass")),
     bug("new values in the order of keys", append("kv4_token"), APPEND,
         ("ldmatrix_x4_transposed(from + f * 32, fresh)", "ldmatrix_x4(from + f * 32, fresh)"),

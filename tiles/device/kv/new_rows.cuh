@@ -81,22 +81,26 @@ struct NewRows {
     const int fragment = channel / 16, i = (channel % 16) / 8 + (token % 16) / 8 * 2, owner = channel % 8 * 4 + token % 8 / 2;
     return reinterpret_cast<uint16_t*>(window + C::WINDOW_VALUES_AT + token / 16 * Rows::BYTES) + ((fragment * 32 + owner) * 4 + i) * 2 + token % 2;
   }
-  // New tokens that fill no group go to the window, by all warps of the sequence's first block
-  // together.
+  // New tokens that fill no group go to the window, their keys or their values, by all warps of the
+  // sequence's first block together, or by those that have the keys or the values.
+  template <bool KEYS>
   __device__ __forceinline__ static void store_rows(const void* rows) {
     const NewRows& n = view<NewRows>(rows);
     if (!n.first) return;
     const int group = n.length / RESIDUAL * RESIDUAL, begin = max(group, n.old_length);
-    Turn<C>::each_row(n.length - begin, 0, [&](int i, bool mine) {
-      Turn<C>::template move<true>(n.key(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {
-        if (mine) *key_word(n.window, begin + i - group, channel) = pair;
-      });
-    });
+    if constexpr (KEYS) return store_keys(n, group, begin);
     Turn<C>::each_row(n.length - begin, 1 % C::WARPS, [&](int i, bool mine) {
       Turn<C>::template move<false>(n.value(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {
         if (!mine) return;
         *value_element(n.window, begin + i - group, channel) = uint16_t(pair);
         *value_element(n.window, begin + i - group, channel + 1) = uint16_t(pair >> 16);
+      });
+    });
+  }
+  __device__ __forceinline__ static void store_keys(const NewRows& n, int group, int begin) {
+    Turn<C>::each_row(n.length - begin, 0, [&](int i, bool mine) {
+      Turn<C>::template move<true>(n.key(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {
+        if (mine) *key_word(n.window, begin + i - group, channel) = pair;
       });
     });
   }

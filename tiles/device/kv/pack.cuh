@@ -20,17 +20,16 @@ struct Pack {
   using Extremes = uint2[8][PITCH / 2];               // of a warp: lowest and highest of two tokens, of two neighbouring channels each
   using ChannelParameters = float4[HEAD_DIM / 2];     // 1 / scale and zero of a channel, and of the next
 
-  __device__ __forceinline__ static int warp() { return int(threadIdx.x) >> 5; }
+  __device__ __forceinline__ static int warp() { return C::APART ? int(threadIdx.x) / 32 % WARPS : int(threadIdx.x) >> 5; }
 
-  // The window's part of a group is asked for: it comes from memory, keys and values together.
+  // The window's part of a group is asked for, keys or values: it comes from memory.
+  template <bool KEYS>
   __device__ __forceinline__ static void prefetch(const void* rows) {
     const N& n = view<N>(rows);
     if (n.group + warp() * GRANULE >= n.old_length) return;
 #pragma unroll
-    for (int line = (threadIdx.x & 31) * 128; line < Rows::BYTES; line += 32 * 128) {
-      prefetch_l2(n.window + warp() * Rows::BYTES + line);
-      prefetch_l2(n.window + C::WINDOW_VALUES_AT + warp() * Rows::BYTES + line);
-    }
+    for (int line = (threadIdx.x & 31) * 128; line < Rows::BYTES; line += 32 * 128)
+      prefetch_l2(n.window + (KEYS ? 0 : C::WINDOW_VALUES_AT) + warp() * Rows::BYTES + line);
   }
 
   // This warp's sixteen tokens, keys or values, of the group: what
@@ -107,7 +106,7 @@ struct Pack {
     constexpr int SLICE = PAGE < RESIDUAL ? C::GROUP_RECORD * PAGE / RESIDUAL : C::GROUP_RECORD;
     const N& n = view<N>(rows);
     const auto& extremes = view<Extremes[WARPS]>(shared);
-    for (int i = threadIdx.x; i < HEAD_DIM * 2; i += C::THREADS) {  // four lanes for two channels
+    for (int i = threadIdx.x; i < HEAD_DIM * 2; i += WARPS * 32) {  // four lanes for two channels
       const int part = i & 3, channel = i / 4 * 2 + (part & 1);
       Range<T> range;
 #pragma unroll

@@ -14,7 +14,7 @@ __device__ __forceinline__ void rotate(float& x, float& y, float cosine, float s
   y = __fmaf_rn(y, cosine, __fmul_rn(x, sine)), x = turned;
 }
 
-// C as in page.cuh; ROTARY, ROTARY_DIM, NORM, NORM_EPS and NORM_OFFSET; WARPS of a block. LANES lanes
+// C as in page.cuh; ROTARY, ROTARY_DIM, NORM, NORM_EPS and NORM_OFFSET; WARPS that share rows. LANES lanes
 // hold a row: each WORDS times two pairs of neighbouring channels, which are turned with one another
 // (channels from ROTARY_DIM on are not).
 template <typename C>
@@ -89,8 +89,8 @@ struct Turn {
     }
   }
 
-  // row(i, mine) for each of `rows` rows, by all warps of the block together, the first of them by
-  // warp `first`. Where no row is left for some lanes of a warp, `mine` is false and i another's.
+  // row(i, mine) for each of `rows` rows, by WARPS warps together, the first of them by warp
+  // `first`. Where no row is left for some lanes of a warp, `mine` is false and i another's.
   template <typename Row>
   __device__ __forceinline__ static void each_row(int rows, int first, const Row& row) {
     const int warp = int(threadIdx.x) / 32, lanes = int(threadIdx.x) % 32 / LANES;

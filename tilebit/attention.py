@@ -25,8 +25,9 @@ and what would be read or written outside of the operands is a ``ValueError``.
 kernel of the stream still runs, and waits for its end before it writes anything and before it reads
 what that kernel may write; each op says what that is. Everything else it may read at once, so that
 must be older: its writers had ended when the preceding kernel started (one that was itself launched
-so starts before the end of the kernel before it, which then counts as preceding too). It hides the
-start of a launch, and decode's first requests to the cache, behind the end of the preceding kernel.
+so starts before the end of the kernel before it, which then counts as preceding too, and so on). It
+hides the start of a launch, and decode's first requests to the cache, behind the end of the
+preceding kernel.
 Results are the same. Decode's and append's kernels for sm_90a start early; elsewhere (gather,
 prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option
 does nothing.
@@ -109,8 +110,8 @@ def append(
     A residual window that fills up is quantized and packed at once: token by token or all at once,
     the cache holds the same bits. ``rotary`` "half" (pairs i, i + head_dim / 2) or "interleaved" (2
     i, 2 i + 1) turns k at its position by ``cos_sin`` (fp32 [max_position, head_dim]: cosines, then
-    sines) in fp32, rounded once. ``dependent``: the preceding kernel may write ``k``, ``v``, ``pages``,
-    ``windows`` and ``cos_sin``; neither ``cu_seqlens``, ``lengths``, ``block_tables`` nor ``slots``.
+    sines) in fp32, rounded once. ``dependent``: the preceding kernel may write every operand but
+    ``cu_seqlens``, ``lengths``, ``block_tables`` and ``slots``.
     """
     attention_ops.APPEND(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary, dependent
@@ -149,7 +150,7 @@ def append_and_rotate(
     ``torch.ops.tilebit.attention_append_and_rotate.out`` writes into ``out`` (other memory than
     q's). Rows that belong to no sequence stay undefined. Rows of q, k and v may lie any multiple of
     16 bytes apart, as slices of a fused projection's output do. ``dependent``: the preceding kernel
-    may write ``q`` and the norms' weights, too.
+    may write what ``append``'s may, ``q`` and the norms' weights.
     """
     return attention_ops.APPEND_AND_ROTATE(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, format, page_size, rotary,

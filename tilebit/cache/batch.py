@@ -65,6 +65,7 @@ class Batch:
         self.__dict__.update({name: value for name, value in state.items() if name not in ("numbers", "tables", "where")})
         self.written, self._rows = set(self.written), list(self._rows)
         self._lay_out(where.device)
+        self.copied = True
         self._host[:], self._host_tables[:] = numbers, tables
         self._numbers.copy_(torch.from_numpy(self._host))
         self.block_tables.copy_(torch.from_numpy(self._host_tables))

@@ -61,7 +61,6 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         "NORM": int(w.qk_norm),
         "NORM_EPS": float(w.norm_eps),
         "NORM_OFFSET": float(w.norm_offset),
-        "APART": int(apart),
     }
     source = f"{device_source(HEADERS)}\n{cache_source(w, constants)}"
     batch, offsets, tokens, num_pages, slots, max_pages, positions, k_pitch, v_pitch, q_pitch = (

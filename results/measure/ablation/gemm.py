@@ -132,32 +132,15 @@ Described = Callable[[Workload, Contender, Timing, float, int], dict[str, Any]]
 def row(workload: Workload, contender: Contender, timing: Timing, rel_err: float, tried: int) -> dict[str, Any]:
     """One step's row, without the fields of the process; ``tried`` counts the verified schedules it
     was the fastest of."""
-    w, f = workload, workload.format
-    return {
-        "op": "ablation",
-        "step": contender.step,
-        "idea": contender.idea,
-        "dependent": contender.dependent,
-        "n": w.n,
-        "k": w.k,
-        "m": w.m,
-        "format": f.family,
-        "group_size": f.group_size,
-        "symmetric": f.symmetric,
-        "dtype": w.dtype,
-        "us": round(timing.us, 3),
-        "us_p20": round(timing.us_p20, 3),
-        "us_p80": round(timing.us_p80, 3),
-        "rel_err": rel_err,
-        "tried": tried,
-        "schedule": contender.schedule.to_json(),
-    }
+    c, f = contender, workload.format
+    row = format_row("ablation", workload, c.step, c.idea, c.schedule, timing, rel_err, tried)
+    return {**row, "dependent": c.dependent, "format": f.family, "group_size": f.group_size, "symmetric": f.symmetric}
 
 
 def format_row(
     op: str, workload: Workload, step: int, idea: str, schedule: Schedule, timing: Timing, rel_err: float, tried: int
 ) -> dict[str, Any]:
-    """As ``row``, of any format, under its name."""
+    """One step's row of a product in any format, under its whole name; without the fields of the process."""
     w = workload
     return {
         "op": op,

@@ -52,6 +52,7 @@ def test_a_copy_is_independent_and_attends_the_same(kernels, copied, format, use
     other, others = COPIES[copied]((cache, batch))
     assert other.note == cache.note and repr(other) == repr(cache) and other.max_tokens == 2000  # type: ignore[attr-defined]
     assert all(torch.equal(x, y) for one, two in zip(before, other.gather(sequences), strict=True) for x, y in zip(one, two, strict=True))
+    assert others.copied, "so an append that comes next is a plain launch"
     padded = torch.cat((q, q[:1]))
     for name in ("lengths", "past", "slots", "cu_seqlens", "cu_kv", "block_tables"):
         assert torch.equal(getattr(batch, name), getattr(others, name)), name

@@ -429,6 +429,14 @@ def test_no_copy_comes_between_a_dependent_decode_and_what_it_reads_early(kernel
         out, _ = attention.decode(*decode_arguments({**p, name: operand}), dependent=True)
         assert torch.equal(out, expected) and launched == [("decode", taken)], name
         launched.clear()
+    for name, operand, taken in (
+        ("block_tables", p["block_tables"], "run_dependent"),
+        ("block_tables", tables, "run"),
+        ("slots", slots, "run"),
+    ):
+        attention.append(*append_arguments({**p, name: operand}), dependent=True)
+        assert launched == [("append", taken)], name
+        launched.clear()
 
 
 def test_dependent_calls_are_refused_in_the_same_words(kernels, monkeypatch):

@@ -183,7 +183,7 @@ BUGS = (
     loop("queries that nobody turns", TURNING, APART,
         ("if has_values():\n                    turn_queries", "if full:\n                    turn_queries"),
     ),
-    bug("values' warps beyond the group", append("kv4_token"), APART, ("int(threadIdx.x) / 32 % WARPS :", "int(threadIdx.x) / 32 :")),
+    bug("values' warps beyond the group", append("kv4_token"), APART, ("int(threadIdx.x) / 32 % WARPS; }", "int(threadIdx.x) / 32; }")),
     loop("window written before it is read", append("kv4_channel"), APPEND, ("T.sync_threads()  # the window has been read", "pass")),
     bug("new values in the order of keys", append("kv4_token"), APPEND,
         ("ldmatrix_x4_transposed(from + f * 32, fresh)", "ldmatrix_x4(from + f * 32, fresh)"),

@@ -20,7 +20,7 @@ struct Pack {
   using Extremes = uint2[8][PITCH / 2];               // of a warp: lowest and highest of two tokens, of two neighbouring channels each
   using ChannelParameters = float4[HEAD_DIM / 2];     // 1 / scale and zero of a channel, and of the next
 
-  __device__ __forceinline__ static int warp() { return C::APART ? int(threadIdx.x) / 32 % WARPS : int(threadIdx.x) >> 5; }
+  __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32 % WARPS; }  // of those that have keys, or values
 
   // The window's part of a group is asked for, keys or values: it comes from memory.
   template <bool KEYS>

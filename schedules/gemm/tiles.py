@@ -36,9 +36,11 @@ BLOCK_K_INT8 = (256, 128, 64, 32)
 BLOCK_KS = {"gemm_wgmma": 1, "gemm_mma": 2}
 BLOCK_KS_INT8 = 2  # deep and long steps are close
 MIN_BLOCKS = (1, 2, 4)
-FEWEST_WARPS = 8  # computing warps of an SM: four dequantize while four multiply
+# Computing warps of an SM: four dequantize while four multiply. Four alone do where pairs of blocks
+# share the narrowest tiles and have an SM each (wgmma-narrow-pairs.md).
+FEWEST_WARPS = 8
 STAGES = range(8, 1, -1)
-SHALLOWER, SHALLOWER_M = 4, range(17, 65)  # stages that are tried too for so many rows: within 4 % of the deepest, before or behind
+SHALLOWER, SHALLOWER_M = 4, range(17, 129)  # stages that are tried too for so many rows: within 4 % of the deepest, before or behind
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
@@ -102,7 +104,8 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
         lacking, tiles = -n_pad % block_n, -(-n_pad // block_n) * -(-workload.m // block_m)
         if lacking and (lacking * WASTED > n_pad or tiles > WASTED_WAVES * target.units * min_blocks):
             continue
-        if not odd and (num_warps * min_blocks < FEWEST_WARPS or (block_n == NARROW and workload.m >= MANY_ROWS)):
+        pairs = program == "gemm_wgmma" and block_n == NARROW and target.units < 4 * tiles <= 2 * target.units
+        if not odd and ((num_warps * min_blocks < FEWEST_WARPS and not pairs) or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
         left = BLOCK_KS_INT8 if workload.format.x else BLOCK_KS[program]
         for block_k in BLOCK_K_INT8 if workload.format.x else BLOCK_K:

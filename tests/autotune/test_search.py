@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 
+from tilebit.autotune import search
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, SHARE, places, searched, shortlist
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.ranker import known_ranker
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import choose
+from tilebit.schedules.select import Choice, choose
 from tilebit.schedules.target import target_from_name
 
 H200 = target_from_name("sm_90a")
@@ -58,13 +59,14 @@ def test_measured_winners_are_measured_again(winner):
     assert schedule in (shortlist(Workload(block_m, n, k, W4), H200) or [])
 
 
-def test_what_is_used_untuned_is_always_measured():
-    """select gives this one from a neighbour: the rules have no such split here, and without it tuning would have made m = 48 slower."""
+def test_what_is_used_untuned_is_always_measured(monkeypatch):
+    """What select takes over from a neighbour can be what no rule would try here."""
     workload, ranker = Workload(64, 3456, 1152, W4), known_ranker(H200)
-    untuned = choose(workload, H200)
-    short, measured = shortlist(workload, H200, 12, ranker) or [], searched(workload, H200, 12, ranker) or []
-    assert untuned.source != "tuned" and untuned.schedule not in short
-    assert measured == [untuned.schedule, *short[:-1]]
+    short = shortlist(workload, H200, 12, ranker) or []
+    neighbours = Schedule("gemm_wgmma", 64, 64, 128, 3, 4, 4, 2)
+    assert len(short) == 12 and neighbours not in short
+    monkeypatch.setattr(search, "choose", lambda *_: Choice(neighbours, "nearest"))
+    assert searched(workload, H200, 12, ranker) == [neighbours, *short[:-1]]
 
 
 @pytest.mark.parametrize("m", [1, 64, 1024])

@@ -3,9 +3,10 @@ fit m, grids that fill the SMs.
 
 What won on an H200 (4 bits, groups of 128, seven shapes): m = 32: 256 x 32 by eight warps, or 192 x
 32 by twelve in splits; m = 64: 256 x 64, or 128 x 64 and 192 x 64 in splits; m = 128: 256 x 128, or
-192 x 128 in splits; m = 256: 128 x 128, 192 x 128 or 128 x 256; from 512 on 128 x 256 or 256 x 128
-by eight warps (6144 x 4096: 192 x 128), and where the last wave would be short stream_k, row tiles
-visited in groups of four or eight at m = 4096."""
+192 x 128 in splits (where pairs of 64 rows have an SM a block, these: 4096 x 4096); m = 256: 128 x
+128, 192 x 128 or 128 x 256; from 512 on 128 x 256 or 256 x 128 by eight warps (6144 x 4096: 192 x
+128), and where the last wave would be short stream_k, row tiles visited in groups of four or eight
+at m = 4096."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ BLOCK_K_INT8 = (256, 128, 64, 32)
 BLOCK_KS = {"gemm_wgmma": 1, "gemm_mma": 2}
 BLOCK_KS_INT8 = 2  # deep and long steps are close
 MIN_BLOCKS = (1, 2, 4)
-# Computing warps of an SM: four dequantize while four multiply. Four alone do where pairs of blocks
-# share the narrowest tiles and have an SM each (wgmma-narrow-pairs.md).
+# Computing warps of an SM: four dequantize while four multiply. Four are tried, too, where pairs of
+# blocks that share the narrowest tiles would have an SM each (wgmma-narrow-pairs.md).
 FEWEST_WARPS = 8
 STAGES = range(8, 1, -1)
 SHALLOWER, SHALLOWER_M = 4, range(17, 129)  # stages that are tried too for so many rows: within 4 % of the deepest, before or behind
@@ -104,7 +105,7 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
         lacking, tiles = -n_pad % block_n, -(-n_pad // block_n) * -(-workload.m // block_m)
         if lacking and (lacking * WASTED > n_pad or tiles > WASTED_WAVES * target.units * min_blocks):
             continue
-        pairs = program == "gemm_wgmma" and block_n == NARROW and target.units < 4 * tiles <= 2 * target.units
+        pairs = program == "gemm_wgmma" and block_n == NARROW and target.units / 2 < 2 * tiles <= target.units
         if not odd and ((num_warps * min_blocks < FEWEST_WARPS and not pairs) or (block_n == NARROW and workload.m >= MANY_ROWS)):
             continue
         left = BLOCK_KS_INT8 if workload.format.x else BLOCK_KS[program]

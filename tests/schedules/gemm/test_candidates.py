@@ -49,6 +49,19 @@ def test_small_m_winners_are_tried(winner):
     assert schedule in (candidates(Workload(block_m, n, k, W4), H200) or [])
 
 
+@pytest.mark.parametrize("format", [W4, GemmFormat.parse("w4a8_lqq_g128"), GemmFormat.parse("w8a8_channel")], ids=str)
+@pytest.mark.parametrize("m", [32, 64, 128])
+def test_pairs_share_narrow_tiles_where_each_block_has_an_sm(format, m):
+    def depths(n, k):
+        found = candidates(Workload(m, n, k, format), H200) or []
+        pair = ("gemm_wgmma", 64, m, 4, 2, 1)
+        return {s.num_stages for s in found if (s.program, s.block_n, s.block_m, s.num_warps, s.split_k, s.min_blocks) == pair}
+
+    for k in (4096, 14336):
+        assert 4 in depths(4096, k) and max(depths(4096, k)) > 4  # 64 tiles: 128 blocks
+    assert not depths(6144, 4096) and not depths(2048, 4096)  # 192 blocks, more than there are SMs, and 64
+
+
 @pytest.mark.parametrize("winner", MORE_ROWS, ids=str)
 def test_winners_are_tried(winner):
     n, k, m, block_n, block_m, warps, split, resident, stream_k, cluster, raster = winner

@@ -142,7 +142,7 @@ NIBBLES = replace(
 ANY = Codec(
     "any",
     device=lambda f: "",
-    programs=frozenset({"gemm_any", "gemm_any_wgmma", "gemm_any_cpu"}),
+    programs=frozenset({"gemm_any", "gemm_any_binary", "gemm_any_wgmma", "gemm_any_cpu"}),
     group_sizes=(-1,),
     ops_per_weight={},
     cpu_ops_per_weight={},

@@ -10,7 +10,8 @@ from ..rule import Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from . import any as any_precision
-from . import any_wgmma, cpu, cpu_any, rules, stream
+from . import any_binary, any_wgmma, cpu, cpu_any, rules, stream
+from .any_binary_cost import any_binary_estimate
 from .any_cost import any_estimate
 from .any_wgmma_cost import any_wgmma_estimate
 from .codecs import codec_of, sources_of
@@ -124,6 +125,19 @@ ANY = Rule(
     workspace_words=rules.workspace_words,
     promises=("mma", "cp_async", "wide_shared_loads"),
 )
+ANY_BINARY = Rule(
+    any_binary.PROGRAM,
+    "tilebit.tiles.gemm.any_binary",
+    unserved=_unserved(any_binary.PROGRAM),
+    sources=_sources,
+    arches=any_binary.ARCHES,
+    tried=any_binary.ARCHES,
+    reads=frozenset({"block_n", "block_m", "num_stages", "num_warps", "min_blocks"}),
+    legal=any_binary.binary_legal,
+    candidates=any_binary.binary_candidates,
+    estimate=any_binary_estimate,
+    promises=("mma", "cp_async", "wide_shared_loads"),
+)
 ANY_WGMMA = Rule(
     any_wgmma.PROGRAM,
     "tilebit.tiles.gemm.any_wgmma",
@@ -190,7 +204,7 @@ def rank(there: Workload, here: Workload) -> tuple[bool, float]:
 GEMM = Operation(
     "gemm",
     Workload,
-    rules=(BULK, STREAM, WGMMA, MMA, ANY, ANY_WGMMA, CPU, CPU_ANY),
+    rules=(BULK, STREAM, WGMMA, MMA, ANY, ANY_BINARY, ANY_WGMMA, CPU, CPU_ANY),
     gate="tilebit.autotune.problems.verify",
     distance=distance,
     rank=rank,

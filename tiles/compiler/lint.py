@@ -81,7 +81,7 @@ PATTERNS = {
     },
     "sass": {
         "wgmma": r"\b[HIQ]GMMA\b",
-        "mma": r"\b[HIQ]MMA\b",
+        "mma": r"\b[BHIQ]MMA\b",
         "ldmatrix": r"\bLDSM\b",
         "tma": r"\bUTMALDG\b",
         "bulk_copies": r"\bUBLKCP\b",

@@ -1,6 +1,6 @@
-"""The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and ``gemm_any``: the sums of a block's rings, and
-of the blocks that share the tile, are added up in one order, ring by ring, block by block, and
-stored: each by itself, or of a gate and what it gates their product."""
+"""The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and the programs of bit planes for few rows:
+the sums of a block's rings, and of the blocks that share the tile, are added up in one order, ring by
+ring, block by block, and stored: each by itself, or of a gate and what it gates their product."""
 
 from types import SimpleNamespace
 
@@ -13,17 +13,19 @@ from ..compiler.headers import GATES, literal
 from .operands import Operands, finish, gate_of
 
 
-def sum_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
+def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> SimpleNamespace:
     """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
     holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``, of a norm
     followed by the rings' sums of squares of the column; an element of the tile
     is numbered ``column * block_n + row``; ``after`` is what follows. ``stored`` numbers of y come of
     a tile, in order: number i of its element i, or with a gate of ``gate_of(i)`` and of the element
-    that this gates: both lie in one tile, as block_n is a multiple of both together."""
+    that this gates: both lie in one tile, as block_n is a multiple of both together. ``rings``: of the
+    block, 0 as many as the rule of the streaming programs says."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
-    threads, rings, pitch, elements = s.num_warps * 32, rules.rings(s), rules.sum_pitch(s), s.block_n * s.block_m
+    rings = rings or rules.rings(s)
+    threads, pitch, elements = s.num_warps * 32, rules.sum_pitch(s), s.block_n * s.block_m
     n_blocks, sums_dtype, zero = p.n_pad // bn, p.sums_dtype, 0 if p.integer_sums else 0.0
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
     # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what

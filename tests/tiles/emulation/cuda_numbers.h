@@ -165,6 +165,7 @@ inline half __high2half(half2 a) { return a.y; }
 inline float __low2float(half2 a) { return __half2float(a.x); }
 inline float __high2float(half2 a) { return __half2float(a.y); }
 
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) { return uint32_t((uint64_t(high) << 32 | low) << (by & 31) >> 32); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   uint64_t bytes = uint64_t(y) << 32 | x;
   uint32_t result = 0;

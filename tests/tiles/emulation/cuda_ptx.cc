@@ -137,6 +137,28 @@ uint32_t __cvta_generic_to_shared(const void* p) {
   using namespace tilebit_host;
   return uint32_t(static_cast<const char*>(p) - place.shared[rank()]);
 }
+// Bits: register i of A are 32 k, from 32 (lane % 4) + 128 (i >> 1) on, of row lane / 4 + 8 (i & 1); of B of column lane / 4.
+void ptx_mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                                   uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int) {
+  struct Lane {
+    uint32_t a[4], b[2];
+    int d[4];
+  } mine = {{a0, a1, a2, a3}, {b0, b1}, {d0, d1, d2, d3}};
+  tilebit_host::collective("mma", &mine, [](void** lanes) {
+    uint32_t a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const auto* o = static_cast<const Lane*>(lanes[lane]);
+      for (int i = 0; i < 4; ++i) a[lane / 4 + 8 * (i & 1)][lane % 4 + 4 * (i >> 1)] = o->a[i];
+      for (int i = 0; i < 2; ++i) b[lane / 4][lane % 4 + 4 * i] = o->b[i];
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t *row = a[lane / 4 + 8 * (i >> 1)], *column = b[lane % 4 * 2 + (i & 1)];
+        for (int word = 0; word < 8; ++word) static_cast<Lane*>(lanes[lane])->d[i] += __builtin_popcount(row[word] & column[word]);
+      }
+  });
+  d0 = mine.d[0], d1 = mine.d[1], d2 = mine.d[2], d3 = mine.d[3];
+}
 void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                                                                 uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int) {
   struct Lane {
@@ -298,6 +320,7 @@ void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address) {
 void ptx_ld_shared_u16(uint16_t& r, uint32_t address) { memcpy(&r, tilebit_host::at(address, 2), 2); }
 void ptx_ld_shared_u32(uint32_t& r, uint32_t address) { memcpy(&r, tilebit_host::at(address, 4), 4); }
 void ptx_st_shared_u32(uint32_t address, uint32_t v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
+void ptx_st_shared_u8(uint32_t address, uint32_t v) { *tilebit_host::at(address) = char(v); }
 void ptx_st_shared_f32(uint32_t address, float v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 void ptx_exit() { tilebit_host::leave(); }
 void ptx_mov_u32(int& to, int from) { to = from; }

@@ -70,6 +70,8 @@ TILEBIT_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat
 void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                                                                 uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int);
 // Of e4m3: of 32 products and the sum so far each keeps the bits down to 2^-13 of the largest one's highest (Hopper).
+void ptx_mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(int& d0, int& d1, int& d2, int& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                                   uint32_t a3, uint32_t b0, uint32_t b1, int, int, int, int);
 void ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
                                                              uint32_t a3, uint32_t b0, uint32_t b1, float, float, float, float);
 
@@ -92,6 +94,7 @@ void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address);
 void ptx_ld_shared_u16(uint16_t& r, uint32_t address);
 void ptx_ld_shared_u32(uint32_t& r, uint32_t address);
 void ptx_st_shared_u32(uint32_t address, uint32_t v);
+void ptx_st_shared_u8(uint32_t address, uint32_t v);
 void ptx_st_shared_f32(uint32_t address, float v);
 
 // ---- threads ----

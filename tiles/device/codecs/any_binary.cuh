@@ -1,0 +1,236 @@
+// Products of weights of few bits and codebooks by binary tensor cores: bit planes are multiplied as
+// they lie in memory, nothing is looked up and no weight is made.
+//
+// A codebook of b bits is a sum over sets of its planes: the number of a code is sum over sets S of
+// c[S] where all bits of S are set, and c is found once a row (numbers of codes below, subtracted).
+// So y is sum over S of c[S] * sum over k of x where all planes of S have a one. x is an integer of one
+// scale for all k, whose bits are columns of the B operand of mma.m16n8k256: a product counts, for 16
+// rows and eight bits of x, the k at which both have a one. Of DIGITS bits the highest is one and
+// counts -OFFSET, so that the others hold x + OFFSET. Counts are exact, and x keeps 22 bits below the
+// largest of a row: about as many as a sum in fp32 of which this is a part.
+//
+// A lane's 16 bytes of a plane (layouts/planes.py) are the A operand of 16 rows and 256 k, but for a
+// rotation of plane p by p bits. Comes after ptx/instructions.cuh.
+#pragma once
+#include <stdint.h>
+
+namespace tilebit {
+
+constexpr int DIGITS = 24, BYTES_OF_X = DIGITS / 8, STEP_OF_X = BYTES_OF_X * 256;  // bytes of the bits of 256 numbers
+constexpr int OFFSET = 1 << (DIGITS - 2);
+
+__device__ __forceinline__ void mma_m16n8k256(int* d, const uint32_t* a, const uint32_t* b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+
+// ---- x ----
+
+template <typename T>
+__device__ __forceinline__ T from_bits(uint32_t bits);
+#ifdef TILEBIT_HOST_EMULATION
+template <typename T>
+__device__ __forceinline__ T from_bits(uint32_t bits) {
+  T v;
+  v.bits = uint16_t(bits);
+  return v;
+}
+#else
+template <>
+__device__ __forceinline__ half from_bits<half>(uint32_t bits) { return __ushort_as_half(bits); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_bits<__nv_bfloat16>(uint32_t bits) { return __ushort_as_bfloat16(bits); }
+#endif
+
+// The exponent by which x becomes integers: that of the largest, but none whose power of two is out
+// of fp32's range.
+template <typename T>
+__device__ __forceinline__ int exponent_of(uint32_t largest) { return max(int(__float_as_uint(to_float(from_bits<T>(largest))) >> 23) - 127, -100); }
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((exponent + 127) << 23); }
+// The larger of `largest` and the sizes of a lane's eight numbers, as bits of the 16-bit type.
+__device__ __forceinline__ uint32_t larger(uint32_t largest, SharedAddress x, int lane) {
+  uint32_t v[4];
+  load_shared_128(x.address + lane * 16, v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) largest = max(largest, max(v[i] & 0x7fff, v[i] >> 16 & 0x7fff));
+  return largest;
+}
+// Of all WARPS warps. `shared`: a word a warp.
+template <int WARPS>
+__device__ __forceinline__ uint32_t largest_of_block(uint32_t largest, float* shared, int warp, int lane) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+  if (lane == 0) shared[warp] = __uint_as_float(largest);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) largest = max(largest, __float_as_uint(shared[i]));
+  return largest;
+}
+constexpr int UNITS = DIGITS - 3;  // the largest is at least 2^UNITS of them, and less than OFFSET
+// What an integer's unit is worth. Not a number where x has one that is not finite: so is y then.
+template <typename T>
+__device__ __forceinline__ float unit_of(uint32_t largest) {
+  const float value = to_float(from_bits<T>(largest)), unit = power_of_two(exponent_of<T>(largest) - UNITS);
+  return value - value == 0.0f ? unit : value - value;
+}
+
+// Eight bytes, transposed as a matrix of bits: byte i of what comes has bit i of each.
+__device__ __forceinline__ void transpose_bits(uint32_t& low, uint32_t& high) {
+  uint32_t t = (low ^ low >> 7) & 0x00aa00aau;
+  low ^= t ^ t << 7;
+  t = (high ^ high >> 7) & 0x00aa00aau;
+  high ^= t ^ t << 7;
+  t = (low ^ low >> 14) & 0x0000ccccu;
+  low ^= t ^ t << 14;
+  t = (high ^ high >> 14) & 0x0000ccccu;
+  high ^= t ^ t << 14;
+  const uint32_t upper = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+  low = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), high = upper;
+}
+
+// Byte i of each of four words, to words of theirs.
+__device__ __forceinline__ void gather_bytes(const uint32_t (&v)[4], uint32_t (&bytes)[BYTES_OF_X]) {
+  const uint32_t first = __byte_perm(v[0], v[1], 0x5140), second = __byte_perm(v[2], v[3], 0x5140);
+  bytes[0] = __byte_perm(first, second, 0x5410), bytes[1] = __byte_perm(first, second, 0x7632);
+  bytes[2] = __byte_perm(__byte_perm(v[0], v[1], 0x0062), __byte_perm(v[2], v[3], 0x0062), 0x5410);
+}
+
+// 256 numbers of a warp become their bits, in place: STEP_OF_X bytes, [byte][lane of B][word]. Returns the
+// sum of a lane's integers. In a byte of a plane bit j + 4 h is k = 2 j + h. Added to 1.5 * 2^23 a number is
+// rounded, and its integer and OFFSET are the lowest bits of the sum.
+template <typename T>
+__device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int lane) {
+  const float scale = power_of_two(UNITS - exponent_of<T>(largest)), base = 12582912.0f;
+  uint32_t v[4], n[2][4];
+  load_shared_128(x.address + lane * 16, v);
+  __syncwarp();
+  int sum = -8 * int(__float_as_uint(base));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    n[i % 2][i / 2] = __float_as_uint(fmaf(to_float(from_bits<T>(i % 2 ? v[i / 2] >> 16 : v[i / 2] & 0xffff)), scale, base));
+    sum += n[i % 2][i / 2];
+  }
+  const uint32_t to = x.address + (lane & 3) * 8 + (lane >> 4) * 4 + (lane >> 2 & 3);
+  uint32_t low[BYTES_OF_X], high[BYTES_OF_X];
+  gather_bytes(n[0], low), gather_bytes(n[1], high);
+#pragma unroll
+  for (int byte = 0; byte < BYTES_OF_X; ++byte) {
+    if (byte == BYTES_OF_X - 1) low[byte] |= 0x80808080u, high[byte] |= 0x80808080u;
+    transpose_bits(low[byte], high[byte]);
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) store_shared_8(to + byte * 256 + bit * 32, (bit < 4 ? low : high)[byte] >> 8 * (bit % 4));
+  }
+  return sum;
+}
+
+// The sum over all WARPS warps' lanes. `shared`: a word a warp.
+template <int WARPS>
+__device__ __forceinline__ float sum_of_block(float sum, float* shared, int warp, int lane) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  __syncthreads();
+  if (lane == 0) shared[warp] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) sum += shared[i];
+  return sum;
+}
+
+// ---- products ----
+
+// A slot of a warp's ring, `slot` bytes behind where rings begin: [plane] 512 bytes, then codebooks of 16
+// rows. Places in memory are numbers of 16 rows: of a plane's 256 k, and of codebooks.
+template <int BITS>
+__device__ __forceinline__ void copy_planes(SharedAddress rings, int slot, const void* weight, int piece, int64_t stride, int lane) {
+  const char* from = static_cast<const char*>(weight) + int64_t(piece) * 512 + lane * 16;
+#pragma unroll
+  for (int p = 0; p < BITS; ++p) cp_async_16(rings.address + slot + p * 512 + lane * 16, from + p * stride, true);
+}
+template <int BITS>
+__device__ __forceinline__ void copy_codebooks(SharedAddress rings, int slot, const void* codebooks, int rows, int lane) {
+  constexpr int PIECES = 2 << BITS;  // of 16 bytes
+  const char* from = static_cast<const char*>(codebooks) + int64_t(rows) * (PIECES * 16);
+#pragma unroll
+  for (int i = 0; i < (PIECES + 31) / 32; ++i)
+    if (i * 32 + lane < PIECES) cp_async_16(rings.address + slot + BITS * 512 + (i * 32 + lane) * 16, from + (i * 32 + lane) * 16, true);
+}
+
+template <typename T, int BITS>
+struct BinaryProduct {
+  static constexpr int SETS = 1 << BITS;  // of planes; number 1 << (BITS - 1 - p) has plane p. The empty one is not multiplied
+
+  // counts [SETS - 1][BYTES_OF_X][4] (+)= of 16 rows and 256 k. FIRST: they were not set before.
+  template <bool FIRST>
+  __device__ __forceinline__ static void count(SharedAddress rings, int slot, SharedAddress x, int step, int* counts, int lane) {
+    const uint32_t bits = x.address + step * STEP_OF_X + lane * 8, own = rings.address + slot + lane * 16;
+    uint32_t b[BYTES_OF_X][2], planes[BITS][4];
+#pragma unroll
+    for (int byte = 0; byte < BYTES_OF_X; ++byte) load_shared_64(bits + byte * 256, b[byte]);
+#pragma unroll
+    for (int p = 0; p < BITS; ++p) {
+      uint32_t v[4];
+      load_shared_128(own + p * 512, v);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) planes[p][i] = __funnelshift_l(v[i], v[i], p);
+    }
+#pragma unroll
+    for (int set = 1; set < SETS; ++set) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // registers of A: rows r and r + 8 of the first 128 k, then of the others
+        a[i] = 0xffffffffu;
+#pragma unroll
+        for (int p = 0; p < BITS; ++p)
+          if (set >> (BITS - 1 - p) & 1) a[i] &= planes[p][i % 2 * 2 + i / 2];
+      }
+#pragma unroll
+      for (int byte = 0; byte < BYTES_OF_X; ++byte) {
+        int* d = counts + ((set - 1) * BYTES_OF_X + byte) * 4;
+        if constexpr (FIRST) d[0] = d[1] = d[2] = d[3] = 0;
+        mma_m16n8k256(d, a, b[byte]);
+      }
+    }
+  }
+
+  // The warp's share of y of 16 rows, to `sums`: counts times what a bit of x is worth and c[set]. A lane
+  // has bits 2 (lane % 4) and the next of each byte. The slot has codebooks; `all`: sum of x, where the
+  // empty set's part is added.
+  __device__ __forceinline__ static void finish(SharedAddress rings, int slot, const int* counts, float all, float unit, float* sums, int lane) {
+    const int next = (lane & 3) == 3 ? -1 : 2;  // the highest bit counts -OFFSET, as much as the one below it
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = (lane >> 2) + 8 * h;
+      float c[SETS];
+#pragma unroll
+      for (int i = 0; i < SETS / 8; ++i) {
+        uint32_t v[4];
+        load_shared_128(rings.address + slot + BITS * 512 + row * SETS * 2 + i * 16, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) c[i * 8 + j] = to_float(from_bits<T>(j % 2 ? v[j / 2] >> 16 : v[j / 2] & 0xffff));
+      }
+#pragma unroll
+      for (int bit = 1; bit < SETS; bit *= 2)
+#pragma unroll
+        for (int set = 0; set < SETS; ++set)
+          if (set & bit) c[set] -= c[set ^ bit];
+      float sum = 0.0f;
+#pragma unroll
+      for (int set = 1; set < SETS; ++set) {
+        const int* d = counts + (set - 1) * BYTES_OF_X * 4 + 2 * h;
+        const int low = d[0] + 2 * d[1] + 256 * (d[4] + 2 * d[5]), high = d[8] + next * d[9];
+        sum += c[set] * (float(high) * 65536.0f + float(low));
+      }
+      sum = sum * float(1 << 2 * (lane & 3)) + ((lane & 3) == 0 ? c[0] * all : 0.0f);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if ((lane & 3) == 0) sums[row] = sum * unit;
+    }
+  }
+};
+
+}  // namespace tilebit

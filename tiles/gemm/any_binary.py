@@ -1,0 +1,180 @@
+"""``gemm_any_binary``: the GEMM on bit planes and codebooks of 3 and 4 bits for a row of x, on binary
+tensor cores.
+
+    y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n]) (+ residual[m, n])
+
+The paper (Any-Precision LLM, section 4) makes codes of planes, looks numbers up and multiplies these.
+Here planes are multiplied as they lie: a codebook is a sum over sets of planes, and of each set it
+is counted for each bit of x at how many k both have a one (``device/codecs/any_binary.cuh``, in CUDA
+because what a lane holds is the instruction's concern). One instruction counts 16 rows, 256 k and
+eight bits of x. A weight of 3 bits takes a third of the instructions of looking it up.
+
+A block of the persistent grid turns its row of x into bits, once, while the first planes are on
+their way to its warps' rings; then it takes tile after tile of ``block_n`` output channels. A warp has
+16 channels and a share of k, and adds nothing to other warps' sums but at the end of a tile; its
+ring goes on to the next tile. Every sum has a fixed order.
+"""
+
+from typing import Any
+
+from ...layouts.planes import CUDA_TILE_N
+from ...schedules.gemm import any_binary as rules
+from ...schedules.gemm.stream import sum_pitch
+from ...schedules.gemm.workload import Workload
+from ...schedules.schedule import Schedule
+from ...schedules.target import Target
+from ..compiler.headers import TYPES, device_source
+from ..program import TileProgram
+from .any import PASS_CONFIGS
+from .operands import Operands
+from .stream_sums import sum_macros
+
+ROWS_OF = CUDA_TILE_N // rules.ROWS  # pieces of 16 rows that follow each other in a tile of planes
+HEADERS = ("ptx/instructions.cuh", "codecs/any_binary.cuh", "store/split_k.cuh", "store/gate.cuh")
+
+
+class From:
+    """A buffer as seen from its number ``first`` on."""
+
+    def __init__(self, buffer: Any, first: Any) -> None:
+        self.buffer, self.first = buffer, first
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.buffer[self.first + at]
+
+
+def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
+    """The TileLang PrimFunc of one (workload, schedule); parameters as in ``any.build``."""
+    import tilelang.language as T
+
+    p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
+    stages, warps, threads = s.num_stages, s.num_warps, s.num_warps * 32
+    steps, shares, groups, tiles = rules.steps(workload), rules.shares(s), rules.groups(s), rules.block_tiles(workload, s)
+    grid, turns = rules.blocks(workload, s, target), -(-steps // shares)  # turns: steps of a warp for a tile
+    sets, sums_words, slot_bytes = (1 << bits) - 1, rules.sums_bytes(s) // 4, rules.slot_bytes(bits)
+    product = f"tilebit::BinaryProduct<{TYPES[dtype]}, {bits}>"
+    end_of_tile = sum_macros(workload, s, rings=shares)
+
+    m = T.dynamic("m")
+    TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
+
+    def x_at(shared, step, byte=0):
+        return T.address_of(shared[(rules.x_at(s) + step * rules.STEP_OF_X + byte) // 4])
+
+    def agreed_at(shared):
+        return T.address_of(shared[2 * sums_words])
+
+    def rings_at(shared):
+        return T.address_of(shared[rules.rings_at(workload, s) // 4])
+
+    def slot_of(warp, number):
+        return (warp * stages + number) * slot_bytes
+
+    @T.macro
+    def request(weight, scales, shared, warp, lane, tile, turn, number):
+        """The planes of a warp's turn at a tile, or at one of the next tiles; with a tile's last its codebooks."""
+        there = tile + turn // turns * grid
+        step, rows = turn % turns * shares + warp % shares, there * groups + warp // shares
+        if there < tiles:
+            if step < steps:
+                T.call_extern(
+                    "handle", f"tilebit::copy_planes<{bits}>", rings_at(shared), slot_of(warp, number), T.address_of(weight[0, 0, 0, 0]),
+                    (rows // ROWS_OF * steps + step) * ROWS_OF + rows % ROWS_OF, T.int64(p.n_tiles * steps * 2048), lane,
+                )  # fmt: skip
+            if turn % turns == turns - 1:
+                T.call_extern(
+                    "handle", f"tilebit::copy_codebooks<{bits}>", rings_at(shared), slot_of(warp, number), T.address_of(scales[0, 0]),
+                    rows, lane,
+                )  # fmt: skip
+        T.ptx_commit_group()
+
+    @T.macro
+    def bring_x(x, shared, warp, lane, m_row):
+        for i in T.serial(T.ceildiv(steps, warps)):
+            step = i * warps + warp
+            if step < steps:
+                T.call_extern(
+                    "handle", "tilebit::cp_async_16", x_at(shared, step, lane * 16), T.address_of(x[m_row, step * rules.STEP_K + lane * 8]),
+                    step * rules.STEP_K + lane * 8 < p.kx,
+                )  # fmt: skip
+        T.ptx_commit_group()
+
+    @T.macro
+    def multiply(weight, scales, shared, counts, warp, lane, tile, turn, slot, last):
+        """A warp's turn, whose planes lie in ``slot``; those of a later turn take the one before, ``last``."""
+        T.ptx_wait_group(stages - 2)
+        T.sync_warp()  # all lanes' codebooks are there, and all have read ``last``
+        request(weight, scales, shared, warp, lane, tile, turn + stages - 1, last)
+        step = turn * shares + warp % shares
+        if turn == 0:
+            T.call_extern(
+                "handle", f"{product}::count<true>", rings_at(shared), slot_of(warp, slot), x_at(shared, 0), step, counts.access_ptr("w"), lane
+            )
+        elif step < steps:
+            T.call_extern(
+                "handle", f"{product}::count<false>", rings_at(shared), slot_of(warp, slot), x_at(shared, 0), step, counts.access_ptr("rw"),
+                lane,
+            )  # fmt: skip
+
+    @T.macro
+    def end(shared, counts, y, after, warp, lane, tile, m_row, thread, last, largest, total, first):
+        """Of a tile, whose sums are numbers of ``shared`` from ``first`` on."""
+        T.call_extern(
+            "handle", f"{product}::finish", rings_at(shared), slot_of(warp, last), counts.access_ptr("r"),
+            T.if_then_else(warp % shares == 0, total, T.float32(0)), T.call_extern("float32", f"tilebit::unit_of<{TYPES[dtype]}>", largest),
+            T.address_of(shared[first + warp % shares * sum_pitch(s) + warp // shares * rules.ROWS]), lane,
+        )  # fmt: skip
+        T.sync_threads()  # sums of the tile after the next take this one's place, behind the next barrier
+        end_of_tile.store_alone(From(shared, first), y, after, tile, m_row, thread)
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((m, p.kx), dtype),
+        weight: T.Tensor((bits, p.n_tiles, steps, 512), "int32"),
+        scales: T.Tensor((p.n_pad, 1 << bits), dtype),
+        token_scales: TokenScales,
+        bias: Bias,
+        residual: Residual,
+        workspace: None,
+        y: T.Tensor((m, p.columns), dtype),
+    ):
+        with T.Kernel(grid, m, threads=threads) as (block, m_row):
+            T.import_source(device_source(HEADERS))
+            T.annotate_min_blocks_per_sm(s.min_blocks)
+            shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # sums of two tiles, x, rings
+            counts = T.alloc_local((sets * rules.DIGITS // 8 * 4,), "int32")
+            thread = T.get_thread_binding()
+            after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
+            warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
+            largest, sum_of_x = T.alloc_var("uint32", init=0), T.alloc_var("int64", init=0)
+            slot, last = T.alloc_var("int32", init=0), T.alloc_var("int32", init=stages - 1)
+
+            bring_x(x, shared, warp, lane, m_row)
+            for turn in T.unroll(stages - 1):
+                request(weight, scales, shared, warp, lane, block, turn, turn)
+            T.ptx_wait_group(stages - 1)  # x is there: a lane reads what it asked for itself
+            for i in T.serial(T.ceildiv(steps, warps)):
+                if i * warps + warp < steps:
+                    largest = T.call_extern("uint32", "tilebit::larger", largest, x_at(shared, i * warps + warp), lane)
+            largest = T.call_extern("uint32", f"tilebit::largest_of_block<{warps}>", largest, agreed_at(shared), warp, lane)
+
+            for i in T.serial(T.ceildiv(steps, warps)):
+                if i * warps + warp < steps:
+                    sum_of_x += T.call_extern("int32", f"tilebit::to_bits<{TYPES[dtype]}>", x_at(shared, i * warps + warp), largest, lane)
+            total = T.alloc_var("float32")
+            total = T.call_extern(
+                "float32", f"tilebit::sum_of_block<{warps}>", T.cast(sum_of_x, "float32"), agreed_at(shared), warp, lane
+            )
+
+            for number in T.serial((tiles - block + grid - 1) // grid):
+                tile = block + number * grid
+                for turn in T.serial(turns):
+                    multiply(weight, scales, shared, counts, warp, lane, tile, turn, slot, last)
+                    last = slot
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+                end(shared, counts, y, after, warp, lane, tile, m_row, thread, last, largest, total, number % 2 * sums_words)
+
+    return main
+
+
+PROGRAM = TileProgram(name=rules.PROGRAM, compiler="tilelang", build=build, headers=HEADERS, pass_configs=PASS_CONFIGS)

@@ -67,25 +67,35 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def rings_at(shared):
         return T.address_of(shared[rules.rings_at(workload, s) // 4])
 
-    def slot_of(warp, number):
-        return (warp * stages + number) * slot_bytes
+    def after_slot(warp, slot):
+        """The slot of a warp's ring that follows ``slot``; slots are bytes from where rings begin."""
+        return T.if_then_else(slot == (warp * stages + stages - 1) * slot_bytes, warp * stages * slot_bytes, slot + slot_bytes)
+
+    def place(warp, lane, tile):
+        """Where a lane's first planes of a tile are, in bytes."""
+        rows = tile * groups + warp // shares
+        return T.cast(rows // ROWS_OF * steps + warp % shares, "int64") * 2048 + T.cast(rows % ROWS_OF * 512 + lane * 16, "int64")
 
     @T.macro
-    def request(weight, scales, shared, warp, lane, tile, turn, number):
-        """The planes of a warp's turn at a tile, or at one of the next tiles; with a tile's last its codebooks."""
-        there = tile + turn // turns * grid
-        step, rows = turn % turns * shares + warp % shares, there * groups + warp // shares
-        if there < tiles:
-            if step < steps:
+    def request(weight, scales, shared, warp, lane, asked, at):
+        """The planes of a warp's next step, with a tile's last its codebooks. ``asked``: tile, turn and slot that come next."""
+        if asked[0] < tiles:
+            if asked[1] * shares + warp % shares < steps:
                 T.call_extern(
-                    "handle", f"tilebit::copy_planes<{bits}>", rings_at(shared), slot_of(warp, number), T.address_of(weight[0, 0, 0, 0]),
-                    (rows // ROWS_OF * steps + step) * ROWS_OF + rows % ROWS_OF, T.int64(p.n_tiles * steps * 2048), lane,
+                    "handle", f"tilebit::copy_planes<{bits}>", rings_at(shared), asked[2], T.address_of(weight[0, 0, 0, 0]), at[0],
+                    T.int64(p.n_tiles * steps * 2048), lane,
                 )  # fmt: skip
-            if turn % turns == turns - 1:
+            asked[1] = asked[1] + 1
+            at[0] = at[0] + shares * 2048
+            if asked[1] == turns:
                 T.call_extern(
-                    "handle", f"tilebit::copy_codebooks<{bits}>", rings_at(shared), slot_of(warp, number), T.address_of(scales[0, 0]),
-                    rows, lane,
+                    "handle", f"tilebit::copy_codebooks<{bits}>", rings_at(shared), asked[2], T.address_of(scales[0, 0]),
+                    asked[0] * groups + warp // shares, lane,
                 )  # fmt: skip
+                asked[0] = asked[0] + grid
+                asked[1] = 0
+                at[0] = place(warp, lane, asked[0])
+        asked[2] = after_slot(warp, asked[2])
         T.ptx_commit_group()
 
     @T.macro
@@ -100,27 +110,19 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         T.ptx_commit_group()
 
     @T.macro
-    def multiply(weight, scales, shared, counts, warp, lane, tile, turn, slot, last):
-        """A warp's turn, whose planes lie in ``slot``; those of a later turn take the one before, ``last``."""
-        T.ptx_wait_group(stages - 2)
-        T.sync_warp()  # all lanes' codebooks are there, and all have read ``last``
-        request(weight, scales, shared, warp, lane, tile, turn + stages - 1, last)
-        step = turn * shares + warp % shares
+    def multiply(shared, counts, warp, lane, turn, slot):
+        """A warp's turn, whose planes lie in ``slot``."""
+        take = (rings_at(shared), slot, x_at(shared, 0), (turn * shares + warp % shares) * rules.STEP_OF_X)
         if turn == 0:
-            T.call_extern(
-                "handle", f"{product}::count<true>", rings_at(shared), slot_of(warp, slot), x_at(shared, 0), step, counts.access_ptr("w"), lane
-            )
-        elif step < steps:
-            T.call_extern(
-                "handle", f"{product}::count<false>", rings_at(shared), slot_of(warp, slot), x_at(shared, 0), step, counts.access_ptr("rw"),
-                lane,
-            )  # fmt: skip
+            T.call_extern("handle", f"{product}::count<true>", *take, counts.access_ptr("w"), lane)
+        elif turn * shares + warp % shares < steps:
+            T.call_extern("handle", f"{product}::count<false>", *take, counts.access_ptr("rw"), lane)
 
     @T.macro
     def end(shared, counts, y, after, warp, lane, tile, m_row, thread, last, largest, total, first):
         """Of a tile, whose sums are numbers of ``shared`` from ``first`` on."""
         T.call_extern(
-            "handle", f"{product}::finish", rings_at(shared), slot_of(warp, last), counts.access_ptr("r"),
+            "handle", f"{product}::finish", rings_at(shared), last, counts.access_ptr("r"),
             T.if_then_else(warp % shares == 0, total, T.float32(0)), T.call_extern("float32", f"tilebit::unit_of<{TYPES[dtype]}>", largest),
             T.address_of(shared[first + warp % shares * sum_pitch(s) + warp // shares * rules.ROWS]), lane,
         )  # fmt: skip
@@ -147,11 +149,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
             largest, sum_of_x = T.alloc_var("uint32", init=0), T.alloc_var("int64", init=0)
-            slot, last = T.alloc_var("int32", init=0), T.alloc_var("int32", init=stages - 1)
+            asked, at = T.alloc_local((3,), "int32"), T.alloc_local((1,), "int64")
+            slot = T.alloc_var("int32", init=warp * stages * slot_bytes)
 
             bring_x(x, shared, warp, lane, m_row)
-            for turn in T.unroll(stages - 1):
-                request(weight, scales, shared, warp, lane, block, turn, turn)
+            asked[0], asked[1], asked[2] = block, 0, warp * stages * slot_bytes
+            at[0] = place(warp, lane, block)
+            for _ in T.unroll(stages - 1):
+                request(weight, scales, shared, warp, lane, asked, at)
             T.ptx_wait_group(stages - 1)  # x is there: a lane reads what it asked for itself
             for i in T.serial(T.ceildiv(steps, warps)):
                 if i * warps + warp < steps:
@@ -169,10 +174,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             for number in T.serial((tiles - block + grid - 1) // grid):
                 tile = block + number * grid
                 for turn in T.serial(turns):
-                    multiply(weight, scales, shared, counts, warp, lane, tile, turn, slot, last)
-                    last = slot
-                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-                end(shared, counts, y, after, warp, lane, tile, m_row, thread, last, largest, total, number % 2 * sums_words)
+                    T.ptx_wait_group(stages - 2)
+                    T.sync_warp()  # all lanes' codebooks are there, and all have read the slot that is asked for next
+                    request(weight, scales, shared, warp, lane, asked, at)
+                    multiply(shared, counts, warp, lane, turn, slot)
+                    if turn < turns - 1:
+                        slot = after_slot(warp, slot)
+                end(shared, counts, y, after, warp, lane, tile, m_row, thread, slot, largest, total, number % 2 * sums_words)
+                slot = after_slot(warp, slot)
 
     return main
 

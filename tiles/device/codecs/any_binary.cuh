@@ -144,13 +144,14 @@ __device__ __forceinline__ float sum_of_block(float sum, float* shared, int warp
 // ---- products ----
 
 // A slot of a warp's ring, `slot` bytes behind where rings begin: [plane] 512 bytes, then codebooks of 16
-// rows. Places in memory are numbers of 16 rows: of a plane's 256 k, and of codebooks.
+// rows. `at`: bytes from where the first plane begins to a lane's of 16 rows and 256 k.
 template <int BITS>
-__device__ __forceinline__ void copy_planes(SharedAddress rings, int slot, const void* weight, int piece, int64_t stride, int lane) {
-  const char* from = static_cast<const char*>(weight) + int64_t(piece) * 512 + lane * 16;
+__device__ __forceinline__ void copy_planes(SharedAddress rings, int slot, const void* weight, int64_t at, int64_t stride, int lane) {
+  const char* from = static_cast<const char*>(weight) + at;
 #pragma unroll
   for (int p = 0; p < BITS; ++p) cp_async_16(rings.address + slot + p * 512 + lane * 16, from + p * stride, true);
 }
+// `rows`: a number of 16 rows.
 template <int BITS>
 __device__ __forceinline__ void copy_codebooks(SharedAddress rings, int slot, const void* codebooks, int rows, int lane) {
   constexpr int PIECES = 2 << BITS;  // of 16 bytes
@@ -164,10 +165,11 @@ template <typename T, int BITS>
 struct BinaryProduct {
   static constexpr int SETS = 1 << BITS;  // of planes; number 1 << (BITS - 1 - p) has plane p. The empty one is not multiplied
 
-  // counts [SETS - 1][BYTES_OF_X][4] (+)= of 16 rows and 256 k. FIRST: they were not set before.
+  // counts [SETS - 1][BYTES_OF_X][4] (+)= of 16 rows and 256 k, whose bits of x lie `bits_at` bytes behind
+  // where these begin. FIRST: they were not set before.
   template <bool FIRST>
-  __device__ __forceinline__ static void count(SharedAddress rings, int slot, SharedAddress x, int step, int* counts, int lane) {
-    const uint32_t bits = x.address + step * STEP_OF_X + lane * 8, own = rings.address + slot + lane * 16;
+  __device__ __forceinline__ static void count(SharedAddress rings, int slot, SharedAddress x, int bits_at, int* counts, int lane) {
+    const uint32_t bits = x.address + bits_at + lane * 8, own = rings.address + slot + lane * 16;
     uint32_t b[BYTES_OF_X][2], planes[BITS][4];
 #pragma unroll
     for (int byte = 0; byte < BYTES_OF_X; ++byte) load_shared_64(bits + byte * 256, b[byte]);

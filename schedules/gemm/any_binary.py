@@ -3,7 +3,7 @@ codebooks of few bits, on binary tensor cores, see ``tiles/gemm/any_binary.py``.
 
 ``block_n`` output channels a block at a time, 16 a group of warps; the groups' ``num_warps`` warps
 share k in steps of STEP_K, with ``num_stages`` steps of each in a ring. The grid is as many blocks
-as the device holds, ``min_blocks`` an SM.
+as the device has SMs.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from itertools import product
 from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule
 from ..target import Target
-from .any import ARCHES, STEP_K, steps
+from .any import STEP_K, steps
 from .stream import sum_pitch
 from .workload import Workload
 
-__all__ = ["ARCHES", "PROGRAM", "STEP_K"]
 PROGRAM = "gemm_any_binary"
-BITS = (3, 4)  # sets of the planes of more bits are too many: their counts find no place in registers
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90a")
+BITS = (2, 3, 4)  # sets of the planes of more bits are too many: their counts find no place in registers
 ROWS = 16  # of a warp
 BLOCK_N = tuple(range(ROWS, 129, ROWS))
-MAX_WARPS, STAGES, MAX_MIN_BLOCKS = 16, (2, 8), 4
+MAX_WARPS, STAGES = 16, (2, 8)
 DIGITS = 24  # bits of x
 STEP_OF_X = DIGITS * STEP_K // 8  # bytes
-REDUCED = 128  # bytes in which the block's warps agree on x's scale and sum
+REDUCED = 128  # bytes in which the block's warps agree on x's scale and sum: two words a warp
 SPARE = 64  # registers of planes, operands, addresses
 # What is tried.
-WARPS = (8, 16, 12, 9, 6, 10)
-BLOCKS = (1, 2)
+WARPS = (8, 12)  # 6, 9 and 10 were never the fastest: an SM's four schedulers have unequally many
 FULL = 0.75  # of the best share of the SMs' time
 DEPTHS = (6, 4)
-MOST_TURNS = 16  # of a warp, or half as many in a block of more warps
 
 
 def slot_bytes(bits: int) -> int:
@@ -82,7 +80,7 @@ def block_tiles(workload: Workload, schedule: Schedule) -> int:
 
 def blocks(workload: Workload, schedule: Schedule, target: Target) -> int:
     """Blocks of a row of x."""
-    return min(block_tiles(workload, schedule), target.units * schedule.min_blocks)
+    return min(block_tiles(workload, schedule), target.units)
 
 
 def binary_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -93,7 +91,7 @@ def binary_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     for field, accepted in (("block_n", BLOCK_N), ("block_m", (1,))):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
-    for field, low, high in (("num_warps", 1, MAX_WARPS), ("num_stages", *STAGES), ("min_blocks", 1, MAX_MIN_BLOCKS)):
+    for field, low, high in (("num_warps", 1, MAX_WARPS), ("num_stages", *STAGES)):
         if not low <= getattr(s, field) <= high:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
     if reasons:
@@ -108,18 +106,11 @@ def binary_legal(workload: Workload, schedule: Schedule, target: Target) -> list
             f"{shares(s)} warps share k, but k {workload.k} has {steps(workload)} steps of {STEP_K}; use fewer num_warps or a larger block_n."
         )
     smem = shared_bytes(workload, s)
-    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
-    if resident > target.smem_per_sm or smem > target.smem:
-        reasons.append(
-            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
-            "use fewer num_stages, num_warps or min_blocks."
-        )
-    threads = s.min_blocks * s.num_warps * 32
-    if threads > target.threads_per_sm:
-        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}.")
-    needed, share = registers_needed(workload), min(255, target.REGISTERS_PER_SM // threads // 8 * 8)
+    if smem > target.smem:
+        reasons.append(f"a block needs {smem} bytes of shared memory, {target.smem} are there; use fewer num_stages or num_warps.")
+    needed, share = registers_needed(workload), min(255, target.REGISTERS_PER_SM // (s.num_warps * 32) // 8 * 8)
     if needed > share:
-        reasons.append(f"a thread needs about {needed} registers, {share} are free; use fewer num_warps or min_blocks.")
+        reasons.append(f"a thread needs about {needed} registers, {share} are free; use fewer num_warps.")
     return reasons
 
 
@@ -129,24 +120,19 @@ def binary_candidates(workload: Workload, target: Target) -> list[Schedule]:
     if workload.m > 1 or workload.format.bits not in BITS:
         return []
     found: list[tuple[float, int, Schedule]] = []
-    for block_n, warps, min_blocks in product(BLOCK_N, WARPS, BLOCKS):
-        of_depth = (
-            Schedule(PROGRAM, block_n, 1, 1, stages, warps, min_blocks=min_blocks)
-            for wanted in DEPTHS
-            for stages in range(wanted, STAGES[0] - 1, -1)
-        )
-        fitting = [s for s in dict.fromkeys(of_depth) if not binary_legal(workload, s, target)]
-        deep = list(dict.fromkeys(next((s for s in fitting if s.num_stages <= wanted), None) for wanted in DEPTHS))
-        for s in (s for s in deep if s is not None):
-            found.append((fill(workload, s, target), shares(s), s))
+    for block_n, warps, wanted in product(BLOCK_N, WARPS, DEPTHS):
+        depths = (Schedule(PROGRAM, block_n, 1, 1, stages, warps) for stages in range(wanted, STAGES[0] - 1, -1))
+        deepest = next((s for s in depths if not binary_legal(workload, s, target)), None)
+        if deepest is not None:
+            found.append((fill(workload, deepest, target), shares(deepest), deepest))
     best = max((full for full, *_ in found), default=0.0)
-    found = [one for one in found if one[0] >= FULL * best]
+    found = [one for one in dict.fromkeys(found) if one[0] >= FULL * best]
     found.sort(key=lambda one: (-round(one[0], 2), one[1], -one[2].num_warps, -one[2].num_stages))
     return [schedule for *_, schedule in found]
 
 
 def fill(workload: Workload, schedule: Schedule, target: Target) -> float:
     """The share of the SMs' time that tiles and steps fill, as all warps take equally many."""
-    tiles, places = block_tiles(workload, schedule), target.units * schedule.min_blocks
+    tiles, places = block_tiles(workload, schedule), target.units
     turns = -(-steps(workload) // shares(schedule)) * shares(schedule)
     return tiles / (-(-tiles // places) * places) * steps(workload) / turns

@@ -56,6 +56,8 @@ CASES: tuple[Case, ...] = (
     (Workload(1, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any", 32, 1, 1, 2, 4)),
     (Workload(8, 505, 1001, W4_ANY, "bfloat16", bias=True), Schedule("gemm_any", 16, 8, 1, 2, 8)),
     (Workload(17, 505, 1001, W8_ANY, token_scales=True), Schedule("gemm_any", 16, 16, 1, 2, 2, split_k=2)),
+    (Workload(1, 5050, 1001, W3_ANY, bias=True), Schedule("gemm_any_binary", 16, 1, 1, 4, 4)),
+    (Workload(2, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_binary", 64, 1, 1, 3, 8)),
     (Workload(33, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8)),
     (Workload(300, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_wgmma", 64, 128, 256, 3, 4, split_k=2)),
     (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 192, 256, 5, 8)),

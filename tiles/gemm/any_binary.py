@@ -1,4 +1,4 @@
-"""``gemm_any_binary``: the GEMM on bit planes and codebooks of 3 and 4 bits for a row of x, on binary
+"""``gemm_any_binary``: the GEMM on bit planes and codebooks of 2 to 4 bits for a row of x, on binary
 tensor cores.
 
     y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n]) (+ residual[m, n])
@@ -61,8 +61,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def x_at(shared, step, byte=0):
         return T.address_of(shared[(rules.x_at(s) + step * rules.STEP_OF_X + byte) // 4])
 
-    def agreed_at(shared):
-        return T.address_of(shared[2 * sums_words])
+    def agreed_at(shared, word=0):
+        return T.address_of(shared[2 * sums_words + word])
 
     def rings_at(shared):
         return T.address_of(shared[rules.rings_at(workload, s) // 4])
@@ -142,7 +142,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     ):
         with T.Kernel(grid, m, threads=threads) as (block, m_row):
             T.import_source(device_source(HEADERS))
-            T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # sums of two tiles, x, rings
             counts = T.alloc_local((sets * rules.DIGITS // 8 * 4,), "int32")
             thread = T.get_thread_binding()
@@ -166,10 +165,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             for i in T.serial(T.ceildiv(steps, warps)):
                 if i * warps + warp < steps:
                     sum_of_x += T.call_extern("int32", f"tilebit::to_bits<{TYPES[dtype]}>", x_at(shared, i * warps + warp), largest, lane)
+            T.call_extern("handle", "tilebit::tell_sum", T.cast(sum_of_x, "float32"), agreed_at(shared, warps), warp, lane)
+            T.sync_threads()
             total = T.alloc_var("float32")
-            total = T.call_extern(
-                "float32", f"tilebit::sum_of_block<{warps}>", T.cast(sum_of_x, "float32"), agreed_at(shared), warp, lane
-            )
+            total = T.call_extern("float32", f"tilebit::sum_of_block<{warps}>", agreed_at(shared, warps))
 
             for number in T.serial((tiles - block + grid - 1) // grid):
                 tile = block + number * grid

@@ -1,4 +1,4 @@
-"""The rules of ``gemm_any`` and ``gemm_any_wgmma``: what they accept and say, candidates for every device, and what their models expect."""
+"""The rules of ``gemm_any``, ``gemm_any_binary`` and ``gemm_any_wgmma``: what they accept and say, candidates for every device, and what their models expect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from itertools import product
 import pytest
 
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
-from tilebit.schedules.gemm import any_wgmma
+from tilebit.schedules.gemm import any_binary, any_wgmma
 from tilebit.schedules.gemm.any import ARCHES, PROGRAM, shared_bytes, table_bytes
 from tilebit.schedules.gemm.any_cost import any_estimate
+from tilebit.schedules.gemm.any_binary_cost import any_binary_estimate
 from tilebit.schedules.gemm.operation import ANY, ANY_WGMMA
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import candidates, legal
+from tilebit.schedules.operations import candidates, find_rule, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import select
 from tilebit.schedules.target import Target, target_from_name
@@ -36,7 +37,8 @@ def test_every_width_and_number_of_rows_has_legal_candidates(arch: str) -> None:
         own = [schedule for schedule in found if schedule.program == PROGRAM]
         assert {schedule.block_m for schedule in own} == {min(1 << (m - 1).bit_length(), 16)}
         many = m > 16 and target.arch == "sm_90a" and bits > 2
-        assert {schedule.program for schedule in found} == {PROGRAM} | ({any_wgmma.PROGRAM} if many else set())
+        single = {any_binary.PROGRAM} if m == 1 and bits in any_binary.BITS and n > 33 else set()  # 33 x 31 has no eight warps' work
+        assert {schedule.program for schedule in found} == {PROGRAM} | single | ({any_wgmma.PROGRAM} if many else set())
 
 
 def test_illegal_schedules_say_why() -> None:
@@ -68,7 +70,7 @@ def test_tables_by_hand() -> None:
 
 def test_fewer_bits_and_fewer_rows_take_less() -> None:
     large = [select(work(bits, 1, 57344, 8192), H200) for bits in CODEBOOK_BITS]
-    times = [any_estimate(work(bits, 1, 57344, 8192), s, H200).us for bits, s in zip(CODEBOOK_BITS, large, strict=True)]
+    times = [find_rule(s.program).estimate(work(bits, 1, 57344, 8192), s, H200).us for bits, s in zip(CODEBOOK_BITS, large, strict=True)]
     assert times == sorted(times)
     for bits in CODEBOOK_BITS:
         for rule in (ANY, ANY_WGMMA):
@@ -107,3 +109,43 @@ def test_registers_are_handed_on_and_not_made(num_warps: int, min_blocks: int) -
     given = min(255, Target.REGISTERS_PER_SM // (threads * min_blocks)) // 8 * 8
     assert loading * any_wgmma.PRODUCERS + computing * num_warps * 32 <= given * threads
     assert loading % 8 == computing % 8 == 0 and 24 <= loading <= computing <= 240
+
+
+SINGLE = Schedule(any_binary.PROGRAM, 32, 1, 1, 6, 8)
+
+
+def test_what_the_program_of_one_row_accepts() -> None:
+    assert legal(work(3, 1), SINGLE, H200) == [] and legal(work(4, 5), SINGLE, H200) == []
+    wrong = {
+        "codes have 5 bits; accepted: 2, 3, 4. Use gemm_any.": (work(5, 1), SINGLE),
+        "block_n is 24; accepted: 16, 32, 48, 64, 80, 96, 112, 128.": (work(3, 1), replace(SINGLE, block_n=24)),
+        "block_m is 2; accepted: 1.": (work(3, 2), replace(SINGLE, block_m=2)),
+        "num_stages is 1; accepted: 2 to 8.": (work(3, 1), replace(SINGLE, num_stages=1)),
+        "num_warps is 8; accepted with block_n 48: multiples of 3, 16 channels a warp.": (work(3, 1, n=6144), replace(SINGLE, block_n=48)),
+        "block_n is 48; accepted for n 4096 (padded to 4096): divisors of it.": (work(3, 1), replace(SINGLE, block_n=48, num_warps=9)),
+        "4 warps share k, but k 700 has 3 steps of 256; use fewer num_warps or a larger block_n.": (work(3, 1, k=700), SINGLE),
+        "a block needs 341248 bytes of shared memory, 232448 are there": (work(4, 1, k=1 << 16), replace(SINGLE, num_stages=7)),
+        "a thread needs about 228 registers, 168 are free; use fewer num_warps.": (work(4, 1), replace(SINGLE, num_warps=12)),
+        "min_blocks is 2; accepted by gemm_any_binary, which does not use it: 1.": (work(3, 1), replace(SINGLE, min_blocks=2)),
+    }
+    for sentence, (workload, schedule) in wrong.items():
+        reasons = legal(workload, schedule, H200)
+        assert any(reason.startswith(sentence) for reason in reasons), (sentence, reasons)
+
+
+def test_tiles_of_one_row_fill_the_sms() -> None:
+    """What was fastest on an H200 is tried: 48 channels at n = 6144, whose 128 tiles are one for each of nearly all of 132 SMs."""
+    tried = any_binary.binary_candidates(work(3, 1, n=6144), H200)
+    assert Schedule(any_binary.PROGRAM, 48, 1, 1, 6, 12) in tried
+    assert any_binary.fill(work(3, 1, n=6144), Schedule(any_binary.PROGRAM, 48, 1, 1, 6, 12), H200) == pytest.approx(128 / 132 * 16 / 16)
+    assert any_binary.binary_candidates(work(3, 2), H200) == [] == any_binary.binary_candidates(work(5, 1), H200)
+    deep = any_binary.binary_candidates(work(4, 1, 8192, 28672), H200)
+    assert deep and max(s.num_stages for s in deep) == 6
+
+
+def test_one_row_of_few_bits_is_not_looked_up_where_weights_are_large() -> None:
+    for bits, n, k in ((3, 57344, 8192), (4, 57344, 8192), (3, 8192, 28672), (3, 28672, 4096)):
+        workload = work(bits, 1, n, k)
+        counted = min(any_binary_estimate(workload, s, H200).us for s in any_binary.binary_candidates(workload, H200))
+        looked_up = min(any_estimate(workload, s, H200).us for s in ANY.candidates(workload, H200))
+        assert counted < looked_up, (bits, n, k)

@@ -201,6 +201,7 @@ def test_programs_of_gemm():
         "gemm_stream",
         "gemm_stream_bulk",
         "gemm_any",
+        "gemm_any_binary",
         "gemm_any_wgmma",
         "gemm_cpu",
         "gemm_any_cpu",

@@ -156,6 +156,11 @@ SASS = """
 """
 
 
+@pytest.mark.parametrize("product", ("HMMA.16816.F32", "IMMA.16832.S8.S8", "QMMA.16832.F32.E4M3.E4M3", "BMMA.168256.AND.POPC"))
+def test_products_of_all_kinds_are_products(product: str) -> None:
+    assert count_instructions(f"  {product} R4, R8, R12, R4 ;", "sass").mma == 1
+
+
 @pytest.mark.parametrize(("level", "text"), [("ptx", PTX), ("sass", SASS)])
 def test_instructions_are_counted(level: str, text: str) -> None:
     assert count_instructions(text, level) == Instructions(

@@ -47,6 +47,13 @@ void missing() { if (threadIdx.x) __syncwarp(); }
 void transpose(const uint32_t* in, uint32_t* out) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out[threadIdx.x]) : "r"(in[threadIdx.x]));
 }
+void counted(const uint32_t* a, const uint32_t* b, int* d) {
+  const uint32_t *x = a + threadIdx.x * 4, *y = b + threadIdx.x * 2;
+  int* o = d + threadIdx.x * 4;
+  asm volatile("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+r"(o[0]), "+r"(o[1]), "+r"(o[2]), "+r"(o[3]) : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+}
+void turned(const uint32_t* in, uint32_t* out) { out[threadIdx.x] = __funnelshift_l(in[threadIdx.x], in[31 - threadIdx.x], threadIdx.x); }
 void functions(const float* in, float* out) {
   const float v = in[threadIdx.x];
   float* o = out + threadIdx.x;
@@ -90,7 +97,7 @@ void matrix_row(const void* in, uint32_t* out, int shift) {
 }
 """
 NAMES = (
-    "shuffles", "votes", "apart", "outside", "foreign", "endless", "missing", "transpose", "functions", "rounded", "pairs", "loads",
+    "shuffles", "votes", "apart", "outside", "foreign", "endless", "missing", "transpose", "counted", "turned", "functions", "rounded", "pairs", "loads",
     "stores", "matrix_row",
 )  # fmt: skip
 VALUES = np.array([-3.75, -1.5, -2.5, -0.5, 0.5, 1.5, 2.5, 0.1, 0.3, 7, 60, -60, 1e-3, 3.5e4, 1e-6, 2.0**-20, *np.linspace(-9, 9, 16)])
@@ -157,6 +164,27 @@ def test_movmatrix(device: DeviceCode):
     matrix, out = np.random.default_rng(1).integers(0, 1 << 16, (8, 8)), np.zeros(32, np.uint32)
     run(device, "transpose", fragment(matrix), out)
     np.testing.assert_array_equal(out, fragment(matrix.T))
+
+
+def test_products_of_bits(device: DeviceCode):
+    """PTX ISA: of A a lane has row lane / 4 and the one eight below, of B column lane / 4, 32 k from 32 (lane % 4) on and 128 further."""
+    generator = np.random.default_rng(5)
+    a, b = generator.integers(0, 2, (16, 256)), generator.integers(0, 2, (8, 256))
+    words = [(matrix.reshape(-1, 8, 32) << np.arange(32)).sum(-1).astype(np.uint32) for matrix in (a, b)]
+    row, column = LANES // 4, LANES % 4
+    of_a = np.stack([words[0][row + 8 * (i & 1), column + 4 * (i >> 1)] for i in range(4)], 1)
+    of_b = np.stack([words[1][row, column + 4 * i] for i in range(2)], 1)
+    out = np.ones((32, 4), np.int32)
+    run(device, "counted", np.ascontiguousarray(of_a), np.ascontiguousarray(of_b), out)
+    product = a @ b.T
+    assert (out == np.stack([product[row + 8 * (i >> 1), 2 * column + (i & 1)] for i in range(4)], 1) + 1).all()
+
+
+def test_funnel_shift(device: DeviceCode):
+    values, out = np.random.default_rng(6).integers(0, 1 << 32, 32, dtype=np.uint32), np.zeros(32, np.uint32)
+    run(device, "turned", values, out)
+    wide = (values[::-1].astype(object) << 32) + values.astype(object)
+    assert [int(v) for v in out] == [(int(w) << t >> 32) & 0xFFFFFFFF for t, w in enumerate(wide)]
 
 
 def test_functions(device: DeviceCode):

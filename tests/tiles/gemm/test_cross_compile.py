@@ -103,6 +103,11 @@ CASES = (
     ("sm_86", Workload(2, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any", 16, 2, 1, 1, 4)),
     ("sm_89", Workload(16, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any", 16, 16, 1, 1, 4)),
     ("sm_90a", Workload(4, 4096, 14336, W8_ANY, HALF), Schedule("gemm_any", 32, 4, 1, 1, 8)),
+    ("sm_90a", Workload(1, 57344, 8192, W4_ANY, HALF), Schedule("gemm_any_binary", 64, 1, 1, 6, 8)),
+    ("sm_90a", Workload(1, 6144, 4096, W3_ANY, BFLOAT, bias=True), Schedule("gemm_any_binary", 48, 1, 1, 6, 12)),
+    ("sm_80", Workload(2, 505, 1001, W4_ANY, BFLOAT, residual=True), Schedule("gemm_any_binary", 32, 1, 1, 4, 8)),
+    ("sm_86", Workload(1, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any_binary", 16, 1, 1, 4, 8)),
+    ("sm_89", Workload(1, 4096, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_binary", 32, 1, 1, 3, 8)),
     ("sm_90a", Workload(64, 8192, 8192, W3_ANY, HALF), Schedule("gemm_any_wgmma", 128, 64, 256, 8, 8, split_k=2)),
     ("sm_90a", Workload(256, 505, 1001, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8)),
     ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF, residual=True), Schedule("gemm_any_wgmma", 128, 192, 256, 5, 8, raster=8)),
@@ -128,7 +133,7 @@ CASES = (
     ("sm_89", Workload(3, 4096, 4096, B64, HALF, residual=True, norm=True, eps=1e-5), Schedule("gemm_stream", 64, 4, 64, 3, 4, split_k=2)),
     ("sm_80", Workload(8, 512, 1001, W4_ANY, BFLOAT, bias=True, gate="silu"), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),
 )  # fmt: skip
-ANY, ANY_WGMMA = "gemm_any", "gemm_any_wgmma"
+ANY, ANY_BINARY, ANY_WGMMA = "gemm_any", "gemm_any_binary", "gemm_any_wgmma"
 TILED, STREAMED = ("gemm_wgmma", "gemm_mma"), ("gemm_stream", "gemm_stream_bulk")
 
 
@@ -153,6 +158,9 @@ def test_the_cases_use_every_value_and_are_legal():
     served = [(a, w, s) for a, w, s in CASES if s.program == ANY]
     assert {a for a, _, _ in served} == set(find_rule(ANY).arches) and {w.dtype for _, w, _ in served} == {HALF, BFLOAT}
     assert {s.block_m for _, _, s in served} == {1, 2, 4, 8, 16} and {s.split_k > 1 for _, _, s in served} == {True, False}
+    single = [(a, w) for a, w, s in CASES if s.program == ANY_BINARY]
+    assert {a for a, _ in single} == set(find_rule(ANY_BINARY).arches)
+    assert {(w.format.bits, w.dtype) for _, w in single} == {(b, d) for b in (3, 4) for d in (HALF, BFLOAT)}
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
     assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == {64, 128, 192}
     assert {w.format.bits for w, _ in many} == {3, 4, 8}, "each kind of tables"
@@ -216,6 +224,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
         check_pipeline((kernel.path / "kernel.cu").read_text(), workload.format.step_sums, workload.format.x_grouped)
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
+    if schedule.program == ANY_BINARY:
+        check_counted_products(kernel, workload.format.bits)
 
 
 def check_early_copies(kernel: Kernel) -> None:
@@ -236,6 +246,14 @@ def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
     assert len(re.findall(r"\(float\)\(?v_", body)) == 4 and f"float Y[{sums}];" in body and f"int sums[{sums}];" in body
     sass = machine_code(kernel.path / "kernel.cubin")
     assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
+
+
+def check_counted_products(kernel: Kernel, bits: int) -> None:
+    """Planes are multiplied as bits, three times for each set of them, and nothing else is: of a step once where counts begin, once where
+    they go on."""
+    sass = machine_code(kernel.path / "kernel.cubin")
+    found = re.findall(r"\b[A-Z]MMA[.\w]*", sass)
+    assert set(found) == {"BMMA.168256.AND.POPC"} and len(found) == 2 * 3 * ((1 << bits) - 1)
 
 
 def check_float_products(kernel: Kernel, schedule: Schedule) -> None:

@@ -31,7 +31,7 @@ from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
 
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
-TARGET = dict.fromkeys(("gemm_wgmma", "gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_wgmma"), HOPPER) | {
+TARGET = dict.fromkeys(("gemm_wgmma", "gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_binary", "gemm_any_wgmma"), HOPPER) | {
     "gemm_mma": target_from_name("sm_80")
 }
 TILED = ("gemm_wgmma", "gemm_mma")
@@ -50,6 +50,7 @@ RESIDUAL = (
     (Workload(11, 190, 512, W4_128, bias=True, residual=True), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 2, split_k=2)),
     (Workload(3, 100, 256, LQQ, "bfloat16", residual=True), Schedule("gemm_stream", 64, 4, 64, 2, 2)),
     (Workload(3, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any", 64, 4, 1, 2, 2, split_k=2)),
+    (Workload(2, 350, 512, ANY, bias=True, residual=True), Schedule("gemm_any_binary", 32, 1, 1, 3, 4)),
     (Workload(40, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any_wgmma", 64, 32, 256, 2, 4, split_k=2)),
 )
 GATED = (
@@ -65,6 +66,7 @@ GATED = (
     (Workload(11, 208, 256, W4_128, bias=True, gate="gelu"), Schedule("gemm_stream", 64, 16, 64, 2, 2, split_k=2)),
     (Workload(3, 192, 256, LQQ, "bfloat16", bias=True, gate="gelu_tanh"), Schedule("gemm_stream", 64, 4, 64, 2, 2)),
     (Workload(3, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any", 64, 4, 1, 2, 2)),
+    (Workload(1, 384, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any_binary", 48, 1, 1, 2, 3)),
     (Workload(20, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any_wgmma", 128, 32, 256, 2, 8)),
 )
 EPS = {"norm": True, "eps": 1e-5}

@@ -1,9 +1,10 @@
-"""``gemm_any`` and ``gemm_any_wgmma`` without a GPU: the whole kernels that TileLang generates, on every thread of every block, exact from
+"""``gemm_any``, ``gemm_any_binary`` and ``gemm_any_wgmma`` without a GPU: the whole kernels that TileLang generates, on every thread of every block, exact from
 bit planes to y; every width, ragged sizes, shares of k."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lanes import one_of_each
 from tilebit.autotune.problems.gemm import exact_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
-from tilebit.schedules.gemm import any_wgmma
+from tilebit.schedules.gemm import any_binary, any_wgmma
 from tilebit.schedules.gemm.any import PROGRAM
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
@@ -27,6 +28,7 @@ from gemm_cases import Case, label
 
 pytestmark = needs_host_compiler
 AMPERE, HOPPER = target_from_name("sm_80"), target_from_name("sm_90a")
+SMALL = replace(AMPERE, units=3)  # so few that a block of a persistent grid takes several tiles
 
 
 def form(bits: int) -> GemmFormat:
@@ -80,11 +82,28 @@ WIDE = (
 )
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE), ids=label)
+def binary(block_n: int, stages: int, warps: int) -> Schedule:
+    return Schedule(any_binary.PROGRAM, block_n, 1, 1, stages, warps)
+
+
+# Shares of k of unequal length and of one step; more blocks than tiles, more tiles than blocks; rings that hold several tiles.
+SINGLE = (
+    (Workload(1, 100, 1000, form(3)), binary(32, 3, 4)),
+    (Workload(1, 64, 1536, form(4), "bfloat16", bias=True), binary(16, 2, 3)),
+    (Workload(3, 190, 520, form(3), "bfloat16", token_scales=True), binary(64, 4, 4)),
+    (Workload(2, 33, 31, form(4)), binary(16, 5, 1)),
+    (Workload(1, 768, 800, form(3), residual=True), binary(48, 6, 9)),
+    (Workload(2, 250, 1300, form(2), "bfloat16"), binary(32, 4, 6)),
+    (Workload(1, 128, 700, form(4), gate="silu"), binary(128, 3, 8)),
+    (Workload(1, 500, 2100, form(4)), binary(16, 7, 8)),
+)
+
+
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE + SINGLE), ids=label)
 def test_exact(case: Case) -> None:
     workload, schedule = case
-    target = AMPERE if schedule.program == PROGRAM else HOPPER
-    problem = exact_problem(workload, (*CASES, *WIDE).index(case), target.arch)
+    target = {PROGRAM: AMPERE, any_binary.PROGRAM: SMALL}.get(schedule.program, HOPPER)
+    problem = exact_problem(workload, (*CASES, *WIDE, *SINGLE).index(case), target.arch)
     output = guarded_output((workload.m, workload.columns), problem.x.dtype)
     assert not legal(workload, schedule, target)
     gemm = GeneratedGemm(*case, target)

@@ -32,19 +32,21 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
 sys.path.append(str(Path(__file__).parents[1]))
-from emulation import planted, planted_any_cuda, planted_any_wgmma, planted_cpu, planted_loops, planted_stream
+from emulation import planted, planted_any_binary, planted_any_cuda, planted_any_wgmma, planted_cpu, planted_loops, planted_stream
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_gemm import Edits, EmulatedGemm
 from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import SPLIT, W4, W8, Bug, swap, work
 
-BUGS = (*planted.BUGS, *planted_loops.BUGS, *planted_stream.BUGS, *planted_any_cuda.BUGS, *planted_any_wgmma.BUGS)
+BUGS = (
+    *planted.BUGS, *planted_loops.BUGS, *planted_stream.BUGS, *planted_any_cuda.BUGS, *planted_any_binary.BUGS, *planted_any_wgmma.BUGS,
+)  # fmt: skip
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # so few that a small grid of stream_k has waves and shares
 TARGET = {
     "gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80"), "gemm_stream": HOPPER, "gemm_stream_bulk": HOPPER, "gemm_any": HOPPER,
-    "gemm_any_wgmma": HOPPER,
+    "gemm_any_binary": HOPPER, "gemm_any_wgmma": HOPPER,
 }  # fmt: skip
-GENERATED = (*stream.ARCHES, "gemm_any", "gemm_any_wgmma")
+GENERATED = (*stream.ARCHES, "gemm_any", "gemm_any_binary", "gemm_any_wgmma")
 
 
 @cache

@@ -127,15 +127,16 @@ __device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int la
   return sum;
 }
 
-// The sum over all WARPS warps' lanes. `shared`: a word a warp.
-template <int WARPS>
-__device__ __forceinline__ float sum_of_block(float sum, float* shared, int warp, int lane) {
+// The sum over a warp's lanes, to a word of its own.
+__device__ __forceinline__ void tell_sum(float sum, float* shared, int warp, int lane) {
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-  __syncthreads();
   if (lane == 0) shared[warp] = sum;
-  __syncthreads();
-  sum = 0.0f;
+}
+// The sum over all WARPS warps of what they told.
+template <int WARPS>
+__device__ __forceinline__ float sum_of_block(const float* shared) {
+  float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < WARPS; ++i) sum += shared[i];
   return sum;
@@ -208,13 +209,11 @@ struct BinaryProduct {
     for (int h = 0; h < 2; ++h) {
       const int row = (lane >> 2) + 8 * h;
       float c[SETS];
+      uint32_t v[SETS / 2];
 #pragma unroll
-      for (int i = 0; i < SETS / 8; ++i) {
-        uint32_t v[4];
-        load_shared_128(rings.address + slot + BITS * 512 + row * SETS * 2 + i * 16, v);
+      for (int i = 0; i < SETS; i += 4) load_shared_64(rings.address + slot + BITS * 512 + (row * SETS + i) * 2, v + i / 2);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) c[i * 8 + j] = to_float(from_bits<T>(j % 2 ? v[j / 2] >> 16 : v[j / 2] & 0xffff));
-      }
+      for (int i = 0; i < SETS; ++i) c[i] = to_float(from_bits<T>(i % 2 ? v[i / 2] >> 16 : v[i / 2] & 0xffff));
 #pragma unroll
       for (int bit = 1; bit < SETS; bit *= 2)
 #pragma unroll

@@ -1,0 +1,51 @@
+"""Bugs to plant in ``gemm_any_binary``: in the bits of x, in its sets of planes, in its rings."""
+
+from __future__ import annotations
+
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+
+from .planted import Bug, device, swap
+from .planted_any_cuda import of_width
+
+
+def schedule(block_n: int, stages: int, warps: int) -> Schedule:
+    return Schedule("gemm_any_binary", block_n, 1, 1, stages, warps)
+
+
+def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in the program's page."""
+    return Bug(name, workload, schedule, {"any_binary.py": swap(*pairs)}, sign=sign)
+
+
+# More tiles than the five blocks of the target; shares of k of unequal length.
+MANY, FEW = schedule(16, 3, 3), schedule(32, 4, 4)
+W3, W4 = of_width(3, m=2, n=250, k=1000), of_width(4, m=1, n=180, k=900)
+LONG = of_width(3, m=1, n=60, k=3000)
+BUGS = (
+    device("planes not aligned", W3, MANY, ("__funnelshift_l(v[i], v[i], p)", "v[i]")),
+    device("planes in the order of numbers", W4, FEW, ("set >> (BITS - 1 - p) & 1", "set >> p & 1")),
+    device("a set with a plane too few", W4, FEW, ("p < BITS; ++p)\n          if (set", "p < BITS - 1; ++p)\n          if (set")),
+    device("halves of k exchanged with rows", W3, FEW, ("planes[p][i % 2 * 2 + i / 2]", "planes[p][i]")),
+    device("bytes of x exchanged", W3, MANY, ("byte * 256 + bit * 32", "(2 - byte) * 256 + bit * 32")),
+    device("bits of x in the order of k", W4, FEW, ("n[i % 2][i / 2] = __float", "n[i / 4][i % 4] = __float")),
+    device("x without its offset's bit", W3, MANY, ("low[byte] |= 0x80808080u, high[byte] |= 0x80808080u", "low[byte] |= 0")),
+    device("the offset counted as a power of two", W3, MANY, ("== 3 ? -1 : 2", "== 3 ? -2 : 2")),
+    device("words of x exchanged", W4, FEW, ("(lane >> 4) * 4 + (lane >> 2 & 3)", "(lane >> 4 ^ 1) * 4 + (lane >> 2 & 3)")),
+    device("x of the neighbouring quarter", W4, FEW, ("(lane & 3) * 8 + (lane >> 4)", "((lane ^ 1) & 3) * 8 + (lane >> 4)")),
+    device("the sum of x of one warp", W3, MANY, ("i < WARPS; ++i) sum", "i < 1; ++i) sum")),
+    device("numbers below not subtracted", W4, FEW, ("c[set] -= c[set ^ bit]", "c[set] -= bit > 1 ? c[set ^ bit] : 0.0f")),
+    device("codebook of row r for row r + 8", W3, MANY, ("const int row = (lane >> 2) + 8 * h;", "const int row = lane >> 2;")),
+    device("counts of the tile before kept", W3, MANY, ("if constexpr (FIRST) d[0]", "if constexpr (false) d[0]")),
+    device("the middle byte worth as much as the lowest", W4, FEW, ("256 * (d[4]", "1 * (d[4]"), sign="relative error"),
+    page("planes of the first tile for all", W3, MANY, ("at[0] = place(warp, lane, asked[0])\n        asked", "at[0] = place(warp, lane, 0)\n        asked")),
+    page("codebooks of the tile before", W3, MANY, ("asked[0] * groups + warp // shares, lane", "T.max(asked[0] - grid, 0) * groups + warp // shares, lane")),
+    page("steps of the neighbouring share", W4, FEW, ("* steps + warp % shares, \"int64\"", "* steps + (warp + 1) % shares, \"int64\"")),
+    page("planes read before they have come", LONG, MANY, ("T.ptx_wait_group(stages - 2)", "T.ptx_wait_group(stages)")),
+    page("bits made of x before it has come", LONG, MANY, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
+    page("a slot behind", LONG, MANY, ("if turn < turns - 1:", "if turn < turns - 2:")),
+    page("every share adds the sum of x", W4, FEW, ("T.if_then_else(warp % shares == 0, total, T.float32(0))", "total")),
+    page("x of the first row for all", W3, MANY, ("T.address_of(x[m_row, step", "T.address_of(x[0, step")),
+    page("more of x read than is there", of_width(3, m=1, n=60, k=500), schedule(16, 3, 2), ("lane * 8 < p.kx", "lane * 8 < p.kx + 8"), sign=""),
+    page("sums stored before all have left theirs", W4, FEW, ("        T.sync_threads()  # sums of the tile after", "        # sums of the tile after"), sign=""),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""``gemm_any_binary`` without a GPU, on numbers that its integers of one scale could lose: outliers, what is far below them, what is not
+finite."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilebit.autotune.problems.gemm import random_problem
+from tilebit.layouts.formats import GemmFormat
+from tilebit.layouts.planes import unpack_planes
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+
+sys.path.append(str(Path(__file__).parents[1]))
+from emulation.device_code import needs_host_compiler
+from emulation.generated_gemm import GeneratedGemm
+
+pytestmark = needs_host_compiler
+TARGET = replace(target_from_name("sm_80"), units=3)
+SCHEDULE = Schedule("gemm_any_binary", 16, 1, 1, 3, 4)
+N, K = 100, 1500
+DTYPE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def computed(bits: int, dtype: str, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(y of the kernel, the weight as numbers [n, k]), float64."""
+    workload = Workload(x.shape[0], N, K, GemmFormat.parse(f"w{bits}a16_any"), dtype)
+    problem = replace(random_problem(workload, bits, TARGET.arch), x=x.to(DTYPE[dtype]))
+    y = torch.full((x.shape[0], N), -1.0, dtype=DTYPE[dtype])
+    GeneratedGemm(workload, SCHEDULE, TARGET)(problem, y)
+    planes = problem.operands["weight"].numpy().view(np.uint32)
+    codes = unpack_planes(planes.reshape(bits, *problem.layout.storage_shape(N, K)), problem.layout, N, K)
+    books = problem.operands["scales"].double().numpy()[:N]
+    return y.double().numpy(), np.take_along_axis(books, codes.astype(np.int64), axis=1)
+
+
+def numbers(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPE)
+@pytest.mark.parametrize("bits", (2, 3, 4))
+def test_what_is_lost_is_a_part_in_four_million_of_the_largest(bits: int, dtype: str) -> None:
+    """Outliers of other steps than the first warp's, a thousand times as large as the rest; and a row of small numbers beside a row of large ones."""
+    x = numbers(bits, 2)
+    x[0, 700], x[0, 1400] = 1000.0, -900.0
+    x[1] *= 2.0**-12
+    y, weight = computed(bits, dtype, x)
+    exact = x.to(DTYPE[dtype]).double().numpy()
+    lost = 2.0**-22 * np.abs(exact).max(axis=1, keepdims=True) * np.abs(weight).sum(axis=1)
+    rounding = 2.0 ** -(11 if dtype == "float16" else 8)
+    expected = exact @ weight.T
+    assert (np.abs(y - expected) <= lost + rounding * np.abs(expected) + 2.0**-20 * np.abs(exact) @ np.abs(weight).T + 1e-7).all()
+    assert np.abs(y[1]).max() > 0
+
+
+def test_zeros_give_zeros() -> None:
+    y, _ = computed(3, "float16", torch.zeros(1, K))
+    assert (y == 0).all()
+
+
+def test_the_smallest_numbers_count() -> None:
+    """Subnormal ones of fp16."""
+    x = torch.zeros(1, K)
+    x[0, 3], x[0, 900] = 2.0**-24, 2.0**-20
+    y, weight = computed(4, "float16", x * 1.0)
+    expected = x.double().numpy() @ weight.T
+    assert np.abs(y - expected).max() <= 2.0**-25 + 1e-12 and np.abs(expected).max() > 2.0**-24
+
+
+@pytest.mark.parametrize("value", (float("inf"), float("-inf"), float("nan")))
+def test_what_is_not_finite_leaves_no_number(value: float) -> None:
+    """In its row; the other rows are as ever."""
+    x = numbers(7, 2)
+    x[0, 1234] = value
+    y, weight = computed(3, "bfloat16", x)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()

@@ -38,6 +38,11 @@ def slot_bytes(bits: int) -> int:
     return bits * ROWS * STEP_K // 8 + ROWS * 2 * (1 << bits)
 
 
+def held(bits: int) -> int:
+    """Registers of a step's planes and x."""
+    return bits * ROWS // 4 + DIGITS // 4
+
+
 def groups(schedule: Schedule) -> int:
     """Groups of warps, 16 output channels each."""
     return schedule.block_n // ROWS

@@ -110,15 +110,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         T.ptx_commit_group()
 
     @T.macro
-    def multiply(shared, counts, warp, lane, turn, slot):
-        """A warp's turn, whose planes lie in ``slot``."""
-        take = (rings_at(shared), slot, x_at(shared, 0), (turn * shares + warp % shares) * rules.STEP_OF_X)
-        if turn == 0:
-            T.call_extern("handle", f"{product}::count<true>", *take, counts.access_ptr("w"), lane)
-        elif turn * shares + warp % shares < steps:
-            T.call_extern("handle", f"{product}::count<false>", *take, counts.access_ptr("rw"), lane)
-
-    @T.macro
     def end(shared, counts, y, after, warp, lane, tile, m_row, thread, last, largest, total, first):
         """Of a tile, whose sums are numbers of ``shared`` from ``first`` on."""
         T.call_extern(
@@ -148,6 +139,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             warp, lane = T.shfl_sync(thread // 32, 0), thread % 32
             largest, sum_of_x = T.alloc_var("uint32", init=0), T.alloc_var("int64", init=0)
+            held = T.alloc_local((rules.held(bits),), "uint32")
             asked, at = T.alloc_local((3,), "int32"), T.alloc_local((1,), "int64")
             slot = T.alloc_var("int32", init=warp * stages * slot_bytes)
 
@@ -175,8 +167,16 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 for turn in T.serial(turns):
                     T.ptx_wait_group(stages - 2)
                     T.sync_warp()  # all lanes' codebooks are there, and all have read the slot that is asked for next
+                    if turn * shares + warp % shares < steps:
+                        T.call_extern(
+                            "handle", f"{product}::hold", rings_at(shared), slot, x_at(shared, 0),
+                            (turn * shares + warp % shares) * rules.STEP_OF_X, held.access_ptr("w"), lane,
+                        )  # fmt: skip
                     request(weight, scales, shared, warp, lane, asked, at)
-                    multiply(shared, counts, warp, lane, turn, slot)
+                    if turn == 0:
+                        T.call_extern("handle", f"{product}::count<true>", held.access_ptr("r"), counts.access_ptr("w"))
+                    elif turn * shares + warp % shares < steps:
+                        T.call_extern("handle", f"{product}::count<false>", held.access_ptr("r"), counts.access_ptr("rw"))
                     if turn < turns - 1:
                         slot = after_slot(warp, slot)
                 end(shared, counts, y, after, warp, lane, tile, m_row, thread, slot, largest, total, number % 2 * sums_words)

@@ -166,21 +166,24 @@ template <typename T, int BITS>
 struct BinaryProduct {
   static constexpr int SETS = 1 << BITS;  // of planes; number 1 << (BITS - 1 - p) has plane p. The empty one is not multiplied
 
-  // counts [SETS - 1][BYTES_OF_X][4] (+)= of 16 rows and 256 k, whose bits of x lie `bits_at` bytes behind
-  // where these begin. FIRST: they were not set before.
+  static constexpr int HELD = BITS * 4 + BYTES_OF_X * 2;  // registers of a step's planes and x
+
+  // held: planes of 16 rows and 256 k, as they lie, and bits of x, `bits_at` bytes behind where these begin.
+  __device__ __forceinline__ static void hold(SharedAddress rings, int slot, SharedAddress x, int bits_at, uint32_t* held, int lane) {
+#pragma unroll
+    for (int p = 0; p < BITS; ++p) load_shared_128(rings.address + slot + lane * 16 + p * 512, held + p * 4);
+#pragma unroll
+    for (int byte = 0; byte < BYTES_OF_X; ++byte) load_shared_64(x.address + bits_at + lane * 8 + byte * 256, held + BITS * 4 + byte * 2);
+  }
+
+  // counts [SETS - 1][BYTES_OF_X][4] (+)= of what is held. FIRST: they were not set before.
   template <bool FIRST>
-  __device__ __forceinline__ static void count(SharedAddress rings, int slot, SharedAddress x, int bits_at, int* counts, int lane) {
-    const uint32_t bits = x.address + bits_at + lane * 8, own = rings.address + slot + lane * 16;
-    uint32_t b[BYTES_OF_X][2], planes[BITS][4];
+  __device__ __forceinline__ static void count(const uint32_t* held, int* counts) {
+    uint32_t planes[BITS][4];
 #pragma unroll
-    for (int byte = 0; byte < BYTES_OF_X; ++byte) load_shared_64(bits + byte * 256, b[byte]);
+    for (int p = 0; p < BITS; ++p)
 #pragma unroll
-    for (int p = 0; p < BITS; ++p) {
-      uint32_t v[4];
-      load_shared_128(own + p * 512, v);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) planes[p][i] = __funnelshift_l(v[i], v[i], p);
-    }
+      for (int i = 0; i < 4; ++i) planes[p][i] = __funnelshift_l(held[p * 4 + i], held[p * 4 + i], p);
 #pragma unroll
     for (int set = 1; set < SETS; ++set) {
       uint32_t a[4];
@@ -195,7 +198,7 @@ struct BinaryProduct {
       for (int byte = 0; byte < BYTES_OF_X; ++byte) {
         int* d = counts + ((set - 1) * BYTES_OF_X + byte) * 4;
         if constexpr (FIRST) d[0] = d[1] = d[2] = d[3] = 0;
-        mma_m16n8k256(d, a, b[byte]);
+        mma_m16n8k256(d, a, held + BITS * 4 + byte * 2);
       }
     }
   }

@@ -108,7 +108,8 @@ def binary_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
     if shares(s) > steps(workload):
         reasons.append(
-            f"{shares(s)} warps share k, but k {workload.k} has {steps(workload)} steps of {STEP_K}; use fewer num_warps or a larger block_n."
+            f"{shares(s)} warps share k, but k {workload.k} has {steps(workload)} steps of {STEP_K}; "
+            "use fewer num_warps or a larger block_n."
         )
     smem = shared_bytes(workload, s)
     if smem > target.smem:

@@ -1,4 +1,4 @@
-"""The rules of ``gemm_any``, ``gemm_any_binary`` and ``gemm_any_wgmma``: what they accept and say, candidates for every device, and what their models expect."""
+"""The rules of the programs for bit planes: what they accept and say, candidates for every device, and what their models expect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
 from tilebit.schedules.gemm import any_binary, any_wgmma
 from tilebit.schedules.gemm.any import ARCHES, PROGRAM, shared_bytes, table_bytes
-from tilebit.schedules.gemm.any_cost import any_estimate
 from tilebit.schedules.gemm.any_binary_cost import any_binary_estimate
+from tilebit.schedules.gemm.any_cost import any_estimate
 from tilebit.schedules.gemm.operation import ANY, ANY_WGMMA
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, find_rule, legal

@@ -21,9 +21,11 @@ def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
 # More tiles than the five blocks of the target; shares of k of unequal length.
 MANY, FEW = schedule(16, 3, 3), schedule(32, 4, 4)
 W3, W4 = of_width(3, m=2, n=250, k=1000), of_width(4, m=1, n=180, k=900)
-LONG = of_width(3, m=1, n=60, k=3000)
+LONG, SHORT = of_width(3, m=1, n=60, k=3000), of_width(3, m=1, n=60, k=500)
+LEFT = "# sums of the tile after"
+NEXT_TILE, ROWS = "asked[1] = 0\n                at[0] = place(warp, lane, ", "groups + warp // shares"
 BUGS = (
-    device("planes not aligned", W3, MANY, ("__funnelshift_l(v[i], v[i], p)", "v[i]")),
+    device("planes not aligned", W3, MANY, ("__funnelshift_l(held[p * 4 + i], held[p * 4 + i], p)", "held[p * 4 + i]")),
     device("planes in the order of numbers", W4, FEW, ("set >> (BITS - 1 - p) & 1", "set >> p & 1")),
     device("a set with a plane too few", W4, FEW, ("p < BITS; ++p)\n          if (set", "p < BITS - 1; ++p)\n          if (set")),
     device("halves of k exchanged with rows", W3, FEW, ("planes[p][i % 2 * 2 + i / 2]", "planes[p][i]")),
@@ -38,14 +40,14 @@ BUGS = (
     device("codebook of row r for row r + 8", W3, MANY, ("const int row = (lane >> 2) + 8 * h;", "const int row = lane >> 2;")),
     device("counts of the tile before kept", W3, MANY, ("if constexpr (FIRST) d[0]", "if constexpr (false) d[0]")),
     device("the middle byte worth as much as the lowest", W4, FEW, ("256 * (d[4]", "1 * (d[4]"), sign="relative error"),
-    page("planes of the first tile for all", W3, MANY, ("at[0] = place(warp, lane, asked[0])\n        asked", "at[0] = place(warp, lane, 0)\n        asked")),
-    page("codebooks of the tile before", W3, MANY, ("asked[0] * groups + warp // shares, lane", "T.max(asked[0] - grid, 0) * groups + warp // shares, lane")),
+    page("planes of the first tile for all", W3, MANY, (f"{NEXT_TILE}asked[0])", f"{NEXT_TILE}0)")),
+    page("codebooks of the tile before", W3, MANY, (f"asked[0] * {ROWS}, lane", f"T.max(asked[0] - grid, 0) * {ROWS}, lane")),
     page("steps of the neighbouring share", W4, FEW, ("* steps + warp % shares, \"int64\"", "* steps + (warp + 1) % shares, \"int64\"")),
     page("planes read before they have come", LONG, MANY, ("T.ptx_wait_group(stages - 2)", "T.ptx_wait_group(stages)")),
     page("bits made of x before it has come", LONG, MANY, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
     page("a slot behind", LONG, MANY, ("if turn < turns - 1:", "if turn < turns - 2:")),
     page("every share adds the sum of x", W4, FEW, ("T.if_then_else(warp % shares == 0, total, T.float32(0))", "total")),
     page("x of the first row for all", W3, MANY, ("T.address_of(x[m_row, step", "T.address_of(x[0, step")),
-    page("more of x read than is there", of_width(3, m=1, n=60, k=500), schedule(16, 3, 2), ("lane * 8 < p.kx", "lane * 8 < p.kx + 8"), sign=""),
-    page("sums stored before all have left theirs", W4, FEW, ("        T.sync_threads()  # sums of the tile after", "        # sums of the tile after"), sign=""),
+    page("more of x read than is there", SHORT, schedule(16, 3, 2), ("lane * 8 < p.kx", "lane * 8 < p.kx + 8"), sign=""),
+    page("sums stored before all have left theirs", W4, FEW, (f"T.sync_threads()  {LEFT}", LEFT), sign=""),
 )  # fmt: skip

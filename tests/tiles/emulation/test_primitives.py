@@ -97,8 +97,8 @@ void matrix_row(const void* in, uint32_t* out, int shift) {
 }
 """
 NAMES = (
-    "shuffles", "votes", "apart", "outside", "foreign", "endless", "missing", "transpose", "counted", "turned", "functions", "rounded", "pairs", "loads",
-    "stores", "matrix_row",
+    "shuffles", "votes", "apart", "outside", "foreign", "endless", "missing", "transpose", "counted", "turned", "functions", "rounded",
+    "pairs", "loads", "stores", "matrix_row",
 )  # fmt: skip
 VALUES = np.array([-3.75, -1.5, -2.5, -0.5, 0.5, 1.5, 2.5, 0.1, 0.3, 7, 60, -60, 1e-3, 3.5e4, 1e-6, 2.0**-20, *np.linspace(-9, 9, 16)])
 

@@ -1,4 +1,4 @@
-"""``gemm_any``, ``gemm_any_binary`` and ``gemm_any_wgmma`` without a GPU: the whole kernels that TileLang generates, on every thread of every block, exact from
+"""The CUDA programs for bit planes without a GPU: the whole kernels that TileLang generates, on every thread of every block, exact from
 bit planes to y; every width, ragged sizes, shares of k."""
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def numbers(seed: int, rows: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPE)
 @pytest.mark.parametrize("bits", (2, 3, 4))
 def test_what_is_lost_is_a_part_in_four_million_of_the_largest(bits: int, dtype: str) -> None:
-    """Outliers of other steps than the first warp's, a thousand times as large as the rest; and a row of small numbers beside a row of large ones."""
+    """Outliers of other steps than the first warp's, a thousand times as large as the rest; a row of small numbers beside a row of large
+    ones."""
     x = numbers(bits, 2)
     x[0, 700], x[0, 1400] = 1000.0, -900.0
     x[1] *= 2.0**-12
@@ -80,5 +81,5 @@ def test_what_is_not_finite_leaves_no_number(value: float) -> None:
     """In its row; the other rows are as ever."""
     x = numbers(7, 2)
     x[0, 1234] = value
-    y, weight = computed(3, "bfloat16", x)
+    y, _ = computed(3, "bfloat16", x)
     assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()

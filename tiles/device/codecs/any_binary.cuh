@@ -6,7 +6,7 @@
 // So y is sum over S of c[S] * sum over k of x where all planes of S have a one. x is an integer of one
 // scale for all k, whose bits are columns of the B operand of mma.m16n8k256: a product counts, for 16
 // rows and eight bits of x, the k at which both have a one. Of DIGITS bits the highest is one and
-// counts -OFFSET, so that the others hold x + OFFSET. Counts are exact, and x keeps 22 bits below the
+// counts -2^22, so that the others hold x + 2^22. Counts are exact, and x keeps 22 bits below the
 // largest of a row: about as many as a sum in fp32 of which this is a part.
 //
 // A lane's 16 bytes of a plane (layouts/planes.py) are the A operand of 16 rows and 256 k, but for a
@@ -17,16 +17,7 @@
 namespace tilebit {
 
 constexpr int DIGITS = 24, BYTES_OF_X = DIGITS / 8, STEP_OF_X = BYTES_OF_X * 256;  // bytes of the bits of 256 numbers
-constexpr int OFFSET = 1 << (DIGITS - 2);
-
-__device__ __forceinline__ void mma_m16n8k256(int* d, const uint32_t* a, const uint32_t* b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+constexpr int UNITS = DIGITS - 3;  // the largest of a row is 2^UNITS units or more, and less than twice as many
 
 // ---- x ----
 
@@ -70,7 +61,6 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t largest, float* sh
   for (int i = 0; i < WARPS; ++i) largest = max(largest, __float_as_uint(shared[i]));
   return largest;
 }
-constexpr int UNITS = DIGITS - 3;  // the largest is at least 2^UNITS of them, and less than OFFSET
 // What an integer's unit is worth. Not a number where x has one that is not finite: so is y then.
 template <typename T>
 __device__ __forceinline__ float unit_of(uint32_t largest) {
@@ -101,7 +91,7 @@ __device__ __forceinline__ void gather_bytes(const uint32_t (&v)[4], uint32_t (&
 
 // 256 numbers of a warp become their bits, in place: STEP_OF_X bytes, [byte][lane of B][word]. Returns the
 // sum of a lane's integers. In a byte of a plane bit j + 4 h is k = 2 j + h. Added to 1.5 * 2^23 a number is
-// rounded, and its integer and OFFSET are the lowest bits of the sum.
+// rounded, and its integer plus 2^22 are the lowest bits of the sum.
 template <typename T>
 __device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int lane) {
   const float scale = power_of_two(UNITS - exponent_of<T>(largest)), base = 12582912.0f;
@@ -207,7 +197,7 @@ struct BinaryProduct {
   // has bits 2 (lane % 4) and the next of each byte. The slot has codebooks; `all`: sum of x, where the
   // empty set's part is added.
   __device__ __forceinline__ static void finish(SharedAddress rings, int slot, const int* counts, float all, float unit, float* sums, int lane) {
-    const int next = (lane & 3) == 3 ? -1 : 2;  // the highest bit counts -OFFSET, as much as the one below it
+    const int next = (lane & 3) == 3 ? -1 : 2;  // the highest bit counts -2^22, as many as the one below it
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (lane >> 2) + 8 * h;

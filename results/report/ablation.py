@@ -113,9 +113,9 @@ def any_ablation_section(folder: Path) -> str:
     about = (
         "Median µs of one product of bit planes and codebooks as the ideas are added one after another, each with the best of its "
         "schedules, in one process; in brackets, times faster than the first step. Layout, efficient bit transposition and merged "
-        "look-ups are Any-Precision LLM's, whose baseline transposes matrices of 8 x 8 bits; tables for each lane and look-ups in "
-        "registers are not. A dash: codes of that width do not have the idea, or no kernel passed the gate. The last step of a case "
-        "is the library's kernel."
+        "look-ups are Any-Precision LLM's, whose baseline transposes matrices of 8 x 8 bits; tables for each lane, look-ups in "
+        "registers and planes multiplied as bits are not. A dash: codes of that width do not have the idea, or no kernel passed the "
+        "gate. The last two steps of up to 4 bits, else the last one, are kernels of the library."
     )
     return "\n\n".join([about, *parts]) if parts else ""
 

@@ -9,9 +9,11 @@
    paper)
 5  merged look-ups: tables of pairs, a look-up gives two numbers; of up to 4 bits
 6  a quarter of the codes is looked up in registers (not in the paper); of 3 bits
+7  planes are multiplied as they lie, on binary tensor cores, and nothing is looked up (not in the
+   paper): ``gemm_any_binary``; of up to 4 bits
 
-Layout, transposition and merging are those of Any-Precision LLM (Park et al., 2024), 5.3. Steps are
-variants of ``gemm_any`` (``any_variants``), the last of a width is ``gemm_any`` itself.
+Layout, transposition and merging are those of Any-Precision LLM (Park et al., 2024), 5.3. Steps that
+look up are variants of ``gemm_any`` (``any_variants``), the last of them is ``gemm_any`` itself.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tilebit.schedules.gemm import any_binary
 from tilebit.schedules.gemm.any import PAIRED_BITS, PROGRAM
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import find_rule, legal
@@ -51,14 +54,16 @@ STEPS = (
     Step(4, "a table for each lane", apart.PROGRAM.name),
     Step(5, "merged look-ups", merged.PROGRAM.name, PAIRED_BITS),
     Step(6, "a quarter of the look-ups in registers", PROGRAM, IN_REGISTERS),
+    Step(7, "planes multiplied as bits", any_binary.PROGRAM, max(any_binary.BITS)),
 )
 
 
 def steps_of(bits: int) -> tuple[Step, ...]:
-    """The steps of codes of so many bits. The last one's program is the library's, which has the
-    same ideas."""
+    """The steps of codes of so many bits. The last one that looks up is the library's ``gemm_any``,
+    which has the same ideas."""
     own = [step for step in STEPS if bits <= step.bits]
-    return (*own[:-1], replace(own[-1], program=PROGRAM))
+    last = max(i for i, step in enumerate(own) if step.program != any_binary.PROGRAM)
+    return tuple(replace(step, program=PROGRAM) if i == last else step for i, step in enumerate(own))
 
 
 def drawn(workload: Workload, target: Target, records: Iterable[TuningRecord] | None = None) -> dict[Step, list[Schedule]]:
@@ -66,10 +71,11 @@ def drawn(workload: Workload, target: Target, records: Iterable[TuningRecord] | 
     of this architecture (``records``, default: the shipped), then the program's candidates, the
     first of each number of warps before others."""
     tuned = [r for r in (shipped_records() if records is None else records) if r.ok and r.workload == workload and r.arch == target.arch]
-    known = [r.schedule for r in sorted(tuned, key=lambda r: r.us or 0.0) if r.schedule.program == PROGRAM]
+    known = [r.schedule for r in sorted(tuned, key=lambda r: r.us or 0.0)]
     found = {}
     for step in steps_of(workload.format.bits):
-        named = dict.fromkeys(replace(s, program=step.program) for s in known)
+        own = step.program if step.program == any_binary.PROGRAM else PROGRAM
+        named = dict.fromkeys(replace(s, program=step.program) for s in known if s.program == own)
         first = [s for s in named if not legal(workload, s, target)][:TUNED]
         rest = find_rule(step.program).candidates(workload, target)
         one_each = {s.num_warps: s for s in reversed(rest)}

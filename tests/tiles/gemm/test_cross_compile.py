@@ -18,6 +18,7 @@ from toolchain import machine_code, needs_nvcc
 
 from results.measure.static.conflicts import conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.schedules.gemm.any_binary import shares, steps
 from tilebit.schedules.gemm.rules import workspace_words
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import find_rule, legal
@@ -225,7 +226,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
     if schedule.program == ANY_BINARY:
-        check_counted_products(kernel, workload.format.bits)
+        check_counted_products(kernel, workload, schedule)
 
 
 def check_early_copies(kernel: Kernel) -> None:
@@ -248,12 +249,13 @@ def check_integer_products(kernel: Kernel, schedule: Schedule) -> None:
     assert set(re.findall(r"\b[HIQ]MMA[.\w]*", sass)) == {"IMMA.16832.S8.S8"}
 
 
-def check_counted_products(kernel: Kernel, bits: int) -> None:
+def check_counted_products(kernel: Kernel, workload: Workload, schedule: Schedule) -> None:
     """Planes are multiplied as bits, three times for each set of them, and nothing else is: of a step once where counts begin, once where
-    they go on."""
+    they go on, if a warp has more than one."""
+    several = steps(workload) > shares(schedule)
     sass = machine_code(kernel.path / "kernel.cubin")
     found = re.findall(r"\b[A-Z]MMA[.\w]*", sass)
-    assert set(found) == {"BMMA.168256.AND.POPC"} and len(found) == 2 * 3 * ((1 << bits) - 1)
+    assert set(found) == {"BMMA.168256.AND.POPC"} and len(found) == (1 + several) * 3 * ((1 << workload.format.bits) - 1)
 
 
 def check_float_products(kernel: Kernel, schedule: Schedule) -> None:

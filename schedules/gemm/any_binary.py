@@ -23,10 +23,10 @@ BITS = (2, 3, 4)  # sets of the planes of more bits are too many: their counts f
 ROWS = 16  # of a warp
 BLOCK_N = tuple(range(ROWS, 129, ROWS))
 MAX_WARPS, STAGES = 16, (2, 8)
-DIGITS = 24  # bits of x
-STEP_OF_X = DIGITS * STEP_K // 8  # bytes
+BITS_OF_X = 24  # bits of x
+STEP_OF_X = BITS_OF_X * STEP_K // 8  # bytes
 REDUCED = 128  # bytes in which the block's warps agree on x's scale and sum: two words a warp
-SPARE = 64  # registers of planes, operands, addresses
+SPARE = 52  # registers of planes, operands, addresses
 # What is tried.
 WARPS = (8, 12)  # 6, 9 and 10 were never the fastest: an SM's four schedulers have unequally many
 FULL = 0.75  # of the best share of the SMs' time
@@ -40,7 +40,7 @@ def slot_bytes(bits: int) -> int:
 
 def held(bits: int) -> int:
     """Registers of a step's planes and x."""
-    return bits * ROWS // 4 + DIGITS // 4
+    return bits * ROWS // 4 + BITS_OF_X // 4
 
 
 def groups(schedule: Schedule) -> int:
@@ -75,7 +75,7 @@ def shared_bytes(workload: Workload, schedule: Schedule) -> int:
 
 def registers_needed(workload: Workload) -> int:
     """Registers of a thread, about: counts of each set of planes, and what is under way."""
-    return ((1 << workload.format.bits) - 1) * DIGITS // 8 * 4 + SPARE - 16 * (workload.format.bits == BITS[-1])
+    return ((1 << workload.format.bits) - 1) * BITS_OF_X // 8 * 4 + SPARE
 
 
 def block_tiles(workload: Workload, schedule: Schedule) -> int:

@@ -14,7 +14,7 @@ from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
 from .any import steps
-from .any_binary import DIGITS, block_tiles, blocks, shares, slot_bytes
+from .any_binary import BITS_OF_X, block_tiles, blocks, fill, shares, slot_bytes
 from .cost import KNEE_BYTES, LANES, STREAM_BURST
 from .workload import Workload
 
@@ -34,9 +34,9 @@ def any_binary_estimate(workload: Workload, schedule: Schedule, target: Target) 
     w, s, bits, clock = workload, schedule, workload.format.bits, target.dequant_gops / target.units / LANES
     tiles, there = block_tiles(w, s), blocks(w, s, target)
     turns, own, rows = ceil(tiles / there), ceil(steps(w) / shares(s)), max(1, w.m)  # turns of a block, steps of a warp for a tile
-    utilization = tiles * steps(w) / (turns * target.units * own * shares(s))
+    utilization = fill(w, s, target)
 
-    step = ((1 << bits) - 1) * DIGITS // 8 * PRODUCT_CYCLES + (SELECTED[bits] + STEP_INSTRUCTIONS) * OTHER_CYCLES
+    step = ((1 << bits) - 1) * BITS_OF_X // 8 * PRODUCT_CYCLES + (SELECTED[bits] + STEP_INSTRUCTIONS) * OTHER_CYCLES
     ends, x = END_INSTRUCTIONS[bits] * OTHER_CYCLES, ceil(steps(w) / s.num_warps) * X_INSTRUCTIONS * OTHER_CYCLES
     compute = rows * (turns * (own * step + ends) + x) * ceil(s.num_warps / SCHEDULERS) / (clock * 1e3)
 

@@ -34,6 +34,9 @@ class AnyPrecisionLinear(nn.Module):
     loading a state_dict that was packed for another one. ``load_state_dict`` refuses entries that
     are not this layer's, and then changes nothing. Derivatives are those of ``tilebit.gemm``: with
     respect to x and bias.
+
+    On a GPU one row of x may be rounded to 2^-22 of its largest number at widths of up to 4 bits, and
+    then makes a row of NaN where it has a number that is not finite.
     """
 
     planes: Tensor

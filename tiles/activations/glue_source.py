@@ -6,9 +6,8 @@ from ...schedules.activations.glue import GlueWorkload
 from ..compiler.headers import GATES, TYPES, device_source, literal
 
 HEADERS = (
-    "ptx/instructions.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "store/gate.cuh", "activations/inverse_root.cuh",
-    "activations/quantize.cuh",
-    "activations/rows.cuh",
+    "ptx/instructions.cuh", "ptx/lanes.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "store/gate.cuh",
+    "activations/inverse_root.cuh", "activations/quantize.cuh", "activations/rows.cuh",
 )  # fmt: skip
 PASSES = {
     "tl.disable_thread_storage_sync": True,  # the barriers that are needed stand in the programs

@@ -30,7 +30,9 @@ from ..attention.leaves import caller
 from ..compiler.headers import GATES, TYPES, device_source, literal
 from ..program import TileProgram
 
-HEADERS = ("ptx/instructions.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "activations/quantize.cuh")
+HEADERS = (
+    "ptx/instructions.cuh", "ptx/lanes.cuh", "pipeline/dependent.cuh", "kv/pairs.cuh", "codecs/e4m3.cuh", "activations/quantize.cuh",
+)  # fmt: skip
 SUMMED_HEADERS = (  # where what comes in is not x itself
     *HEADERS, "store/gate.cuh", "activations/inverse_root.cuh", "activations/rows.cuh", "activations/incoming.cuh",
 )  # fmt: skip

@@ -3,16 +3,19 @@ tensor cores.
 
     y[m, n] = sum_k x[m, k] * codebook[n, q[n, k]] (* token_scales[m]) (+ bias[n]) (+ residual[m, n])
 
-The paper (Any-Precision LLM, section 4) makes codes of planes, looks numbers up and multiplies these.
-Here planes are multiplied as they lie: a codebook is a sum over sets of planes, and of each set it
-is counted for each bit of x at how many k both have a one (``device/codecs/any_binary.cuh``, in CUDA
+The paper (Any-Precision LLM, 5.3) makes codes of planes, looks numbers up and multiplies these. Here
+planes are multiplied as they lie: a codebook is a sum over sets of planes, and of each set it is
+counted for each bit of x at how many k both have a one (``device/codecs/any_binary.cuh``, in CUDA
 because what a lane holds is the instruction's concern). One instruction counts 16 rows, 256 k and
-eight bits of x. A weight of 3 bits takes a third of the instructions of looking it up.
+eight bits of x.
+
+An x is rounded to 2^-22 of the largest of its row. Where a row of x has a number that is not finite,
+its row of y is not a number. Every sum has a fixed order.
 
 A block of the persistent grid turns its row of x into bits, once, while the first planes are on
-their way to its warps' rings; then it takes tile after tile of ``block_n`` output channels. A warp has
-16 channels and a share of k, and adds nothing to other warps' sums but at the end of a tile; its
-ring goes on to the next tile. Every sum has a fixed order.
+their way to its warps' rings; then it takes tile after tile of ``block_n`` output channels. A warp
+has 16 channels and a share of k, and adds nothing to other warps' sums but at the end of a tile; its
+ring goes on to the next tile.
 """
 
 from typing import Any
@@ -30,7 +33,9 @@ from .operands import Operands
 from .stream_sums import sum_macros
 
 ROWS_OF = CUDA_TILE_N // rules.ROWS  # pieces of 16 rows that follow each other in a tile of planes
-HEADERS = ("ptx/instructions.cuh", "codecs/any_binary.cuh", "store/split_k.cuh", "store/gate.cuh")
+HEADERS = (
+    "ptx/instructions.cuh", "ptx/lanes.cuh", "codecs/bit_matrix.cuh", "codecs/any_binary.cuh", "store/split_k.cuh", "store/gate.cuh",
+)  # fmt: skip
 
 
 class From:
@@ -134,7 +139,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(grid, m, threads=threads) as (block, m_row):
             T.import_source(device_source(HEADERS))
             shared = T.alloc_shared((rules.shared_bytes(workload, s) // 4,), "float32")  # sums of two tiles, x, rings
-            counts = T.alloc_local((sets * rules.DIGITS // 8 * 4,), "int32")
+            counts = T.alloc_local((sets * rules.BITS_OF_X // 8 * 4,), "int32")
             thread = T.get_thread_binding()
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             warp, lane = T.shfl_sync(thread // 32, 0), thread % 32

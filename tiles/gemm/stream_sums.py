@@ -1,6 +1,7 @@
-"""The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and the programs of bit planes for few rows:
-the sums of a block's rings, and of the blocks that share the tile, are added up in one order, ring by
-ring, block by block, and stored: each by itself, or of a gate and what it gates their product."""
+"""The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and the programs of bit planes for few
+rows: the sums of a block's rings, and of the blocks that share the tile, are added up in one order,
+ring by ring, block by block, and stored: each by itself, or of a gate and what it gates their
+product."""
 
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     followed by the rings' sums of squares of the column; an element of the tile
     is numbered ``column * block_n + row``; ``after`` is what follows. ``stored`` numbers of y come of
     a tile, in order: number i of its element i, or with a gate of ``gate_of(i)`` and of the element
-    that this gates: both lie in one tile, as block_n is a multiple of both together. ``rings``: of the
-    block, 0 as many as the rule of the streaming programs says."""
+    that this gates: both lie in one tile, as block_n is a multiple of both together. ``rings``:
+    how many a block has; 0: what the rule of the streaming programs says."""
     import tilelang.language as T
 
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n

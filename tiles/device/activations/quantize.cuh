@@ -7,7 +7,7 @@
 // the search for the largest (1,024 threads of four chunks: up to 92 bytes of spills without); KEEPING:
 // that many threads of a block keep the norm's weight and the factors of their columns, and pointers
 // are to what `keep` wrote; 0: none does.
-// Comes after ptx/instructions.cuh, kv/pairs.cuh and codecs/e4m3.cuh.
+// Comes after ptx/instructions.cuh, ptx/lanes.cuh, kv/pairs.cuh and codecs/e4m3.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -158,18 +158,5 @@ struct Chunk {
     return sum < INFINITY ? __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, R::K), R::EPS))) : __uint_as_float(0x7fc00000u);
   }
 };
-
-// Over LANES neighbouring lanes, for all of them.
-template <int LANES>
-__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t value) {
-#pragma unroll
-  for (int step = 1; step < LANES; step *= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, step));
-  return value;
-}
-__device__ __forceinline__ float sum_of_lanes(float value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-  return value;
-}
 
 }  // namespace tilebit

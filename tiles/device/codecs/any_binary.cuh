@@ -1,23 +1,28 @@
-// Products of weights of few bits and codebooks by binary tensor cores: bit planes are multiplied as
-// they lie in memory, nothing is looked up and no weight is made.
+// Products of weights of few bits and codebooks by binary tensor cores: bit planes are multiplied
+// as they lie in memory, nothing is looked up and no weight is made.
 //
-// A codebook of b bits is a sum over sets of its planes: the number of a code is sum over sets S of
-// c[S] where all bits of S are set, and c is found once a row (numbers of codes below, subtracted).
-// So y is sum over S of c[S] * sum over k of x where all planes of S have a one. x is an integer of one
-// scale for all k, whose bits are columns of the B operand of mma.m16n8k256: a product counts, for 16
-// rows and eight bits of x, the k at which both have a one. Of DIGITS bits the highest is one and
-// counts -2^22, so that the others hold x + 2^22. Counts are exact, and x keeps 22 bits below the
-// largest of a row: about as many as a sum in fp32 of which this is a part.
+// A codebook of b bits is a sum over sets of its planes: the number of a code is the sum over sets S
+// of c[S] where all bits of S are set, and c is found once a row (numbers of codes below,
+// subtracted). So y is the sum over S of c[S] times the sum over k of x where all planes of S have a
+// one. x is an integer of one scale for all k, whose bits are columns of the B operand of
+// mma.m16n8k256: a product counts, for 16 rows and eight bits of x, the k at which both have a one.
+// An x has four digits of six bits, in base 64 and from -32 to 31, one for each lane of a row: the
+// higher ones of a small x are zero, and what a lane sums is as small as x is (of two's complement a
+// lane would sum the signs of all x, and lose what is small beside the largest). Counts are exact, and
+// an x is off by 2^-22 of the largest of its row at most.
 //
 // A lane's 16 bytes of a plane (layouts/planes.py) are the A operand of 16 rows and 256 k, but for a
-// rotation of plane p by p bits. Comes after ptx/instructions.cuh.
+// rotation of plane p by p bits. Comes after ptx/instructions.cuh, ptx/lanes.cuh and
+// codecs/bit_matrix.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
 
-constexpr int DIGITS = 24, BYTES_OF_X = DIGITS / 8, STEP_OF_X = BYTES_OF_X * 256;  // bytes of the bits of 256 numbers
-constexpr int UNITS = DIGITS - 3;  // the largest of a row is 2^UNITS units or more, and less than twice as many
+constexpr int BITS_OF_X = 24, BYTES_OF_X = BITS_OF_X / 8, STEP_OF_X = BYTES_OF_X * 256;  // bytes of the bits of 256 numbers
+constexpr int UNITS = BITS_OF_X - 3;  // the largest of a row is 2^UNITS units or more, and less than twice as many
+constexpr int DIGIT = 6;              // bits of a digit
+constexpr uint32_t HALVES = 0x820820;  // 32 of each digit: added, digits are from 0 to 63
 
 // ---- x ----
 
@@ -53,8 +58,7 @@ __device__ __forceinline__ uint32_t larger(uint32_t largest, SharedAddress x, in
 // Of all WARPS warps. `shared`: a word a warp.
 template <int WARPS>
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t largest, float* shared, int warp, int lane) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+  largest = largest_of_lanes<32>(largest);
   if (lane == 0) shared[warp] = __uint_as_float(largest);
   __syncthreads();
 #pragma unroll
@@ -68,20 +72,6 @@ __device__ __forceinline__ float unit_of(uint32_t largest) {
   return value - value == 0.0f ? unit : value - value;
 }
 
-// Eight bytes, transposed as a matrix of bits: byte i of what comes has bit i of each.
-__device__ __forceinline__ void transpose_bits(uint32_t& low, uint32_t& high) {
-  uint32_t t = (low ^ low >> 7) & 0x00aa00aau;
-  low ^= t ^ t << 7;
-  t = (high ^ high >> 7) & 0x00aa00aau;
-  high ^= t ^ t << 7;
-  t = (low ^ low >> 14) & 0x0000ccccu;
-  low ^= t ^ t << 14;
-  t = (high ^ high >> 14) & 0x0000ccccu;
-  high ^= t ^ t << 14;
-  const uint32_t upper = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
-  low = (low & 0x0f0f0f0fu) | (high << 4 & 0xf0f0f0f0u), high = upper;
-}
-
 // Byte i of each of four words, to words of theirs.
 __device__ __forceinline__ void gather_bytes(const uint32_t (&v)[4], uint32_t (&bytes)[BYTES_OF_X]) {
   const uint32_t first = __byte_perm(v[0], v[1], 0x5140), second = __byte_perm(v[2], v[3], 0x5140);
@@ -89,19 +79,22 @@ __device__ __forceinline__ void gather_bytes(const uint32_t (&v)[4], uint32_t (&
   bytes[2] = __byte_perm(__byte_perm(v[0], v[1], 0x0062), __byte_perm(v[2], v[3], 0x0062), 0x5410);
 }
 
-// 256 numbers of a warp become their bits, in place: STEP_OF_X bytes, [byte][lane of B][word]. Returns the
-// sum of a lane's integers. In a byte of a plane bit j + 4 h is k = 2 j + h. Added to 1.5 * 2^23 a number is
-// rounded, and its integer plus 2^22 are the lowest bits of the sum.
+// 256 numbers of a warp become their bits, in place: STEP_OF_X bytes, [product][lane of B][word]. Bits
+// 2 s and 2 s + 1 of digit t are columns 2 t and 2 t + 1 of product s. Returns the sum of a lane's
+// integers. In a byte of a plane bit j + 4 h is k = 2 j + h. Added to 1.5 * 2^23 a number is rounded to
+// an integer.
 template <typename T>
 __device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int lane) {
+  constexpr uint32_t HIGHEST[BYTES_OF_X] = {0x20202020u, 0x08080808u, 0x82828282u};  // bits of HALVES: of a signed digit they are turned
   const float scale = power_of_two(UNITS - exponent_of<T>(largest)), base = 12582912.0f;
   uint32_t v[4], n[2][4];
   load_shared_128(x.address + lane * 16, v);
   __syncwarp();
-  int sum = -8 * int(__float_as_uint(base));
+  uint32_t sum = 0u - 8 * HALVES;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    n[i % 2][i / 2] = __float_as_uint(fmaf(to_float(from_bits<T>(i % 2 ? v[i / 2] >> 16 : v[i / 2] & 0xffff)), scale, base));
+    const float rounded = fmaf(to_float(from_bits<T>(i % 2 ? v[i / 2] >> 16 : v[i / 2] & 0xffff)), scale, base);
+    n[i % 2][i / 2] = __float_as_uint(rounded) - __float_as_uint(base) + HALVES;
     sum += n[i % 2][i / 2];
   }
   const uint32_t to = x.address + (lane & 3) * 8 + (lane >> 4) * 4 + (lane >> 2 & 3);
@@ -109,18 +102,20 @@ __device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int la
   gather_bytes(n[0], low), gather_bytes(n[1], high);
 #pragma unroll
   for (int byte = 0; byte < BYTES_OF_X; ++byte) {
-    if (byte == BYTES_OF_X - 1) low[byte] |= 0x80808080u, high[byte] |= 0x80808080u;
+    low[byte] ^= HIGHEST[byte], high[byte] ^= HIGHEST[byte];
     transpose_bits(low[byte], high[byte]);
 #pragma unroll
-    for (int bit = 0; bit < 8; ++bit) store_shared_8(to + byte * 256 + bit * 32, (bit < 4 ? low : high)[byte] >> 8 * (bit % 4));
+    for (int bit = 0; bit < 8; ++bit) {
+      const int digit = (byte * 8 + bit) / DIGIT, place = (byte * 8 + bit) % DIGIT;
+      store_shared_8(to + place / 2 * 256 + (2 * digit + place % 2) * 32, (bit < 4 ? low : high)[byte] >> 8 * (bit % 4));
+    }
   }
-  return sum;
+  return int(sum);
 }
 
 // The sum over a warp's lanes, to a word of its own.
 __device__ __forceinline__ void tell_sum(float sum, float* shared, int warp, int lane) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  sum = sum_of_lanes(sum);
   if (lane == 0) shared[warp] = sum;
 }
 // The sum over all WARPS warps of what they told.
@@ -134,8 +129,8 @@ __device__ __forceinline__ float sum_of_block(const float* shared) {
 
 // ---- products ----
 
-// A slot of a warp's ring, `slot` bytes behind where rings begin: [plane] 512 bytes, then codebooks of 16
-// rows. `at`: bytes from where the first plane begins to a lane's of 16 rows and 256 k.
+// A slot of a warp's ring, `slot` bytes behind where rings begin: [plane] 512 bytes, then codebooks of
+// 16 rows. `at`: bytes from where the first plane begins to a lane's of 16 rows and 256 k.
 template <int BITS>
 __device__ __forceinline__ void copy_planes(SharedAddress rings, int slot, const void* weight, int64_t at, int64_t stride, int lane) {
   const char* from = static_cast<const char*>(weight) + at;
@@ -156,9 +151,8 @@ template <typename T, int BITS>
 struct BinaryProduct {
   static constexpr int SETS = 1 << BITS;  // of planes; number 1 << (BITS - 1 - p) has plane p. The empty one is not multiplied
 
-  static constexpr int HELD = BITS * 4 + BYTES_OF_X * 2;  // registers of a step's planes and x
-
-  // held: planes of 16 rows and 256 k, as they lie, and bits of x, `bits_at` bytes behind where these begin.
+  // held: planes of 16 rows and 256 k, as they lie, and bits of x, `bits_at` bytes behind where these
+  // begin.
   __device__ __forceinline__ static void hold(SharedAddress rings, int slot, SharedAddress x, int bits_at, uint32_t* held, int lane) {
 #pragma unroll
     for (int p = 0; p < BITS; ++p) load_shared_128(rings.address + slot + lane * 16 + p * 512, held + p * 4);
@@ -193,11 +187,10 @@ struct BinaryProduct {
     }
   }
 
-  // The warp's share of y of 16 rows, to `sums`: counts times what a bit of x is worth and c[set]. A lane
-  // has bits 2 (lane % 4) and the next of each byte. The slot has codebooks; `all`: sum of x, where the
-  // empty set's part is added.
+  // The warp's share of y of 16 rows, to `sums`: counts times what a bit of x is worth and c[set]. A
+  // lane has the digit lane % 4. The slot has codebooks; `all`: the sum of x for the share that adds
+  // the empty set's part, else 0.
   __device__ __forceinline__ static void finish(SharedAddress rings, int slot, const int* counts, float all, float unit, float* sums, int lane) {
-    const int next = (lane & 3) == 3 ? -1 : 2;  // the highest bit counts -2^22, as many as the one below it
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (lane >> 2) + 8 * h;
@@ -216,10 +209,9 @@ struct BinaryProduct {
 #pragma unroll
       for (int set = 1; set < SETS; ++set) {
         const int* d = counts + (set - 1) * BYTES_OF_X * 4 + 2 * h;
-        const int low = d[0] + 2 * d[1] + 256 * (d[4] + 2 * d[5]), high = d[8] + next * d[9];
-        sum += c[set] * (float(high) * 65536.0f + float(low));
+        sum += c[set] * float(d[0] + 2 * d[1] + 4 * (d[4] + 2 * d[5]) + 16 * (d[8] - 2 * d[9]));
       }
-      sum = sum * float(1 << 2 * (lane & 3)) + ((lane & 3) == 0 ? c[0] * all : 0.0f);
+      sum = sum * float(1 << DIGIT * (lane & 3)) + ((lane & 3) == 0 ? c[0] * all : 0.0f);
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if ((lane & 3) == 0) sums[row] = sum * unit;

@@ -5,12 +5,12 @@
 //   PLAIN     none: planes are rows of bits in the order of k, of which a lane loads 32 bits; the
 //             bits of a code are put together one by one, and a number is looked up in its row's table
 //   PERMUTED  planes lie as lanes read them, 16 bytes each, and so do their pieces of x
-//   TURNED    bits become codes as 8 x 8 matrices are transposed (Warren, Hacker's Delight, 7-3)
+//   TURNED    bits become codes as 8 x 8 matrices are transposed (codecs/bit_matrix.cuh)
 //   SELECTED  bits of rotated planes' words are selected, which makes a word of codes
 //   APART     each lane has a table in a bank of its own
 //   MERGED    tables are of pairs: a look-up gives two numbers
 //
-// Comes after codecs/any_product.cuh.
+// Comes after codecs/any_product.cuh and codecs/bit_matrix.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -64,18 +64,9 @@ struct AnyStep {
 #pragma unroll
     for (int i = 0; i < 8; ++i) rows[i] = i < BITS ? planes[i < BITS ? BITS - 1 - i : 0] : 0;
     const uint32_t two = q | (4 + q) << 4;
-    uint32_t y = __byte_perm(__byte_perm(rows[0], rows[1], two), __byte_perm(rows[2], rows[3], two), 0x5410);
-    uint32_t x = BITS > 4 ? __byte_perm(__byte_perm(rows[4], rows[5], two), __byte_perm(rows[6], rows[7], two), 0x5410) : 0;
-    uint32_t t = (x ^ x >> 7) & 0x00aa00aau;
-    x ^= t ^ t << 7;
-    t = (y ^ y >> 7) & 0x00aa00aau;
-    y ^= t ^ t << 7;
-    t = (x ^ x >> 14) & 0x0000ccccu;
-    x ^= t ^ t << 14;
-    t = (y ^ y >> 14) & 0x0000ccccu;
-    y ^= t ^ t << 14;
-    high = (x & 0xf0f0f0f0u) | (y >> 4 & 0x0f0f0f0fu);
-    low = (x << 4 & 0xf0f0f0f0u) | (y & 0x0f0f0f0fu);
+    low = __byte_perm(__byte_perm(rows[0], rows[1], two), __byte_perm(rows[2], rows[3], two), 0x5410);
+    high = BITS > 4 ? __byte_perm(__byte_perm(rows[4], rows[5], two), __byte_perm(rows[6], rows[7], two), 0x5410) : 0;
+    transpose_bits(low, high);
   }
 
   // planes: a word of each -> words that `code` finds the 32 codes of a row in.

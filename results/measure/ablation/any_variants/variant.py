@@ -28,7 +28,7 @@ from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.gemm.any import HEADERS, PASS_CONFIGS, Leaves, build_with, place, product_arguments, request_of
 from tilebit.tiles.program import TileProgram
 
-SOURCES = (*HEADERS, str(Path(__file__).with_name("steps.cuh")))
+SOURCES = (*HEADERS, "codecs/bit_matrix.cuh", str(Path(__file__).with_name("steps.cuh")))
 WORD, TILE_WORDS = 32, 512
 
 

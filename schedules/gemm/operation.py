@@ -27,7 +27,7 @@ OTHER_STORE = 0.0625  # in order, or by an index; with a residual, a gate, a nor
 OTHER_SYMMETRY = 0.25
 OTHER_GROUP = 0.5
 
-PLACING = frozenset({rules.WGMMA.program, rules.MMA.program, cpu.PROGRAM})  # programs that store some columns of a wider y
+PLACING = frozenset({rules.WGMMA.program, rules.MMA.program, stream.ASYNC, stream.BULK, cpu.PROGRAM})  # store some columns of a wider y
 NORMING = frozenset({stream.ASYNC, stream.BULK, cpu.PROGRAM})  # programs that norm x themselves
 
 _TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "split_k", "min_blocks"})

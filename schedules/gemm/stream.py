@@ -234,8 +234,6 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
     ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
     their way to an SM. Blocks in turn, the likely winners first."""
-    if workload.format.x_grouped:  # legal, not tried before a GPU has timed it
-        return []
     if not 0 < workload.m <= MAX_M and not workload.norm:  # what else norms x reads W no less often
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC

@@ -101,6 +101,8 @@ CASES: tuple[Case, ...] = (
     (Workload(16, 448, 960, W8_GROUPS, "bfloat16"), Schedule("gemm_stream_bulk", 448, 16, 64, 2, 7)),
     (Workload(8, 505, 1001, W4_GROUPS, "bfloat16"), Schedule("gemm_stream", 64, 8, 128, 3, 8)),
     (Workload(5, 505, 1001, W8_GROUPS, bias=True), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
+    (Workload(16, 505, 1001, W4_GROUPS, bias=True, width=600), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
+    (Workload(5, 505, 1001, W8_GROUPS, "bfloat16", width=600), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=8)),

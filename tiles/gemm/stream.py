@@ -110,8 +110,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     shifted = of_bytes and p.asymmetric and not p.grouped  # zero points of channels, which no slot holds
 
     m, words = T.dynamic("m"), T.dynamic("words")
-    Zeros, RowScales, TokenScales, Bias, Residual = p.tensors(
-        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", m=m
+    Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
+        T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", "channels", m=m
     )
     NormWeight = T.Tensor((p.kx,), dtype) if normed else None
     Workspace = T.Tensor((words,), "int32") if splits > 1 and not bulk else None
@@ -176,6 +176,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         token_scales: TokenScales,
         bias: Bias,
         residual: Residual,
+        channels: Channels,
         norm_weight: NormWeight,
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
@@ -192,7 +193,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             # Of 16-bit x per-channel scales need its sum: ``RawProduct::finish``.
             after = p.after(
                 () if of_bytes else ("scales",), scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias,
-                residual=residual,
+                residual=residual, channels=channels,
             )  # fmt: skip
             own = ring.own(thread, bx, by)
             step, end = T.alloc_var("int32", init=bz * p.steps // splits + own.ring), (bz + 1) * p.steps // splits

@@ -11,7 +11,7 @@ from ...schedules.gemm.rules import TICKETS
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ..compiler.headers import GATES, literal
-from .operands import Operands, finish, gate_of
+from .operands import Operands, column_of, finish, gate_of
 
 
 def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> SimpleNamespace:
@@ -37,7 +37,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     quads = rules.squares_quads(workload, s)  # of a norm, sums of squares of the rows of x: behind the sums
     squares = parts + splits * each * 4
     share = elements + (s.block_m if workload.norm else 0)  # words of a block in a workspace
-    gated, normed = workload.gate != "", workload.norm
+    gated, normed, placed = workload.gate != "", workload.norm, workload.width > 0
     of_y = 2 if gated else 1  # elements of which a number of y is made
     stored = elements // of_y
     activated = f"{GATES.get(workload.gate)}::apply"
@@ -71,9 +71,9 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     @T.macro
     def store(y, after, bx, by, element, value, factor):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
-            y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
-                finished(after, bx, by, element, value, factor), workload.dtype
-            )
+            column = column_of(bx * bn + element % bn, after)
+            if not placed or (column >= 0 and column < p.columns):  # a wrong index costs no other memory
+                y[by * s.block_m + element // bn, column] = T.cast(finished(after, bx, by, element, value, factor), workload.dtype)
 
     @T.macro
     def store_alone(shared, y, after, bx, by, thread):

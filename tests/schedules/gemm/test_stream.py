@@ -96,11 +96,13 @@ def test_only_a_small_m_has_candidates(m):
     assert stream_candidates(W4.with_m(m), H200) == []
 
 
-def test_what_no_gpu_has_timed_is_legal_and_not_proposed():
+def test_groups_of_x_and_an_index_of_channels_are_served_for_few_rows():
     for name in ("w8a8_g128", "w4a8_g128_asym"):
-        workload = Workload(4, 4096, 4096, QuantFormat.parse(name))
-        assert legal(workload, replace(ASYNC, num_warps=4), A100) == legal(workload, BULK, H200) == []
-        assert stream_candidates(workload, H200) == stream_candidates(workload, A100) == []
+        for width in (0, 8192):
+            workload = Workload(4, 4096, 4096, QuantFormat.parse(name), width=width)
+            for target in (H200, A100):
+                tried = stream_candidates(workload, target)
+                assert tried and all(legal(workload, schedule, target) == [] for schedule in tried)
 
 
 @pytest.mark.parametrize(("target", "program"), [(H200, "gemm_stream_bulk"), (A100, "gemm_stream")])

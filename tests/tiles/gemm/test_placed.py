@@ -14,6 +14,7 @@ from tilebit.autotune.problems.gemm import Problem, exact_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules.gemm import stream
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
@@ -26,11 +27,13 @@ from tilebit.tiles.compiler.pool import CompilePool
 sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import KernelFault, needs_host_compiler
 from emulation.emulated_gemm import Case, Edits, EmulatedGemm
+from emulation.generated_gemm import GeneratedGemm
 from emulation.planted import swap
 from gemm_cases import GROUP_WISE, label
 
+STREAMS = tuple(stream.ARCHES)
 HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gemm.py
-TARGET = {"gemm_wgmma": HOPPER, "gemm_mma": target_from_name("sm_80")}
+TARGET = dict.fromkeys(("gemm_wgmma", *STREAMS), HOPPER) | {"gemm_mma": target_from_name("sm_80")}
 BYTES, NIBBLES = GROUP_WISE
 CHANNEL = QuantFormat(8, -1, True)
 
@@ -47,7 +50,12 @@ CUDA_CASES = (
     (Workload(20, 190, 576, NIBBLES, "bfloat16", bias=True, width=191), Schedule("gemm_mma", 64, 16, 128, 3, 4)),
     (Workload(40, 250, 300, BYTES, bias=True, width=500), Schedule("gemm_mma", 256, 32, 128, 2, 16)),
     (Workload(7, 505, 300, BYTES, "bfloat16", width=505), Schedule("gemm_mma", 128, 8, 128, 3, 8, split_k=3)),
+    (Workload(1, 190, 576, NIBBLES, "bfloat16", bias=True, width=270), Schedule("gemm_stream_bulk", 32, 1, 64, 3, 4)),
+    (Workload(13, 250, 640, BYTES, bias=True, width=1000), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 4, split_k=2)),
+    (Workload(5, 505, 300, NIBBLES, width=600), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=2)),
+    (Workload(3, 72, 256, CHANNEL, "bfloat16", token_scales=True, width=144), Schedule("gemm_stream", 64, 4, 64, 3, 4)),
 )
+TILED_CASES = tuple(case for case in CUDA_CASES if case[1].program not in STREAMS)
 CPU_CASES = (
     (Workload(5, 100, 576, BYTES, bias=True, width=130), Schedule("gemm_cpu", 32, 2, 32, num_warps=2)),
     (Workload(6, 257, 300, NIBBLES, "bfloat16", width=257), Schedule("gemm_cpu", 64, 2, 32, num_warps=2, split_k=2)),
@@ -70,9 +78,11 @@ def ordered(problem: Problem, order: str) -> Problem:
     return Problem(w, problem.layout, problem.x, {**problem.operands, "channels": found})
 
 
-def emulated(case: Case, edits: Edits | None = None) -> EmulatedGemm:
+def emulated(case: Case, edits: Edits | None = None) -> EmulatedGemm | GeneratedGemm:
     workload, schedule = case
-    return EmulatedGemm(workload, schedule, edits, together=CUDA_CASES if edits is None else (), target=TARGET[schedule.program])
+    if schedule.program in STREAMS:
+        return GeneratedGemm(workload, schedule, HOPPER, edits)
+    return EmulatedGemm(workload, schedule, edits, together=TILED_CASES if edits is None else (), target=TARGET[schedule.program])
 
 
 def check(run, problem: Problem) -> list[str]:
@@ -93,12 +103,10 @@ def test_cuda_programs_are_exact(case: Case):
 
 
 def test_programs_without_an_index_say_so():
-    w = Workload(4, 128, 256, QuantFormat(4, 64, True))
-    for program, target in (("gemm_stream_bulk", "sm_90a"), ("gemm_stream", "sm_80")):
-        s = Schedule(program, 64, 4, 64, 3, 4)
-        assert legal(w, s, target_from_name(target)) == []
-        (reason,) = legal(replace(w, width=200), s, target_from_name(target))
-        assert "by an index; accepted: gemm_cpu, gemm_mma, gemm_wgmma" in reason
+    w, s = Workload(4, 128, 256, QuantFormat.parse("w3a16_any")), Schedule("gemm_any", 64, 4, 1, 2, 2)
+    assert legal(w, s, HOPPER) == []
+    (reason,) = legal(replace(w, width=200), s, HOPPER)
+    assert "by an index; accepted: gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma" in reason
 
 
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
@@ -113,6 +121,10 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "mma.sync: the index of the next channel": (
         CUDA_CASES[8], "operands.py", (("tensor[channel] for", "tensor[(channel + 1) % tensor.shape[0]] for"),),
     ),
+    "stream: the index of the first tile": (
+        CUDA_CASES[12], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "column_of(element % bn, after)"),),
+    ),
+    "stream: no index": (CUDA_CASES[13], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "bx * bn + element % bn"),)),
     "mma.sync: staged, no index": (CUDA_CASES[9], "operands.py", ((' if part.does == "place"), channel)', " if False), channel)"),)),
 }  # fmt: skip
 
@@ -148,6 +160,17 @@ def test_the_cpu_program_is_exact_in_every_order(kernels: list[Kernel], number: 
     for seed, order in enumerate(ORDERS):
         for m in (workload.m, 1, 33):
             assert check(run, ordered(exact_problem(workload.with_m(m), seed), order)) == []
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("case", [CUDA_CASES[i] for i in (1, 11, 13)], ids=label)
+def test_an_index_outside_of_y_writes_no_other_memory_on_a_gpu(case: Case):
+    w, problem = case[0], exact_problem(case[0], 1, "sm_90a")
+    problem.operands["channels"][3], problem.operands["channels"][70] = -1, w.width
+    output = guarded_output((w.m, w.width), getattr(torch, w.dtype))
+    emulated(case)(problem, output.y)
+    assert check_guards(output) == []
+    assert int(output.y.isnan().all(0).sum()) == w.width - w.n + 2
 
 
 def test_an_index_outside_of_y_writes_no_other_memory(kernels: list[Kernel]):

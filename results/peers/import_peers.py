@@ -88,7 +88,7 @@ PEER_KINDS = {
     "tilebit_w4a8_fp8": PeerKind("tilebit", "w4a8_fp8", True),
     "tilebit_w4.4a8_g128": PeerKind("tilebit", "w4.4a8_g128"),
     "tilebit_w4.4a8_g128_pdl": PeerKind("tilebit_pdl", "w4.4a8_g128"),
-    "tilebit_w4.4a8_g128_parallel": PeerKind("tilebit_parallel", "w4.4a8_g128"),
+    "tilebit_w4.4a8_g128_in_turn": PeerKind("tilebit_in_turn", "w4.4a8_g128"),
     "marlin_mxfp4": PeerKind("marlin", "w4a16_mxfp4", dtype="bfloat16", group_size=32),
     "marlin_nvfp4": PeerKind("marlin", "w4a16_nvfp4", dtype="bfloat16", group_size=16),
 }

@@ -37,7 +37,7 @@ INT8 = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym", "w
 FP8 = ("w8a8_fp8", "w4a8_fp8")
 FORMATS = (*INT8, *FP8)
 MIXED = {"w4.4a8_g128": ("w4a8_g128_asym", "w8a8_g128", 0.1)}  # low, high, the share of channels in high
-LAUNCHED: dict[Launches, str] = {"in_turn": "", "dependent": "_pdl", "parallel": "_parallel"}  # suffixes of a mixed layer's peers
+LAUNCHED: dict[Launches, str] = {"parallel": "", "dependent": "_pdl", "in_turn": "_in_turn"}  # suffixes of a mixed layer's peers
 BASELINE = "tilebit_w4a16_sym"  # tilebit's own W4A16 in the same process
 
 

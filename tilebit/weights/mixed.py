@@ -54,7 +54,7 @@ class MixedLinear(nn.Module):
         high: PackedWeight | None,
         channels: Tensor,
         bias: Tensor | None = None,
-        launches: Launches = "in_turn",
+        launches: Launches = "parallel",
     ) -> None:
         """``channels`` [n], of any integer dtype: the channel of y of each row, those of ``low`` first;
         where a part is None, 0 to n - 1 in order. ``bias`` [n] in the order of y."""
@@ -99,7 +99,7 @@ class MixedLinear(nn.Module):
         high: GemmFormat | str = HIGH,
         clip_search: bool = False,
         dtype: torch.dtype | None = None,
-        launches: Launches = "in_turn",
+        launches: Launches = "parallel",
     ) -> MixedLinear:
         """``linear`` with its output ``channels`` (whole numbers, as ``PrecisionPlan.channels`` has them)
         in ``high`` and the others in ``low``, rounded to nearest (``clip_search`` as in ``quantize``)
@@ -117,7 +117,7 @@ class MixedLinear(nn.Module):
         return cls.from_quantized(MixedTensor(low_part, high_part, order), linear.bias, chosen, launches)
 
     @classmethod
-    def from_quantized(cls, weight: MixedTensor, bias: Tensor | None, dtype: torch.dtype, launches: Launches = "in_turn") -> MixedLinear:
+    def from_quantized(cls, weight: MixedTensor, bias: Tensor | None, dtype: torch.dtype, launches: Launches = "parallel") -> MixedLinear:
         """Of a quantized ``weight``, whose device it is on; it computes in ``dtype``. ``bias`` [n] in
         the order of y. Raises as ``pack`` and the constructor do."""
         low, high = (None if part is None else pack(part, dtype) for part in (weight.low, weight.high))
@@ -221,7 +221,7 @@ class MixedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, {self.format_name}{'' if self._launches == 'in_turn' else f', launches={self._launches}'}"
+        return f"{shape}, {self.format_name}{'' if self._launches == 'parallel' else f', launches={self._launches}'}"
 
     def _load_from_state_dict(
         self,

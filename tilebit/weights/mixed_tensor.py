@@ -64,7 +64,8 @@ class MixedTensor:
 
 
 def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
-    """(int64 [n]: all channels but ``channels`` ascending, then these (all: ascending); how many come before them).
+    """(int64 [n]: all channels but ``channels``, then these, both ascending; how many come before them). In
+    this order neighbours share sectors of y (results/notes/mixed-order.md).
     Raises ``ValueError`` for channels that are not some of 0 to n - 1, each at most once."""
     expect_tensors(channels=channels)
     if channels.ndim != 1 or channels.is_floating_point() or channels.is_complex() or channels.dtype is torch.bool:
@@ -75,5 +76,4 @@ def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:
     rest = torch.ones(n, dtype=torch.bool, device=channels.device)
     rest[channels] = False
     before = rest.nonzero().flatten()
-    channels = channels if len(before) else channels.sort().values  # all of them: the plain layer
-    return torch.cat([before, channels]), len(before)
+    return torch.cat([before, channels.sort().values]), len(before)

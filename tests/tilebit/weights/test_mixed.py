@@ -20,7 +20,7 @@ from tilebit.ops.gemm_mixed import LAUNCHES
 from tilebit.weights.calibrate import calibrate
 from tilebit.weights.gptq import gptq
 from tilebit.weights.mixed import HIGH, LOW
-from tilebit.weights.mixed_tensor import MixedTensor, split_channels
+from tilebit.weights.mixed_tensor import MixedTensor
 from tilebit.weights.packed import PackedWeight, pack
 from tilebit.weights.precision import LayerPrecision
 from tilebit.weights.quantize import QuantizedTensor, quantize
@@ -57,7 +57,9 @@ def made(
         "alternating": torch.arange(0, N, max(1, N // max(1, count)))[:count],
         "random": torch.randperm(N, generator=generator)[:count],
     }[order]
-    rows, first = split_channels(channels, N)
+    others = torch.ones(N, dtype=torch.bool)
+    others[channels] = False
+    rows, first = torch.cat([others.nonzero().flatten(), channels]), N - count  # of the higher format in the order that is asked for
     w, parts = torch.empty(N, K, dtype=torch.float64), []
     for format, own in ((LOW, rows[:first]), (HIGH, rows[first:])):
         q = exact_weight(len(own), format, generator) if len(own) else None

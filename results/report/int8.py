@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from .formats import Points, points_of, times
+from .formats import points_of, times
 from .markdown import short_commit, slug, table
 from .problems import geometric_mean
 from .rows import OURS, Row
@@ -29,33 +29,45 @@ def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
     """tilebit's formats of 8-bit x beside W4A8 and W8A8 kernels, its own W4A16 and cuBLAS; "" without
     rows."""
     parts = []
-    for gpu, rows in devices.items():
+    for gpu, found in devices.items():
+        rows = list(found)
         points = points_of(rows)
         if not points:
             continue
         commits = sorted({short_commit(row.commit) or "unknown" for found in points.values() for row in found.values() if row.impl == OURS})
         shapes = len({(n, k) for _, n, k in points})
         about = (
-            f"float16 results, µs, activations quantized beforehand; one process, in orders that are drawn. {shapes} shapes. "
-            f"Commit {', '.join(commits)}. Times as fast: geometric means, in brackets the worst of how many points."
+            f"float16 results, µs, activations quantized beforehand, in orders that are drawn. {shapes} shapes. "
+            f"Commit {', '.join(commits)}. Times as fast: geometric means, in brackets the worst of how many points; two times are "
+            "compared where one process measured both, the newest that did. The last table has the newest time of each."
         )
         picture = f"![times as fast as 16 bits, against m](../plots/{int8_plot(gpu)}.svg)"
-        parts += [f"## {gpu}", about, picture, table(["", "", *(band for band, _, _ in BANDS)], list(_lines(points))), times(points)]
+        parts += [f"## {gpu}", about, picture, table(["", "", *(band for band, _, _ in BANDS)], list(_lines(rows))), times(points)]
     return "\n\n".join(parts)
 
 
-def _lines(points: Points) -> Iterator[list[str]]:
+def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Mean, worst and number of points of each band, for each format and what it is compared with."""
-    formats = sorted({row.series for found in points.values() for row in found.values() if row.impl == OURS and "a8" in row.format})
+    processes: dict[tuple[int, int, int], dict[str, dict[str, Row]]] = {}  # rows of a point by process and series
+    for row in rows:
+        processes.setdefault((row.m, row.n, row.k), {}).setdefault(row.run, {})[row.series] = row
+    formats = sorted({row.series for row in rows if row.impl == OURS and "a8" in row.format})
     for name in formats:
         for what, compared in AGAINST.items():
             cells = []
             for _, least, most in BANDS:
                 ratios = [
-                    min(others) / found[name].us
-                    for (m, _, _), found in sorted(points.items())
-                    if least <= m <= most and name in found and (others := [row.us for row in found.values() if compared(row)])
+                    ratio
+                    for (m, _, _), found in sorted(processes.items())
+                    if least <= m <= most and (ratio := _ratio(found.values(), name, compared)) is not None
                 ]
                 cells.append(f"**{geometric_mean(ratios):.2f}** ({min(ratios):.2f} of {len(ratios)})" if ratios else "-")
             if any(cell != "-" for cell in cells):
                 yield [name, f"against {what}", *cells]
+
+
+def _ratio(processes: Iterable[Mapping[str, Row]], name: str, compared: Callable[[Row], bool]) -> float | None:
+    """How many times as fast ``name`` is as the fastest of what it is compared with, by each one's newest
+    process that timed both; None: none did."""
+    newest = {row.series: row.us / found[name].us for found in processes if name in found for row in found.values() if compared(row)}
+    return min(newest.values(), default=None)

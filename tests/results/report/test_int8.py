@@ -11,8 +11,8 @@ from results.report.int8_plot import int8_speed
 from results.report.rows import Row
 
 
-def row(impl: str, format: str, us: float, n: int = 4096) -> Row:
-    common = {"op": "gemm", "dtype": "float16", "m": 64, "k": 4096, "n": n, "run": "1", "gpu": "a GPU", "date": "", "commit": "a" * 40}
+def row(impl: str, format: str, us: float, n: int = 4096, run: str = "1") -> Row:
+    common = {"op": "gemm", "dtype": "float16", "m": 64, "k": 4096, "n": n, "run": run, "gpu": "a GPU", "date": "", "commit": "a" * 40}
     given: dict[str, Any] = {**common, "impl": impl, "format": format, "us": us, "group_size": 128, "symmetric": True}
     return Row(**{f.name: given.get(f.name) for f in fields(Row)})  # type: ignore[arg-type]
 
@@ -27,6 +27,17 @@ def test_each_kind_of_kernel_is_compared_by_its_fastest() -> None:
     assert "| tilebit w4a8_lqq_g128 | against tilebit W4A16 | **1.80** (1.80 of 1) | - | - |" in lines
     assert "| tilebit w4a8_lqq_g128 | against cuBLAS, fp16 | **3.00** (3.00 of 1) | - | - |" in lines
     assert not any("W8A8 of fp8" in line for line in lines)
+
+
+def test_times_of_one_process_are_compared() -> None:
+    rows = [row("tilebit", "w4a8_lqq", 10.0), row("humming", "w4a8_int8", 12.0), row("vllm", "w4a8_fp8", 13.0), row("cublas", "fp16", 20.0)]
+    rows += [row("tilebit", "w4a8_lqq", 8.0, run="2"), row("humming", "w4a8_int8", 10.0, run="2"), row("cublas", "fp16", 18.0, run="3")]
+    lines = int8_section({"a GPU": rows}).split("\n")
+    assert "| tilebit w4a8_lqq_g128 | against fastest W4A8 kernel here | **1.25** (1.25 of 1) | - | - |" in lines
+    assert "| tilebit w4a8_lqq_g128 | against cuBLAS, fp16 | **2.00** (2.00 of 1) | - | - |" in lines
+    rows += [row("humming", "w4a8_int8", 5.0, run="4"), row("vllm", "w4a8_fp8", 8.8, run="2")]
+    lines = int8_section({"a GPU": rows}).split("\n")
+    assert "| tilebit w4a8_lqq_g128 | against fastest W4A8 kernel here | **1.10** (1.10 of 1) | - | - |" in lines
 
 
 def test_without_rows_there_is_no_page() -> None:

@@ -298,7 +298,8 @@ def _planned(weight: QuantizedTensor | MixedTensor, entry: LayerPrecision, plan:
     order, count = split_channels(entry.channels.to(weight.channels.device), entry.n)
     formats = [part.format for part in weight.parts]
     expected = [format for format, rows in ((plan.low, count), (plan.high, entry.n - count)) if rows]
-    return formats == expected and torch.equal(order, weight.channels)
+    own = torch.cat([part.sort().values for part in (weight.channels[:count], weight.channels[count:])])  # in whatever order they lie
+    return formats == expected and torch.equal(order, own)
 
 
 def kind_of(kind: str) -> str:

@@ -318,6 +318,21 @@ def test_a_model_is_quantized_by_a_plan() -> None:
     )
 
 
+def test_channels_ascend_and_given_weights_may_have_them_in_another_order() -> None:
+    floats, quantized = model(), model()
+    own, drawn = torch.tensor([3, 50, 99]), torch.tensor([50, 99, 3])
+    assert MixedLinear.from_float(floats.one, drawn).high_channels.tolist() == own.tolist()
+    rest = torch.tensor([row for row in range(N) if row not in own.tolist()])
+    w = floats.one.weight
+    weight = MixedTensor(quantize(w[rest], LOW), quantize(w[drawn], HIGH), torch.cat([rest, drawn]))
+    quantize_model(quantized, "w4a16_g64", ("head",), weights={"one": weight}, precision=planned(one=drawn))
+    assert quantized.one.high_channels.tolist() == drawn.tolist()
+    assert torch.equal(quantized.one.dequantize(), MixedLinear.from_float(floats.one, own).dequantize())
+    with torch.no_grad():
+        x = torch.randn(M, K).half()
+        assert torch.equal(quantized.one(x), MixedLinear.from_float(floats.one, own)(x))
+
+
 CHANNEL = (GemmFormat.parse("w4a8_channel_asym"), GemmFormat.parse("w8a8_channel"))
 
 

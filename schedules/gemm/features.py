@@ -74,6 +74,8 @@ def _of_workload(w: Workload, m: int) -> dict[str, float]:
         "log_group": log2(group),
         "bfloat16": float(w.dtype == "bfloat16"),
         "bias": float(w.bias),
+        "sums_of_groups": float(w.format.step_sums),
+        "placed": float(w.width > 0),
     }
 
 

@@ -164,7 +164,7 @@ def test_the_cpu_program_is_exact_in_every_order(kernels: list[Kernel], number: 
 
 @needs_host_compiler
 @pytest.mark.parametrize("case", [CUDA_CASES[i] for i in (1, 11, 13)], ids=label)
-def test_an_index_outside_of_y_writes_no_other_memory_on_a_gpu(case: Case):
+def test_an_index_outside_of_y_writes_no_other_memory_from_cuda_programs(case: Case):
     w, problem = case[0], exact_problem(case[0], 1, "sm_90a")
     problem.operands["channels"][3], problem.operands["channels"][70] = -1, w.width
     output = guarded_output((w.m, w.width), getattr(torch, w.dtype))

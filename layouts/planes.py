@@ -17,7 +17,7 @@ from .packing import CUDA_ARCHES, WORD_BITS, PackedLayout
 CHUNK = 256  # neighbouring k of a row that lie together on CPUs: a vector register of bits
 _BYTES = CHUNK // 8
 CUDA_TILE_N, CUDA_TILE_K = 64, 256  # 2,048 bytes, as the tiles of the other formats; 512 of them are what a warp loads at once
-ROTATED = "planes_cuda"
+ROTATED = "planes_mma"
 
 
 @cache
@@ -29,20 +29,20 @@ def plane_layout(arch: str) -> PackedLayout:
     makes the planes vectors of 32 codes.
 
     On NVIDIA tiles are 64 x 256, induced from the A operand of mma.m16n8k16: lane l of a warp owns
-    16 bytes of each 16 rows, two words of row l / 4 and two of row l / 4 + 8, so that a plane is
-    read in whole lines of 512 bytes. Byte q of the word u of a row holds eight neighbouring k, from
-    32 (4 u + q) + 8 (l % 4) on: of these bit j + 4 h is k = 2 j + h, whose pair (h = 0 and 1) is a
-    register of the operand and lies in the two nibbles of a byte. Raises ``ValueError`` for another
-    arch.
+    16 bytes of each 16 rows, two words u of row l / 4 and of row l / 4 + 8 each, words u together, so
+    that a plane is read in whole lines of 512 bytes. Byte q of the word u of a row holds what the lane has in the
+    operands of two k16 steps, from k = 32 (4 u + q) on: bits j and j + 4 are pair j of these, k =
+    8 j + 2 (l % 4) and the next, which a register of the operand has. x is then read in the order of
+    k. Raises ``ValueError`` for another arch.
     """
     if arch == "cpu":
         word, slot = np.arange(CHUNK // WORD_BITS)[:, None], np.arange(WORD_BITS)
         return PackedLayout("planes_cpu", 1, 1, CHUNK, _BYTES * (slot % 8) + 4 * word + slot // 8)
     if arch in CUDA_ARCHES:
-        slab, lane, half, word = (axis[..., None] for axis in np.indices((CUDA_TILE_N // 16, 32, 2, 2)))
+        slab, lane, word, half = (axis[..., None] for axis in np.indices((CUDA_TILE_N // 16, 32, 2, 2)))
         bit = np.arange(WORD_BITS)
         row = 16 * slab + 8 * half + lane // 4
-        column = 32 * (4 * word + bit // 8) + 8 * (lane % 4) + 2 * (bit % 4) + bit % 8 // 4
+        column = 32 * (4 * word + bit // 8) + 8 * (bit % 4) + 2 * (lane % 4) + bit % 8 // 4
         return PackedLayout(ROTATED, 1, CUDA_TILE_N, CUDA_TILE_K, (row * CUDA_TILE_K + column).reshape(-1, WORD_BITS))
     raise ValueError(f"unknown arch {arch!r}; accepted: {', '.join(CUDA_ARCHES)}, cpu")
 

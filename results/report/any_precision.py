@@ -28,7 +28,7 @@ ABOUT_MEMORY = (
     "whose separate models are smaller by just their codebooks."
 )
 PICTURE = (
-    "Where the bits of a plane lie: `tilebit show planes_cuda:1 --out planes.svg` (NVIDIA, plane 0; plane p has each word rotated by p "
+    "Where the bits of a plane lie: `tilebit show planes_mma:1 --out planes.svg` (NVIDIA, plane 0; plane p has each word rotated by p "
     "bits) and `planes_cpu:1`."
 )
 

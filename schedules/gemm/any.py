@@ -25,7 +25,7 @@ BLOCK_M = (1, 2, 4, 8, 16)
 MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 4), 16, 8
 PAIRED_BITS = 4  # codes of up to so many bits are looked up by twos
 ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each
-X_PITCH = STEP_K * 2 + 64  # bytes from one row of x to the next: a quarter of a warp meets no bank twice
+X_PADDED, MATRIX = 64, 8  # bytes behind a row of x where rows are fewer than a matrix has: a quarter of a warp meets no bank twice
 STATIC_SMEM = 16  # the ticket
 PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
 # What is tried.
@@ -55,7 +55,7 @@ def plane_bytes(workload: Workload, schedule: Schedule) -> int:
 
 def slot_bytes(schedule: Schedule) -> int:
     """Bytes of a slot of a warp's ring: x of a step."""
-    return schedule.block_m * X_PITCH
+    return schedule.block_m * (STEP_K * 2 + (X_PADDED if schedule.block_m < MATRIX else 0))
 
 
 def shared_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:

@@ -2,13 +2,15 @@
 and codebooks, see ``tiles/gemm/any_wgmma.py``.
 
 ``block_n`` output channels by ``block_m`` rows of x a block, 16 channels a computing warp; ``block_k``
-is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each.
+is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each. With ``stream_k`` blocks
+take one tile after another and share those of a last wave, as of ``gemm_wgmma``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from dataclasses import replace
+from itertools import islice, product
 
 from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
@@ -20,41 +22,51 @@ from .workload import Workload
 PROGRAM = "gemm_any_wgmma"
 ARCHES = ("sm_90a",)
 STAGE_K = 64
-BLOCK_N, ROWS = (64, 128, 192), 16  # ROWS: of a warp
-ROW_STEP = 32  # of x: what its four loading warps put in order at a time
+BLOCK_N, ROWS = (64, 128, 192, 256), 16  # ROWS: of a warp
+ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
-PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 56
-KEPT_BITS = 3  # codes are looked up in registers, which hold codebooks of 8 numbers
-OWN_BITS = 6  # codes of up to so many bits are looked up in four copies, without a conflict
+PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
+LEAST_BITS, KEPT_BITS = 3, 4  # codes of up to KEPT_BITS are looked up in registers, which hold codebooks
+FOUR_BITS = 7  # codes of up to so many bits are looked up in four copies, without a conflict, wider ones in two
+HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones one
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
-SPARE = 28  # registers of addresses, loop state and look-ups under way
+SPARE, SPARE_KEPT = 28, 36  # registers of addresses, loop state and look-ups under way, by loads and where codebooks are kept
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
 SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
 # What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
 USUAL_M = (64, 128, 192, 256)
-TILES = ((128, 1), (64, 2), (192, 1), (128, 2), (64, 1))
+TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 
 def tables_in(workload: Workload) -> str:
     """Where numbers are looked up, as ``tilebit::Tables`` names it (``device/codecs/any_operand.cuh``)."""
     bits = workload.format.bits
-    return "REGISTERS" if bits == KEPT_BITS else "OWN" if bits <= OWN_BITS else "SHARED"
+    return "REGISTERS" if bits <= KEPT_BITS else "FOUR" if bits <= FOUR_BITS else "TWO"
 
 
 def tables_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a block's tables."""
-    numbers = 1 << workload.format.bits
-    of_rows = {"REGISTERS": 0, "OWN": numbers * ENTRY, "SHARED": ROWS * numbers * 2}[tables_in(workload)]
-    return schedule.block_n // ROWS * of_rows
+    rows = {"REGISTERS": 0, "FOUR": 2 * ROWS, "TWO": 4 * ROWS}[tables_in(workload)]  # that a table is of
+    return schedule.block_n // rows * (ENTRY << workload.format.bits) if rows else 0
+
+
+def held_steps(workload: Workload) -> int:
+    """Steps whose planes have a place in shared memory."""
+    return HELD_STEPS if workload.format.bits <= HELD_BITS else 1
+
+
+def planes_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of shared memory that planes pass through."""
+    return held_steps(workload) * workload.format.bits * schedule.block_n * STEP_K // 8
 
 
 def shared_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory of a block: tables, slots of x, and columns on their way to y."""
+    """Bytes of shared memory of a block: tables, planes, slots of x, and columns on their way to y."""
     s = schedule
     staged = s.block_n * staged_columns(s.block_m) * 2 + row_bytes(workload, s)
-    return tables_bytes(workload, s) + s.num_stages * s.block_m * STAGE_K * 2 + staged + STATIC_SMEM
+    return tables_bytes(workload, s) + planes_bytes(workload, s) + s.num_stages * s.block_m * STAGE_K * 2 + staged + STATIC_SMEM
 
 
 def registers(schedule: Schedule) -> tuple[int, int]:
@@ -64,15 +76,16 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
-    """Of a computing thread, about: sums, two operands of STAGE_K, planes and their codes."""
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + 16 + SPARE
+    """Of a computing thread, about: sums, two operands of STAGE_K, codes and, where they are kept, codebooks."""
+    bits = workload.format.bits
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + (8 + (1 << bits) + SPARE_KEPT if bits <= KEPT_BITS else 16 + SPARE)
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
     s, reasons = schedule, []
-    if workload.format.bits < KEPT_BITS:
-        reasons.append(f"codes have {workload.format.bits} bits; accepted: {KEPT_BITS} and more. Use gemm_any.")
+    if workload.format.bits < LEAST_BITS:
+        reasons.append(f"codes have {workload.format.bits} bits; accepted: {LEAST_BITS} and more. Use gemm_any.")
     for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
@@ -89,6 +102,8 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     if n_pad % s.block_n:
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if s.stream_k and s.split_k > 1:
+        reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
     if s.split_k > steps(workload):
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
@@ -141,12 +156,8 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
         if split_k > 1 and full < best + SPLIT_GAIN:
             continue
         best = full
-        for raster in RASTERS if workload.m >= RASTER_M else RASTERS[:1]:
-            deep = [
-                s
-                for stages in range(STAGES[1], STAGES[0] - 1, -1)
-                if not any_wgmma_legal(
-                    workload, s := Schedule(PROGRAM, block_n, block_m, STEP_K, stages, block_n // ROWS, split_k, min_blocks, raster), target
-                )
-            ]
-            yield from deep[:1]
+        rasters = RASTERS if workload.m >= RASTER_M else RASTERS[:1]
+        for raster, stream_k in product(rasters, (False, True) if split_k == 1 else (False,)):
+            s = Schedule(PROGRAM, block_n, block_m, STEP_K, STAGES[1], block_n // ROWS, split_k, min_blocks, raster, stream_k)
+            depths = (replace(s, num_stages=stages) for stages in range(STAGES[1], STAGES[0] - 1, -1))
+            yield from islice((deep for deep in depths if not any_wgmma_legal(workload, deep, target)), 1)

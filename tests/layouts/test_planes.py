@@ -51,10 +51,10 @@ def test_on_cpus_bit_j_of_all_bytes_is_32_neighbours_in_k() -> None:
 def test_on_gpus_a_lane_finds_its_operand_s_weights_in_its_own_16_bytes(plane: int) -> None:
     """Of m16n8k16 lane l has rows l / 4 and l / 4 + 8; a warp's load is 512 bytes in one piece, all of the same 16 rows and 256 k."""
     layout = layout_of(plane_layout("sm_90a"), plane)
-    row, k = np.divmod(layout.order.reshape(4, 32, 2, 2, 32), layout.tile_k)  # [slab, lane, half, word, bit]
-    slab, lane, half = (axis[..., None, None] for axis in np.indices((4, 32, 2)))
+    row, k = np.divmod(layout.order.reshape(4, 32, 2, 2, 32), layout.tile_k)  # [slab, lane, word, half, bit]
+    slab, lane, half = (axis[:, :, None, :, None] for axis in np.indices((4, 32, 2)))
     assert np.array_equal(row, np.broadcast_to(16 * slab + lane // 4 + 8 * half, row.shape))
-    assert np.array_equal(k % 32 // 8, np.broadcast_to(lane % 4, k.shape)), "eight neighbouring k of each 32"
+    assert np.array_equal(k % 8 // 2, np.broadcast_to(lane % 4, k.shape)), "of each 8 k the lane's pair, as in the operand"
 
 
 def test_on_gpus_the_bits_of_a_code_lie_side_by_side() -> None:
@@ -65,7 +65,7 @@ def test_on_gpus_the_bits_of_a_code_lie_side_by_side() -> None:
         assert np.array_equal(np.roll(order, plane, axis=1), first.order)
     pairs = first.order.reshape(-1, 4, 2, 4)  # [word, byte, nibble, bit]
     assert np.array_equal(pairs[:, :, 0] + 1, pairs[:, :, 1]) and (pairs[:, :, 0] % 2 == 0).all()
-    assert np.array_equal(pairs[:, :, 0] // 8, np.broadcast_to(pairs[:, :, :1, :1] // 8, (*pairs.shape[:2], 1, 4))[:, :, 0])
+    assert np.array_equal(pairs[:, :, 0] % 32 // 8, np.broadcast_to(np.arange(4), pairs[:, :, 0].shape)), "in the order of k16 steps"
     assert layout_of(plane_layout("cpu"), 3) is plane_layout("cpu")
 
 

@@ -35,7 +35,7 @@ MXFP4, NVFP4, LQQ = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4", "w4a8_
 W8A8, ASYM = map(QuantFormat.parse, ("w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
 FP8, FP8_GROUPS, W4_FP8 = map(QuantFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8"))
-W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
+W3_ANY, W4_ANY, W5_ANY, W8_ANY = (QuantFormat.parse(f"w{bits}a16_any") for bits in (3, 4, 5, 8))
 DECODE = AttentionWorkload("decode", 4, 2, 700, 8, 2, 128, KVFormat.from_name("kv4_channel"), lse=True)
 APPEND = AttentionWorkload("append", 3, 140, 400, 2, 2, 128, KVFormat.from_name("kv4_token"))
 GATHER = AttentionWorkload("gather", 3, 0, 400, 2, 2, 64, KVFormat.from_name("kvfp8"), "bfloat16")
@@ -60,7 +60,8 @@ CASES: tuple[Case, ...] = (
     (Workload(2, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_binary", 64, 1, 1, 3, 8)),
     (Workload(33, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8)),
     (Workload(300, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_wgmma", 64, 128, 256, 3, 4, split_k=2)),
-    (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 192, 256, 5, 8)),
+    (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 96, 256, 3, 8)),
+    (Workload(400, 8192, 1152, W5_ANY), Schedule("gemm_any_wgmma", 64, 128, 256, 4, 4, stream_k=True)),
     (ExpandWorkload(505, 1001, 3), Schedule("expand_any", 1, 1, 1, num_warps=4)),
     (ExpandWorkload(505, 1001, 8, "bfloat16"), Schedule("expand_any", 1, 1, 1, num_warps=8)),
     (Workload(130, 505, 1001, FP8, bias=True), Schedule("gemm_wgmma", 128, 128, 128, 3, 8)),

@@ -45,7 +45,7 @@ _KV = tuple(f"{form.name}:{head_dim}" for form in _KV_FORMATS.values() if form.k
 
 
 def names() -> tuple[str, ...]:
-    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "planes_cuda:1" (a bit plane), "kv4_channel:128"
+    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "planes_mma:1" (a bit plane), "kv4_channel:128"
     (a KV cache's page, by head_dim), "awq:4" (a checkpoint's weight), "wgmma_a:k16" (a fragment). KV caches of two precisions
     ("k8_channel_v4:128") and of other page sizes than 128 tokens ("kv4_channel:128:16") have pictures too."""
     return (*_LAYOUTS, *_KV, *_FRAGMENTS)

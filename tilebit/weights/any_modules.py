@@ -147,7 +147,7 @@ class AnyPrecisionLinear(nn.Module):
         return {**self.__dict__, "_views": {}}  # copies make their own
 
     def get_extra_state(self) -> Tensor:
-        return to_tensor({**self._described, "arch": self.arch})
+        return to_tensor({**self._described, "arch": self.arch, "layout": plane_layout(self.arch).name})
 
     @property
     def _described(self) -> dict[str, Any]:
@@ -190,6 +190,12 @@ class AnyPrecisionLinear(nn.Module):
             raise ValueError(f"the extra state is not an AnyPrecisionLinear's ({error}); accepted: its state_dict") from None
         if own != self._described:
             raise ValueError(f"the state_dict holds {own}; this layer is {self._described}: build the layer that fits")
+        stored, there = described.get("layout"), plane_layout(arch).name
+        if stored != there:
+            raise ValueError(
+                f"planes lie as {stored or 'an earlier version'} has them; accepted for {arch}: {there}. Quantize the layer again, or "
+                "load it with the version that saved it and pack what `packed.unpack()` gives there"
+            )
         books = {bits: state[prefix + f"codebook_{bits}"] for bits in self.widths}
         packed = AnyPrecisionWeight(state[prefix + "planes"], books, self.out_features, self.in_features, arch)
         if self.bias is not None:

@@ -30,8 +30,7 @@ from .operands import Operands
 from .stream_sums import sum_macros
 
 HEADERS = (
-    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "pipeline/copies.cuh", "store/split_k.cuh", "store/sums.cuh",
-    "store/gate.cuh",
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "store/split_k.cuh", "store/sums.cuh", "store/gate.cuh",
 )  # fmt: skip
 
 # As of stream.py, for the same reasons: warps loop for different lengths.
@@ -97,7 +96,6 @@ def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: T
     step_words = rules.plane_bytes(workload, s) // (32 * 4)  # of a lane
     slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s, leaves.table) // 4
     product = leaves.product
-    copy_x = f"tilebit::async_copy_rows<{s.block_m}, 1, {rules.X_PITCH}>"
     whole = p.kx % rules.STEP_K == 0  # no step reaches past k
     end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
 
@@ -105,8 +103,8 @@ def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: T
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if splits > 1 else None
 
-    def x_at(shared, warp, slot, byte=0):
-        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words + byte // 4])
+    def x_at(shared, warp, slot):
+        return T.address_of(shared[rings_at + (warp * stages + slot) * slot_words])
 
     def planes_at(weight, row, step):
         return T.address_of(weight[(0, *leaves.place(row, step))])
@@ -123,9 +121,9 @@ def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: T
             T.int64(p.n_tiles * k_tiles * 2048), lane,
         )  # fmt: skip
         T.call_extern(
-            "handle", copy_x, x_at(shared, warp, slot, lane * 16), T.address_of(x[by * s.block_m, step * rules.STEP_K + lane * 8]),
-            p.kx * 2, 0, x.shape[0] - by * s.block_m, (by + 1) * s.block_m <= x.shape[0],
-            True if whole else step * rules.STEP_K + lane * 8 < p.kx,
+            "handle", f"{product}::copy_x", x_at(shared, warp, slot), T.address_of(x[by * s.block_m, step * rules.STEP_K]),
+            p.kx * 2, x.shape[0] - by * s.block_m, (by + 1) * s.block_m <= x.shape[0],
+            rules.STEP_K if whole else p.kx - step * rules.STEP_K, lane,
         )  # fmt: skip
 
     @T.prim_func

@@ -5,29 +5,31 @@ sm_90a.
 
 computed as Y^T = W X^T as ``gemm_wgmma`` does: numbers that were looked up are wgmma's register
 operand, x in shared memory is the other, and each weight is looked up once for ``block_m`` rows of x.
-A block lays out its channels' tables in shared memory, then its threads have two roles:
+A block lays out its channels' tables in shared memory, then its threads have three roles:
 
-    warpgroup 0            x -> Xs, by TMA, then in the order of k in which planes hold bits
+    warp 0                 planes -> Ps, by steps of 256 k
+    warp 1                 x      -> Xs, by slots of 64 k, both by TMA
     warpgroups 1, 2, ...   planes -> codes -> numbers, multiply, store
 
-``raw`` says that a slot of 64 k of x has come, ``full`` hands it to the computing warpgroups in order,
-``empty`` hands it back. A computing warp has 16 channels; the planes of a step, 256 k of these, are 16
-bytes of each plane a lane, asked for when the codes of the step before have been taken. A step is four
-parts of 64 k, which have two operands in turn: while one is multiplied, the next is looked up. What it
-gains and what binds it: results/notes/any-many-rows.md.
+``full`` hands what came to the computing warpgroups, ``empty`` hands it back; planes have a pair of
+their own. A computing warp has 16 channels; the planes of a step are 16 bytes of each plane a lane,
+whose place in Ps is filled anew once codes have been made of them. A step is four parts of 64 k, which
+have two operands in turn: while one is multiplied, the next is looked up. With ``stream_k`` blocks take
+one tile after another, and share those of a last wave (``gemm_wgmma``); the next one's planes and x come
+while its tables are laid out. What it gains and what binds it: results/notes/any-many-rows.md.
 """
 
 from typing import Any
 
 from ...schedules.gemm import any_wgmma as rules
-from ...schedules.gemm.rules import row_bytes
+from ...schedules.gemm.rules import grid_blocks, persistent, row_bytes
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .any import PASS_CONFIGS
-from .operands import Operands, addresses
+from .operands import BARRIER, Operands, addresses
 from .wgmma_plan import Plan
 
 HEADERS = (
@@ -36,7 +38,6 @@ HEADERS = (
 )  # fmt: skip
 PARTS = tuple(range(rules.STEP_K // rules.STAGE_K))  # of a step
 WORDS = 16  # of codes, of 128 k
-AHEAD_OF_PRODUCTS = 2  # slots that are in order before they are needed: of these none is on its way
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
@@ -45,54 +46,49 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
     plan, bn, bm, stages = Plan(p), s.block_n, s.block_m, s.num_stages
-    k_tiles, consumers, columns = rules.steps(workload), s.num_warps * 32, p.staged_columns
+    k_tiles, consumers, columns, held = rules.steps(workload), s.num_warps * 32, p.staged_columns, rules.held_steps(workload)
     operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, tilebit::Tables::{rules.tables_in(workload)}>"
-    ahead = max(1, stages - AHEAD_OF_PRODUCTS)
     producer_registers, consumer_registers = rules.registers(s)
+    planes_of_step = tuple(range(bits))
 
     m, words = T.dynamic("m"), T.dynamic("words")
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
-    blocks = p.n_pad // bn * T.ceildiv(m, bm) * s.split_k
+    blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm) * s.split_k
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
 
-    def arrive(barrier, lane, really=True):
-        """Of a warp's lanes one."""
-        return T.call_extern("handle", plan.release, T.address_of(barrier), lane, really)
+    def await_full(barrier, phase):
+        return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), phase)
 
     @T.macro
-    def ask_for_x(x, Xs, raw, empty, lane, top, first, slot):
-        """By a warp."""
-        T.mbarrier_wait_parity(empty[slot % stages], (slot // stages & 1) ^ 1)
-        k0 = first * rules.STEP_K + slot * rules.STAGE_K
-        T.tma_copy(x[top : top + bm, k0 : k0 + rules.STAGE_K], Xs[slot % stages, :, :], barrier=raw[slot % stages])
-        T.sync_warp()  # one lane has told how much comes
-        arrive(raw[slot % stages], lane)
+    def bring_planes(halves, Ps, full, empty, block, step: T.Ref, bx: T.Ref, left: T.Ref):
+        for i in T.serial(ask("iterations", block)):
+            if left == 0:
+                step, bx, left = ask("step", block, i), ask("n_block", block, i), ask("left", block, i)
+            T.mbarrier_wait_parity(empty[i % held], (i // held & 1) ^ 1)
+            for plane in planes_of_step:
+                row = plane * p.n_tiles + bx * (bn // 64)
+                T.tma_copy(
+                    halves[row : row + bn // 64, step * 2 : step * 2 + 2, 0:256], Ps[i % held, plane, :, :, :], barrier=full[i % held]
+                )  # fmt: skip
+            T.barrier_arrive(full[i % held])
+            step, left = step + 1, left - 1
 
     @T.macro
-    def bring_x(x, Xs, raw, full, empty, warp, lane, top, first, slots):
-        """All slots in turn: asked for ``ahead`` before they are put in order."""
-        if warp == 0:
-            for slot in T.serial(T.min(ahead, slots)):
-                ask_for_x(x, Xs, raw, empty, lane, top, first, slot)
-        for slot in T.serial(slots):
-            T.call_extern("handle", "tilebit::await_stage", T.address_of(raw[slot % stages]), slot // stages & 1)
-            T.call_extern("handle", f"tilebit::order_slot<{bm}>", T.address_of(Xs[slot % stages, 0, 0]), warp, lane)
-            T.call_extern("handle", "tilebit::fence_before_bulk_copies")
-            T.sync_warp()
-            arrive(full[slot % stages], lane)
-            if warp == 0 and slot + ahead < slots:
-                ask_for_x(x, Xs, raw, empty, lane, top, first, slot + ahead)
-
-    @T.macro
-    def request(weight, planes, warp, lane, first_row, step):
-        row = first_row + warp * rules.ROWS
-        T.call_extern(
-            "handle", f"tilebit::request_planes<{bits}, 1>", planes.access_ptr("w"),
-            T.address_of(weight[0, row // 64, step, row % 64 * 8]), T.int64(p.n_tiles * k_tiles * 2048), lane,
-        )  # fmt: skip
+    def bring_x(x, Xs, full, empty, block, step: T.Ref, top: T.Ref, left: T.Ref, slot: T.Ref, phase: T.Ref):
+        for i in T.serial(ask("iterations", block)):
+            if left == 0:
+                step, top, left = ask("step", block, i), ask("first_row", block, i), ask("left", block, i)
+            for part in PARTS:
+                k0 = step * rules.STEP_K + part * rules.STAGE_K
+                T.mbarrier_wait_parity(empty[slot], phase ^ 1)
+                T.tma_copy(x[top : top + bm, k0 : k0 + rules.STAGE_K], Xs[slot, :, :], barrier=full[slot])
+                T.barrier_arrive(full[slot])
+                phase = T.if_then_else(slot == stages - 1, phase ^ 1, phase)
+                slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+            step, left = step + 1, left - 1
 
     @T.macro
     def multiply_part(Xs, tables, kept, codes, W, Y, full, empty, warp, lane, stage, last, phase, part, step):
@@ -100,25 +96,56 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             "handle", f"{operand}::look_up", codes.access_ptr("r"), T.address_of(tables[0]), kept.access_ptr("r"), W.access_ptr("w"),
             part % 2, warp, lane,
         )  # fmt: skip
-        T.call_extern("handle", "tilebit::await_stage", T.address_of(full[stage]), phase)
+        await_full(full[stage], phase)
         T.wgmma_gemm(W, Xs[stage, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=step * len(PARTS) + part == 0)
         T.wait_wgmma(1)  # the part before, whose operand is overwritten next
-        arrive(empty[last], lane, step * len(PARTS) + part > 0)
+        T.call_extern("handle", plan.release, T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)
 
     @T.macro
-    def multiply(weight, Xs, tables, kept, planes, codes, operands, Y, full, empty, warp, lane, first_row, first, steps):
-        stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
-        last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
+    def multiply(
+        Ps, Xs, tables, kept, codes, operands, Y, planes_full, planes_empty, full, empty, warp, lane,
+        steps, taken: T.Ref, stage: T.Ref, last: T.Ref, phase: T.Ref,
+    ):  # fmt: skip
         for step in T.serial(steps):
+            await_full(planes_full[taken % held], taken // held & 1)
             for part in PARTS:
                 if part % 2 == 0:
-                    T.call_extern("handle", f"{operand}::select", planes.access_ptr("r"), codes.access_ptr("w"), part // 2)
-                if part == 2 and step + 1 < steps:  # all codes of the step have been taken
-                    request(weight, planes, warp, lane, first_row, first + step + 1)
+                    T.call_extern(
+                        "handle", f"{operand}::select", T.address_of(Ps[taken % held, 0, 0, 0, 0]), bn * 32, codes.access_ptr("w"),
+                        part // 2, warp, lane,
+                    )  # fmt: skip
                 multiply_part(Xs, tables, kept, codes, operands[part % 2], Y, full, empty, warp, lane, stage, last, phase, part, step)
+                if part == 2:  # a product has been made of them: an arrival does not wait for loads that are on their way
+                    T.sync_warp()
+                    T.call_extern("handle", plan.release, T.address_of(planes_empty[taken % held]), lane)
                 last = stage
                 phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                 stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+            taken = taken + 1
+
+    @T.macro
+    def fill(scales, tables, kept, own, first_row):
+        """All computing warps have looked up what they want of the tables before, and then all have filled these."""
+        T.call_extern("handle", f"tilebit::sync_group<{BARRIER}, {consumers}>", 0)
+        T.call_extern(
+            "handle", f"{operand}::fill<{bn}, {consumers}>", T.address_of(tables[0]), kept.access_ptr("w"),
+            T.address_of(scales[first_row, 0]), own,
+        )  # fmt: skip
+        T.call_extern("handle", f"tilebit::sync_group<{BARRIER}, {consumers}>", 0)
+
+    @T.macro
+    def end_tile(Y, where, asked, staging, workspace, y, empty, last, step, block, own, lane, after):
+        T.call_extern(
+            "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]), m, step, block, own,
+            *addresses(T, after),
+        )  # fmt: skip
+        T.wait_wgmma(0)
+        T.call_extern("handle", plan.release, T.address_of(empty[last]), lane)
+        T.call_extern(
+            "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+            T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, step, block, own,
+            *addresses(T, after),
+        )  # fmt: skip
 
     @T.prim_func
     def main(
@@ -137,44 +164,44 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.disable_warp_group_reg_alloc()
             thread = T.get_thread_binding()
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
+            halves = T.reshape(weight, (T.int32(bits * p.n_tiles), k_tiles * 2, 256))  # as of ``Operands.halves``
             Xs = T.alloc_shared((stages, bm, rules.STAGE_K), dtype)
+            Ps = T.alloc_shared((held, bits, bn // 64, 2, 256), "int32")
             tables = T.alloc_shared((max(4, rules.tables_bytes(workload, s) // 4),), "int32")
             staging = T.alloc_shared((columns * bn + row_bytes(workload, s) // 2,), dtype)
-            raw, full, empty = (T.alloc_barrier([count] * stages) for count in (1, rules.PRODUCERS // 32, s.num_warps))
+            full, planes_full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * held)  # the lanes of a loading warp
+            empty, planes_empty = T.alloc_barrier([s.num_warps] * stages), T.alloc_barrier([s.num_warps] * held)
             W = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             W_rest = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
 
             if thread < rules.PRODUCERS:
                 T.set_max_nreg(producer_registers, 0)
-                top, first = T.alloc_var("int32", init=ask("first_row", block, 0)), T.alloc_var("int32", init=ask("step", block, 0))
-                slots = T.alloc_var("int32", init=ask("iterations", block) * len(PARTS))
-                bring_x(x, Xs, raw, full, empty, T.shfl_sync(thread // 32, 0), thread % 32, top, first, slots)
+                step, where_to, left = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32", init=0)
+                if thread < 32:
+                    bring_planes(halves, Ps, planes_full, planes_empty, block, step, where_to, left)
+                elif thread < 64:
+                    slot, turn = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
+                    bring_x(x, Xs, full, empty, block, step, where_to, left, slot, turn)
             else:
                 T.set_max_nreg(consumer_registers, 1)
-                planes, codes = T.alloc_local((bits * 4,), "uint32"), T.alloc_local((WORDS,), "uint32")
-                kept = T.alloc_local((8,), "uint32")  # codebooks of 3 bits
+                codes = T.alloc_local((WORDS,), "uint32")
+                kept = T.alloc_local((1 << min(bits, rules.KEPT_BITS),), "uint32")  # two codebooks, where they are kept
                 own, lane = thread - rules.PRODUCERS, thread % 32
-                warp, first_row = T.shfl_sync(own // 32, 0), T.alloc_var("int32", init=ask("n_block", block, 0) * bn)
-                first, steps = T.alloc_var("int32", init=ask("step", block, 0)), T.alloc_var("int32", init=ask("iterations", block))
-                request(weight, planes, warp, lane, first_row, first)
-                T.call_extern(
-                    "handle", f"{operand}::fill<{bn}, {consumers}>", T.address_of(tables[0]), kept.access_ptr("w"),
-                    T.address_of(scales[first_row, 0]), own,
-                )  # fmt: skip
-                T.call_extern("handle", plan.keep, m, own)  # and all have filled the tables
-                multiply(weight, Xs, tables, kept, planes, codes, (W, W_rest), Y, full, empty, warp, lane, first_row, first, steps)
+                warp = T.shfl_sync(own // 32, 0)
+                stage, phase, taken = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
+                last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
+                steps = T.alloc_var("int32")
                 where, asked = plan.alloc_asked(T, len(after))
-                T.call_extern(
-                    "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
-                    m, steps - 1, block, own, *addresses(T, after),
-                )  # fmt: skip
-                T.wait_wgmma(0)
-                T.call_extern(
-                    "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
-                    T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, steps - 1, block, own,
-                    *addresses(T, after),
-                )  # fmt: skip
+                T.call_extern("handle", plan.keep, m, own)
+                for piece in T.serial(ask("pieces", block)):
+                    steps = ask("length", block, piece)
+                    fill(scales, tables, kept, own, ask("n_block", block, taken) * bn)
+                    multiply(
+                        Ps, Xs, tables, kept, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, warp, lane,
+                        steps, taken, stage, last, phase,
+                    )  # fmt: skip
+                    end_tile(Y, where, asked, staging, workspace, y, empty, last, taken - 1, block, own, lane, after)
 
     return main
 

@@ -54,7 +54,7 @@ def test_illegal_schedules_say_why() -> None:
     for sentence, schedule in wrong.items():
         reasons = legal(work(3, k=512), schedule, replace(H200, smem_per_sm=1 << 20, smem=1 << 20))
         assert any(reason.startswith(sentence) for reason in reasons), (sentence, reasons)
-    (reason,) = legal(work(4), replace(GOOD, num_warps=12, num_stages=2), H200)
+    (reason,) = legal(work(4), replace(GOOD, num_warps=12, num_stages=3), H200)
     assert "1 blocks need" in reason
     (reason,) = legal(work(3, m=1, n=1 << 20), replace(GOOD, split_k=2, block_m=1), H200)
     assert "of 32768 tiles; accepted: at most 16384 tiles, or no split." in reason
@@ -65,7 +65,8 @@ def test_illegal_schedules_say_why() -> None:
 def test_tables_by_hand() -> None:
     """An entry of 16 rows is 16 words for four lanes each; of pairs of 3 bits the largest index is 7 * 16 + 7."""
     assert table_bytes(3) == 120 * 16 * 4 * 4 and table_bytes(4) == table_bytes(8) == 65536 and table_bytes(5) == 8192
-    assert shared_bytes(work(3), GOOD) == 2 * 30720 + 8 * 8 * 576
+    assert shared_bytes(work(3), GOOD) == 2 * 30720 + 8 * 8 * 512
+    assert shared_bytes(work(3, 4), replace(GOOD, block_m=4)) == 2 * 30720 + 8 * 4 * 576
 
 
 def test_fewer_bits_and_fewer_rows_take_less() -> None:
@@ -81,16 +82,16 @@ def test_fewer_bits_and_fewer_rows_take_less() -> None:
 
 def test_what_the_program_of_many_rows_accepts() -> None:
     good = Schedule(any_wgmma.PROGRAM, 128, 64, 256, 4, 8)
-    assert legal(work(4, 64), good, H200) == []
+    assert legal(work(4, 64), good, H200) == legal(work(4, 64), replace(good, stream_k=True), H200) == []
     wrong = {
-        "block_n is 256; accepted: 64, 128, 192.": replace(good, block_n=256),
+        "block_n is 96; accepted: 64, 128, 192, 256.": replace(good, block_n=96),
         "block_m is 48; accepted: 32, 64, 96,": replace(good, block_m=48),
         "block_k is 64; accepted: 256.": replace(good, block_k=64),
         "num_warps is 4; accepted with block_n 128: 8, 16 rows a warp.": replace(good, num_warps=4),
         "block_n is 192; accepted for n 4096 (padded to 4096): divisors of it.": replace(good, block_n=192, num_warps=12),
         "split_k is 16, but k 512 has 2 steps of 256: a share would be empty.": replace(good, split_k=16),
-        "a thread needs about 220 registers, 152 are free": replace(good, block_n=192, num_warps=12, block_m=256),
-        "stream_k is True; accepted by gemm_any_wgmma, which does not use it: False.": replace(good, stream_k=True),
+        "a thread needs about 220 registers, 160 are free": replace(good, block_n=192, num_warps=12, block_m=256),
+        "stream_k goes with split_k 2; accepted: split_k 1.": replace(good, stream_k=True, split_k=2),
     }
     for sentence, schedule in wrong.items():
         reasons = legal(work(4, 64, k=512), schedule, H200)

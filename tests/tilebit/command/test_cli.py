@@ -99,7 +99,7 @@ def test_pack_writes_a_pack_that_loads(tmp_path):
 @pytest.mark.slow
 def test_show_writes_pictures(tmp_path):
     names = parsed("show", "list")
-    assert {"sm_90a:4", "cpu:8", "awq:4", "planes_cuda:1", "wgmma_a:k16"} <= set(names)
+    assert {"sm_90a:4", "cpu:8", "awq:4", "planes_mma:1", "wgmma_a:k16"} <= set(names)
     for name in names:
         path = tmp_path / f"{name.replace(':', '_')}.svg"
         assert parsed("show", name, "--out", str(path)) == {"name": name, "path": str(path)}

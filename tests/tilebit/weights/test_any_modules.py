@@ -14,6 +14,7 @@ import tilebit
 from tilebit import AnyPrecisionLinear
 from tilebit.ops import dispatch
 from tilebit.weights.any_packed import pack_any
+from tilebit.weights.extra_state import from_tensor, to_tensor
 from tilebit.weights.quantize_any import AnyPrecisionTensor
 
 N, K = 24, 300
@@ -109,6 +110,8 @@ def test_state_of_a_gpu_is_repacked() -> None:
         ("bias", lambda t: None, "lacks bias"),
         ("_extra_state", lambda t: None, "lacks _extra_state"),
         ("_extra_state", lambda t: t[:-1], "the extra state is not an AnyPrecisionLinear's"),
+        ("_extra_state", lambda t: to_tensor({**from_tensor(t), "layout": "planes_old"}), "lie as planes_old has them; accepted for cpu"),
+        ("_extra_state", lambda t: to_tensor({k: v for k, v in from_tensor(t).items() if k != "layout"}), "as an earlier version has them"),
     ],
 )
 def test_state_that_does_not_fit_changes_nothing(name: str, change, words: str) -> None:

@@ -1,6 +1,7 @@
 // The bodies of cuda_wgmma.h. Comes after cuda_ptx.cc.
 
 namespace tilebit_host {
+constexpr int PLAIN_ALIGNED = 128;  // what a box without a swizzle begins at a multiple of, bytes
 // Where byte `address` of shared memory lies under the swizzle of 128 bytes.
 static uint32_t swizzled(uint32_t address) { return address ^ (address / SWIZZLED_ROW % 8 * 16); }
 void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_list<int> corner) {
@@ -8,8 +9,10 @@ void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_
   Mbarrier& told = mbarrier(__cvta_generic_to_shared(barrier));
   const uint32_t target = __cvta_generic_to_shared(to);
   if (int(corner.size()) != map.rank) fault = "a load has another rank than its tensor map";
-  if (map.swizzle != CUtensorMap::SWIZZLE_128B || map.box[0] * map.element_bytes != SWIZZLED_ROW) fault = "a tensor map that the emulation does not know";
-  if (target % (8 * SWIZZLED_ROW)) fault = "a box is not aligned to what its swizzle repeats after";
+  const bool plain = map.swizzle == CUtensorMap::SWIZZLE_NONE;
+  const int row_bytes = map.box[0] * map.element_bytes;
+  if (plain ? row_bytes % 16 != 0 : map.swizzle != CUtensorMap::SWIZZLE_128B || row_bytes != SWIZZLED_ROW) fault = "a tensor map that the emulation does not know";
+  if (target % (plain ? PLAIN_ALIGNED : 8 * SWIZZLED_ROW)) fault = "a box is not aligned to what its swizzle repeats after";
   if (fault) return;
   int64_t rows = 1;
   for (int d = 1; d < map.rank; ++d) rows *= map.box[d];
@@ -20,9 +23,10 @@ void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_
       const int64_t at = first[d] + rest % map.box[d];
       inside &= 0 <= at && at < map.dims[d], from += at * map.strides[d];
     }
-    for (int chunk = 0; chunk < SWIZZLED_ROW; chunk += 16)  // a row ends with whole ones
-      bulk_copies.push_back(issue(swizzled(target + row * SWIZZLED_ROW + chunk), from + chunk, 16,
-                                  inside && first[0] + (chunk + 16) / map.element_bytes <= map.dims[0], &told));
+    for (int chunk = 0; chunk < row_bytes; chunk += 16) {  // a row ends with whole ones
+      const uint32_t at = target + row * row_bytes + chunk;
+      bulk_copies.push_back(issue(plain ? at : swizzled(at), from + chunk, 16, inside && first[0] + (chunk + 16) / map.element_bytes <= map.dims[0], &told));
+    }
   }
 }
 // The lower 32 bits of a matrix descriptor are changed as numbers; here they are the address in units of 16 bytes, then those of 14 bits each.

@@ -5,7 +5,7 @@
 
 // What cuTensorMapEncodeTiled makes of a tensor, the innermost dimension first; generated_kernel.py has the same fields.
 struct CUtensorMap {
-  static constexpr int MAX_RANK = 5, SWIZZLE_128B = 3;
+  static constexpr int MAX_RANK = 5, SWIZZLE_NONE = 0, SWIZZLE_128B = 3;
   const char* base;
   int64_t dims[MAX_RANK], strides[MAX_RANK], box[MAX_RANK];  // elements, bytes, elements
   int32_t rank, element_bytes, swizzle;

@@ -28,7 +28,7 @@ BUGS = (
     device("planes not aligned", W3, MANY, ("__funnelshift_l(held[p * 4 + i], held[p * 4 + i], p)", "held[p * 4 + i]")),
     device("planes in the order of numbers", W4, FEW, ("set >> (BITS - 1 - p) & 1", "set >> p & 1")),
     device("a set with a plane too few", W4, FEW, ("p < BITS; ++p)\n          if (set", "p < BITS - 1; ++p)\n          if (set")),
-    device("halves of k exchanged with rows", W3, FEW, ("planes[p][i % 2 * 2 + i / 2]", "planes[p][i]")),
+    device("halves of k exchanged with rows", W3, FEW, ("a[i] &= planes[p][i]", "a[i] &= planes[p][i % 2 * 2 + i / 2]")),
     device("bytes of x exchanged", W3, MANY, ("place / 2 * 256", "(2 - place / 2) * 256")),
     device("bits of x in the order of k", W4, FEW, ("n[i % 2][i / 2] = __float", "n[i / 4][i % 4] = __float")),
     device("digits without a sign", W3, MANY, ("low[byte] ^= HIGHEST[byte], high[byte] ^= HIGHEST[byte]", "low[byte] ^= 0")),

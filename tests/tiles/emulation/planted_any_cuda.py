@@ -51,7 +51,8 @@ BUGS = (
     device("second code of a pair for the first", W3, ONE, ("j % 2 ? 0x5432 : 0x5410", "j % 2 ? 0x3254 : 0x1054")),
     device("numbers of a register exchanged", W6, ONE, ("high << 16 | low", "low << 16 | high")),
     device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),
-    device("x of a neighbouring lane", W6, TWO, ("(lane & 3) * 16;", "((lane ^ 1) & 3) * 16;")),
+    device("x of a neighbouring lane", W6, TWO, ("(lane >> 3 ^ lane & 7) * 16", "(lane >> 3 ^ 1 ^ lane & 7) * 16")),
+    device("pairs of few rows of x exchanged", W3, FEW, ("(lane >> 2 & 3) * 4, own", "(lane >> 2 & 3 ^ 1) * 4, own")),
     device("second half of a step with the first half's x", W3, ONE, ("load_x(column, u * 4 + q", "load_x(column, q")),
     device("sums of the first tile", W3, TWO, ("sums + (t * NT + c) * 4, a", "sums + c * 4, a")),
     device("kept codebook of the neighbour", W3, FEW, ("row * 8 + (lane >> 2)", "row * 8 + (lane >> 2 ^ 1)")),
@@ -64,7 +65,9 @@ BUGS = (
         ONE,
         ("planes_at(weight, bx * s.block_n, step)", "planes_at(weight, bx * s.block_n, T.min(step + 1, k_tiles - 1))"),
     ),
-    loop("numbers of x past k read", of_width(3, k=500), ONE, ("True if whole else step", "True if True else step"), sign=""),
+    loop(
+        "numbers of x past k read", of_width(3, k=500), ONE, ("rules.STEP_K if whole else p.kx", "rules.STEP_K if True else p.kx"), sign=""
+    ),
     loop("x read before it has come", W3, ONE, ("T.ptx_wait_group(stages - 1)", "T.ptx_wait_group(stages)")),
     loop("tables read while they are filled", W3, ONE, ("T.sync_threads()\n\n            while", "\n            while"), sign=""),
     loop("all warps' sums in one place", W3, ONE, ("warp * (s.block_m * sum_pitch)", "0 * (s.block_m * sum_pitch)"), sign=""),
@@ -72,6 +75,6 @@ BUGS = (
     loop(
         "a step that two blocks take", of_width(6, k=1200), SPLIT, ("bz * steps // splits + warp", "bz * (steps // splits) + warp"), sign=""
     ),
-    loop("x of the first step", W6, ONE, ("x[by * s.block_m, step * rules.STEP_K + lane * 8]", "x[by * s.block_m, lane * 8]")),
+    loop("x of the first step", W6, ONE, ("x[by * s.block_m, step * rules.STEP_K]", "x[by * s.block_m, 0]")),
     loop("x of the first rows", of_width(3, m=13), ONE, ("x[by * s.block_m, step", "x[0, step")),
 )

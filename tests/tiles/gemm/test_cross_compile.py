@@ -35,7 +35,7 @@ MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
 FP8, FP8_GROUPS, W4_FP8 = map(QuantFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8"))
-W3_ANY, W4_ANY, W8_ANY = map(QuantFormat.parse, ("w3a16_any", "w4a16_any", "w8a16_any"))
+W3_ANY, W4_ANY, W5_ANY, W8_ANY = (QuantFormat.parse(f"w{bits}a16_any") for bits in (3, 4, 5, 8))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -111,7 +111,8 @@ CASES = (
     ("sm_89", Workload(1, 4096, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_binary", 32, 1, 1, 3, 8)),
     ("sm_90a", Workload(64, 8192, 8192, W3_ANY, HALF), Schedule("gemm_any_wgmma", 128, 64, 256, 8, 8, split_k=2)),
     ("sm_90a", Workload(256, 505, 1001, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8)),
-    ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF, residual=True), Schedule("gemm_any_wgmma", 128, 192, 256, 5, 8, raster=8)),
+    ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF, residual=True), Schedule("gemm_any_wgmma", 64, 192, 256, 4, 4, raster=8)),
+    ("sm_90a", Workload(256, 10240, 8192, W5_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True)),
     ("sm_90a", Workload(32, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any_wgmma", 64, 32, 256, 6, 4, min_blocks=2)),
     ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),

@@ -62,7 +62,7 @@ BUGS: dict[str, tuple[int, str, Edit]] = {
     "neighbour's codebook": (6, "device", swap(("(tables) + row * PITCH", "(tables) + (row ^ 1) * PITCH"))),
     "numbers of a pair exchanged": (3, "device", swap((">> (8 * q + 4 * half)", ">> (8 * q + 4 - 4 * half)"))),
     "rows past the last": (6, "device", swap(("if (row < rows && column", "if (column"))),
-    "words of a row exchanged": (6, "device", swap(("u == 0 ? stored[p].x : stored[p].y", "u != 0 ? stored[p].x : stored[p].y"))),
+    "words of a row exchanged": (6, "device", swap(("u == 0 ? (h == 0 ? stored[p].x", "u != 0 ? (h == 0 ? stored[p].x"))),
     "columns of the first step": (6, "expand_any.py", swap(("step * CUDA_TILE_K]), w.columns", "0]), w.columns"))),
     "barrier": (3, "expand_any.py", swap(("            T.sync_threads()\n", ""))),
 }  # fmt: skip

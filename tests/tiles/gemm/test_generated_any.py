@@ -28,7 +28,7 @@ from gemm_cases import Case, label
 
 pytestmark = needs_host_compiler
 AMPERE, HOPPER = target_from_name("sm_80"), target_from_name("sm_90a")
-SMALL = replace(AMPERE, units=3)  # so few that a block of a persistent grid takes several tiles
+SMALL, FEW_SMS = replace(AMPERE, units=3), replace(HOPPER, units=3)  # so few that a block of a persistent grid takes several tiles
 
 
 def form(bits: int) -> GemmFormat:
@@ -65,11 +65,10 @@ def test_the_cases_cover_everything() -> None:
     assert {(w.format.bits, w.dtype) for w, _ in CASES} == set(product(CODEBOOK_BITS, ("float16", "bfloat16")))
 
 
-def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, raster: int = 0) -> Schedule:
-    return Schedule(any_wgmma.PROGRAM, block_n, block_m, 256, stages, block_n // 16, split_k, raster=raster)
+def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, raster: int = 0, stream_k: bool = False) -> Schedule:
+    return Schedule(any_wgmma.PROGRAM, block_n, block_m, 256, stages, block_n // 16, split_k, raster=raster, stream_k=stream_k)
 
 
-# Pieces of x that a warp has under way: of several slots, of one, of part of one.
 WIDE = (
     (Workload(33, 100, 1000, form(3)), wide(128, 64, 3)),
     (Workload(40, 64, 1536, form(4), "bfloat16", bias=True), wide(64, 32, 2, split_k=3)),
@@ -79,6 +78,10 @@ WIDE = (
     (Workload(65, 64, 31, form(8), "bfloat16", bias=True), wide(64, 32, 4, raster=2)),
     (Workload(17, 256, 512, form(8), gate="silu"), wide(128, 32, 3)),
     (Workload(161, 64, 800, form(4)), wide(64, 160, 2)),
+    (Workload(70, 200, 1100, form(5)), wide(64, 64, 3, stream_k=True)),
+    (Workload(31, 250, 700, form(3), "bfloat16", bias=True), wide(256, 32, 4, stream_k=True)),
+    (Workload(150, 256, 530, form(7)), wide(128, 64, 2, stream_k=True)),
+    (Workload(70, 512, 2100, form(4)), wide(128, 64, 4, stream_k=True)),
 )
 
 
@@ -102,7 +105,7 @@ SINGLE = (
 @pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE + SINGLE), ids=label)
 def test_exact(case: Case) -> None:
     workload, schedule = case
-    target = {PROGRAM: AMPERE, any_binary.PROGRAM: SMALL}.get(schedule.program, HOPPER)
+    target = {PROGRAM: AMPERE, any_binary.PROGRAM: SMALL}.get(schedule.program, FEW_SMS)
     problem = exact_problem(workload, (*CASES, *WIDE, *SINGLE).index(case), target.arch)
     output = guarded_output((workload.m, workload.columns), problem.x.dtype)
     assert not legal(workload, schedule, target)

@@ -81,14 +81,15 @@ __device__ __forceinline__ void gather_bytes(const uint32_t (&v)[4], uint32_t (&
 
 // 256 numbers of a warp become their bits, in place: STEP_OF_X bytes, [product][lane of B][word]. Bits
 // 2 s and 2 s + 1 of digit t are columns 2 t and 2 t + 1 of product s. Returns the sum of a lane's
-// integers. In a byte of a plane bit j + 4 h is k = 2 j + h. Added to 1.5 * 2^23 a number is rounded to
+// integers: of the eight numbers of a byte of a plane, whose bits j and j + 4 are pair j. Added to 1.5 * 2^23 a number is rounded to
 // an integer.
 template <typename T>
 __device__ __forceinline__ int to_bits(SharedAddress x, uint32_t largest, int lane) {
   constexpr uint32_t HIGHEST[BYTES_OF_X] = {0x20202020u, 0x08080808u, 0x82828282u};  // bits of HALVES: of a signed digit they are turned
   const float scale = power_of_two(UNITS - exponent_of<T>(largest)), base = 12582912.0f;
   uint32_t v[4], n[2][4];
-  load_shared_128(x.address + lane * 16, v);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) v[j] = load_shared_32(x.address + (lane >> 2) * 64 + j * 16 + (lane & 3) * 4);
   __syncwarp();
   uint32_t sum = 0u - 8 * HALVES;
 #pragma unroll
@@ -176,7 +177,7 @@ struct BinaryProduct {
         a[i] = 0xffffffffu;
 #pragma unroll
         for (int p = 0; p < BITS; ++p)
-          if (set >> (BITS - 1 - p) & 1) a[i] &= planes[p][i % 2 * 2 + i / 2];
+          if (set >> (BITS - 1 - p) & 1) a[i] &= planes[p][i];
       }
 #pragma unroll
       for (int byte = 0; byte < BYTES_OF_X; ++byte) {

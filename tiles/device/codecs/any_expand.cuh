@@ -23,6 +23,19 @@ struct AnyExpand {
     return (Product::PAIRS ? words[j % Product::PERIOD] >> (8 * q + 4 * half) : words[(j + 4 * half) % Product::PERIOD] >> 8 * q) & (NUMBERS - 1);
   }
 
+  // Pair j of lane c becomes pair c of lane j, of each four lanes: what a lane has is then neighbours.
+  __device__ __forceinline__ static void gather_pairs(uint32_t (&pairs)[4], int lane) {
+#pragma unroll
+    for (int far = 2; far > 0; far /= 2)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int j = far == 2 ? i : 2 * i;
+        const bool upper = lane & far;
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? pairs[j] : pairs[j + far], far);
+        pairs[j] = upper ? got : pairs[j], pairs[j + far] = upper ? pairs[j + far] : got;
+      }
+  }
+
   // 16 rows by 256 k of planes `stride` bytes apart, by a warp; of y, `pitch` numbers a row, only what
   // has a row below `rows` and a column below `columns`, a multiple of 8.
   __device__ __forceinline__ static void step(
@@ -39,7 +52,7 @@ struct AnyExpand {
       for (int u = 0; u < 2; ++u) {
         uint32_t of_row[BITS], words[Product::PERIOD];
 #pragma unroll
-        for (int p = 0; p < BITS; ++p) of_row[p] = h == 0 ? (u == 0 ? stored[p].x : stored[p].y) : (u == 0 ? stored[p].z : stored[p].w);
+        for (int p = 0; p < BITS; ++p) of_row[p] = u == 0 ? (h == 0 ? stored[p].x : stored[p].y) : (h == 0 ? stored[p].z : stored[p].w);
         Product::select_codes(of_row, words);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
@@ -47,6 +60,7 @@ struct AnyExpand {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
             numbers[j] = own[code(words, q, j, 0)] | static_cast<uint32_t>(own[code(words, q, j, 1)]) << 16;
+          gather_pairs(numbers, lane);
           const int column = 32 * (4 * u + q) + 8 * (lane % 4);
           if (row < rows && column < columns) *reinterpret_cast<uint4*>(y + column) = make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]);
         }

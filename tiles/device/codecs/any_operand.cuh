@@ -1,9 +1,5 @@
-// Weights of any precision as the register operand of wgmma, and x in the order of k in which bit
-// planes hold it.
-//
-// The operand is made 64 k at a time, of two groups of 32 k: a lane's pair of numbers j of the first
-// group and of the second are one k16 step. So a row of 64 k of x lies in shared memory as eight
-// pieces of 16 bytes, piece 2 j + group: pair j of each of the group's four eighths. Comes after
+// Weights of any precision as the register operand of wgmma, 64 k at a time, of two groups of 32 k:
+// of each pairs 0 and 1 are a lane's numbers of a row in one k16 step, 2 and 3 in the next. Comes after
 // codecs/any_product.cuh, whose words of codes these are.
 #pragma once
 #include <stdint.h>
@@ -15,76 +11,73 @@ __device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
   return v;
 }
-// Of four 8 x 8 matrices of 16-bit elements lane l holds elements (l / 4, 2 (l % 4) + e) of each and
-// addresses row l % 8 of matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* r) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
 
-// Where numbers are looked up: of 3 bits in registers; in shared memory once for each of the four lanes
-// that look up a row, in a bank of its own; there once, a row's table as it lies in memory, where lanes
-// meet each other's banks.
-enum class Tables { REGISTERS, OWN, SHARED };
+// Where numbers are looked up: of up to 4 bits in registers; else in shared memory, a table in a bank of its
+// own for each of the four lanes that look up a row, or for two of them, which meet in it.
+enum class Tables { REGISTERS, FOUR, TWO };
 
 template <typename T, int BITS, Tables WHERE>
 struct AnyOperand {
   using Product = AnyProduct<T, BITS, 1, 8>;
-  static constexpr bool OWN = WHERE == Tables::OWN;
-  static constexpr int NUMBERS = 1 << BITS, ENTRY = Product::ENTRY;
-  static constexpr int TABLE = OWN ? NUMBERS * ENTRY : 16 * NUMBERS * 2;  // bytes, of 16 rows
+  // An entry has the numbers of one code: [row r of 16, or r + 8][warps, by twos][row % 8][copy][warp % 2].
+  static constexpr int NUMBERS = 1 << BITS, ENTRY = 256, COPIES = WHERE == Tables::TWO ? 2 : 4, WARPS = 8 / COPIES;
+  static constexpr int TABLE = NUMBERS * ENTRY;  // bytes, of WARPS warps' 16 rows each
+  static constexpr int WORDS = WHERE == Tables::REGISTERS ? 4 : 8, KEPT = NUMBERS / 2;  // registers of a row: of 128 k's codes, of its codebook
+  static_assert((WHERE == Tables::REGISTERS) == Product::PAIRS, "codes are found as they are looked up");
 
   // Tables of ROWS rows from their codebooks, T [row][NUMBERS], by all THREADS threads: or to each
   // thread's `kept`.
   template <int ROWS, int THREADS>
   __device__ __forceinline__ static void fill(void* tables, uint32_t* kept, const void* codebooks, int thread) {
     if constexpr (WHERE == Tables::REGISTERS) {
-      Product::keep_codebooks(kept, static_cast<const T*>(codebooks) + thread / 32 * (16 * NUMBERS), thread % 32);
-      return;
-    }
-    const uint4* from = static_cast<const uint4*>(codebooks);
-    for (int i = thread; i < ROWS * NUMBERS / 8; i += THREADS) {
-      const uint4 numbers = __ldg(from + i);
-      if constexpr (OWN) {
-        const int row = i * 8 / NUMBERS, first = i * 8 % NUMBERS;
-        char* to = static_cast<char*>(tables) + row / 16 * TABLE + first * ENTRY + row % 16 * 16;
-        const uint32_t pairs[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+      const uint4* own = static_cast<const uint4*>(codebooks) + (thread / 32 * 16 + thread % 32 / 4) * (NUMBERS / 8);
 #pragma unroll
+      for (int i = 0; i < NUMBERS / 4; ++i) keep_eight(kept + 4 * i, __ldg(own + i / (NUMBERS / 8) * NUMBERS + i % (NUMBERS / 8)));
+    } else {  // eight numbers of two rows, of neighbouring warps, at once
+      for (int i = thread; i < ROWS * NUMBERS / 16; i += THREADS) {
+        const int row = i % 16, group = i / 16 % (NUMBERS / 8), warps = i / 16 / (NUMBERS / 8);
+        const uint4* from = static_cast<const uint4*>(codebooks) + (warps * 32 + row) * (NUMBERS / 8) + group;
+        const uint4 one = __ldg(from), other = __ldg(from + 16 * (NUMBERS / 8));
+        char* to = static_cast<char*>(tables) + place(2 * warps) + group * 8 * ENTRY + row / 8 * (ENTRY / 2) + row % 8 * (COPIES * 4);
+        const uint32_t pairs[2][4] = {{one.x, one.y, one.z, one.w}, {other.x, other.y, other.z, other.w}};
+  #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const uint32_t v = j % 2 ? pairs[j / 2] >> 16 : pairs[j / 2] & 0xffff;
-          *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+          const uint32_t v = __byte_perm(pairs[0][j / 2], pairs[1][j / 2], j % 2 ? 0x7632 : 0x5410);
+          if constexpr (COPIES == 4) *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+          else *reinterpret_cast<uint2*>(to + j * ENTRY) = make_uint2(v, v);
         }
-      } else {
-        static_cast<uint4*>(tables)[i] = numbers;
       }
     }
   }
 
-  // planes: a lane's 16 bytes of each. words [row half][8]: a byte is a code, words j and j + 4 have
-  // those of pair j; or, for registers, a byte of word j is both. Of 128 k, the first or the second (u)
-  // of a step.
-  __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u) {
+  // planes: of 128 k, the first or the second (u) of a step, as they lie in shared memory, `stride` bytes
+  // from plane to plane. words [row half][WORDS]: of registers, those of Product::select_codes, four bits a
+  // code; else a byte is a code, words j and j + 4 have those of pair j.
+  __device__ __forceinline__ static void select(SharedAddress planes, int stride, uint32_t* words, int u, int warp, int lane) {
+    uint32_t of_rows[BITS][2];
+#pragma unroll
+    for (int p = 0; p < BITS; ++p) load_shared_64(planes.address + p * stride + warp * 512 + lane * 16 + u * 8, of_rows[p]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t of_row[BITS], found[Product::PERIOD];
 #pragma unroll
-      for (int p = 0; p < BITS; ++p) of_row[p] = planes[p * 4 + 2 * h + u];
+      for (int p = 0; p < BITS; ++p) of_row[p] = of_rows[p][h];
       Product::select_codes(of_row, found);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        words[h * 8 + j] = Product::PAIRS && WHERE != Tables::REGISTERS ? found[j] & 0x0f0f0f0fu : found[j];
-        words[h * 8 + j + 4] = Product::PAIRS ? found[j] >> 4 & 0x0f0f0f0fu : found[(j + 4) % Product::PERIOD];
-      }
+      for (int j = 0; j < WORDS; ++j) words[h * WORDS + j] = found[j];
     }
   }
 
-  __device__ __forceinline__ static uint32_t number(uint32_t table, uint32_t lane, uint32_t word, int q) {
-    if constexpr (OWN) return load_shared_32(table + __byte_perm(word, lane, 0x5504 | q << 4));
-    return load_shared_16(table + __byte_perm(word, 0, 0x4440 | q) * 2);
+  // Bytes from where tables begin to a warp's numbers in an entry of its table.
+  __device__ __forceinline__ static int place(int warp) { return warp / WARPS * TABLE + warp / 2 % (WARPS / 2) * 64 + warp % 2 * 2; }
+
+  // Of the code in byte q; `own`: the byte of an entry at which a lane's number is.
+  __device__ __forceinline__ static uint32_t number(uint32_t table, uint32_t own, uint32_t word, int q) {
+    return load_shared_16(table + __byte_perm(word, own, 0x5504 | q << 4));
   }
 
   // operand [k16 step][4] of half g of 128 k: rows lane / 4 and lane / 4 + 8 of the warp's 16, of the
-  // first group, then of the second.
+  // step's first 8 k, then of the others.
   __device__ __forceinline__ static void look_up(
       const uint32_t* words, SharedAddress tables, const uint32_t* kept, void* operand, int g, int warp, int lane) {
     uint32_t* a = static_cast<uint32_t*>(operand);
@@ -92,47 +85,19 @@ struct AnyOperand {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) Product::permuted(kept + h * 4, words[h * 8 + j] >> 16 * g, a[j * 4 + h], a[j * 4 + 2 + h]);
+        for (int h = 0; h < 2; ++h)
+          permuted<BITS>(kept + h * KEPT, words[h * WORDS + j] >> 16 * g, a[j / 2 * 4 + j % 2 * 2 + h], a[8 + j / 2 * 4 + j % 2 * 2 + h]);
       return;
     }
-    const uint32_t own = tables.address + warp * TABLE;
+    const uint32_t table = tables.address + place(warp), own = ((lane >> 2) * COPIES + (lane & (COPIES - 1))) * 4;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i % 2, q = 2 * g + i / 2;
-        const uint32_t table = own + (OWN ? h * (ENTRY / 2) : ((lane >> 2) + 8 * h) * (NUMBERS * 2));
-        const uint32_t first = number(table, lane * 4, words[h * 8 + j], q), second = number(table, lane * 4, words[h * 8 + j + 4], q);
-        a[j * 4 + i] = Product::joined(first, second);
-      }
+    for (int i = 0; i < 16; ++i) {
+      const int h = i % 2, j = i % 8 / 2, q = 2 * g + i / 8;
+      const uint32_t of_half = table + h * (ENTRY / 2);
+      const uint32_t first = number(of_half, own, words[h * WORDS + j], q), second = number(of_half, own, words[h * WORDS + (j + 4) % WORDS], q);
+      a[i] = Product::joined(first, second);
+    }
   }
 };
-
-// Puts a slot's ROWS rows of 64 k of x, as TMA left them, into the order of the operand, in place:
-// pieces of 16 bytes are exchanged both before and after as the swizzle of 128 bytes has them. Warp
-// `warp` of four does eight rows of every 32. Of every other of these a lane has an eighth: stmatrix,
-// which gathers what four lanes have, then meets no bank twice.
-template <int ROWS>
-__device__ __forceinline__ void order_slot(SharedAddress slot, int warp, int lane) {
-  constexpr int LINE = 128, GROUPS = ROWS / 32, TOGETHER = GROUPS < 4 ? GROUPS : 4;
-  const int row = lane / 8 * 2, target = (lane & 7) / 2 * 2;  // of the rows that begin with the first: read, and written to
-#pragma unroll
-  for (int first = 0; first < GROUPS; first += TOGETHER) {
-    uint32_t values[TOGETHER * 2][4];
-#pragma unroll
-    for (int i = 0; i < TOGETHER * 2; ++i)
-      if (first + i / 2 < GROUPS) {
-        const int r = row + i % 2;
-        load_shared_128(slot.address + ((first + i / 2) * 32 + warp * 8 + r) * LINE + ((lane & 7) ^ r) * 16, values[i]);
-      }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < TOGETHER * 2; ++i)
-      if (first + i / 2 < GROUPS) {
-        const int r = target + i % 2;
-        stmatrix_x4(slot.address + ((first + i / 2) * 32 + warp * 8 + r) * LINE + ((lane >> 3) * 2 + (lane & 1) ^ r) * 16, values[i]);
-      }
-  }
-}
 
 }  // namespace tilebit

@@ -13,6 +13,41 @@
 
 namespace tilebit {
 
+// Eight numbers as byte permutations take them: the low bytes in two words, then the high ones.
+__device__ __forceinline__ void keep_eight(uint32_t* kept, uint4 v) {
+  kept[0] = __byte_perm(v.x, v.y, 0x6420), kept[1] = __byte_perm(v.z, v.w, 0x6420);
+  kept[2] = __byte_perm(v.x, v.y, 0x7531), kept[3] = __byte_perm(v.z, v.w, 0x7531);
+}
+
+// Of four codes in 4 bits each the highest bit, as bytes of ones or zeros: a selector of more than 7 gives
+// the sign of the byte that 8 less selects.
+__device__ __forceinline__ uint32_t highest_as_bytes(uint32_t codes) {
+  const uint32_t selectors = lop3_select(0x8888u, codes, codes >> 1);  // 12 to 15, or 0 to 3
+  uint32_t bytes;
+#ifdef TILEBIT_HOST_EMULATION
+  bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= (selectors >> (4 * i) & 12) == 12 ? 0xffu << 8 * i : 0u;
+#else
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(0u), "r"(0x80808080u), "r"(selectors));
+#endif
+  return bytes;
+}
+
+// Two pairs of numbers of a row from four codes in 4 bits each, of 3 or 4; `kept`: its codebook, eight
+// numbers after eight.
+template <int BITS>
+__device__ __forceinline__ void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
+  static_assert(BITS == 3 || BITS == 4, "a byte permutation chooses among eight bytes");
+  const uint32_t lower = BITS == 4 ? codes & 0x7777u : codes, upper = BITS == 4 ? highest_as_bytes(codes) : 0;
+  uint32_t bytes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    bytes[i] = __byte_perm(kept[2 * i], kept[2 * i + 1], lower);
+    if constexpr (BITS == 4) bytes[i] = lop3_select(upper, __byte_perm(kept[4 + 2 * i], kept[5 + 2 * i], lower), bytes[i]);
+  }
+  first = __byte_perm(bytes[0], bytes[1], 0x5140), second = __byte_perm(bytes[0], bytes[1], 0x7362);
+}
+
 template <typename T, int BITS, int TILES, int COLUMNS>
 struct AnyProduct {
   static constexpr bool PAIRS = BITS <= 4;
@@ -20,7 +55,11 @@ struct AnyProduct {
   static constexpr int LAST = (1 << BITS) - 1;    // the largest code
   static constexpr int ENTRY = 256;               // bytes: of rows r / 4 and r / 4 + 8, four lanes each
   static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of 16 rows; of pairs the index is second * 16 + first
-  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1, PITCH = 576;   // tiles of columns; bytes from one row of x to the next
+  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;                // tiles of columns
+  // x lies as it is, for loads of matrices, each row's pieces of 16 bytes exchanged by the row's number;
+  // of fewer than 8 rows so that a lane's of two k16 steps are a piece. No bank is met twice.
+  static constexpr bool MATRICES = COLUMNS >= 8;
+  static constexpr int PITCH = 512 + (MATRICES ? 0 : 64);  // bytes from one row of x to the next
   static constexpr bool KEEPS_X = TILES > 1;  // in registers, for all tiles
   static constexpr int KEPT = BITS == 3 && COLUMNS < 8;  // words of codes, of four, that are looked up in registers: shared memory is busy
 
@@ -50,21 +89,10 @@ struct AnyProduct {
     }
   }
 
-  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as byte permutations
-  // take them: [tile][row] the low bytes in two words, then the high ones.
+  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as `permuted` takes them.
   __device__ __forceinline__ static void keep_codebooks(uint32_t* kept, const void* codebooks, int lane) {
 #pragma unroll
-    for (int row = 0; row < TILES * 2; ++row) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2));
-      kept[row * 4] = __byte_perm(v.x, v.y, 0x6420), kept[row * 4 + 1] = __byte_perm(v.z, v.w, 0x6420);
-      kept[row * 4 + 2] = __byte_perm(v.x, v.y, 0x7531), kept[row * 4 + 3] = __byte_perm(v.z, v.w, 0x7531);
-    }
-  }
-
-  // Two pairs of numbers of a row from four codes in 4 bits each.
-  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
-    const uint32_t low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
-    first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
+    for (int row = 0; row < TILES * 2; ++row) keep_eight(kept + row * 4, __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2)));
   }
 
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
@@ -112,20 +140,45 @@ struct AnyProduct {
     return joined(number, load_shared_32(table + __byte_perm(second, lane, selector)));
   }
 
-  // x of a lane's column, which begins at `column`. Lanes whose column is not there load nothing, as
+  // A lane's share of 256 k of x is asked for: of COLUMNS rows that lie `stride` bytes apart, of all
+  // (`whole`) or only of the first `there`; zeros from k `left` on, a multiple of 8.
+  __device__ __forceinline__ static void copy_x(SharedAddress to, const void* from_, int stride, int there, bool whole, int left, int lane) {
+    const char* from = fresh(static_cast<const char*>(from_));  // found once, not for each row anew
+#pragma unroll
+    for (int row = 0; row < COLUMNS; ++row) {
+      const char* own = from + int64_t(row) * stride;
+      if (COLUMNS == 1 || whole || row < there) {
+        if constexpr (MATRICES) {
+          cp_async_16(to.address + row * PITCH + (lane ^ row % 8) * 16, own + lane * 16, lane * 8 < left);
+        } else {  // pair lane % 16 of 32 k: of lane % 4 the pair lane / 4 % 4
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            cp_async_4(to.address + row * PITCH + i * 128 + (lane >> 4) * 64 + (lane & 3) * 16 + (lane >> 2 & 3) * 4, own + i * 128 + lane * 4,
+                       i * 64 + lane * 2 < left);
+        }
+      }
+    }
+  }
+  // Where a lane loads x from, of what `copy_x` left at `x`.
+  __device__ __forceinline__ static uint32_t own_x(SharedAddress x, int lane) {
+    return MATRICES ? x.address + (lane & 7) * PITCH + (lane >> 3 ^ lane & 7) * 16 : x.address + (lane >> 2) * PITCH + (lane & 3) * 16;
+  }
+  // The B operands of two k16 steps, 32 k from 32 i on. Lanes whose column is not there load nothing, as
   // one that repeats another would cost what its own does: their sums, of whatever lay in the
   // registers, are not stored.
-  __device__ __forceinline__ static void load_x(uint32_t column, int i, int lane, uint32_t (&values)[NT][4]) {
+  __device__ __forceinline__ static void load_x(uint32_t own, int i, int lane, uint32_t (&values)[NT][4]) {
 #pragma unroll
-    for (int c = 0; c < NT; ++c)
-      if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(column + c * 8 * PITCH + i * 64, values[c]);
+    for (int c = 0; c < NT; ++c) {
+      if constexpr (MATRICES) ldmatrix_x4((i % 2 ? own ^ 64 : own) + c * 8 * PITCH + i / 2 * 128, values[c]);
+      else if (lane < COLUMNS * 4) load_shared_128(own + i * 64, values[c]);
+    }
   }
 
   // sums [TILES][NT][4] += weights of TILES * 16 rows times x, 256 k of both. planes: as request_planes
-  // left them; x: [column] 256 numbers, in PITCH bytes; tables: [tile] as fill_tables left them.
+  // left them; x: as copy_x left it; tables: [tile] as fill_tables left them.
   __device__ __forceinline__ static void multiply(
       const uint32_t* planes, SharedAddress x, SharedAddress tables, const uint32_t* codebooks, float* sums, int lane) {
-    const uint32_t column = x.address + (lane >> 2) * PITCH + (lane & 3) * 16;
+    const uint32_t column = own_x(x, lane);
     uint32_t kept[KEEPS_X ? 8 : 1][NT][4];
     if constexpr (KEEPS_X) {
 #pragma unroll
@@ -141,7 +194,7 @@ struct AnyProduct {
         for (int h = 0; h < 2; ++h) {
           uint32_t of_row[BITS];
 #pragma unroll
-          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * h + u];
+          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * u + h];
           select_codes(of_row, words[h]);
         }
         uint32_t pairs[KEPT > 0 ? KEPT : 1][2][4];
@@ -150,7 +203,7 @@ struct AnyProduct {
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) permuted(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
+            for (int i = 0; i < 2; ++i) permuted<3>(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           uint32_t loaded[NT][4];

@@ -113,14 +113,36 @@ struct AnyStep {
     else return Whole::joined(number(table, lane, words, q, PERMUTED ? j : 2 * j), number(table, lane, words, q, PERMUTED ? j + 4 : 2 * j + 1));
   }
 
+  // As of AnyProduct; of plain planes every lane of a row has 64 bytes of x of its own, as they lie.
+  __device__ __forceinline__ static void copy_x(SharedAddress to, const void* from_, int stride, int there, bool whole, int left, int lane) {
+    if constexpr (PERMUTED) {
+      Whole::copy_x(to, from_, stride, there, whole, left, lane);
+    } else {
+      const char* from = fresh(static_cast<const char*>(from_));
+#pragma unroll
+      for (int row = 0; row < COLUMNS; ++row)
+        if (COLUMNS == 1 || whole || row < there)
+          cp_async_16(to.address + row * Whole::PITCH + lane * 16, from + int64_t(row) * stride + lane * 16, lane * 8 < left);
+    }
+  }
+  __device__ __forceinline__ static void load_x(SharedAddress x, int i, int lane, uint32_t (&values)[NT][4]) {
+    if constexpr (PERMUTED) {
+      Whole::load_x(Whole::own_x(x, lane), i, lane, values);
+    } else {
+      const uint32_t own = x.address + (lane >> 2) * Whole::PITCH + (lane & 3) * 64 + i / 4 * 256 + i % 4 * 16;
+#pragma unroll
+      for (int c = 0; c < NT; ++c)
+        if (COLUMNS >= 8 || lane < COLUMNS * 4) load_shared_128(own + c * 8 * Whole::PITCH, values[c]);
+    }
+  }
+
   // As of AnyProduct, without codebooks in registers.
   __device__ __forceinline__ static void multiply(
       const uint32_t* planes, SharedAddress x, SharedAddress tables, const uint32_t*, float* sums, int lane) {
-    const uint32_t column = x.address + (lane >> 2) * Whole::PITCH + (lane & 3) * (PERMUTED ? 16 : 64);
     uint32_t kept[Whole::KEEPS_X ? 8 : 1][NT][4];
     if constexpr (Whole::KEEPS_X) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) Whole::load_x(column + piece(i), 0, lane, kept[i]);
+      for (int i = 0; i < 8; ++i) load_x(x, i, lane, kept[i]);
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
@@ -133,13 +155,13 @@ struct AnyStep {
         for (int h = 0; h < 2; ++h) {
           uint32_t of_row[BITS];
 #pragma unroll
-          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * h + u];
+          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * u + h];
           prepare(of_row, words[h]);
         }
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           uint32_t loaded[NT][4];
-          if constexpr (!Whole::KEEPS_X) Whole::load_x(column + piece(u * 4 + q), 0, lane, loaded);
+          if constexpr (!Whole::KEEPS_X) load_x(x, u * 4 + q, lane, loaded);
           const uint32_t(&values)[NT][4] = Whole::KEEPS_X ? kept[Whole::KEEPS_X ? u * 4 + q : 0] : loaded;
 #pragma unroll
           for (int j = 0; j < 4; j += 2) {
@@ -153,10 +175,6 @@ struct AnyStep {
       }
     }
   }
-
-  // Where x of a lane's byte i of eight lies, from the first: of permuted planes the four lanes of a
-  // row have neighbouring pieces, of plain ones each has its own 64 bytes.
-  __device__ __forceinline__ static constexpr uint32_t piece(int i) { return PERMUTED ? i * 64 : i / 4 * 256 + i % 4 * 16; }
 };
 
 // A lane's words of plain planes, PITCH words from row to row: 32 neighbouring k of its rows, and the
@@ -170,7 +188,7 @@ __device__ __forceinline__ void request_plain(uint32_t* to, const void* from_, i
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        to[(p * TILES + t) * 4 + i] = __ldg(reinterpret_cast<const uint32_t*>(from + p * stride) + (t * 16 + i / 2 * 8) * PITCH + i % 2 * 4);
+        to[(p * TILES + t) * 4 + i] = __ldg(reinterpret_cast<const uint32_t*>(from + p * stride) + (t * 16 + i % 2 * 8) * PITCH + i / 2 * 4);
 }
 
 }  // namespace tilebit

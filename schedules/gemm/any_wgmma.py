@@ -27,11 +27,12 @@ ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
-LEAST_BITS, KEPT_BITS = 3, 4  # codes of up to KEPT_BITS are looked up in registers, which hold codebooks
-FOUR_BITS = 7  # codes of up to so many bits are looked up in four copies, without a conflict, wider ones in two
+KEPT_BITS = 3  # codes are looked up in registers, which hold codebooks of 8 numbers
+FOUR_BITS = 7  # codes of up to so many bits are looked up in four copies of a table, without a conflict, ...
+FOUR_N, FOUR_M = 64, 128  # ... and wider ones, where a tile is no larger; else in two copies
 HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones one
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
-SPARE, SPARE_KEPT = 28, 36  # registers of addresses, loop state and look-ups under way, by loads and where codebooks are kept
+SPARE = 28  # registers of addresses, loop state and look-ups under way
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
 SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
@@ -40,15 +41,15 @@ USUAL_M = (64, 128, 192, 256)
 TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 
-def tables_in(workload: Workload) -> str:
+def tables_in(workload: Workload, schedule: Schedule) -> str:
     """Where numbers are looked up, as ``tilebit::Tables`` names it (``device/codecs/any_operand.cuh``)."""
-    bits = workload.format.bits
-    return "REGISTERS" if bits <= KEPT_BITS else "FOUR" if bits <= FOUR_BITS else "TWO"
+    bits, small = workload.format.bits, schedule.block_n <= FOUR_N and schedule.block_m <= FOUR_M
+    return "REGISTERS" if bits == KEPT_BITS else "FOUR" if bits <= FOUR_BITS or small else "TWO"
 
 
 def tables_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a block's tables."""
-    rows = {"REGISTERS": 0, "FOUR": 2 * ROWS, "TWO": 4 * ROWS}[tables_in(workload)]  # that a table is of
+    rows = {"REGISTERS": 0, "FOUR": 2 * ROWS, "TWO": 4 * ROWS}[tables_in(workload, schedule)]  # that a table is of
     return schedule.block_n // rows * (ENTRY << workload.format.bits) if rows else 0
 
 
@@ -76,16 +77,15 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
-    """Of a computing thread, about: sums, two operands of STAGE_K, codes and, where they are kept, codebooks."""
-    bits = workload.format.bits
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + (8 + (1 << bits) + SPARE_KEPT if bits <= KEPT_BITS else 16 + SPARE)
+    """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes or, of 3 bits, codes and codebooks."""
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + 16 + SPARE
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
     s, reasons = schedule, []
-    if workload.format.bits < LEAST_BITS:
-        reasons.append(f"codes have {workload.format.bits} bits; accepted: {LEAST_BITS} and more. Use gemm_any.")
+    if workload.format.bits < KEPT_BITS:
+        reasons.append(f"codes have {workload.format.bits} bits; accepted: {KEPT_BITS} and more. Use gemm_any.")
     for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")

@@ -12,8 +12,8 @@ A block lays out its channels' tables in shared memory, then its threads have th
     warpgroups 1, 2, ...   planes -> codes -> numbers, multiply, store
 
 ``full`` hands what came to the computing warpgroups, ``empty`` hands it back; planes have a pair of
-their own. A computing warp has 16 channels; the planes of a step are 16 bytes of each plane a lane,
-whose place in Ps is filled anew once codes have been made of them. A step is four parts of 64 k, which
+their own. A computing warp has 16 channels; the planes of a step are 16 bytes of each plane a lane, in
+registers, so that their place in Ps is filled anew while they are multiplied. A step is four parts of 64 k, which
 have two operands in turn: while one is multiplied, the next is looked up. With ``stream_k`` blocks take
 one tile after another, and share those of a last wave (``gemm_wgmma``); the next one's planes and x come
 while its tables are laid out. What it gains and what binds it: results/notes/any-many-rows.md.
@@ -47,7 +47,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
     plan, bn, bm, stages = Plan(p), s.block_n, s.block_m, s.num_stages
     k_tiles, consumers, columns, held = rules.steps(workload), s.num_warps * 32, p.staged_columns, rules.held_steps(workload)
-    operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, tilebit::Tables::{rules.tables_in(workload)}>"
+    operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, tilebit::Tables::{rules.tables_in(workload, s)}>"
     producer_registers, consumer_registers = rules.registers(s)
     planes_of_step = tuple(range(bits))
 
@@ -103,19 +103,20 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def multiply(
-        Ps, Xs, tables, kept, codes, operands, Y, planes_full, planes_empty, full, empty, warp, lane,
+        Ps, Xs, tables, kept, planes, codes, operands, Y, planes_full, planes_empty, full, empty, warp, lane,
         steps, taken: T.Ref, stage: T.Ref, last: T.Ref, phase: T.Ref,
     ):  # fmt: skip
         for step in T.serial(steps):
             await_full(planes_full[taken % held], taken // held & 1)
+            T.call_extern(
+                "handle", f"tilebit::read_planes<{bits}, {bn}>", planes.access_ptr("w"), T.address_of(Ps[taken % held, 0, 0, 0, 0]),
+                warp, lane,
+            )  # fmt: skip
             for part in PARTS:
                 if part % 2 == 0:
-                    T.call_extern(
-                        "handle", f"{operand}::select", T.address_of(Ps[taken % held, 0, 0, 0, 0]), bn * 32, codes.access_ptr("w"),
-                        part // 2, warp, lane,
-                    )  # fmt: skip
+                    T.call_extern("handle", f"{operand}::select", planes.access_ptr("r"), codes.access_ptr("w"), part // 2)
                 multiply_part(Xs, tables, kept, codes, operands[part % 2], Y, full, empty, warp, lane, stage, last, phase, part, step)
-                if part == 2:  # a product has been made of them: an arrival does not wait for loads that are on their way
+                if part == 0:  # a product has been made of them: an arrival does not wait for loads that are on their way
                     T.sync_warp()
                     T.call_extern("handle", plan.release, T.address_of(planes_empty[taken % held]), lane)
                 last = stage
@@ -185,8 +186,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     bring_x(x, Xs, full, empty, block, step, where_to, left, slot, turn)
             else:
                 T.set_max_nreg(consumer_registers, 1)
-                codes = T.alloc_local((WORDS,), "uint32")
-                kept = T.alloc_local((1 << min(bits, rules.KEPT_BITS),), "uint32")  # two codebooks, where they are kept
+                planes, codes = T.alloc_local((bits * 4,), "uint32"), T.alloc_local((WORDS,), "uint32")
+                kept = T.alloc_local((8,), "uint32")  # two codebooks of 3 bits
                 own, lane = thread - rules.PRODUCERS, thread % 32
                 warp = T.shfl_sync(own // 32, 0)
                 stage, phase, taken = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
@@ -198,7 +199,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     steps = ask("length", block, piece)
                     fill(scales, tables, kept, own, ask("n_block", block, taken) * bn)
                     multiply(
-                        Ps, Xs, tables, kept, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, warp, lane,
+                        Ps, Xs, tables, kept, planes, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, warp, lane,
                         steps, taken, stage, last, phase,
                     )  # fmt: skip
                     end_tile(Y, where, asked, staging, workspace, y, empty, last, taken - 1, block, own, lane, after)

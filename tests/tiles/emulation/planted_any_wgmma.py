@@ -14,7 +14,7 @@ def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, stream_k: bo
 
 
 ONE, TWO, SPLIT, STREAM = wide(64, 32, 3), wide(128, 64, 2), wide(64, 32, 2, split_k=2), wide(64, 32, 3, stream_k=True)
-W3, W4, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 4, 5, 8))
+W3, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 5, 8))
 MANY = of_width(5, m=150, n=250, k=520)  # of several tiles a block
 
 
@@ -23,30 +23,28 @@ def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
     return Bug(name, workload, schedule, {"any_wgmma.py": swap(*pairs)}, sign=sign)
 
 
-KEPT = "permuted<BITS>(kept + h * KEPT, words[h * WORDS + j] >>"
+KEPT = "permuted(kept + h * KEPT, words[h * WORDS + j] >>"
 RELEASE = "T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)"
 BUGS = (
     device("groups of an operand exchanged", W5, ONE, ("q = 2 * g + i / 8", "q = 2 * g + 1 - i / 8")),
     device("first half of a step looked up twice", W5, ONE, ("q = 2 * g + i / 8", "q = i / 8")),
     device("pairs of k16 steps exchanged", W5, ONE, ("j = i % 8 / 2", "j = i % 8 / 2 ^ 2")),
     device("kept pairs of k16 steps exchanged", W3, ONE, ("a[j / 2 * 4 + j % 2 * 2 + h]", "a[(1 - j / 2) * 4 + j % 2 * 2 + h]")),
-    device("codes of the other 128 k", W3, ONE, ("lane * 16 + u * 8", "lane * 16 + 8 - u * 8")),
-    device("planes of the other rows", W5, ONE, ("of_row[p] = of_rows[p][h]", "of_row[p] = of_rows[p][1 - h]")),
-    device("planes of the first warp", W5, TWO, ("p * stride + warp * 512", "p * stride")),
+    device("codes of the other 128 k", W3, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 - 2 * u + h]")),
+    device("planes of the other rows", W5, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 * u + 1 - h]")),
+    device("planes of the first warp", W5, TWO, ("p * (ROWS * 32) + warp * 512", "p * (ROWS * 32)")),
     device("tables of row r for row r + 8", W5, ONE, ("table + h * (ENTRY / 2)", "table")),
-    device("tables of a neighbour", W5, TWO, ("table = tables.address + place(warp)", "table = tables.address + place(warp ^ 1)")),
-    device("tables of the first warps", W8, TWO, ("table = tables.address + place(warp)", "table = tables.address + place(warp % 2)")),
-    device("copies of a table where its lanes do not look", W8, ONE, ("(lane & (COPIES - 1))", "(lane & 3)")),
+    device("tables of a neighbour", W5, TWO, ("tables.address + place(warp)", "tables.address + place(warp ^ 1)")),
+    device("tables of the first warps", W8, TWO, ("tables.address + place(warp)", "tables.address + place(warp % 2)")),
+    device("copies of a table where its lanes do not look", W8, TWO, ("(lane & (COPIES - 1))", "(lane & 3)")),
     device("numbers of two warps exchanged", W8, ONE, ("j % 2 ? 0x7632 : 0x5410", "j % 2 ? 0x3276 : 0x1054")),
-    device("kept codebooks of the first warp", W3, TWO, ("(thread / 32 * 16 + thread % 32 / 4)", "(thread % 32 / 4)")),
-    device("kept codebook of row r for row r + 8", W3, ONE, (KEPT, "permuted<BITS>(kept, words[h * WORDS + j] >>")),
+    device("kept codebooks of the first warp", W3, TWO, ("thread / 32 * (16 * NUMBERS)", "0 * (16 * NUMBERS)")),
+    device("kept codebook of row r for row r + 8", W3, ONE, (KEPT, "permuted(kept, words[h * WORDS + j] >>")),
     device("kept numbers of the first half", W3, ONE, ("words[h * WORDS + j] >> 16 * g", "words[h * WORDS + j]")),
-    device("the lower half of a kept codebook", W4, ONE, ("lop3_select(upper, __byte_perm", "lop3_select(0u, __byte_perm")),
-    device("halves of a kept codebook exchanged", W4, ONE, ("kept[4 + 2 * i], kept[5 + 2 * i]", "kept[5 + 2 * i], kept[4 + 2 * i]")),
     device("numbers of an operand exchanged", W8, ONE, ("a[i] = Product::joined(first, second)", "a[i] = Product::joined(second, first)")),
     page("an operand overwritten while it is multiplied", W5, ONE, ("operands[part % 2]", "operands[0]")),
     page("a slot released while it is multiplied", W5, ONE, (RELEASE, "T.address_of(empty[stage]), lane)")),
-    page("planes released before a product has been made of them", W5, ONE, ("if part == 2:  #", "if part == 0:  #")),
+    page("planes released by a lane for those that have not read them", W5, ONE, ("T.sync_warp()", "pass")),
     page("planes of the first step for all", W5, ONE, ("step * 2 : step * 2 + 2, 0:256", "0:2, 0:256")),
     page("x of the first share", W5, SPLIT, ("k0 = step * rules.STEP_K + part", "k0 = i * rules.STEP_K + part")),
     page("tables of the tile before", MANY, STREAM, ('ask("n_block", block, taken) * bn', 'ask("n_block", block, 0) * bn')),

@@ -12,7 +12,14 @@ __device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
   return v;
 }
 
-// Where numbers are looked up: of up to 4 bits in registers; else in shared memory, a table in a bank of its
+// A warp's planes of a step, as they lie in shared memory in slabs of 64 rows, to [plane] four words.
+template <int PLANES, int ROWS>
+__device__ __forceinline__ void read_planes(uint32_t* to, SharedAddress planes, int warp, int lane) {
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) load_shared_128(planes.address + p * (ROWS * 32) + warp * 512 + lane * 16, to + p * 4);
+}
+
+// Where numbers are looked up: of 3 bits in registers; else in shared memory, a table in a bank of its
 // own for each of the four lanes that look up a row, or for two of them, which meet in it.
 enum class Tables { REGISTERS, FOUR, TWO };
 
@@ -22,17 +29,14 @@ struct AnyOperand {
   // An entry has the numbers of one code: [row r of 16, or r + 8][warps, by twos][row % 8][copy][warp % 2].
   static constexpr int NUMBERS = 1 << BITS, ENTRY = 256, COPIES = WHERE == Tables::TWO ? 2 : 4, WARPS = 8 / COPIES;
   static constexpr int TABLE = NUMBERS * ENTRY;  // bytes, of WARPS warps' 16 rows each
-  static constexpr int WORDS = WHERE == Tables::REGISTERS ? 4 : 8, KEPT = NUMBERS / 2;  // registers of a row: of 128 k's codes, of its codebook
-  static_assert((WHERE == Tables::REGISTERS) == Product::PAIRS, "codes are found as they are looked up");
+  static constexpr int WORDS = WHERE == Tables::REGISTERS ? 4 : 8, KEPT = 4;  // registers of a row: of 128 k's codes, of its codebook
 
   // Tables of ROWS rows from their codebooks, T [row][NUMBERS], by all THREADS threads: or to each
   // thread's `kept`.
   template <int ROWS, int THREADS>
   __device__ __forceinline__ static void fill(void* tables, uint32_t* kept, const void* codebooks, int thread) {
     if constexpr (WHERE == Tables::REGISTERS) {
-      const uint4* own = static_cast<const uint4*>(codebooks) + (thread / 32 * 16 + thread % 32 / 4) * (NUMBERS / 8);
-#pragma unroll
-      for (int i = 0; i < NUMBERS / 4; ++i) keep_eight(kept + 4 * i, __ldg(own + i / (NUMBERS / 8) * NUMBERS + i % (NUMBERS / 8)));
+      Product::keep_codebooks(kept, static_cast<const T*>(codebooks) + thread / 32 * (16 * NUMBERS), thread % 32);
     } else {  // eight numbers of two rows, of neighbouring warps, at once
       for (int i = thread; i < ROWS * NUMBERS / 16; i += THREADS) {
         const int row = i % 16, group = i / 16 % (NUMBERS / 8), warps = i / 16 / (NUMBERS / 8);
@@ -50,21 +54,25 @@ struct AnyOperand {
     }
   }
 
-  // planes: of 128 k, the first or the second (u) of a step, as they lie in shared memory, `stride` bytes
-  // from plane to plane. words [row half][WORDS]: of registers, those of Product::select_codes, four bits a
-  // code; else a byte is a code, words j and j + 4 have those of pair j.
-  __device__ __forceinline__ static void select(SharedAddress planes, int stride, uint32_t* words, int u, int warp, int lane) {
-    uint32_t of_rows[BITS][2];
-#pragma unroll
-    for (int p = 0; p < BITS; ++p) load_shared_64(planes.address + p * stride + warp * 512 + lane * 16 + u * 8, of_rows[p]);
+  // planes: a lane's four words of each. words [row half][WORDS]: of registers, those of
+  // Product::select_codes, four bits a code; else a byte is a code, words j and j + 4 have those of pair j.
+  // Of 128 k, the first or the second (u) of a step.
+  __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t of_row[BITS], found[Product::PERIOD];
 #pragma unroll
-      for (int p = 0; p < BITS; ++p) of_row[p] = of_rows[p][h];
+      for (int p = 0; p < BITS; ++p) of_row[p] = planes[p * 4 + 2 * u + h];
       Product::select_codes(of_row, found);
 #pragma unroll
-      for (int j = 0; j < WORDS; ++j) words[h * WORDS + j] = found[j];
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (WHERE == Tables::REGISTERS) {
+          words[h * WORDS + j] = found[j];
+        } else {
+          words[h * WORDS + j] = Product::PAIRS ? found[j] & 0x0f0f0f0fu : found[j];
+          words[h * WORDS + j + 4] = Product::PAIRS ? found[j] >> 4 & 0x0f0f0f0fu : found[(j + 4) % Product::PERIOD];
+        }
+      }
     }
   }
 
@@ -86,7 +94,7 @@ struct AnyOperand {
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          permuted<BITS>(kept + h * KEPT, words[h * WORDS + j] >> 16 * g, a[j / 2 * 4 + j % 2 * 2 + h], a[8 + j / 2 * 4 + j % 2 * 2 + h]);
+          Product::permuted(kept + h * KEPT, words[h * WORDS + j] >> 16 * g, a[j / 2 * 4 + j % 2 * 2 + h], a[8 + j / 2 * 4 + j % 2 * 2 + h]);
       return;
     }
     const uint32_t table = tables.address + place(warp), own = ((lane >> 2) * COPIES + (lane & (COPIES - 1))) * 4;
@@ -94,7 +102,7 @@ struct AnyOperand {
     for (int i = 0; i < 16; ++i) {
       const int h = i % 2, j = i % 8 / 2, q = 2 * g + i / 8;
       const uint32_t of_half = table + h * (ENTRY / 2);
-      const uint32_t first = number(of_half, own, words[h * WORDS + j], q), second = number(of_half, own, words[h * WORDS + (j + 4) % WORDS], q);
+      const uint32_t first = number(of_half, own, words[h * WORDS + j], q), second = number(of_half, own, words[h * WORDS + j + 4], q);
       a[i] = Product::joined(first, second);
     }
   }

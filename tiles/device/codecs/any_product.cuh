@@ -13,41 +13,6 @@
 
 namespace tilebit {
 
-// Eight numbers as byte permutations take them: the low bytes in two words, then the high ones.
-__device__ __forceinline__ void keep_eight(uint32_t* kept, uint4 v) {
-  kept[0] = __byte_perm(v.x, v.y, 0x6420), kept[1] = __byte_perm(v.z, v.w, 0x6420);
-  kept[2] = __byte_perm(v.x, v.y, 0x7531), kept[3] = __byte_perm(v.z, v.w, 0x7531);
-}
-
-// Of four codes in 4 bits each the highest bit, as bytes of ones or zeros: a selector of more than 7 gives
-// the sign of the byte that 8 less selects.
-__device__ __forceinline__ uint32_t highest_as_bytes(uint32_t codes) {
-  const uint32_t selectors = lop3_select(0x8888u, codes, codes >> 1);  // 12 to 15, or 0 to 3
-  uint32_t bytes;
-#ifdef TILEBIT_HOST_EMULATION
-  bytes = 0;
-  for (int i = 0; i < 4; ++i) bytes |= (selectors >> (4 * i) & 12) == 12 ? 0xffu << 8 * i : 0u;
-#else
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(0u), "r"(0x80808080u), "r"(selectors));
-#endif
-  return bytes;
-}
-
-// Two pairs of numbers of a row from four codes in 4 bits each, of 3 or 4; `kept`: its codebook, eight
-// numbers after eight.
-template <int BITS>
-__device__ __forceinline__ void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
-  static_assert(BITS == 3 || BITS == 4, "a byte permutation chooses among eight bytes");
-  const uint32_t lower = BITS == 4 ? codes & 0x7777u : codes, upper = BITS == 4 ? highest_as_bytes(codes) : 0;
-  uint32_t bytes[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    bytes[i] = __byte_perm(kept[2 * i], kept[2 * i + 1], lower);
-    if constexpr (BITS == 4) bytes[i] = lop3_select(upper, __byte_perm(kept[4 + 2 * i], kept[5 + 2 * i], lower), bytes[i]);
-  }
-  first = __byte_perm(bytes[0], bytes[1], 0x5140), second = __byte_perm(bytes[0], bytes[1], 0x7362);
-}
-
 template <typename T, int BITS, int TILES, int COLUMNS>
 struct AnyProduct {
   static constexpr bool PAIRS = BITS <= 4;
@@ -89,10 +54,21 @@ struct AnyProduct {
     }
   }
 
-  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as `permuted` takes them.
+  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as byte permutations
+  // take them: [tile][row] the low bytes in two words, then the high ones.
   __device__ __forceinline__ static void keep_codebooks(uint32_t* kept, const void* codebooks, int lane) {
 #pragma unroll
-    for (int row = 0; row < TILES * 2; ++row) keep_eight(kept + row * 4, __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2)));
+    for (int row = 0; row < TILES * 2; ++row) {
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2));
+      kept[row * 4] = __byte_perm(v.x, v.y, 0x6420), kept[row * 4 + 1] = __byte_perm(v.z, v.w, 0x6420);
+      kept[row * 4 + 2] = __byte_perm(v.x, v.y, 0x7531), kept[row * 4 + 3] = __byte_perm(v.z, v.w, 0x7531);
+    }
+  }
+
+  // Two pairs of numbers of a row from four codes in 4 bits each.
+  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
+    const uint32_t low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
+    first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
   }
 
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
@@ -203,7 +179,7 @@ struct AnyProduct {
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) permuted<3>(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
+            for (int i = 0; i < 2; ++i) permuted(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           uint32_t loaded[NT][4];

@@ -37,15 +37,18 @@ FULL = 0.9  # of the places of whole waves
 
 
 def table_bytes(bits: int) -> int:
-    """Bytes of the tables of 16 rows: of pairs of codes, the second of which counts 16, or of
-    codes."""
+    """Bytes of a table: of pairs of codes, the second of which counts 16, of 16 rows; or of codes, of
+    16 or 32."""
     last = (1 << bits) - 1
     return ENTRY * (last * 17 + 1 if bits <= PAIRED_BITS else last + 1)
 
 
 def tables_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:
-    """Bytes of a block's tables, of ``table`` bytes for 16 rows (0: as the program has them)."""
-    return schedule.block_n // 16 * (table or table_bytes(workload.format.bits))
+    """Bytes of a block's tables, of ``table`` bytes for 16 rows (0: as the program has them, whose tables
+    of codes are of 32 rows where there are as many)."""
+    tiles, bits = schedule.block_n // 16, workload.format.bits
+    together = 2 if bits > PAIRED_BITS and tiles % 2 == 0 else 1
+    return tiles * table if table else tiles // together * table_bytes(bits)
 
 
 def plane_bytes(workload: Workload, schedule: Schedule) -> int:

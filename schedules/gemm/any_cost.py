@@ -13,7 +13,7 @@ from math import ceil, hypot
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .any import ENTRY, PAIRED_BITS, STATIC_SMEM, keeps_codebooks, plane_bytes, registers_needed, shared_bytes, steps, table_bytes
+from .any import ENTRY, PAIRED_BITS, STATIC_SMEM, keeps_codebooks, plane_bytes, registers_needed, shared_bytes, steps, tables_bytes
 from .cost import KNEE_BYTES, L2_SPEEDUP, LANES, STREAM_BURST
 from .workload import Workload
 
@@ -59,7 +59,7 @@ def any_estimate(workload: Workload, schedule: Schedule, target: Target) -> Esti
     cycles = tiles * (LOOK_UPS[not paired] - KEPT * kept + WIDE * bits) + x_reads + WIDE * rows
     busy = (cycles, tiles * (SELECTIONS[not paired] + KEPT * kept) / 2, tiles * CHAIN_CYCLES / (resident * s.num_warps))
     cycles = max(busy) + STEP_CYCLES
-    entries = tiles * table_bytes(bits) // ENTRY * 256 / 128  # cycles that it takes to store them
+    entries = tables_bytes(w, s) // ENTRY * 256 / 128  # cycles that it takes to store them
     compute = busiest * (steps(w) / s.split_k * cycles * short + entries) / (clock * 1e3)
 
     ends = busiest / resident * (ALONE_US if resident == 1 else TOGETHER_US)

@@ -1,9 +1,9 @@
 """The analytic model of ``gemm_any_wgmma``: how long a schedule should take.
 
-Counted in cycles of an SM for 16 k. Either all of its blocks keep it busy: look-ups and products of
-each 64 channels, and x, which is brought, put in order and read; or one block's warps wait for their
-own: a look-up, then a product. The numbers are fitted to 803 measurements on an H100, seven shapes, 3
-to 8 bits, 16 to 4096 rows: it errs by 7 %.
+Counted in cycles of an SM for 16 k. Either all of its blocks keep it busy, with look-ups and products of
+each 64 channels; or one block's warps wait for their own: a look-up, then a product. The numbers are
+fitted to 776 measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows: it errs by 6 %, and its
+choice among those took 1 % longer than the fastest.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
 from .any import steps
-from .cost import LANES
+from .cost import LANES, spread
 from .workload import Workload
 
-LOOK_UPS = {3: 23.0, 4: 45.0, 5: 54.0, 6: 74.0, 7: 128.0, 8: 128.0}  # cycles, of 64 channels: in registers, own banks, shared ones
-PRODUCTS = 0.41  # cycles of 64 channels and a row of x
-X = 0.5  # of a row of x
-WAITING, WAITING_ROW, WAITING_LOOK_UP = 62.0, 0.65, 0.6  # of a warp: for all, for a row of x, of the look-ups' cycles
-OTHER = 0.25  # of the shorter of the two, which the longer does not hide
-ENDS_US = 3.6  # of a wave: its tables and first slots, its columns of y
-SPLIT_US, ADDED_US = 2.0, 0.0046  # of parts of k: for all, of each row of x, 64 channels and part
+LOOK_UPS = {3: 26.3, 4: 47.0, 5: 48.9, 6: 59.4, 7: 69.9, 8: 91.8}  # cycles, of 64 channels: of 3 bits in registers
+PRODUCTS = 0.55  # cycles of 64 channels and a row of x
+WAITING_ROW, WAITING_LOOK_UP = 0.29, 1.56  # of a warp: for a row of x, of the look-ups' cycles
+OTHER = 0.35  # of the shorter of the two, which the longer does not hide
+HOT, HOT_US = 0.12, 3000.0  # what a kernel of so many microseconds and more takes longer: clocks fall
+ENDS_US = 2.6  # of a tile: its tables and first slots, its columns of y
+SHARED_US, SPLIT_US, ADDED_US = 6.3, 1.5, 0.008  # of tiles that blocks share, of parts of k; of each row of x, 64 channels and part
 
 
 def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
     """The model's expectation for ``schedule``; meant for legal ones."""
     w, s, clock = workload, schedule, target.dequant_gops / target.units / LANES
-    groups = s.block_n // CUDA_TILE_N
-    blocks = -(-w.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(w.m, 1) // s.block_m) * s.split_k
-    busiest = -(-blocks // target.units)
-    resident = min(s.min_blocks, busiest)
-    waves, utilization = -(-busiest // resident), blocks / (busiest * target.units)
+    groups, rows, look_ups = s.block_n // CUDA_TILE_N, s.block_m, LOOK_UPS[w.format.bits]
+    tiles = -(-w.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(w.m, 1) // rows)
+    grid = spread(tiles, steps(w), s, target)
+    rounds = -(-grid.blocks // grid.resident)
 
-    look_ups, rows = LOOK_UPS[w.format.bits], s.block_m
-    busy = resident * (groups * (look_ups + PRODUCTS * rows) + X * rows)
-    waiting = WAITING + WAITING_ROW * rows + WAITING_LOOK_UP * look_ups
+    busy = grid.resident * groups * (look_ups + PRODUCTS * rows)
+    waiting = WAITING_ROW * rows + WAITING_LOOK_UP * look_ups
     cycles = max(busy, waiting) + OTHER * min(busy, waiting)
-    compute = waves * -(-steps(w) // s.split_k) * 16 * cycles / (clock * 1e3)
+    compute = rounds * grid.steps * 16 * cycles / (clock * 1e3)
+    compute *= 1 + HOT * min(1.0, compute / HOT_US)
     load = w.weight_bytes / (target.read_gbps * 1e3)
-    ends = waves * ENDS_US
-    split = SPLIT_US + ADDED_US * s.split_k * rows * groups if s.split_k > 1 else 0.0
-    return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, waves, utilization)
+    ends = rounds * grid.ends * ENDS_US
+    parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
+    split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
+    return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, grid.waves, grid.utilization)

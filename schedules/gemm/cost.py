@@ -77,7 +77,7 @@ CPU_FORK_US = 4.0  # waking and joining the threads of a parallel loop
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class Grid:
     """How a grid falls on the SMs: ``waves``, ``blocks`` that the busiest SM runs, ``resident`` of
     them at once, of ``steps`` stages and ``ends`` of tiles each, and the ``utilization`` that
     leaves; ``shared`` is the part of the tiles that its blocks share (stream_k). ``decoded`` counts
@@ -101,7 +101,8 @@ def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate
     return (_stream if schedule.program in gemm_stream.ARCHES else _tiled)(workload, schedule, target)
 
 
-def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
+def spread(tiles: int, k_steps: int, s: Schedule, target: Target) -> Grid:
+    """How a grid of ``tiles`` of ``k_steps`` each falls on the SMs."""
     blocks, steps, ends, shared = tiles * s.split_k, _ceil(k_steps, s.split_k), 1, 0
     places, decoded = _ceil(tiles, s.cluster), steps
     if persistent(s):
@@ -117,7 +118,7 @@ def _grid(tiles: int, k_steps: int, s: Schedule, target: Target) -> _Grid:
     waves = _ceil(blocks, sms * s.min_blocks)
     busiest = (waves - 1) * s.min_blocks + _ceil(blocks - (waves - 1) * sms * s.min_blocks, sms)
     utilization = tiles * k_steps / (busiest * steps * target.units)
-    return _Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, decoded, utilization, shared / places)
+    return Grid(waves, busiest, min(s.min_blocks, busiest), steps, ends, decoded, utilization, shared / places)
 
 
 def _flow(in_flight: float) -> float:
@@ -130,7 +131,7 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     m_tiles, n_tiles = _ceil(max(w.m, 1), s.block_m), _ceil(w.n, s.block_n)
     k_steps = _ceil(w.k, s.block_k)
     n, k, sms, clock = n_tiles * s.block_n, k_steps * s.block_k, target.units, target.dequant_gops / target.units / LANES
-    grid = _grid(m_tiles * n_tiles, k_steps, s, target)
+    grid = spread(m_tiles * n_tiles, k_steps, s, target)
 
     stage = stage_bytes(w.format, s)
     copied = stage - x_stage_bytes(w.format, s) * (1 - 1 / s.cluster)  # what a stage takes from the last cache
@@ -179,7 +180,7 @@ def _stream(w: Workload, s: Schedule, target: Target) -> Estimate:
     k_steps = _ceil(w.k, s.block_k)
     n, k, clock = n_tiles * s.block_n, k_steps * s.block_k, target.dequant_gops / target.units / LANES
     rings = gemm_stream.rings(s)
-    grid = _grid(m_tiles * n_tiles, k_steps, s, target)
+    grid = spread(m_tiles * n_tiles, k_steps, s, target)
     turns = _ceil(grid.steps, rings)
     utilization = grid.utilization * grid.steps / (turns * rings)  # the last turn may have no step for some rings
 
@@ -218,12 +219,12 @@ def _cpu(w: Workload, s: Schedule, target: Target) -> Estimate:
     mma = 2.0 * passes * s.block_m * n * k / (target.mma_tflops * 1e6) / share
     mma /= CPU_INTEGER_RATE[w.format.bits] if w.format.integer_sums else 1.0
     mma *= max(1.0, CPU_CHAINS / (2 * s.block_m * s.split_k))  # a task's tile is two vectors wide or more
-    grid = _Grid(waves, waves, 1, 1, 1, 1, utilization, 0.0)
+    grid = Grid(waves, waves, 1, 1, 1, 1, utilization, 0.0)
     return _total(target, passes, load, dequant, mma, 0.0, 0.0, CPU_FORK_US if threads > 1 else 0.5, grid)
 
 
 def _total(
-    target: Target, passes: int, load: float, dequant: float, mma: float, pipeline: float, split: float, launch: float, grid: _Grid
+    target: Target, passes: int, load: float, dequant: float, mma: float, pipeline: float, split: float, launch: float, grid: Grid
 ) -> Estimate:
     """``load``, ``dequant`` and ``mma`` are those of all passes."""
     body = hypot(load, dequant + mma) if target.is_cuda else max(load, dequant + mma)

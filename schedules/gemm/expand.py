@@ -33,7 +33,8 @@ ROWS = 16  # of a block
 OPS = 4.0  # lanes a number: selected, looked up and joined; counted, not measured
 COLUMNS = 8  # of y's rows, stored at once
 RATE = 0.75  # of memory's: 8192 x 8192 at 4 bits takes 66 us, where bytes alone take 51 (H100)
-BEGINNINGS = tuple(range(17, 129, 16)) + tuple(range(145, 513, 32)) + (769, 1025)  # rows: each begins a pass
+# Rows of x at which a pass begins, or a last one is full.
+LOOKED_AT = tuple(range(17, 129, 16)) + tuple(range(145, 513, 32)) + (512, 768, 769, 1024, 1025, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +158,22 @@ EXPAND = Operation(
 
 @lru_cache(maxsize=4096)
 def library_from(product: Workload, target: Target) -> int | None:
-    """The least number of rows from which expanding the weight and a library's 16-bit product should
+    """The least number of rows from which on expanding the weight and a library's 16-bit product should
     take less than the fastest program that looks numbers up itself, once for every tile of rows; None:
     there is none, or no expansion for this target."""
+    first = None
     if target.arch not in ARCHES or not product.format.codebook:
         return None
     own = ExpandWorkload(product.n, product.k, product.format.bits, product.dtype)
     once = min(estimate(own, schedule, target).us for schedule in candidates(own, target))
-    for m in BEGINNINGS:
+    for m in sorted(LOOKED_AT, reverse=True):
         many = product.with_m(m)
         moved = 2 * (m * (own.n + own.columns) + own.n * own.columns) / (target.read_gbps * 1e3)
         library = LAUNCH_US + max(moved, many.flops / (target.mma_tflops * 1e6))
         own_us = [any_estimate(many, schedule, target).us for schedule in any_candidates(many, target)]
         if target.arch in any_wgmma.ARCHES:
             own_us += [any_wgmma_estimate(many, schedule, target).us for schedule in any_wgmma.any_wgmma_candidates(many, target)]
-        if min(own_us, default=0.0) > once + library:
-            return m
-    return None
+        if min(own_us, default=0.0) <= once + library:
+            break
+        first = m
+    return first

@@ -46,7 +46,7 @@ class Leaves:
     """The CUDA functions of a kernel, all of them in ``source``.
 
     ``product`` is the struct that multiplies, ``request`` the function that asks for a step's
-    planes, ``table`` the bytes of the tables of 16 rows, ``keeps`` whether codebooks lie in registers
+    planes, ``table`` the bytes of the tables of 16 rows (0: as the rule has them), ``keeps`` whether codebooks lie in registers
     too. ``place(row, step)`` gives indices of plane 0: where the planes of a step begin, of the
     block whose first row is ``row``.
     """
@@ -64,7 +64,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     dynamic, with planes as the weight and codebooks as scales."""
     w, s = workload, schedule
     leaves = Leaves(
-        device_source(HEADERS), f"tilebit::AnyProduct<{product_arguments(w, s)}>", request_of(w, s), rules.table_bytes(w.format.bits),
+        device_source(HEADERS), f"tilebit::AnyProduct<{product_arguments(w, s)}>", request_of(w, s), 0,
         rules.keeps_codebooks(w, s), place,
     )  # fmt: skip
     return build_with(leaves, w, s, target)

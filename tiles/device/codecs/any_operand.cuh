@@ -6,12 +6,6 @@
 
 namespace tilebit {
 
-__device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
-
 // A warp's planes of a step, as they lie in shared memory in slabs of 64 rows, to [plane] four words.
 template <int PLANES, int ROWS>
 __device__ __forceinline__ void read_planes(uint32_t* to, SharedAddress planes, int warp, int lane) {

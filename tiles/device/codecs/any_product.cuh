@@ -6,12 +6,18 @@
 // selected bits of the planes' words: of 4 planes a quarter of an instruction a weight. Tables lie in
 // shared memory once for each lane, in a bank of its own (a random place in a row's table would meet
 // the others' banks three at a time): of up to 4 bits a table of pairs, whose look-up is an operand
-// register of two weights, of more one of single numbers. A byte of codes becomes an
+// register of two weights, of more one of single numbers, two rows' in one where there are two. A byte of codes becomes an
 // address by one byte permutation. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
+
+__device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
 
 template <typename T, int BITS, int TILES, int COLUMNS>
 struct AnyProduct {
@@ -19,7 +25,8 @@ struct AnyProduct {
   static constexpr int PERIOD = PAIRS ? 4 : 8;    // bits from one code of a word to the next; and words of codes
   static constexpr int LAST = (1 << BITS) - 1;    // the largest code
   static constexpr int ENTRY = 256;               // bytes: of rows r / 4 and r / 4 + 8, four lanes each
-  static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of 16 rows; of pairs the index is second * 16 + first
+  static constexpr int TOGETHER = !PAIRS && TILES % 2 == 0 ? 2 : 1;  // tiles whose numbers share a table's words
+  static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of TOGETHER tiles; of pairs the index is second * 16 + first
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;                // tiles of columns
   // x lies as it is, for loads of matrices, each row's pieces of 16 bytes exchanged by the row's number;
   // of fewer than 8 rows so that a lane's of two k16 steps are a piece. No bank is met twice.
@@ -33,22 +40,26 @@ struct AnyProduct {
   // before one other): number by number, every load waited for the one before it.
   template <int THREADS>
   __device__ __forceinline__ static void fill_tables(void* tables, const void* codebooks, int thread) {
-    constexpr int NUMBERS = 1 << BITS, AT_ONCE = PAIRS ? NUMBERS : 8, GROUPS = PAIRS ? NUMBERS : NUMBERS / 8, ALL = TILES * 16 * GROUPS;
+    constexpr int NUMBERS = 1 << BITS, AT_ONCE = PAIRS ? NUMBERS : 8, GROUPS = PAIRS ? NUMBERS : NUMBERS / 8;
+    constexpr int ALL = TILES / TOGETHER * 16 * GROUPS;
     constexpr int ROUNDS = (ALL + THREADS - 1) / THREADS;
 #pragma unroll(ROUNDS < 4 ? ROUNDS : 4)
     for (int round = 0; round < ROUNDS; ++round) {
       const int i = round * THREADS + thread, row = i & 15, group = i / 16 % GROUPS, tile = i / 16 / GROUPS;
       if (ALL % THREADS != 0 && i >= ALL) break;
-      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * 16 + row) << BITS);
+      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * TOGETHER * 16 + row) << BITS);
       const uint32_t second = PAIRS ? __ldg(own + group) : 0;
-      uint2 loaded[AT_ONCE / 4];
+      uint2 loaded[AT_ONCE / 4], next[AT_ONCE / 4];
 #pragma unroll
       for (int j = 0; j < AT_ONCE / 4; ++j) loaded[j] = __ldg(reinterpret_cast<const uint2*>(own + (PAIRS ? 0 : group * 8)) + j);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE / 4; ++j)
+        next[j] = TOGETHER == 2 ? __ldg(reinterpret_cast<const uint2*>(own + (16 << BITS) + group * 8) + j) : make_uint2(0, 0);
       char* to = static_cast<char*>(tables) + tile * TABLE + (PAIRS ? group * 16 : group * 8) * ENTRY + row * 16;
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
-        const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y;
-        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : j % 2 ? two >> 16 : two & 0xffff;
+        const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y, other = j % 4 < 2 ? next[j / 4].x : next[j / 4].y;
+        const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : __byte_perm(two, other, j % 2 ? 0x7632 : 0x5410);
         *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
       }
     }
@@ -111,9 +122,8 @@ struct AnyProduct {
   // Two numbers of a row: of the codes of byte q of words `first` and `second`, or of pairs, of `first`.
   __device__ __forceinline__ static uint32_t look_up(uint32_t table, uint32_t lane, uint32_t first, uint32_t second, int q) {
     const uint32_t selector = 0x5504 | q << 4;  // byte q of codes above the lane's byte
-    const uint32_t number = load_shared_32(table + __byte_perm(first, lane, selector));
-    if constexpr (PAIRS) return number;
-    return joined(number, load_shared_32(table + __byte_perm(second, lane, selector)));
+    if constexpr (PAIRS) return load_shared_32(table + __byte_perm(first, lane, selector));
+    return joined(load_shared_16(table + __byte_perm(first, lane, selector)), load_shared_16(table + __byte_perm(second, lane, selector)));
   }
 
   // A lane's share of 256 k of x is asked for: of COLUMNS rows that lie `stride` bytes apart, of all
@@ -162,7 +172,7 @@ struct AnyProduct {
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const uint32_t low = tables.address + t * TABLE, high = low + ENTRY / 2;
+      const uint32_t low = tables.address + t / TOGETHER * TABLE + t % TOGETHER * 2, high = low + ENTRY / 2;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         uint32_t words[2][PERIOD];

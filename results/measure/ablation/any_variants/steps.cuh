@@ -18,12 +18,6 @@ namespace tilebit {
 
 enum class Ideas { PLAIN, PERMUTED, TURNED, SELECTED, APART, MERGED };
 
-__device__ __forceinline__ uint32_t load_number(uint32_t address) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
-
 template <Ideas IDEAS, typename T, int BITS, int TILES, int COLUMNS>
 struct AnyStep {
   using Whole = AnyProduct<T, BITS, TILES, COLUMNS>;
@@ -96,13 +90,13 @@ struct AnyStep {
       uint32_t code = 0;
 #pragma unroll
       for (int p = 0; p < BITS; ++p) code |= (words[p] >> (8 * q + bit) & 1) << (BITS - 1 - p);
-      return load_number(table + code * 2);
+      return load_shared_16(table + code * 2);
     } else {
       const bool turned = IDEAS == Ideas::TURNED;
       const uint32_t word = words[turned ? 2 * q + bit / 4 : bit];
       const int byte = turned ? bit % 4 : q;
       if constexpr (APART) return load_shared_32(table + __byte_perm(word, lane * 4, 0x5504 | byte << 4));
-      return load_number(table + __byte_perm(word, 0, 0x4440 | byte) * 2);
+      return load_shared_16(table + __byte_perm(word, 0, 0x4440 | byte) * 2);
     }
   }
 

@@ -13,7 +13,7 @@ from toolchain import needs_nvcc
 
 from tilebit.autotune.problems.expand import ExpandProblem, gate
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
-from tilebit.schedules.gemm.expand import PROGRAM, ExpandWorkload, library_from
+from tilebit.schedules.gemm.expand import LOOKED_AT, PROGRAM, ExpandWorkload, library_from
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, legal, params, workload_from_json
 from tilebit.schedules.schedule import Schedule
@@ -97,9 +97,11 @@ def test_compiles_as_promised(arch: str, workload: ExpandWorkload) -> None:
 
 
 def test_it_serves_many_rows_where_the_weight_is_read_often() -> None:
-    for bits in CODEBOOK_BITS:
-        first = library_from(Workload(1, 4096, 4096, GemmFormat.parse(f"w{bits}a16_any")), H200)
-        assert first is not None and (17 if bits == 2 else 129) <= first <= 1025 and first % 16 == 1
+    """Fewer rows the wider the codes are; 2 bits have no program for many rows, and 3 need none beside theirs."""
+    first = {bits: library_from(Workload(1, 4096, 4096, GemmFormat.parse(f"w{bits}a16_any")), H200) for bits in CODEBOOK_BITS}
+    assert first[3] is None and first[2] is not None and first[2] < 257
+    wider = [first[bits] or 1 << 30 for bits in CODEBOOK_BITS if bits > 3]
+    assert wider == sorted(wider, reverse=True) and wider[0] <= LOOKED_AT[-1] and wider[-1] > 257
     assert library_from(Workload(1, 4096, 4096, GemmFormat.parse("w4a16_g128")), H200) is None
     assert library_from(Workload(1, 4096, 4096, GemmFormat.parse("w4a16_any")), target_from_name("cpu")) is None
 

@@ -30,10 +30,10 @@ def plane_layout(arch: str) -> PackedLayout:
 
     On NVIDIA tiles are 64 x 256, induced from the A operand of mma.m16n8k16: lane l of a warp owns
     16 bytes of each 16 rows, two words u of row l / 4 and of row l / 4 + 8 each, words u together, so
-    that a plane is read in whole lines of 512 bytes. Byte q of the word u of a row holds what the lane has in the
-    operands of two k16 steps, from k = 32 (4 u + q) on: bits j and j + 4 are pair j of these, k =
-    8 j + 2 (l % 4) and the next, which a register of the operand has. x is then read in the order of
-    k. Raises ``ValueError`` for another arch.
+    that a plane is read in whole lines of 512 bytes. Byte q of the word u of a row holds what the
+    lane has in the operands of two k16 steps, from k = 32 (4 u + q) on: bits j and j + 4 are pair j of
+    these, k = 8 j + 2 (l % 4) and the next, which a register of the operand has. So x is read in the
+    order of k. Raises ``ValueError`` for another arch.
     """
     if arch == "cpu":
         word, slot = np.arange(CHUNK // WORD_BITS)[:, None], np.arange(WORD_BITS)

@@ -37,7 +37,7 @@ from .runtime import (
 from .schedules.operations import AnyWorkload, operation, workload_from_json
 from .schedules.target import Target
 
-PACK_SCHEMA = 1
+PACK_SCHEMA = 2  # kernels of 1 read bit planes in another order
 PACK_NAME = "pack.json"
 FIELDS: dict[str, type] = {"schema": int, "versions": dict, "kernels": list, "files": dict}
 REPAIR = "copy the pack again or export it anew"

@@ -197,7 +197,7 @@ def packed() -> Iterator[Bad]:
             f"kernels/{'0' * 64}/{f.name}": {"sha256": hashlib.sha256(f.read_bytes()).hexdigest(), "bytes": f.stat().st_size}
             for f in sorted(kernel.iterdir())
         }
-        manifest = {"schema": 1, "versions": {}, "kernels": rows, "files": files} | changes
+        manifest = {"schema": packs.PACK_SCHEMA, "versions": {}, "kernels": rows, "files": files} | changes
         (root / "pack.json").write_text(json.dumps({name: value for name, value in manifest.items() if value is not None}))
         return root
 

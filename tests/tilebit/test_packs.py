@@ -130,7 +130,7 @@ def test_kernels_for_other_instruction_sets_are_passed_over(pack: packs.Pack) ->
 DAMAGE = [
     (lambda root: (root / "pack.json").unlink(), "there is no pack.json"),
     (lambda root: (root / "pack.json").write_text("{"), "pack.json is not readable JSON"),
-    (lambda root: _edit(root, schema=9), "pack.json has schema 9, this version reads 1"),
+    (lambda root: _edit(root, schema=1), "pack.json has schema 1, this version reads 2"),
     (lambda root: _edit(root, files={}), "its manifest lists no files"),
     (lambda root: _edit(root, kernels=[{"key": 1}]), "pack.json lists no files for the kernel 1"),
     (lambda root: _edit(root, kernels=3), "kernels in pack.json is a int where a list belongs"),

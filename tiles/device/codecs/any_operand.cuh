@@ -38,7 +38,7 @@ struct AnyOperand {
         const uint4 one = __ldg(from), other = __ldg(from + 16 * (NUMBERS / 8));
         char* to = static_cast<char*>(tables) + place(2 * warps) + group * 8 * ENTRY + row / 8 * (ENTRY / 2) + row % 8 * (COPIES * 4);
         const uint32_t pairs[2][4] = {{one.x, one.y, one.z, one.w}, {other.x, other.y, other.z, other.w}};
-  #pragma unroll
+#pragma unroll
         for (int j = 0; j < 8; ++j) {
           const uint32_t v = __byte_perm(pairs[0][j / 2], pairs[1][j / 2], j % 2 ? 0x7632 : 0x5410);
           if constexpr (COPIES == 4) *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);

@@ -6,8 +6,8 @@
 // selected bits of the planes' words: of 4 planes a quarter of an instruction a weight. Tables lie in
 // shared memory once for each lane, in a bank of its own (a random place in a row's table would meet
 // the others' banks three at a time): of up to 4 bits a table of pairs, whose look-up is an operand
-// register of two weights, of more one of single numbers, two rows' in one where there are two. A byte of codes becomes an
-// address by one byte permutation. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
+// register of two weights, of more one of single numbers, of two tiles of rows where there are two. A
+// byte of codes becomes an address by one byte permutation. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -22,12 +22,12 @@ __device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
 template <typename T, int BITS, int TILES, int COLUMNS>
 struct AnyProduct {
   static constexpr bool PAIRS = BITS <= 4;
-  static constexpr int PERIOD = PAIRS ? 4 : 8;    // bits from one code of a word to the next; and words of codes
-  static constexpr int LAST = (1 << BITS) - 1;    // the largest code
-  static constexpr int ENTRY = 256;               // bytes: of rows r / 4 and r / 4 + 8, four lanes each
-  static constexpr int TOGETHER = !PAIRS && TILES % 2 == 0 ? 2 : 1;  // tiles whose numbers share a table's words
+  static constexpr int PERIOD = PAIRS ? 4 : 8;  // bits from one code of a word to the next; and words of codes
+  static constexpr int LAST = (1 << BITS) - 1;  // the largest code
+  static constexpr int ENTRY = 256;             // bytes: of rows r / 4 and r / 4 + 8, four lanes each
+  static constexpr int TOGETHER = !PAIRS && TILES % 2 == 0 ? 2 : 1;  // tiles whose 16-bit numbers share an entry's words
   static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of TOGETHER tiles; of pairs the index is second * 16 + first
-  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;                // tiles of columns
+  static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;  // tiles of columns
   // x lies as it is, for loads of matrices, each row's pieces of 16 bytes exchanged by the row's number;
   // of fewer than 8 rows so that a lane's of two k16 steps are a piece. No bank is met twice.
   static constexpr bool MATRICES = COLUMNS >= 8;

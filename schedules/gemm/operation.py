@@ -123,7 +123,7 @@ ANY = Rule(
     candidates=any_precision.any_candidates,
     estimate=any_estimate,
     workspace_words=rules.workspace_words,
-    promises=("mma", "cp_async", "wide_shared_loads"),
+    promises=("mma", "cp_async"),
 )
 ANY_BINARY = Rule(
     any_binary.PROGRAM,
@@ -150,7 +150,7 @@ ANY_WGMMA = Rule(
     candidates=any_wgmma.any_wgmma_candidates,
     estimate=any_wgmma_estimate,
     workspace_words=rules.workspace_words,
-    promises=("wgmma", "register_reallocations"),
+    promises=("wgmma", "tma", "register_reallocations", "wide_shared_loads"),
     loading_warps=any_wgmma.PRODUCERS // 32,
     registers=any_wgmma.registers,
 )

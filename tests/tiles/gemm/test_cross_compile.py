@@ -18,6 +18,7 @@ from toolchain import machine_code, needs_nvcc
 
 from results.measure.static.conflicts import conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
+from tilebit.schedules.gemm import any_wgmma
 from tilebit.schedules.gemm.any_binary import shares, steps
 from tilebit.schedules.gemm.rules import workspace_words
 from tilebit.schedules.gemm.workload import Workload
@@ -115,6 +116,7 @@ CASES = (
     ("sm_90a", Workload(256, 10240, 8192, W5_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True)),
     ("sm_90a", Workload(32, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any_wgmma", 64, 32, 256, 6, 4)),
     ("sm_90a", Workload(64, 4096, 4096, W5_ANY, HALF), Schedule("gemm_any_wgmma", 64, 64, 256, 8, 4, split_k=2, min_blocks=2)),
+    ("sm_90a", Workload(32, 8192, 8192, W3_ANY, BFLOAT), Schedule("gemm_any_wgmma", 256, 32, 256, 8, 16, stream_k=True)),
     ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
@@ -165,8 +167,8 @@ def test_the_cases_use_every_value_and_are_legal():
     assert {a for a, _ in single} == set(find_rule(ANY_BINARY).arches)
     assert {(w.format.bits, w.dtype) for _, w in single} == {(b, d) for b in (3, 4) for d in (HALF, BFLOAT)}
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
-    assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == {64, 128, 192}
-    assert {w.format.bits for w, _ in many} == {3, 4, 8}, "each kind of tables"
+    assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == set(any_wgmma.BLOCK_N)
+    assert {any_wgmma.tables_in(w, s) for w, s in many} == {"REGISTERS", "FOUR", "TWO"} and {s.stream_k for _, s in many} == {True, False}
     for name in TILED:
         schedules = [s for _, _, s in CASES if s.program == name]
         three = name == "gemm_wgmma"  # warpgroups, and slabs
@@ -205,7 +207,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
     loading = 128 if schedule.program in ("gemm_wgmma", ANY_WGMMA) else 0
     assert resources["threads"] == schedule.num_warps * 32 + loading
     assert code["wgmma" if loading else "mma"] > 0
-    assert code["wide_shared_loads"] > 0 and code["float_atomics"] == 0
+    wide = "ldmatrix" if schedule.program == ANY and schedule.block_m >= 8 else "wide_shared_loads"  # of x; weights come from memory
+    assert code[wide] > 0 and code["float_atomics"] == 0
     assert bool(code["dependent_waits"]) == (schedule.program in ("gemm_wgmma", "gemm_stream_bulk"))
     zeros = [] if workload.format.symmetric else ["zeros"]
     bias = ["bias"] if workload.bias else []

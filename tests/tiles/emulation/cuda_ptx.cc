@@ -263,17 +263,6 @@ void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& 
   });
   r0 = mine.r[0], r1 = mine.r[1], r2 = mine.r[2], r3 = mine.r[3];
 }
-void ptx_stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  struct Lane {
-    char* row;
-    uint32_t r[4];
-  } mine = {tilebit_host::at(address, 16), {r0, r1, r2, r3}};
-  tilebit_host::collective("stmatrix", &mine, [](void** lanes) {
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i)
-        memcpy(static_cast<Lane*>(lanes[8 * i + lane / 4])->row + lane % 4 * 4, &static_cast<Lane*>(lanes[lane])->r[i], 4);
-  });
-}
 void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   struct Lane {
     char* row;

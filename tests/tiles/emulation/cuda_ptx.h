@@ -81,8 +81,6 @@ void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, ui
 void ptx_ldmatrix_sync_aligned_m8n8_x2_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t address);
 // .trans: lane l receives elements (2 (l % 4) + half, l / 4) of each.
 void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address);
-// Lane l brings elements (l / 4, 2 (l % 4) + half) of each matrix.
-void ptx_stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 // stmatrix.m8n8.x4.trans.b16: after .trans, lane l holds elements (row 2 (l % 4) + e, column l / 4) of each matrix.
 void host_stmatrix_x4_trans(void* address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 // Lane l brings elements (l / 4, 2 (l % 4) + half) of a matrix and receives those of its transpose.

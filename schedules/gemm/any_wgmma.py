@@ -27,9 +27,10 @@ ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
-KEPT_BITS = 3  # codes are looked up in registers, which hold codebooks of 8 numbers
-FOUR_BITS = 7  # codes of up to so many bits are looked up in four copies of a table, without a conflict, ...
-FOUR_N, FOUR_M = 64, 128  # ... and wider ones, where a tile is no larger; else in two copies
+PERMUTED_BITS = 3  # codes of so many bits are looked up in registers alone, which hold codebooks of 8 numbers; ...
+PAIRS, SOME_BITS = 4, 5  # ... of up to so many some of a lane's pairs are, as registers and shared memory are both busy
+FOUR_BITS = 7  # of up to so many bits tables in shared memory have four copies, which no two lanes meet in, ...
+FOUR_N, FOUR_M = 64, 128  # ... of wider ones where a tile is no larger; else two
 HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones one
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
 SPARE = 28  # registers of addresses, loop state and look-ups under way
@@ -41,16 +42,27 @@ USUAL_M = (64, 128, 192, 256)
 TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 
-def tables_in(workload: Workload, schedule: Schedule) -> str:
-    """Where numbers are looked up, as ``tilebit::Tables`` names it (``device/codecs/any_operand.cuh``)."""
+def permuted(workload: Workload, schedule: Schedule) -> int:
+    """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
+    return {PERMUTED_BITS: PAIRS, 4: 2, 5: 2 if schedule.block_m > FOUR_M else 1}.get(workload.format.bits, 0)
+
+
+def copies(workload: Workload, schedule: Schedule) -> int:
+    """Of a table in shared memory; 0: there is none."""
     bits, small = workload.format.bits, schedule.block_n <= FOUR_N and schedule.block_m <= FOUR_M
-    return "REGISTERS" if bits == KEPT_BITS else "FOUR" if bits <= FOUR_BITS or small else "TWO"
+    return 0 if bits == PERMUTED_BITS else 4 if bits <= FOUR_BITS or small else 2
 
 
 def tables_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of a block's tables."""
-    rows = {"REGISTERS": 0, "FOUR": 2 * ROWS, "TWO": 4 * ROWS}[tables_in(workload, schedule)]  # that a table is of
-    return schedule.block_n // rows * (ENTRY << workload.format.bits) if rows else 0
+    """Bytes of a block's tables, each of two warps' rows for four copies, of four warps' for two."""
+    each = copies(workload, schedule)
+    return schedule.block_n * each // (8 * ROWS) * (ENTRY << workload.format.bits)
+
+
+def kept_registers(workload: Workload) -> int:
+    """Of a computing thread, for codebooks: of up to 4 bits those of its two rows, of more of one."""
+    bits = workload.format.bits
+    return (2 if bits <= 4 else 1) << bits - 1 if bits <= SOME_BITS else 0
 
 
 def held_steps(workload: Workload) -> int:
@@ -77,15 +89,16 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
-    """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes or, of 3 bits, codes and codebooks."""
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + 16 + SPARE
+    """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (of 3 bits half as many), codebooks."""
+    bits = workload.format.bits
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + bits * 4 + (8 if bits == PERMUTED_BITS else 16) + kept_registers(workload) + SPARE
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
     s, reasons = schedule, []
-    if workload.format.bits < KEPT_BITS:
-        reasons.append(f"codes have {workload.format.bits} bits; accepted: {KEPT_BITS} and more. Use gemm_any.")
+    if workload.format.bits < PERMUTED_BITS:
+        reasons.append(f"codes have {workload.format.bits} bits; accepted: {PERMUTED_BITS} and more. Use gemm_any.")
     for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
@@ -130,8 +143,8 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
 
 
 def any_wgmma_candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth trying, tiles in turn: as many slots of x as fit; few splits that fill the
-    SMs."""
+    """Legal schedules worth trying, tiles in turn: as many slots of x as fit, or those of a step; few
+    splits that fill the SMs."""
     if workload.m < LEAST_ROWS:
         return []
     return in_turn([list(_of_tile(n, m, blocks, workload, target)) for n, m, blocks in _tiles(workload)])
@@ -160,4 +173,7 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
         for raster, stream_k in product(rasters, (False, True) if split_k == 1 else (False,)):
             s = Schedule(PROGRAM, block_n, block_m, STEP_K, STAGES[1], block_n // ROWS, split_k, min_blocks, raster, stream_k)
             depths = (replace(s, num_stages=stages) for stages in range(STAGES[1], STAGES[0] - 1, -1))
-            yield from islice((deep for deep in depths if not any_wgmma_legal(workload, deep, target)), 1)
+            for deepest in islice((deep for deep in depths if not any_wgmma_legal(workload, deep, target)), 1):
+                yield deepest
+                if deepest.num_stages > STEP_K // STAGE_K:
+                    yield replace(s, num_stages=STEP_K // STAGE_K)

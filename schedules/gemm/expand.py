@@ -1,8 +1,8 @@
 """The expansion of one width of a weight of any precision to 16 bits, as an operation: what products
 of many rows start with, which are a library's from there on.
 
-``expand_any`` (CUDA): a block of ``num_warps`` warps has 16 output channels, its warps take 256 k in
-turn.
+``expand_any`` (CUDA): a block of ``num_warps`` warps has 32 output channels, its warps take 16 of them
+and 256 k in turn.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..rule import Estimate, Operation, Rule
 from ..schedule import Schedule
 from ..target import Target
 from . import any_wgmma
-from .any import ARCHES, any_candidates
+from .any import ARCHES, ENTRY, any_candidates
 from .any_cost import LAUNCH_US, any_estimate
 from .any_wgmma_cost import any_wgmma_estimate
 from .operation import OTHER_DTYPE
 from .workload import Workload
 
 NAME, PROGRAM = "expand", "expand_any"
-WARPS = (8, 4, 2)
-ROWS = 16  # of a block
+WARPS = (16, 8, 4, 2)
+ROWS, TILES = 16, 2  # of a warp; of a block
 OPS = 4.0  # lanes a number: selected, looked up and joined; counted, not measured
 COLUMNS = 8  # of y's rows, stored at once
-RATE = 0.75  # of memory's: 8192 x 8192 at 4 bits takes 66 us, where bytes alone take 51 (H100)
+RATE = 0.75  # of memory's: 8192 x 28672 at 8 bits takes 203 us, at 3 bits 163 (H200)
 # Rows of x at which a pass begins, or a last one is full.
 LOOKED_AT = tuple(range(17, 129, 16)) + tuple(range(145, 513, 32)) + (512, 768, 769, 1024, 1025, 2048, 4096)
 
@@ -122,9 +122,14 @@ def legal(workload: ExpandWorkload, schedule: Schedule, target: Target) -> list[
 
 
 def candidates(workload: ExpandWorkload, target: Target) -> list[Schedule]:
-    """Most warps first that all have a step of k."""
-    steps = -(-workload.k // CUDA_TILE_K)
-    return [Schedule(PROGRAM, 1, 1, 1, num_warps=warps) for warps in WARPS if warps <= max(steps, WARPS[-1])]
+    """Those of which every warp has a step of k."""
+    turns = TILES * -(-workload.k // CUDA_TILE_K)
+    return [Schedule(PROGRAM, 1, 1, 1, num_warps=warps) for warps in WARPS if warps <= turns]
+
+
+def tables_bytes(workload: ExpandWorkload) -> int:
+    """Bytes of a block's tables; of up to 3 bits there are none."""
+    return ENTRY << workload.bits if workload.bits > any_wgmma.PERMUTED_BITS else 0
 
 
 def estimate(workload: ExpandWorkload, schedule: Schedule, target: Target) -> Estimate:

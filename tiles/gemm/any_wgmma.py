@@ -47,7 +47,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
     plan, bn, bm, stages = Plan(p), s.block_n, s.block_m, s.num_stages
     k_tiles, consumers, columns, held = rules.steps(workload), s.num_warps * 32, p.staged_columns, rules.held_steps(workload)
-    operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, tilebit::Tables::{rules.tables_in(workload, s)}>"
+    operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, {rules.copies(workload, s)}, {rules.permuted(workload, s)}>"
     producer_registers, consumer_registers = rules.registers(s)
     planes_of_step = tuple(range(bits))
 
@@ -187,7 +187,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 planes, codes = T.alloc_local((bits * 4,), "uint32"), T.alloc_local((WORDS,), "uint32")
-                kept = T.alloc_local((8,), "uint32")  # two codebooks of 3 bits
+                kept = T.alloc_local((max(1, rules.kept_registers(workload)),), "uint32")  # codebooks
                 own, lane = thread - rules.PRODUCERS, thread % 32
                 warp = T.shfl_sync(own // 32, 0)
                 stage, phase, taken = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)

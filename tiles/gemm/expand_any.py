@@ -3,22 +3,25 @@
     y[n, k] = codebook[n, q[n, k]]
 
 What a library's product reads where there are many rows of x, so that the weight is looked up once
-for all of them. A block has 16 output channels, whose codebooks it copies to shared memory; its warps
-take steps of 256 k in turn, a lane 128 weights of each (``device/codecs/any_expand.cuh``). Columns
-from k to the next multiple of 8 hold numbers, which zeros of x are multiplied by.
+for all of them. A block has 32 output channels, of whose codebooks it lays out tables in shared memory
+as ``gemm_any_wgmma`` does (of 3 bits: in registers); each of its warps takes 16 of them and steps of
+256 k in turn, a lane 128 weights of each (``device/codecs/any_expand.cuh``). Columns from k to the next
+multiple of 8 hold numbers, which zeros of x are multiplied by.
 """
 
 from typing import Any
 
-from ...layouts.planes import CUDA_TILE_K
+from ...layouts.planes import CUDA_TILE_K, CUDA_TILE_N
 from ...schedules.gemm.expand import PROGRAM as NAME
-from ...schedules.gemm.expand import ROWS, ExpandWorkload
+from ...schedules.gemm.expand import ROWS, TILES, ExpandWorkload, tables_bytes
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 
-HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "codecs/any_expand.cuh")
+HEADERS = (
+    "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "codecs/any_operand.cuh", "codecs/any_expand.cuh",
+)  # fmt: skip
 PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # the barrier that is needed stands in the program
     "tl.disable_safe_memory_legalize": True,  # stores are inside by construction
@@ -40,21 +43,27 @@ def build(workload: ExpandWorkload, schedule: Schedule, target: Target) -> Any:
         scales: T.Tensor((n_pad, 1 << bits), w.dtype),
         y: T.Tensor(out.shape, w.dtype),
     ):
-        with T.Kernel(n_pad // ROWS, threads=threads) as block:
+        with T.Kernel(n_pad // (TILES * ROWS), threads=threads) as block:
             T.import_source(device_source(HEADERS))
-            tables = T.alloc_shared((ROWS * ((1 << bits) + 2),), w.dtype)
+            tables = T.alloc_shared((max(4, tables_bytes(w) // 4),), "int32")
+            kept = T.alloc_local((4 * TILES,), "uint32")  # two codebooks of 3 bits
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
-            T.call_extern("handle", f"{leaf}::fill<{threads}>", T.address_of(tables[0]), T.address_of(scales[block * ROWS, 0]), thread)
+            tile, turns = warp % TILES, warps // TILES
+            T.call_extern(
+                "handle", f"{leaf}::fill<{threads}>", T.address_of(tables[0]), kept.access_ptr("w"),
+                T.address_of(scales[block * (TILES * ROWS), 0]), thread,
+            )  # fmt: skip
             T.sync_threads()
-            for turn in T.serial(T.ceildiv(k_tiles, warps)):
-                step = turn * warps + warp
+            row = (block * TILES + tile) * ROWS
+            for turn in T.serial(T.ceildiv(k_tiles, turns)):
+                step = turn * turns + warp // TILES
                 if step < k_tiles:
                     T.call_extern(
-                        "handle", f"{leaf}::step", T.address_of(weight[0, block // 4, step, block % 4 * (words // 4)]),
-                        T.int64(n_tiles * k_tiles * words * 4), T.address_of(tables[0]),
-                        T.address_of(y[block * ROWS, step * CUDA_TILE_K]), w.columns, w.n - block * ROWS,
-                        w.columns - step * CUDA_TILE_K, lane,
+                        "handle", f"{leaf}::step",
+                        T.address_of(weight[0, row // CUDA_TILE_N, step, row % CUDA_TILE_N // ROWS * (words // 4)]),
+                        T.int64(n_tiles * k_tiles * words * 4), T.address_of(tables[0]), kept.access_ptr("r"),
+                        T.address_of(y[row, step * CUDA_TILE_K]), w.columns, w.n - row, w.columns - step * CUDA_TILE_K, tile, lane,
                     )  # fmt: skip
 
     return main

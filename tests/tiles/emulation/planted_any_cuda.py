@@ -60,7 +60,7 @@ BUGS = (
     device("kept codebook of the neighbour", W3, FEW, ("row * 8 + (lane >> 2)", "row * 8 + (lane >> 2 ^ 1)")),
     device("kept codebook of the first row", W3, FEW, ("codebooks + (t * 2 + h) * 4", "codebooks + t * 2 * 4")),
     device("second half of a word's codes for the first", W3, FEW, ("words[h][j] >> 16 * i", "words[h][j]")),
-    device("high bytes of the upper numbers for the lower", W3, FEW, ("__byte_perm(v.z, v.w, 0x7531)", "__byte_perm(v.x, v.y, 0x7531)")),
+    device("low bytes of kept numbers for the high", W3, FEW, ("(kept + KEPT_NUMBERS / 4, at)", "(kept, at)")),
     loop(
         "planes of the next step for this one",
         W6,

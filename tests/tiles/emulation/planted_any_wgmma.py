@@ -14,7 +14,7 @@ def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, stream_k: bo
 
 
 ONE, TWO, SPLIT, STREAM = wide(64, 32, 3), wide(128, 64, 2), wide(64, 32, 2, split_k=2), wide(64, 32, 3, stream_k=True)
-W3, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 5, 8))
+W3, W4, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 4, 5, 8))
 MANY = of_width(5, m=150, n=250, k=520)  # of several tiles a block
 
 
@@ -23,13 +23,12 @@ def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
     return Bug(name, workload, schedule, {"any_wgmma.py": swap(*pairs)}, sign=sign)
 
 
-KEPT = "permuted(kept + h * KEPT, words[h * WORDS + j] >>"
 RELEASE = "T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)"
 BUGS = (
     device("groups of an operand exchanged", W5, ONE, ("q = 2 * g + i / 8", "q = 2 * g + 1 - i / 8")),
     device("first half of a step looked up twice", W5, ONE, ("q = 2 * g + i / 8", "q = i / 8")),
     device("pairs of k16 steps exchanged", W5, ONE, ("j = i % 8 / 2", "j = i % 8 / 2 ^ 2")),
-    device("kept pairs of k16 steps exchanged", W3, ONE, ("a[j / 2 * 4 + j % 2 * 2 + h]", "a[(1 - j / 2) * 4 + j % 2 * 2 + h]")),
+    device("kept pairs of k16 steps exchanged", W3, ONE, ("a[i], a[8 + i]", "a[i ^ 4], a[8 + (i ^ 4)]")),
     device("codes of the other 128 k", W3, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 - 2 * u + h]")),
     device("planes of the other rows", W5, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 * u + 1 - h]")),
     device("planes of the first warp", W5, TWO, ("p * (ROWS * 32) + warp * 512", "p * (ROWS * 32)")),
@@ -39,8 +38,12 @@ BUGS = (
     device("copies of a table where its lanes do not look", W8, TWO, ("(lane & (COPIES - 1))", "(lane & 3)")),
     device("numbers of two warps exchanged", W8, ONE, ("j % 2 ? 0x7632 : 0x5410", "j % 2 ? 0x3276 : 0x1054")),
     device("kept codebooks of the first warp", W3, TWO, ("thread / 32 * (16 * NUMBERS)", "0 * (16 * NUMBERS)")),
-    device("kept codebook of row r for row r + 8", W3, ONE, (KEPT, "permuted(kept, words[h * WORDS + j] >>")),
-    device("kept numbers of the first half", W3, ONE, ("words[h * WORDS + j] >> 16 * g", "words[h * WORDS + j]")),
+    device("kept codebook of row r for row r + 8", W3, ONE, ("permuted(kept + h * KEPT", "permuted(kept")),
+    device("kept numbers of the first half", W3, ONE, ("own[0] >> 16 * g", "own[0]")),
+    device("the first eight numbers kept for all sixteen", W4, ONE, ("(codes >> 1 & 0x4444u) | 0x3210u", "0x3210u")),
+    device("a kept code's first bit lost", W5, ONE, ("BITS > 4 ? own[4] >> 16 * g : 0", "0")),
+    device("kept numbers of the first half's upper bits", W5, ONE, ("own[4] >> 16 * g", "own[4]")),
+    device("kept pairs looked up in the other number's place", W5, ONE, ("one, other << 4)", "other, one << 4)")),
     device("numbers of an operand exchanged", W8, ONE, ("a[i] = Product::joined(first, second)", "a[i] = Product::joined(second, first)")),
     page("an operand overwritten while it is multiplied", W5, ONE, ("operands[part % 2]", "operands[0]")),
     page("a slot released while it is multiplied", W5, ONE, (RELEASE, "T.address_of(empty[stage]), lane)")),

@@ -168,7 +168,9 @@ def test_the_cases_use_every_value_and_are_legal():
     assert {(w.format.bits, w.dtype) for _, w in single} == {(b, d) for b in (3, 4) for d in (HALF, BFLOAT)}
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
     assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == set(any_wgmma.BLOCK_N)
-    assert {any_wgmma.tables_in(w, s) for w, s in many} == {"REGISTERS", "FOUR", "TWO"} and {s.stream_k for _, s in many} == {True, False}
+    assert {s.stream_k for _, s in many} == {True, False}
+    looked_up = {(any_wgmma.copies(w, s), any_wgmma.permuted(w, s)) for w, s in many}
+    assert looked_up == {(0, 4), (4, 2), (4, 1), (4, 0), (2, 0)}
     for name in TILED:
         schedules = [s for _, _, s in CASES if s.program == name]
         three = name == "gemm_wgmma"  # warpgroups, and slabs

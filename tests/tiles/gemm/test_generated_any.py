@@ -78,6 +78,7 @@ WIDE = (
     (Workload(65, 64, 31, form(8), "bfloat16", bias=True), wide(64, 32, 4, raster=2)),
     (Workload(17, 256, 512, form(8), gate="silu"), wide(128, 32, 3)),
     (Workload(161, 64, 800, form(4)), wide(64, 160, 2)),
+    (Workload(130, 64, 600, form(5), "bfloat16"), wide(64, 160, 2)),
     (Workload(70, 200, 1100, form(5)), wide(64, 64, 3, stream_k=True)),
     (Workload(31, 250, 700, form(3), "bfloat16", bias=True), wide(256, 32, 4, stream_k=True)),
     (Workload(150, 256, 530, form(7)), wide(128, 64, 2, stream_k=True)),

@@ -1,5 +1,5 @@
 // Weights of any precision as numbers in memory: bit planes become codes, codes numbers of their
-// channel's codebook. Comes after codecs/any_product.cuh, whose words of codes these are.
+// channel's codebook. Comes after codecs/any_operand.cuh, whose look-ups these are.
 #pragma once
 #include <stdint.h>
 
@@ -7,20 +7,17 @@ namespace tilebit {
 
 template <typename T, int BITS>
 struct AnyExpand {
-  using Product = AnyProduct<T, BITS, 1, 8>;
-  static constexpr int NUMBERS = 1 << BITS, ROWS = 16;
-  static constexpr int PITCH = NUMBERS + 2;  // of a row's codebook: rows begin in different banks
+  using Operand = AnyOperand<T, BITS, BITS <= 3 ? 0 : 4, BITS <= 3 ? 4 : 0>;
+  static constexpr int NUMBERS = 1 << BITS, ROWS = 16, TILES = 2;  // of a warp; of a block
 
-  // The codebooks of 16 rows, T [16][NUMBERS], by all THREADS threads of a block.
+  // Tables of TILES * ROWS rows from their codebooks, T [row][NUMBERS], by all THREADS threads of a block,
+  // or to each thread's `kept`.
   template <int THREADS>
-  __device__ __forceinline__ static void fill(void* tables, const void* codebooks, int thread) {
-    const uint32_t* from = static_cast<const uint32_t*>(codebooks);
-    uint32_t* to = static_cast<uint32_t*>(tables);
-    for (int i = thread; i < ROWS * NUMBERS / 2; i += THREADS) to[i / (NUMBERS / 2) * (PITCH / 2) + i % (NUMBERS / 2)] = __ldg(from + i);
-  }
-
-  __device__ __forceinline__ static uint32_t code(const uint32_t (&words)[Product::PERIOD], int q, int j, int half) {
-    return (Product::PAIRS ? words[j % Product::PERIOD] >> (8 * q + 4 * half) : words[(j + 4 * half) % Product::PERIOD] >> 8 * q) & (NUMBERS - 1);
+  __device__ __forceinline__ static void fill(void* tables, uint32_t* kept, const void* codebooks, int thread) {
+    if constexpr (BITS <= 3)
+      Operand::Product::keep_codebooks(kept, static_cast<const T*>(codebooks) + thread / 32 % TILES * (ROWS * NUMBERS), thread % 32);
+    else
+      Operand::template fill<TILES * ROWS, THREADS>(tables, kept, codebooks, thread);
   }
 
   // Pair j of lane c becomes pair c of lane j, of each four lanes: what a lane has is then neighbours.
@@ -36,33 +33,31 @@ struct AnyExpand {
       }
   }
 
-  // 16 rows by 256 k of planes `stride` bytes apart, by a warp; of y, `pitch` numbers a row, only what
-  // has a row below `rows` and a column below `columns`, a multiple of 8.
+  // ROWS rows of `tile` by 256 k of planes `stride` bytes apart, by a warp; of y, `pitch` numbers a row,
+  // only what has a row below `rows` and a column below `columns`, a multiple of 8.
   __device__ __forceinline__ static void step(
-      const void* planes, int64_t stride, const void* tables, void* y_, int pitch, int rows, int columns, int lane) {
-    uint4 stored[BITS];
+      const void* planes, int64_t stride, SharedAddress tables, const uint32_t* kept, void* y_, int pitch, int rows, int columns, int tile,
+      int lane) {
+    uint32_t stored[BITS * 4];
+    request_planes<BITS, 1>(stored, planes, stride, lane);
 #pragma unroll
-    for (int p = 0; p < BITS; ++p) stored[p] = __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(planes) + p * stride) + lane);
+    for (int u = 0; u < 2; ++u) {
+      uint32_t words[2 * Operand::WORDS];
+      Operand::select(stored, words, u);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = h * 8 + lane / 4;
-      const uint16_t* own = static_cast<const uint16_t*>(tables) + row * PITCH;
-      uint16_t* y = static_cast<uint16_t*>(y_) + static_cast<int64_t>(row) * pitch;
+      for (int g = 0; g < 2; ++g) {
+        uint32_t operand[16];
+        Operand::look_up(words, tables, kept, operand, g, tile, lane);
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        uint32_t of_row[BITS], words[Product::PERIOD];
-#pragma unroll
-        for (int p = 0; p < BITS; ++p) of_row[p] = u == 0 ? (h == 0 ? stored[p].x : stored[p].y) : (h == 0 ? stored[p].z : stored[p].w);
-        Product::select_codes(of_row, words);
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
+        for (int i = 0; i < 4; ++i) {  // [k16 step's half of 64 k][row half]
+          const int q = i / 2, h = i % 2, row = h * 8 + lane / 4, column = 32 * (4 * u + 2 * g + q) + 8 * (lane % 4);
           uint32_t numbers[4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j)
-            numbers[j] = own[code(words, q, j, 0)] | static_cast<uint32_t>(own[code(words, q, j, 1)]) << 16;
+          for (int j = 0; j < 4; ++j) numbers[j] = operand[q * 8 + j * 2 + h];
           gather_pairs(numbers, lane);
-          const int column = 32 * (4 * u + q) + 8 * (lane % 4);
-          if (row < rows && column < columns) *reinterpret_cast<uint4*>(y + column) = make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]);
+          if (row < rows && column < columns)
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(y_) + static_cast<int64_t>(row) * pitch + column) =
+                make_uint4(numbers[0], numbers[1], numbers[2], numbers[3]);
         }
       }
     }

@@ -13,25 +13,25 @@ __device__ __forceinline__ void read_planes(uint32_t* to, SharedAddress planes, 
   for (int p = 0; p < PLANES; ++p) load_shared_128(planes.address + p * (ROWS * 32) + warp * 512 + lane * 16, to + p * 4);
 }
 
-// Where numbers are looked up: of 3 bits in registers; else in shared memory, a table in a bank of its
-// own for each of the four lanes that look up a row, or for two of them, which meet in it.
-enum class Tables { REGISTERS, FOUR, TWO };
-
-template <typename T, int BITS, Tables WHERE>
+// Numbers are looked up in shared memory, of whose tables there are so many COPIES: 4, in a bank of its own
+// for each of the lanes that look up a row, or 2, in which two of them meet, or none. And so many pairs of
+// a lane's four, PERMUTED, are looked up in registers: of up to 4 bits of both its rows, of 5 of one.
+template <typename T, int BITS, int COPIES, int PERMUTED>
 struct AnyOperand {
   using Product = AnyProduct<T, BITS, 1, 8>;
   // An entry has the numbers of one code: [row r of 16, or r + 8][warps, by twos][row % 8][copy][warp % 2].
-  static constexpr int NUMBERS = 1 << BITS, ENTRY = 256, COPIES = WHERE == Tables::TWO ? 2 : 4, WARPS = 8 / COPIES;
+  static constexpr int NUMBERS = 1 << BITS, ENTRY = 256, WARPS = COPIES == 2 ? 4 : 2;
   static constexpr int TABLE = NUMBERS * ENTRY;  // bytes, of WARPS warps' 16 rows each
-  static constexpr int WORDS = WHERE == Tables::REGISTERS ? 4 : 8, KEPT = 4;  // registers of a row: of 128 k's codes, of its codebook
+  static constexpr int KEPT_ROWS = BITS <= 4 ? 2 : 1, KEPT = Product::KEPT_NUMBERS / 2;  // rows whose codebooks are in registers; of each so many
+  static constexpr int WORDS = COPIES > 0 ? 8 : 4;  // of a row: 128 k's codes
 
   // Tables of ROWS rows from their codebooks, T [row][NUMBERS], by all THREADS threads: or to each
-  // thread's `kept`.
+  // thread's `kept`, its warp's; or both.
   template <int ROWS, int THREADS>
   __device__ __forceinline__ static void fill(void* tables, uint32_t* kept, const void* codebooks, int thread) {
-    if constexpr (WHERE == Tables::REGISTERS) {
-      Product::keep_codebooks(kept, static_cast<const T*>(codebooks) + thread / 32 * (16 * NUMBERS), thread % 32);
-    } else {  // eight numbers of two rows, of neighbouring warps, at once
+    if constexpr (PERMUTED > 0)
+      Product::template keep_codebooks<KEPT_ROWS>(kept, static_cast<const T*>(codebooks) + thread / 32 * (16 * NUMBERS), thread % 32);
+    if constexpr (COPIES > 0) {  // eight numbers of two rows, of neighbouring warps, at once
       for (int i = thread; i < ROWS * NUMBERS / 16; i += THREADS) {
         const int row = i % 16, group = i / 16 % (NUMBERS / 8), warps = i / 16 / (NUMBERS / 8);
         const uint4* from = static_cast<const uint4*>(codebooks) + (warps * 32 + row) * (NUMBERS / 8) + group;
@@ -48,9 +48,12 @@ struct AnyOperand {
     }
   }
 
-  // planes: a lane's four words of each. words [row half][WORDS]: of registers, those of
-  // Product::select_codes, four bits a code; else a byte is a code, words j and j + 4 have those of pair j.
-  // Of 128 k, the first or the second (u) of a step.
+  // Whether pair j of row half h is looked up in registers.
+  __device__ __forceinline__ static constexpr bool permutes(int j, int h) { return j < PERMUTED && h < KEPT_ROWS; }
+
+  // planes: a lane's four words of each. words [row half][WORDS], of pair j words j and j + 4: a byte is a
+  // code of the one, the other number; of pairs that are permuted four bits are a code's last ones of
+  // either, and in the other word those above. Of 128 k, the first or the second (u) of a step.
   __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -60,12 +63,11 @@ struct AnyOperand {
       Product::select_codes(of_row, found);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if constexpr (WHERE == Tables::REGISTERS) {
-          words[h * WORDS + j] = found[j];
-        } else {
-          words[h * WORDS + j] = Product::PAIRS ? found[j] & 0x0f0f0f0fu : found[j];
-          words[h * WORDS + j + 4] = Product::PAIRS ? found[j] >> 4 & 0x0f0f0f0fu : found[(j + 4) % Product::PERIOD];
-        }
+        uint32_t *first = words + h * WORDS + j, one = found[j], other = found[(j + 4) % Product::PERIOD];
+        if constexpr (WORDS == 4) *first = one;
+        else if (Product::PAIRS) first[0] = permutes(j, h) ? one : one & 0x0f0f0f0fu, first[4] = one >> 4 & 0x0f0f0f0fu;
+        else if (permutes(j, h)) first[0] = lop3_select(0x0f0f0f0fu, one, other << 4), first[4] = lop3_select(0x0f0f0f0fu, one >> 4, other);
+        else first[0] = one, first[4] = other;
       }
     }
   }
@@ -83,18 +85,18 @@ struct AnyOperand {
   __device__ __forceinline__ static void look_up(
       const uint32_t* words, SharedAddress tables, const uint32_t* kept, void* operand, int g, int warp, int lane) {
     uint32_t* a = static_cast<uint32_t*>(operand);
-    if constexpr (WHERE == Tables::REGISTERS) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          Product::permuted(kept + h * KEPT, words[h * WORDS + j] >> 16 * g, a[j / 2 * 4 + j % 2 * 2 + h], a[8 + j / 2 * 4 + j % 2 * 2 + h]);
-      return;
+    for (int i = 0; i < 2 * PERMUTED; ++i) {
+      const int h = i % 2, j = i / 2;
+      const uint32_t* own = words + h * WORDS + j;
+      if (permutes(j, h)) Product::permuted(kept + h * KEPT, own[0] >> 16 * g, BITS > 4 ? own[4] >> 16 * g : 0, a[i], a[8 + i]);
     }
+    if constexpr (COPIES == 0) return;
     const uint32_t table = tables.address + place(warp), own = ((lane >> 2) * COPIES + (lane & (COPIES - 1))) * 4;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int h = i % 2, j = i % 8 / 2, q = 2 * g + i / 8;
+      if (permutes(j, h)) continue;
       const uint32_t of_half = table + h * (ENTRY / 2);
       const uint32_t first = number(of_half, own, words[h * WORDS + j], q), second = number(of_half, own, words[h * WORDS + j + 4], q);
       a[i] = Product::joined(first, second);

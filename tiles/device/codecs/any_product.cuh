@@ -65,21 +65,35 @@ struct AnyProduct {
     }
   }
 
-  // A lane's codebooks of 8 numbers, of rows lane / 4 and lane / 4 + 8 of each tile, as byte permutations
-  // take them: [tile][row] the low bytes in two words, then the high ones.
+  // Codebooks of up to 6 bits in a lane's registers, of ROWS of rows lane / 4, lane / 4 + 8, ...: [row] the
+  // low bytes of KEPT_NUMBERS numbers, then the high ones, as byte permutations take them.
+  static constexpr int KEPT_NUMBERS = BITS < 3 ? 8 : 1 << BITS;
+  template <int ROWS = TILES * 2>
   __device__ __forceinline__ static void keep_codebooks(uint32_t* kept, const void* codebooks, int lane) {
+    constexpr int HALF = KEPT_NUMBERS / 4;  // words of low bytes
 #pragma unroll
-    for (int row = 0; row < TILES * 2; ++row) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(codebooks) + row * 8 + (lane >> 2));
-      kept[row * 4] = __byte_perm(v.x, v.y, 0x6420), kept[row * 4 + 1] = __byte_perm(v.z, v.w, 0x6420);
-      kept[row * 4 + 2] = __byte_perm(v.x, v.y, 0x7531), kept[row * 4 + 3] = __byte_perm(v.z, v.w, 0x7531);
+    for (int row = 0; row < ROWS; ++row) {
+      const char* own = static_cast<const char*>(codebooks) + (row * 8 + (lane >> 2)) * (2 << BITS);
+#pragma unroll
+      for (int i = 0; i < HALF; ++i) {
+        const uint2 v = 4 * i < (1 << BITS) ? __ldg(reinterpret_cast<const uint2*>(own) + i) : make_uint2(0, 0);
+        kept[row * 2 * HALF + i] = __byte_perm(v.x, v.y, 0x6420), kept[(row * 2 + 1) * HALF + i] = __byte_perm(v.x, v.y, 0x7531);
+      }
     }
   }
 
-  // Two pairs of numbers of a row from four codes in 4 bits each.
-  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t& first, uint32_t& second) {
-    const uint32_t low = __byte_perm(kept[0], kept[1], codes), high = __byte_perm(kept[2], kept[3], codes);
+  // Two pairs of numbers of a row from four codes: their last four bits, and of 5 bits and more those above.
+  __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t above, uint32_t& first, uint32_t& second) {
+    const uint32_t at[4] = {BITS < 4 ? codes : codes & 0x7777u, (codes >> 1 & 0x4444u) | 0x3210u, (above << 2 & 0x4444u) | 0x3210u,
+                            (above << 1 & 0x4444u) | 0x3210u};
+    const uint32_t low = bytes_at<KEPT_NUMBERS>(kept, at), high = bytes_at<KEPT_NUMBERS>(kept + KEPT_NUMBERS / 4, at);
     first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
+  }
+  // Four bytes of NUMBERS: eight that the last three bits of a code choose from, of two such ones the next bit.
+  template <int NUMBERS>
+  __device__ __forceinline__ static uint32_t bytes_at(const uint32_t* kept, const uint32_t (&at)[4]) {
+    if constexpr (NUMBERS == 8) return __byte_perm(kept[0], kept[1], at[0]);
+    else return __byte_perm(bytes_at<NUMBERS / 2>(kept, at), bytes_at<NUMBERS / 2>(kept + NUMBERS / 8, at), at[NUMBERS == 16 ? 1 : NUMBERS == 32 ? 2 : 3]);
   }
 
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }
@@ -189,7 +203,7 @@ struct AnyProduct {
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) permuted(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
+            for (int i = 0; i < 2; ++i) permuted(codebooks + (t * 2 + h) * 4, words[h][j] >> 16 * i, 0, pairs[j][h][2 * i], pairs[j][h][2 * i + 1]);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           uint32_t loaded[NT][4];

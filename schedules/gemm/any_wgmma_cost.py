@@ -2,8 +2,8 @@
 
 Counted in cycles of an SM for 16 k. Either all of its blocks keep it busy, with look-ups and products of
 each 64 channels; or one block's warps wait for their own: a look-up, then a product. The numbers are
-fitted to 776 measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows: it errs by 6 %, and its
-choice among those took 1 % longer than the fastest.
+fitted to 837 measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows: it errs by 6 %, and its
+choice among those took 1 to 2 % longer than the fastest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .any import steps
 from .cost import LANES, spread
 from .workload import Workload
 
-LOOK_UPS = {3: 26.3, 4: 47.0, 5: 48.9, 6: 59.4, 7: 69.9, 8: 91.8}  # cycles, of 64 channels: of 3 bits in registers
+LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 69.9, 8: 91.8}  # cycles, of 64 channels
 PRODUCTS = 0.55  # cycles of 64 channels and a row of x
 WAITING_ROW, WAITING_LOOK_UP = 0.29, 1.56  # of a warp: for a row of x, of the look-ups' cycles
 OTHER = 0.35  # of the shorter of the two, which the longer does not hide

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...schedules.gemm.workload import Workload
 from . import Verdict
-from .gemm import exact_problem, random_problem
+from .gemm_drawn import exact_problem, random_problem
 
 TILE = 128
 TORCH_FACTOR = 2.0

@@ -30,7 +30,8 @@ from torch import Tensor
 import tilebit
 from tilebit.autotune.contention import Others, OwnTime
 from tilebit.autotune.measure import copies_needed
-from tilebit.autotune.problems.gemm import Problem, random_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import random_problem
 from tilebit.autotune.problems.verify import gate, worst_tile_error
 from tilebit.autotune.worker_process import launch
 from tilebit.command.bench import MAX_COPIES, int8_peer, process_fields, write_rows

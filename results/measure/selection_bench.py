@@ -14,7 +14,8 @@ from typing import Any
 from filelock import FileLock
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import Problem, split_workspace
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.autotune.provenance import now, package_versions, source_commit
 from tilebit.autotune.search import searched

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Call, Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.kernels import build, find_kernel

@@ -15,7 +15,7 @@ from toy.nf4 import CODEC, FORMAT, LEVELS, NAME
 
 import tilebit
 from tilebit import packs
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.store import RecordStore
 from tilebit.autotune.tune import tune
 from tilebit.autotune.worker import DeviceWorker

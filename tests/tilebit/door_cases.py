@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.weights.packed import PackedWeight

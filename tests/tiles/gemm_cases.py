@@ -8,7 +8,8 @@ from itertools import cycle, product
 import numpy as np
 import torch
 
-from tilebit.autotune.problems.gemm import Problem, exact_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import GROUP_SIZES, GemmFormat, QuantFormat
 from tilebit.schedules.gemm.codecs import packed_layout
 from tilebit.schedules.gemm.workload import Workload

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..autotune.measure import copies_needed, time_calls
-from ..autotune.problems.gemm import Problem, random_problem, unpack_tiles
+from ..autotune.problems.gemm import Problem, unpack_tiles
+from ..autotune.problems.gemm_drawn import random_problem
 from ..autotune.problems.verify import worst_tile_error
 from ..autotune.provenance import now, package_versions, source_commit
 from ..kernels import find_kernel

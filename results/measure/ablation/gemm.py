@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import Problem, split_workspace
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import QuantFormat

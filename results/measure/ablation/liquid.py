@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import split_workspace
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import GemmFormat

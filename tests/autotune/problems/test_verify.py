@@ -7,7 +7,8 @@ import pytest
 import torch
 from sample.two_levels import FORMAT as TWO_LEVELS
 
-from tilebit.autotune.problems.gemm import exact_problem, random_problem, unpack_tiles
+from tilebit.autotune.problems.gemm import unpack_tiles
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import (
     GUARD_ELEMENTS,
     Gate,

@@ -22,7 +22,8 @@ from results.measure.ablation.gemm import WORKLOADS, climb
 from results.measure.ablation.steps import DEPENDENT, SHALLOW, STEPS, TRIED, drawn
 from results.report.ablation import ABLATION_FIELDS
 from tilebit.autotune.measure import Timing
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload

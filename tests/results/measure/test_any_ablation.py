@@ -26,7 +26,7 @@ from results.measure.ablation.gemm import Bench, Contender, climb
 from results.measure.ablation.steps_any import STEPS, TRIED, drawn, steps_of
 from results.report.ablation import ANY_FIELDS, any_ablation_section
 from tilebit.autotune.measure import Timing
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import GemmFormat, QuantFormat
 from tilebit.schedules.gemm import any_binary

@@ -12,7 +12,7 @@ from toolchain import needs_nvcc
 
 from results.measure.ablation import by_lanes, coarse, plain_nibbles
 from results.measure.ablation.liquid import LQQ, STEPS, TRIED, WORKLOADS, drawn
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import GemmFormat
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import tilebit
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import FORMATS
 from tilebit.ops import gemm_int8
 from tilebit.ops.gemm_int8 import OUTS

@@ -9,7 +9,7 @@ import torch
 from cpu_cases import FEATURES, runs_here, target
 from emulation import planted_any
 
-from tilebit.autotune.problems.gemm import exact_problem, random_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, check_worst_tile, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat

@@ -10,7 +10,7 @@ from cpu_cases import FEATURES, runs_here, target
 from gemm_cases import FP8_FORMATS
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import exact_problem, random_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.schedules.gemm.cpu import cpu_legal

@@ -13,7 +13,8 @@ from emulation import planted_cpu
 from gemm_cases import GROUP_WISE, INT8_FORMATS
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import GemmFormat

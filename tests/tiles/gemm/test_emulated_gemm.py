@@ -18,7 +18,8 @@ import torch
 from lanes import one_of_each
 from sample.two_levels import FORMAT as TWO_LEVELS
 
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
 from tilebit.schedules.gemm.rules import TICKETS

@@ -11,7 +11,8 @@ import pytest
 import torch
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import Problem, exact_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, gate, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat

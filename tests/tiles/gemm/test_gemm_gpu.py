@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import tilebit.ops.gemm  # registers the op  # noqa: F401
-from tilebit.autotune.problems.gemm import Problem, exact_problem, random_problem, split_workspace
+from tilebit.autotune.problems.gemm import Problem, split_workspace
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import BITS, FORMATS, GROUP_SIZES, GemmFormat, QuantFormat

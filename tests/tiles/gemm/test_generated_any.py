@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.problems.verify import check_exact, check_guards, guarded_output
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
 from tilebit.schedules.gemm import any_binary, any_wgmma

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilebit.autotune.problems.gemm import random_problem
+from tilebit.autotune.problems.gemm_drawn import random_problem
 from tilebit.layouts.formats import GemmFormat
 from tilebit.layouts.planes import pack_planes, unpack_planes
 from tilebit.schedules.gemm.workload import Workload

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import exact_problem, random_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal

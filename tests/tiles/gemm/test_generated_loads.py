@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lanes import one_of_each
 
-from tilebit.autotune.problems.gemm import exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.problems.verify import guarded_output
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.stream import warps_n

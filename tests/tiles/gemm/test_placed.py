@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilebit.autotune.problems.gemm import Problem, exact_problem
+from tilebit.autotune.problems.gemm import Problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat

@@ -17,7 +17,7 @@ import torch
 from lanes import one_of_each
 from sample.two_levels import FORMAT as TWO_LEVELS
 
-from tilebit.autotune.problems.gemm import exact_problem, random_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_worst_tile, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.schedules.gemm import stream

@@ -1,5 +1,5 @@
 """How good choices without a record are: each workload (or shape) of the records left out in turn,
-its schedule chosen from the others'.
+those with few records several at once, and its schedule chosen from the others'.
 
     python -m tilebit.autotune.regret --arch sm_90a --rows results/rows/ranker/nvidia-h200.jsonl
 
@@ -25,6 +25,7 @@ from .ranker import Sample, add_options, asked, trained
 
 SOURCES = ("analytic", "nearest", "ranker")
 LEFT_OUT = ("workload", "shape")  # one m of a shape and format; all of an (n, k)
+LEAST = 1 / 20  # of all records, that are left out at once: each turn trains anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
     if len(groups) < 2:
         raise ValueError(f"the records hold {len(groups)} {left_out}s; accepted: at least 2, one to leave out and one to learn from")
     rows = []
-    for group in groups:
+    for group in _together(groups, LEAST * len(found)):
         seen = set(map(id, group))
         others = [s for s in found if id(s) not in seen]
         ranker, known = trained(others), Known.among(s.record for s in others)
@@ -109,6 +110,19 @@ def _nearest(measured: Sequence[Sample], known: Known, expected: dict[Schedule, 
     bound = NEAR_ENOUGH * min(expected.values())
     near = (r.schedule for _, r in neighbours(first.record.workload, first.target, known))
     return next((s for s in near if expected.get(s, 2 * bound) <= bound), min(expected, key=expected.__getitem__))
+
+
+def _together(groups: list[list[Sample]], least: float) -> list[list[Sample]]:
+    """``groups``, of which those of fewer than ``least`` samples are put together until they have as many;
+    two at least."""
+    found, few = [group for group in groups if len(group) >= least], []
+    for group in groups:
+        if len(group) < least:
+            few += group
+            if len(few) >= least:
+                found, few = [*found, few], []
+    found += [few] if few else []
+    return found if len(found) > 1 else groups
 
 
 def _grouped(items: Iterable[Any], key: Any) -> list[list[Any]]:

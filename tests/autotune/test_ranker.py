@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("xgboost", reason="needs xgboost: pip install tilebit[compile]")
 
 from tilebit.autotune import ranker as training
+from tilebit.autotune import regret
 from tilebit.autotune.ranker import main, record_target, records_digest, samples, to_text, too_few, train, trained
 from tilebit.autotune.regret import SOURCES, regrets, summary
 from tilebit.autotune.search import MAX_PLACES, MIN_PLACES, places, shortlist
@@ -21,7 +22,7 @@ from tilebit.schedules.ranker import COMMAND, load_ranker
 from tilebit.schedules.records import shipped_records
 from tilebit.schedules.target import target_from_name
 
-from .made_up import DEVICE, WORKLOADS, made_up_records, made_up_us
+from .made_up import DEVICE, SHAPES, WORKLOADS, made_up_records, made_up_us
 
 UNSEEN = Workload(16, 8192, 8192)
 
@@ -119,6 +120,20 @@ def test_regret_of_the_made_up_gpu(found, left_out):
     assert by["ranker"]["mean"] < 1.02 < 1.05 < by["analytic"]["mean"] and by["ranker"]["worst"] < by["analytic"]["worst"]
     row = rows[0].to_row()
     assert row["shape"] == f"{row['n']}x{row['k']}" and row["us"] >= row["best_us"] and row["left_out"] == left_out
+
+
+@pytest.mark.parametrize(("least", "turns"), [(0.0, 3), (0.5, 2), (2.0, 3)])
+def test_those_of_few_records_are_left_out_together(found, monkeypatch, least, turns):
+    """Every workload is chosen for once, by a ranker that has not seen its shape; one turn would leave nothing to learn from."""
+    few = [s for s in found if (s.record.workload.n, s.record.workload.k) in SHAPES[:3]]
+    learned = []
+    monkeypatch.setattr(regret, "trained", lambda others: learned.append(others) or trained(others))
+    monkeypatch.setattr(regret, "LEAST", least)
+    rows = regrets(few, "shape")
+    assert len(learned) == turns
+    assert len(rows) == len(SOURCES) * len({(s.record.workload, s.target) for s in few})
+    shapes = [{(s.record.workload.n, s.record.workload.k) for s in others} for others in learned]
+    assert not set.intersection(*shapes)
 
 
 def test_regret_needs_something_to_learn_from(found):

@@ -25,7 +25,7 @@ from .ranker import Sample, add_options, asked, trained
 
 SOURCES = ("analytic", "nearest", "ranker")
 LEFT_OUT = ("workload", "shape")  # one m of a shape and format; all of an (n, k)
-LEAST = 1 / 20  # of all records, that are left out at once: each turn trains anew
+LEAST = 1 / 20  # of all records, so many that a turn leaves out: each turn trains anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def _nearest(measured: Sequence[Sample], known: Known, expected: dict[Schedule, 
 
 
 def _together(groups: list[list[Sample]], least: float) -> list[list[Sample]]:
-    """``groups``, of which those of fewer than ``least`` samples are put together until they have as many;
-    two at least."""
+    """``groups``, of which those of fewer than ``least`` samples are put together until they have as
+    many; as they are, where one would be left."""
     found, few = [group for group in groups if len(group) >= least], []
     for group in groups:
         if len(group) < least:

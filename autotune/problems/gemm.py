@@ -1,5 +1,5 @@
-"""Problems: operands of a GEMM made on the device, packed as the kernels read them, and the answers
-they must give.
+"""A problem: operands of a GEMM on the device, packed as the kernels read them, and the answer that it
+must give. ``gemm_drawn.py`` makes them.
 
 Weights are random words of the packed layout (random words are random codes), unpacked tile by tile
 for the reference: so a problem of any size is made on its device in one pass and nothing of the

@@ -1,4 +1,5 @@
-"""Problems of a GEMM as they are drawn: one whose every sum is exact, and one of floats such as a layer has."""
+"""Problems of a GEMM as they are drawn: one whose every sum is exact, and one of random floats such as
+a model's layer has."""
 
 from __future__ import annotations
 

@@ -47,9 +47,12 @@ def any_precision_section(folder: Path) -> str:
     parts = []
     for gpu, cases in sorted(newest.items()):
         pairs = {key: (rows[0], rows[1]) for key, rows in cases.items() if len(rows) > 1}
+        owns = [own for own, _ in pairs.values()]
+        apart = [own for own in owns if not own["format"].endswith("_any")]
+        of_models = f" (of separate models, {' and '.join(sorted({own['format'] for own in apart}))}, {commits_of(apart)})" if apart else ""
         about = (
-            f"Commit {commits_of([own for own, _ in pairs.values()])}. Microseconds of a product, and how many times as fast as the 16-bit "
-            "product of the same process it is. One store serves all widths."
+            f"Commit {commits_of([own for own in owns if own not in apart])}{of_models}. Microseconds of a product, and how many times as "
+            "fast as the 16-bit product of the same process it is. One store serves all widths."
         )
         if any("tried" in own for own, _ in pairs.values()):
             about += (

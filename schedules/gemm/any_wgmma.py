@@ -27,8 +27,10 @@ ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
-PERMUTED_BITS = 3  # codes of so many bits are looked up in registers alone, which hold codebooks of 8 numbers; ...
-PAIRS, SOME_BITS = 4, 5  # ... of up to so many some of a lane's pairs are, as registers and shared memory are both busy
+LEAST_BITS = 3  # of codes
+# By the bits of a code: so many of a lane's PAIRS pairs are looked up in registers (PERMUTED_TALL: in tiles
+# of more than FOUR_M rows of x), of so many of its two rows; the others in shared memory.
+PAIRS, PERMUTED, PERMUTED_TALL, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {5: 2}, {3: 2, 4: 2, 5: 1}
 FOUR_BITS = 7  # of up to so many bits tables in shared memory have four copies, which no two lanes meet in, ...
 FOUR_N, FOUR_M = 64, 128  # ... of wider ones where a tile is no larger; else two
 HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones one
@@ -44,13 +46,14 @@ TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 def permuted(workload: Workload, schedule: Schedule) -> int:
     """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
-    return {PERMUTED_BITS: PAIRS, 4: 2, 5: 2 if schedule.block_m > FOUR_M else 1}.get(workload.format.bits, 0)
+    usual = PERMUTED.get(workload.format.bits, 0)
+    return PERMUTED_TALL.get(workload.format.bits, usual) if schedule.block_m > FOUR_M else usual
 
 
 def copies(workload: Workload, schedule: Schedule) -> int:
     """Of a table in shared memory; 0: there is none."""
     bits, small = workload.format.bits, schedule.block_n <= FOUR_N and schedule.block_m <= FOUR_M
-    return 0 if bits == PERMUTED_BITS else 4 if bits <= FOUR_BITS or small else 2
+    return 0 if permuted(workload, schedule) == PAIRS else 4 if bits <= FOUR_BITS or small else 2
 
 
 def tables_bytes(workload: Workload, schedule: Schedule) -> int:
@@ -60,9 +63,9 @@ def tables_bytes(workload: Workload, schedule: Schedule) -> int:
 
 
 def kept_registers(workload: Workload) -> int:
-    """Of a computing thread, for codebooks: of up to 4 bits those of its two rows, of more of one."""
+    """Of a computing thread, for codebooks of KEPT_ROWS rows, two numbers in each."""
     bits = workload.format.bits
-    return (2 if bits <= 4 else 1) << bits - 1 if bits <= SOME_BITS else 0
+    return KEPT_ROWS.get(bits, 0) << bits - 1
 
 
 def held_steps(workload: Workload) -> int:
@@ -89,16 +92,16 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
-    """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (of 3 bits half as many), codebooks."""
-    bits = workload.format.bits
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + bits * 4 + (8 if bits == PERMUTED_BITS else 16) + kept_registers(workload) + SPARE
+    """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (half as many without a table), codebooks."""
+    codes = 16 if copies(workload, schedule) else 8
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload) + SPARE
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why ``schedule`` cannot serve ``workload`` on ``target``; empty: it can."""
     s, reasons = schedule, []
-    if workload.format.bits < PERMUTED_BITS:
-        reasons.append(f"codes have {workload.format.bits} bits; accepted: {PERMUTED_BITS} and more. Use gemm_any.")
+    if workload.format.bits < LEAST_BITS:
+        reasons.append(f"codes have {workload.format.bits} bits; accepted: {LEAST_BITS} and more. Use gemm_any.")
     for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")

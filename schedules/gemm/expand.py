@@ -30,6 +30,7 @@ from .workload import Workload
 NAME, PROGRAM = "expand", "expand_any"
 WARPS = (16, 8, 4, 2)
 ROWS, TILES = 16, 2  # of a warp; of a block
+REGISTER_BITS = 3  # as ``AnyExpand`` (device/codecs/any_expand.cuh)
 OPS = 4.0  # lanes a number: selected, looked up and joined; counted, not measured
 COLUMNS = 8  # of y's rows, stored at once
 RATE = 0.75  # of memory's: 8192 x 28672 at 8 bits takes 203 us, at 3 bits 163 (H200)
@@ -128,8 +129,8 @@ def candidates(workload: ExpandWorkload, target: Target) -> list[Schedule]:
 
 
 def tables_bytes(workload: ExpandWorkload) -> int:
-    """Bytes of a block's tables; of up to 3 bits there are none."""
-    return ENTRY << workload.bits if workload.bits > any_wgmma.PERMUTED_BITS else 0
+    """Bytes of a block's tables; codes of up to REGISTER_BITS bits are looked up in registers."""
+    return ENTRY << workload.bits if workload.bits > REGISTER_BITS else 0
 
 
 def estimate(workload: ExpandWorkload, schedule: Schedule, target: Target) -> Estimate:

@@ -46,7 +46,7 @@ def build(workload: ExpandWorkload, schedule: Schedule, target: Target) -> Any:
         with T.Kernel(n_pad // (TILES * ROWS), threads=threads) as block:
             T.import_source(device_source(HEADERS))
             tables = T.alloc_shared((max(4, tables_bytes(w) // 4),), "int32")
-            kept = T.alloc_local((4 * TILES,), "uint32")  # two codebooks of 3 bits
+            kept = T.alloc_local((8,), "uint32")  # two codebooks of 3 bits
             thread = T.get_thread_binding()
             warp, lane = thread // 32, thread % 32
             tile, turns = warp % TILES, warps // TILES

@@ -31,6 +31,14 @@ def test_each_width_stands_beside_16_bits_of_its_process(tmp_path: Path) -> None
     assert "| 64 x 128 | 1 | 10.0 (4.00x) | 20.0 (2.00x) |" in text and "| 96 x 128 | 1 | 10.0 (9.00x) | - |" in text
 
 
+def test_separate_models_have_commits_of_their_own(tmp_path: Path) -> None:
+    """They are timed beside the store, perhaps by earlier code."""
+    apart = pair(20.0, 40.0, commit="b" * 40)
+    apart[0]["format"] = "w4a16"
+    assert "Commit aaaaaaaaaaaa (of separate models, w4a16, bbbbbbbbbbbb)." in section(tmp_path, *pair(10.0, 40.0), *apart)
+    assert "Commit aaaaaaaaaaaa. Microseconds" in section(tmp_path, *pair(10.0, 40.0))
+
+
 def test_memory_of_a_family_is_the_papers(tmp_path: Path) -> None:
     lines = [line.split("|")[2:-1] for line in section(tmp_path, *pair(50.0, 60.0)).splitlines() if line.startswith("| 3, ")]
     assert len(lines) == 5

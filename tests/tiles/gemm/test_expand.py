@@ -44,7 +44,7 @@ def schedule(warps: int) -> Schedule:
 
 
 CASES = [
-    (ExpandWorkload(*SHAPES[bits % len(SHAPES)], bits, ("float16", "bfloat16")[bits % 2]), schedule((2, 4, 8)[bits % 3]))
+    (ExpandWorkload(*SHAPES[bits % len(SHAPES)], bits, ("float16", "bfloat16")[bits % 2]), schedule((2, 4, 8, 16)[bits % 4]))
     for bits in CODEBOOK_BITS
 ]
 

@@ -51,9 +51,10 @@ struct AnyOperand {
   // Whether pair j of row half h is looked up in registers.
   __device__ __forceinline__ static constexpr bool permutes(int j, int h) { return j < PERMUTED && h < KEPT_ROWS; }
 
-  // planes: a lane's four words of each. words [row half][WORDS], of pair j words j and j + 4: a byte is a
-  // code of the one, the other number; of pairs that are permuted four bits are a code's last ones of
-  // either, and in the other word those above. Of 128 k, the first or the second (u) of a step.
+  // planes: a lane's four words of each. words [row half][WORDS], of pair j words j and j + 4: in one a byte
+  // is a code of the first number, in the other of the second; of pairs that are permuted, in one four bits
+  // are the last ones of either number's code, in the other those above. Of 128 k, the first or the second
+  // (u) of a step.
   __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

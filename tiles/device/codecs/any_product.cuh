@@ -65,7 +65,7 @@ struct AnyProduct {
     }
   }
 
-  // Codebooks of up to 6 bits in a lane's registers, of ROWS of rows lane / 4, lane / 4 + 8, ...: [row] the
+  // Codebooks of up to 5 bits in a lane's registers, of ROWS of rows lane / 4, lane / 4 + 8, ...: [row] the
   // low bytes of KEPT_NUMBERS numbers, then the high ones, as byte permutations take them.
   static constexpr int KEPT_NUMBERS = BITS < 3 ? 8 : 1 << BITS;
   template <int ROWS = TILES * 2>
@@ -82,18 +82,18 @@ struct AnyProduct {
     }
   }
 
-  // Two pairs of numbers of a row from four codes: their last four bits, and of 5 bits and more those above.
+  // Two pairs of numbers of a row from four codes: their last four bits, and of 5 bits the first one, each in
+  // four bits.
   __device__ __forceinline__ static void permuted(const uint32_t* kept, uint32_t codes, uint32_t above, uint32_t& first, uint32_t& second) {
-    const uint32_t at[4] = {BITS < 4 ? codes : codes & 0x7777u, (codes >> 1 & 0x4444u) | 0x3210u, (above << 2 & 0x4444u) | 0x3210u,
-                            (above << 1 & 0x4444u) | 0x3210u};
+    const uint32_t at[3] = {BITS < 4 ? codes : codes & 0x7777u, (codes >> 1 & 0x4444u) | 0x3210u, (above << 2 & 0x4444u) | 0x3210u};
     const uint32_t low = bytes_at<KEPT_NUMBERS>(kept, at), high = bytes_at<KEPT_NUMBERS>(kept + KEPT_NUMBERS / 4, at);
     first = __byte_perm(low, high, 0x5140), second = __byte_perm(low, high, 0x7362);
   }
   // Four bytes of NUMBERS: eight that the last three bits of a code choose from, of two such ones the next bit.
   template <int NUMBERS>
-  __device__ __forceinline__ static uint32_t bytes_at(const uint32_t* kept, const uint32_t (&at)[4]) {
+  __device__ __forceinline__ static uint32_t bytes_at(const uint32_t* kept, const uint32_t (&at)[3]) {
     if constexpr (NUMBERS == 8) return __byte_perm(kept[0], kept[1], at[0]);
-    else return __byte_perm(bytes_at<NUMBERS / 2>(kept, at), bytes_at<NUMBERS / 2>(kept + NUMBERS / 8, at), at[NUMBERS == 16 ? 1 : NUMBERS == 32 ? 2 : 3]);
+    else return __byte_perm(bytes_at<NUMBERS / 2>(kept, at), bytes_at<NUMBERS / 2>(kept + NUMBERS / 8, at), at[NUMBERS == 16 ? 1 : 2]);
   }
 
   __device__ __forceinline__ static uint32_t rotated(uint32_t v, int by) { return by % 32 == 0 ? v : v >> by % 32 | v << (32 - by % 32); }

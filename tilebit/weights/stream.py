@@ -2,12 +2,14 @@
 inputs say, so that a layer sees what the layers before it became.
 
 Decoder blocks that are computed one after the other are streamed: the inputs of one block for all
-batches are held, and each block is computed twice, once to see its layers' inputs and once with
-what its layers became. Other layers take a pass through the whole model each.
+batches are held. Layers of a block that take the same input, such as q, k and v, are visited
+together; a block is computed once for each such group, to see its inputs, and once with what all of
+its layers became. Other layers take a pass through the whole model each.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,8 +72,9 @@ def visit_layers(model: nn.Module, layers: Layers, batches: Sequence[Any], visit
     computes them; ``products`` is X^T X fp32 [k, k] of the layer's inputs over all ``batches``, and
     what it returns, [n, k], is the layer's weight for the layers after it.
 
-    The layers of one block of the model's longest list of blocks all see the block's inputs as the
-    blocks before it made them, and one another's outputs as they were. The model computes in evaluation mode,
+    In the blocks of the model's longest list of them, layers in a row that take the same input are
+    visited together, and so are those of all experts: they see one another as they were (GPTQ's
+    "true sequential" order; what it gains is in results/notes/quality-gptq.md). The model computes in evaluation mode,
     without gradients, and is as it was afterwards, also after an error: its layers' own weights are kept beside
     the others until then. A layer that no batch reaches is visited last, with products of 0.
     """
@@ -120,13 +123,44 @@ def _steps(
     for block, own_calls in zip(blocks, calls, strict=True):
         within = {id(module) for module in block.modules()}
         names = [name for name in rest if id(layers[name]) in within]
-        with InputProducts({name: layers[name] for name in names}) as products:
-            for x, call in zip(inputs, own_calls, strict=True):
-                block(x.clone(), *call.args, **call.kwargs)
-        yield from settle(names, products)
+        for group in _sharing_inputs(block, {name: layers[name] for name in names}, inputs[0], own_calls[0]):
+            with InputProducts({name: layers[name] for name in group}) as products:
+                for x, call in zip(inputs, own_calls, strict=True):
+                    block(x.clone(), *call.args, **call.kwargs)
+            yield from settle(group, products)
         for place, call in enumerate(own_calls):
             inputs[place] = _first(block(inputs[place], *call.args, **call.kwargs))
     yield from whole_passes([name for name in rest if id(layers[name]) not in inside])
+
+
+def _sharing_inputs(block: nn.Module, layers: Layers, x: Tensor, call: _Call) -> list[list[str]]:
+    """The names of ``layers``, in order, in groups: a kind of layer that is first called with the
+    input of the kind before it joins that one's group. Layers of one kind have the same path but for
+    numbers in it: experts."""
+    kinds: dict[str, list[str]] = {}
+    for name in layers:
+        kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "#", name), []).append(name)
+    taken: dict[str, Any] = {}  # by kind, in the order of calls
+
+    def taking(kind: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken.setdefault(kind, args[0] if args else kwargs["input"])
+
+        return take
+
+    with ExitStack() as hooks:
+        for kind, names in kinds.items():
+            for name in names:
+                hooks.callback(layers[name].register_forward_pre_hook(taking(kind), with_kwargs=True).remove)
+        block(x.clone(), *call.args, **call.kwargs)
+    groups: list[list[str]] = []
+    before: Any = None
+    for kind in (*taken, *(kind for kind in kinds if kind not in taken)):
+        if taken.get(kind) is None or taken[kind] is not before:
+            groups.append([])
+        before = taken.get(kind)
+        groups[-1] += kinds[kind]
+    return groups
 
 
 def find_blocks(model: nn.Module, layers: Layers) -> list[nn.Module]:

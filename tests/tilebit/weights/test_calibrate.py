@@ -97,7 +97,7 @@ def _whole_passes(model: nn.Module, groups: list[list[str]], batches: list[torch
     return found
 
 
-BLOCKS = [[f"blocks.{i}.{name}" for name in ("gate", "up", "down")] for i in range(3)]
+BLOCKS = [[f"blocks.{i}.{name}" for name in names] for i in range(3) for names in (("gate", "up"), ("down",))]
 STREAMED = [["first"], *BLOCKS, ["last"], ["never"]]
 
 
@@ -117,6 +117,30 @@ def test_streaming_gives_what_whole_passes_give(returns_tuple: bool) -> None:
     _assert_same(calibrate(model, _batches(), FORMAT), expected)
     # The order, one for each of first, last and never, and one for the blocks' inputs: not one for each block.
     assert len(passes) == 1 + 4 * 3
+
+
+class Experts(nn.Module):
+    """Two experts of two layers each, one after the other, then a layer of what both gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleDict({"fc1": nn.Linear(WIDTH, 16), "fc2": nn.Linear(16, WIDTH)}) for _ in range(2))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(sum(expert["fc2"](torch.relu(expert["fc1"](x * 2))) for expert in self.experts))  # type: ignore[arg-type]
+
+
+def test_experts_are_visited_together_and_layers_in_a_row_apart() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), Experts())
+    batches = [torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    groups = [
+        [f"{block}.{name}" for name in names]
+        for block in range(2)
+        for names in (("experts.0.fc1", "experts.1.fc1"), ("experts.0.fc2", "experts.1.fc2"), ("out",))
+    ]
+    _assert_same(calibrate(model, batches, FORMAT), _whole_passes(model, groups, batches))
 
 
 def test_what_cannot_be_streamed_takes_whole_passes() -> None:

@@ -17,7 +17,7 @@ from ...layouts.formats import PER_CHANNEL
 from ...layouts.packing import PackedLayout
 from ...layouts.planes import layout_of
 from ...schedules.gemm import rules as rules
-from ...schedules.gemm.parts import CHANNELS, GATE_ROWS, RESIDUAL, TOKEN_SCALES
+from ...schedules.gemm.parts import ADDED, CHANNELS, GATE_ROWS, RESIDUAL, TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operations import AnyWorkload, workspace_words
 from ...schedules.schedule import Schedule
@@ -41,7 +41,7 @@ class Problem:
     [n_pad] (formats of two levels of scales), ``token_scales`` fp32 [m], or [groups, m]
     where groups of x have scales, ``bias`` [n], ``residual`` [m, n], ``norm_weight`` as wide as kernels
     read x, and ``channels`` int32 [n], some columns of y in
-    any order (if the workload has them), as the kernels take them. Padding codes and scales are 0.
+    any order, ADDED and NOWHERE (if the workload has them), as the kernels take them. Padding codes and scales are 0.
     """
 
     workload: Workload
@@ -82,8 +82,10 @@ class Problem:
     def torch_result(self) -> Tensor:
         """The same product as torch computes it in the workload's dtype on the dequantized weight
         (of int8 x in fp32, and rounded), as ``reference``."""
-        product = self._product(torch.float32).to(self._dtype) if self.workload.format.x else self._product(self._dtype)
-        return self._placed(self._gated(product.float()).to(self._dtype) if self.workload.gate else product)
+        product = self._product(torch.float32) if self.workload.format.x else self._product(self._dtype)
+        if self.workload.gate or self.workload.width:  # which are computed of unrounded sums
+            return self._placed(self._gated(product.float())).to(self._dtype)
+        return product.to(self._dtype)
 
     def dequantized(self) -> Tensor:
         """The weight [n, k] in the workload's dtype, as an unquantized model would hold it."""
@@ -113,8 +115,12 @@ class Problem:
     def _placed(self, product: Tensor) -> Tensor:
         if not self.workload.width:
             return product
+        channels = self.operands[CHANNELS].long()
+        added = (channels == ADDED).nonzero().flatten()
+        product[:, added - GATE_ROWS] += product[:, added]
+        stored = ((channels >= 0) & (channels < self.workload.width)).nonzero().flatten()
         y = product.new_full((len(product), self.workload.width), float("nan"))
-        return y.index_copy_(1, self.operands[CHANNELS].long(), product)
+        return y.index_copy_(1, channels[stored], product[:, stored])
 
     def _product(self, dtype: torch.dtype) -> Tensor:
         w = self.workload

@@ -3,6 +3,8 @@ a model's layer has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import ceil, isfinite, log2
 from statistics import fmean
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from ...layouts.formats import E4M3, FP8, GemmFormat
 from ...layouts.planes import pack_planes
 from ...schedules.gemm.codecs import codec_of, packed_layout
-from ...schedules.gemm.parts import CHANNELS, RESIDUAL, TOKEN_SCALES
+from ...schedules.gemm.parts import ADDED, CHANNELS, GATE_ROWS, NOWHERE, RESIDUAL, TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from .gemm import NORM_WEIGHT, NORM_WEIGHTS, Problem
@@ -45,14 +47,15 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
     """
     generator = torch.Generator(device).manual_seed(seed)
     row_scales, apart = torch.tensor(_EXACT_ROW_SCALES, device=device), 1  # and token scales
+    summed = replace(workload, k=2 * workload.k) if workload.width else workload  # two rows may be added up
     if workload.format.codebook:
-        largest, scales = _exact_codebooks(workload)
+        largest, scales = _exact_codebooks(summed)
     elif workload.format.x:
-        largest, unit, apart = _exact_integers(workload)
+        largest, unit, apart = _exact_integers(summed)
         row_scales = row_scales * unit
         scales = row_scales.tolist()  # of channels, where they have no row scales
     else:
-        largest, scales = _exact_ranges(workload)
+        largest, scales = _exact_ranges(summed)
     x = torch.randint(-largest, largest + 1, (workload.m, workload.k), generator=generator, device=device)
     if workload.norm:
         x = _normed_rows(workload, x, generator)
@@ -60,7 +63,7 @@ def exact_problem(workload: Workload, seed: int, arch: str = "cpu", device: str 
         places = torch.arange(workload.k, device=device) + torch.arange(workload.m, device=device)[:, None] + seed
         x *= places % apart == 0
     bias = torch.randint(-MAX_BIAS, MAX_BIAS + 1, (workload.n,), generator=generator, device=device)
-    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias, LARGEST_FP8)
+    return _problem(workload, arch, generator, x, torch.tensor(scales, device=device), row_scales, bias, _drawn_index, LARGEST_FP8)
 
 
 def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str = "cpu") -> Problem:
@@ -84,7 +87,40 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
     row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if scaled else scales
     if workload.format.x:
         row_scales = row_scales * unit
-    return _problem(workload, arch, generator, x, scales, row_scales, bias)
+    return _problem(workload, arch, generator, x, scales, row_scales, bias, _layer_index)
+
+
+def _drawn_index(workload: Workload, generator: torch.Generator) -> Tensor:
+    """int32 [n]: of the rows that may be ADDED about half or as many as there are too many of, one
+    NOWHERE, and the others columns of y, in no order."""
+    n, width, device = workload.n, workload.width, generator.device
+    rows = torch.arange(n, device=device)
+    may = rows[rows % (2 * GATE_ROWS) >= GATE_ROWS]
+    may = may[torch.randperm(len(may), generator=generator, device=device)]
+    added = may[: max(len(may) // 2, n - width)]
+    index = torch.full((n,), ADDED, dtype=torch.int32, device=device)
+    others = torch.ones(n, dtype=torch.bool, device=device)
+    others[added] = False
+    count = int(others.sum())
+    index[others] = torch.randperm(max(width, count), generator=generator, device=device)[:count].to(torch.int32)
+    if len(may) > len(added):
+        index[may[-1]] = NOWHERE
+    return index.where(index < width, NOWHERE)
+
+
+def _layer_index(workload: Workload, generator: torch.Generator) -> Tensor:
+    """int32 [n] as a mixed layer has it (``weights.paired``): columns drawn and ascending, of the last
+    rows two for each column where there are more rows than columns."""
+    n, width, device = workload.n, workload.width, generator.device
+    groups = max(0, -(-(n - width) // GATE_ROWS))  # of 16 rows, whose last 8 are added to the first
+    rows = torch.arange(n, device=device)
+    whole, half = n // (2 * GATE_ROWS) * 2 * GATE_ROWS, rows % (2 * GATE_ROWS) < GATE_ROWS
+    pairs = (rows >= whole - groups * 2 * GATE_ROWS) & (rows < whole)
+    counts = [int(chosen.sum()) for chosen in (~pairs, pairs & half)]
+    drawn = torch.randperm(max(width, sum(counts)), generator=generator, device=device)[: sum(counts)].to(torch.int32)
+    index = torch.full((n,), ADDED, dtype=torch.int32, device=device)
+    index[~pairs], index[pairs & half] = (part.sort().values for part in drawn.split(counts))
+    return index.where(index < width, NOWHERE)
 
 
 def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
@@ -179,10 +215,11 @@ def _problem(
     scales: Tensor,
     row_scales: Tensor,
     bias: Tensor,
+    index: Callable[[Workload, torch.Generator], Tensor],
     whole_to: int = 0,
 ) -> Problem:
     """Random packed codes and zero points beside the given x and bias, with scales and row scales
-    (and token scales) drawn from the values given. ``whole_to``: of e4m3 only whole numbers up to it
+    (and token scales) drawn from the values given; ``index`` draws channels. ``whole_to``: of e4m3 only whole numbers up to it
     (0: any finite ones)."""
     f, device, dtype = workload.format, x.device, getattr(torch, workload.dtype)
     layout, stated = packed_layout(arch, f), {o.name: o for o in present(workload.operands(arch))}
@@ -232,5 +269,5 @@ def _problem(
         picked = torch.randint(0, bias.numel(), (workload.m, workload.n), generator=generator, device=device)
         operands[RESIDUAL] = bias[picked].to(dtype)
     if workload.width:
-        operands[CHANNELS] = torch.randperm(workload.width, generator=generator, device=device)[: workload.n].to(torch.int32)
+        operands[CHANNELS] = index(workload, generator)
     return Problem(workload, layout, x.to(getattr(torch, workload.x_dtype)), operands)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # of a gate: GELU approximated by tanh, and exact
 GATE_ROWS = 8  # of the weight that are gates, which are followed by as many that they gate: a thread of an MMA's result holds a row of both
 TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
-CHANNELS = "channels"  # of products that write some columns of a wider y: the column of each output channel
+CHANNELS = "channels"  # of products that store by an index: the column of y of each output channel, or one of these two
+ADDED = -1  # of a row GATE_ROWS behind another of its 16: what it makes is added to what that one makes, in fp32
+NOWHERE = -2  # of a row that pads: it is not stored (nor is any other number that is no column of y)
 RESIDUAL = "residual"  # of products that are added to what has y's shape
 SCALES = "scales"  # per-channel ones are a part; those of groups, and codebooks, are the weight's own, and the same operand
 
@@ -88,7 +90,7 @@ def _advice(part: Part, w: Workload, packing: str) -> str:
         group = w.format.x_group
         return f"pass a value for each group of {group} of each row of x: tilebit.quantize_activations(x, group={group})"
     if part.does == "place":
-        return f"pass the column of y, 0 to {w.width - 1}, of each output channel in {part.dtype}"
+        return f"pass the column of y, 0 to {w.width - 1}, of each row of the weight, or {ADDED} or {NOWHERE}, in {part.dtype}"
     if part.axis == "mn":
         return f"pass what y is added to, of y's shape, in {part.dtype}"
     whose = "a value for each row of x" if part.axis == "m" else "a value for each output channel"

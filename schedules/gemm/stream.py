@@ -140,8 +140,8 @@ def exchange_at(workload: Workload, schedule: Schedule) -> int:
 
 def quads_of_block(workload: Workload, schedule: Schedule) -> int:
     """Neighbouring fours of a tile's sums that a block of a cluster stores, the last ones fewer: those of
-    gates and what they gate, 16 rows, together."""
-    together = 2 * GATE_ROWS // 4 if workload.gate else 1
+    gates and what they gate, or of rows that may be added up, 16 rows, together."""
+    together = 2 * GATE_ROWS // 4 if workload.gate or workload.width else 1
     return -(-schedule.block_m * schedule.block_n // 4 // together // schedule.split_k) * together
 
 

@@ -27,8 +27,10 @@ class Workload:
     ``token_scales`` are fp32. Where the format's x is int8, x holds codes, ``token_scales`` (always
     there) are their scales, and sums are int32; of x whose groups have scales ``token_scales`` is
     [groups, m], and sums over groups are fp32.
-    ``width`` (0: n): columns of a y of which this product writes n, output channel j to column
-    ``channels[j]`` of int32 [n], in no order but each once; the others are left as they are.
+    ``width`` (0: n): columns of a y to which this product stores by an index: row j of the weight makes
+    column ``channels[j]`` of int32 [n], in no order but each once; the others are left as they are. Of
+    16 rows one of the last 8 may be ADDED: what it makes, after scales and bias, is added in fp32 to
+    what the row 8 before it makes, so that two rows are one column; NOWHERE: it is not stored.
     ``residual``: y is the fp32 sum with it, rounded once; it may lie where y does.
     ``gate`` ("", "silu", "gelu_tanh", "gelu"): y [m, n / 2] is activation(gate) * up in fp32, rounded
     once; of each 16 rows of the weight the first 8 are gates, the others what these gate
@@ -59,8 +61,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.m < 0 or self.n < 1 or self.k < 1:
             raise ValueError(f"(m, n, k) is ({self.m}, {self.n}, {self.k}); accepted: m >= 0, n >= 1, k >= 1")
-        if self.width and self.width < self.n:
-            raise ValueError(f"width is {self.width} with n = {self.n}; accepted: 0, or as many columns of y as n and more")
+        most = 2 * (self.width + 2 * GATE_ROWS)  # two rows for each column, both parts padded to 16 rows
+        if self.width < 0 or (self.width and self.n > most):
+            raise ValueError(f"width is {self.width} with n = {self.n}; accepted: 0, or columns with at most two rows each, and 32 rows")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
         if self.gate not in ("", *ACTIVATIONS):
@@ -112,7 +115,7 @@ class Workload:
         """Bytes that one call must move at least: weights once, x once, y once."""
         after = (2 * self.n if self.bias else 0) + (4 * self.m * self._row_scales if self.token_scales else 0)
         after += (2 * self.k if self.norm else 0) + (4 * self.n if self.width else 0) + (2 * self.m * self.n if self.residual else 0)
-        return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * (self.n if self.width else self.columns)) + after
+        return self.weight_bytes + self.m * (self.x_bytes * self.k + 2 * min(self.n, self.columns)) + after
 
     @property
     def _row_scales(self) -> int:

@@ -27,9 +27,9 @@ from ...schedules.schedule import Schedule
 from ...schedules.target import Target
 from ..compiler.headers import GATES, device_source
 from ..program import TileProgram
-from .operands import BARRIER, Operands, column_of, finish, gate_of
+from .operands import BARRIER, Operands, column_of, finish, gate_of, stored
 
-HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh", "store/gate.cuh")
+HEADERS = ("ptx/instructions.cuh", "codecs/dequant.cuh", "store/split_k.cuh", "store/epilogue.cuh", "store/gate.cuh", "store/pairs.cuh")
 
 # From here on the tile goes to y through shared memory: below, a thread holds few columns and
 # storing them directly costs less.
@@ -58,8 +58,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     stepped, grouped = p.step_sums, p.x_grouped
     reduce = f"tilebit::reduce_split_k<{bn * bm // threads}, {threads}, {BARRIER}{p.sum_type()}>"
     dequantize, stage, add_group = p.dequantize_call(), p.stage_call(), p.add_group_call(bm) if p.step_sums else ""
-    gated = workload.gate != ""
+    gated, placed = workload.gate != "", workload.width > 0
     gate = f"tilebit::gate_sums<{GATES.get(workload.gate)}, {bn * bm // threads}>"
+    add_pairs = f"tilebit::add_pairs<{p.slabs}, {bn * bm // threads // p.slabs}, {p.n}>"
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
@@ -143,11 +144,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             if not split or last[0] == 1:
                 if integer and not stepped:
                     T.copy(sums, Y)
-                if (staged or gated) and len(after) > 0:
+                if (staged or gated or placed) and len(after) > 0:
                     for r, c in T.Parallel(bn, bm):
                         Y[r, c] = finish(Y[r, c], after, m=T.min(by * bm + c, m - 1), n=T.min(bx * bn + r, p.n - 1))
                 if gated:
                     T.call_extern("handle", gate, Y.access_ptr("rw"))
+                if placed:
+                    T.call_extern("handle", add_pairs, Y.access_ptr("rw"), T.address_of(channels[0]), bx * bn, thread)
                 if staged:
                     T.call_extern("handle", stage, Y.access_ptr("r"), T.address_of(Ys[0, 0]), thread)
                 if staged and gated:
@@ -160,12 +163,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                             y[by * bm + c, (bx * bn + r) // (2 * GATE_ROWS) * GATE_ROWS + r % GATE_ROWS] = Y[r, c]
                 elif staged:
                     for c, r in T.Parallel(bm, bn):
-                        if by * bm + c < m and bx * bn + r < p.n:
+                        if by * bm + c < m and bx * bn + r < p.n and stored(bx * bn + r, after, p.columns):
                             y[by * bm + c, column_of(bx * bn + r, after)] = Ys[c, r]
                 else:
                     for r, c in T.Parallel(bn, bm):
-                        if by * bm + c < m and bx * bn + r < p.n:
-                            y[by * bm + c, column_of(bx * bn + r, after)] = finish(Y[r, c], after, m=by * bm + c, n=bx * bn + r)
+                        if by * bm + c < m and bx * bn + r < p.n and stored(bx * bn + r, after, p.columns):
+                            y[by * bm + c, column_of(bx * bn + r, after)] = (
+                                Y[r, c] if placed else finish(Y[r, c], after, m=by * bm + c, n=bx * bn + r)
+                            )
 
     return main
 

@@ -252,8 +252,13 @@ def gate_of(index: Any) -> Any:
 
 
 def column_of(channel: Any, after: Sequence[tuple[Part, Any]]) -> Any:
-    """Of y, where output channel ``channel`` is stored."""
+    """Of y, where what row ``channel`` of the weight makes is stored."""
     return next((tensor[channel] for part, tensor in after if part.does == "place"), channel)
+
+
+def stored(channel: Any, after: Sequence[tuple[Part, Any]], columns: int) -> Any:
+    """Whether it is: an index may say that it is added to another, or be wrong, which costs no other memory."""
+    return next(((tensor[channel] >= 0) & (tensor[channel] < columns) for part, tensor in after if part.does == "place"), True)
 
 
 def addresses(T: Any, after: Sequence[tuple[Part, Any]]) -> list[Any]:

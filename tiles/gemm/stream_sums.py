@@ -1,26 +1,26 @@
 """The end of a tile of ``gemm_stream``, ``gemm_stream_bulk`` and the programs of bit planes for few
 rows: the sums of a block's rings, and of the blocks that share the tile, are added up in one order,
 ring by ring, block by block, and stored: each by itself, or of a gate and what it gates their
-product."""
+product, or of two rows that an index adds up their sum."""
 
 from types import SimpleNamespace
 
 from ...schedules.gemm import stream as rules
-from ...schedules.gemm.parts import GATE_ROWS
+from ...schedules.gemm.parts import ADDED, GATE_ROWS
 from ...schedules.gemm.rules import TICKETS
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ..compiler.headers import GATES, literal
-from .operands import Operands, column_of, finish, gate_of
+from .operands import Operands, column_of, finish, gate_of, stored
 
 
 def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> SimpleNamespace:
     """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
     holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``, of a norm
     followed by the rings' sums of squares of the column; an element of the tile
-    is numbered ``column * block_n + row``; ``after`` is what follows. ``stored`` numbers of y come of
-    a tile, in order: number i of its element i, or with a gate of ``gate_of(i)`` and of the element
-    that this gates: both lie in one tile, as block_n is a multiple of both together. ``rings``:
+    is numbered ``column * block_n + row``; ``after`` is what follows. A tile is stored in ``ends``
+    pieces: piece i is its element i, or with a gate or an index element ``gate_of(i)`` and the one
+    8 rows further: both lie in one tile, as block_n is a multiple of 16. ``rings``:
     how many a block has; 0: what the rule of the streaming programs says."""
     import tilelang.language as T
 
@@ -37,16 +37,17 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     quads = rules.squares_quads(workload, s)  # of a norm, sums of squares of the rows of x: behind the sums
     squares = parts + splits * each * 4
     share = elements + (s.block_m if workload.norm else 0)  # words of a block in a workspace
-    gated, normed, placed = workload.gate != "", workload.norm, workload.width > 0
-    of_y = 2 if gated else 1  # elements of which a number of y is made
-    stored = elements // of_y
+    gated, normed = workload.gate != "", workload.norm
+    paired = gated or workload.width > 0  # a thread has both of the rows r and r + 8 of 16
+    of_y = 2 if paired else 1  # elements that are stored together
+    ends = elements // of_y
     activated = f"{GATES.get(workload.gate)}::apply"
 
     def ring_sum(shared, ring, element):
         return shared[(ring * s.block_m + element // bn) * pitch + element % bn]
 
     def first(index):
-        return gate_of(index) if gated else index
+        return gate_of(index) if paired else index
 
     def finished(after, bx, by, element, value, factor):
         value = T.cast(value, "float32")
@@ -59,6 +60,12 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
         return T.call_pure_extern("float32", "tilebit::inverse_root", squares, T.float32(workload.k), T.float32(literal(workload.eps)))
 
     @T.macro
+    def put(y, after, bx, by, element, value):
+        """``value`` where the index, or the order, says."""
+        if stored(bx * bn + element % bn, after, p.columns):
+            y[by * s.block_m + element // bn, column_of(bx * bn + element % bn, after)] = T.cast(value, workload.dtype)
+
+    @T.macro
     def store_gated(y, after, bx, by, element, gate, up, factor):
         """Of the gate ``element`` and what it gates."""
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
@@ -69,22 +76,37 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
             )
 
     @T.macro
+    def store_added(y, after, bx, by, element, value, second, factor):
+        """Of ``element`` and the one 8 rows further: their sum, or each, as the index says."""
+        total = T.alloc_var("float32")
+        if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+            total = finished(after, bx, by, element, value, factor)
+            if bx * bn + element % bn + GATE_ROWS < p.n:
+                if column_of(bx * bn + element % bn + GATE_ROWS, after) == ADDED:
+                    total = total + finished(after, bx, by, element + GATE_ROWS, second, factor)
+                else:
+                    put(y, after, bx, by, element + GATE_ROWS, finished(after, bx, by, element + GATE_ROWS, second, factor))
+            put(y, after, bx, by, element, total)
+
+    store_both = store_gated if gated else store_added
+
+    @T.macro
     def store(y, after, bx, by, element, value, factor):
         if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
-            column = column_of(bx * bn + element % bn, after)
-            if not placed or (column >= 0 and column < p.columns):  # a wrong index costs no other memory
-                y[by * s.block_m + element // bn, column] = T.cast(finished(after, bx, by, element, value, factor), workload.dtype)
+            y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
+                finished(after, bx, by, element, value, factor), workload.dtype
+            )
 
     @T.macro
     def store_alone(shared, y, after, bx, by, thread):
         """The block has all of k."""
         total = T.alloc_var(sums_dtype)
-        up = T.alloc_var(sums_dtype) if gated else total
+        second = T.alloc_var(sums_dtype) if paired else total
         factor = T.alloc_var("float32") if normed else total
-        for i in T.serial(T.ceildiv(stored, threads)):
+        for i in T.serial(T.ceildiv(ends, threads)):
             # Found anew: kept through the loop, places take registers (256 x 16 by sixteen warps, with a gate: 24 bytes of spills).
-            element = i * threads + (T.call_extern("int32", "tilebit::fresh", thread) if gated or normed else thread)
-            if element < stored:
+            element = i * threads + (T.call_extern("int32", "tilebit::fresh", thread) if paired or normed else thread)
+            if element < ends:
                 if normed:
                     factor = 0.0
                     for ring in T.unroll(rings):
@@ -93,11 +115,11 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
                 total = zero
                 for ring in T.unroll(rings):
                     total = total + ring_sum(shared, ring, first(element))
-                if gated:
-                    up = zero
+                if paired:
+                    second = zero
                     for ring in T.unroll(rings):
-                        up = up + ring_sum(shared, ring, first(element) + GATE_ROWS)
-                    store_gated(y, after, bx, by, first(element), total, up, factor)
+                        second = second + ring_sum(shared, ring, first(element) + GATE_ROWS)
+                    store_both(y, after, bx, by, first(element), total, second, factor)
                 else:
                     store(y, after, bx, by, element, total, factor)
 
@@ -118,7 +140,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
         """Through a workspace of tickets and sums ``[tile][block][element]``: the block that comes
         last stores the tile."""
         total = T.alloc_var(sums_dtype)
-        up = T.alloc_var(sums_dtype) if gated else total
+        second = T.alloc_var(sums_dtype) if paired else total
         factor = T.alloc_var("float32") if normed else total
         tile = by * n_blocks + bx
         for i in T.serial(T.ceildiv(elements, threads)):
@@ -134,9 +156,9 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
         if normed:
             hand_in_squares(shared, workspace, tile, bz, thread)
         if T.call_extern("int32", take_ticket, T.address_of(workspace[tile]), splits - 1, thread) == splits - 1:
-            for i in T.serial(T.ceildiv(stored, threads)):
+            for i in T.serial(T.ceildiv(ends, threads)):
                 element = i * threads + thread
-                if element < stored:
+                if element < ends:
                     if normed:
                         factor = 0.0
                         for block in T.serial(splits):
@@ -147,12 +169,12 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
                     for block in T.serial(splits):
                         at = TICKETS + (tile * splits + block) * share + first(element)
                         total = total + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
-                    if gated:
-                        up = zero
+                    if paired:
+                        second = zero
                         for block in T.serial(splits):
                             at = TICKETS + (tile * splits + block) * share + first(element) + GATE_ROWS
-                            up = up + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
-                        store_gated(y, after, bx, by, first(element), total, up, factor)
+                            second = second + T.reinterpret(T.call_extern("int32", "__ldcg", T.address_of(workspace[at])), sums_dtype)
+                        store_both(y, after, bx, by, first(element), total, second, factor)
                     else:
                         store(y, after, bx, by, element, total, factor)
 
@@ -170,7 +192,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
         parts and tell it (meeting twice, with fences, 4096 x 4096 at m = 8: 6.7 us, so 6.3, H200).
         """
         total, quad = T.alloc_var(sums_dtype), T.alloc_local((4,), sums_dtype)
-        up = T.alloc_var(sums_dtype) if gated else total
+        second = T.alloc_var(sums_dtype) if paired else total
         factor = T.alloc_var("float32") if normed else total
         own = T.max(0, T.min(each, elements // 4 - bz * each))
         if thread == 0:
@@ -212,11 +234,11 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
                 total = shared[parts + first(element)]
                 for block in T.serial(1, splits):
                     total = total + shared[parts + block * each * 4 + first(element)]
-                if gated:
-                    up = shared[parts + first(element) + GATE_ROWS]
+                if paired:
+                    second = shared[parts + first(element) + GATE_ROWS]
                     for block in T.serial(1, splits):
-                        up = up + shared[parts + block * each * 4 + first(element) + GATE_ROWS]
-                    store_gated(y, after, bx, by, bz * each * 4 + first(element), total, up, factor)
+                        second = second + shared[parts + block * each * 4 + first(element) + GATE_ROWS]
+                    store_both(y, after, bx, by, bz * each * 4 + first(element), total, second, factor)
                 else:
                     store(y, after, bx, by, bz * each * 4 + element, total, factor)
 

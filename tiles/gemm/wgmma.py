@@ -59,6 +59,7 @@ HEADERS = (
     "store/split_k.cuh",
     "store/epilogue.cuh",
     "store/gate.cuh",
+    "store/pairs.cuh",
     "store/parts.cuh",
     "pipeline/dependent.cuh",
     "order/tiles.cuh",

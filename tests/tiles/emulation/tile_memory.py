@@ -76,6 +76,12 @@ class Element:
     def __add__(self, other: Any) -> Any:
         return self.value() + _value(other)
 
+    def __ge__(self, other: Any) -> bool:
+        return self.value() >= _value(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.value() < _value(other)
+
     def __mul__(self, other: Any) -> Any:
         return self.value() * _value(other)
 

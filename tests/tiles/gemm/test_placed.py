@@ -1,5 +1,5 @@
-"""Products that write some columns of a wider y, by an index of their output channels: of every program that does, without a GPU, in
-orders that are hard on an index; what lies between is left as it was."""
+"""Products that store by an index: some columns of a wider y, and two rows of the weight added up for one column. Of every program
+that does, without a GPU, in orders that are hard on an index; what lies between is left as it was."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tilebit.autotune.problems.gemm import Problem
-from tilebit.autotune.problems.gemm_drawn import exact_problem
+from tilebit.autotune.problems.gemm_drawn import _layer_index, exact_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import stream
+from tilebit.schedules.gemm.parts import ADDED, NOWHERE
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
@@ -42,17 +43,17 @@ CHANNEL = QuantFormat(8, -1, True)
 CUDA_CASES = (
     (Workload(40, 190, 576, NIBBLES, "bfloat16", bias=True, width=270), Schedule("gemm_wgmma", 128, 32, 128, 3, 8)),
     (Workload(13, 100, 300, BYTES, width=101), Schedule("gemm_wgmma", 64, 16, 128, 4, 4)),
-    (Workload(33, 250, 256, BYTES, bias=True, width=1000), Schedule("gemm_wgmma", 256, 32, 128, 2, 8)),
+    (Workload(33, 250, 256, BYTES, bias=True, width=170), Schedule("gemm_wgmma", 256, 32, 128, 2, 8)),
     (Workload(20, 190, 256, NIBBLES, width=190), Schedule("gemm_wgmma", 192, 48, 128, 3, 4)),
-    (Workload(40, 128, 576, BYTES, bias=True, width=256), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
+    (Workload(40, 128, 576, BYTES, bias=True, width=100), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(60, 190, 640, BYTES, "bfloat16", width=333), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True)),
     (Workload(100, 190, 512, BYTES, width=200), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),
     (Workload(20, 72, 256, CHANNEL, bias=True, token_scales=True, width=144), Schedule("gemm_wgmma", 64, 16, 64, 3, 4)),
     (Workload(20, 190, 576, NIBBLES, "bfloat16", bias=True, width=191), Schedule("gemm_mma", 64, 16, 128, 3, 4)),
-    (Workload(40, 250, 300, BYTES, bias=True, width=500), Schedule("gemm_mma", 256, 32, 128, 2, 16)),
+    (Workload(40, 250, 300, BYTES, bias=True, width=190), Schedule("gemm_mma", 256, 32, 128, 2, 16)),
     (Workload(7, 505, 300, BYTES, "bfloat16", width=505), Schedule("gemm_mma", 128, 8, 128, 3, 8, split_k=3)),
     (Workload(1, 190, 576, NIBBLES, "bfloat16", bias=True, width=270), Schedule("gemm_stream_bulk", 32, 1, 64, 3, 4)),
-    (Workload(13, 250, 640, BYTES, bias=True, width=1000), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 4, split_k=2)),
+    (Workload(13, 250, 640, BYTES, bias=True, width=170), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 4, split_k=2)),
     (Workload(5, 505, 300, NIBBLES, width=600), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=2)),
     (Workload(3, 72, 256, CHANNEL, "bfloat16", token_scales=True, width=144), Schedule("gemm_stream", 64, 4, 64, 3, 4)),
 )
@@ -62,19 +63,24 @@ CPU_CASES = (
     (Workload(6, 257, 300, NIBBLES, "bfloat16", width=257), Schedule("gemm_cpu", 64, 2, 32, num_warps=2, split_k=2)),
     (Workload(3, 64, 64, QuantFormat(4, 64, False), bias=True, width=1000), Schedule("gemm_cpu", 32, 1, 32, num_warps=2)),
 )
-ORDERS = ("drawn", "ascending", "reversed", "alternating", "the last ones")
+ORDERS = ("drawn", "ascending", "reversed", "pairs", "alternating", "the last ones", "layer")
 
 
 def ordered(problem: Problem, order: str) -> Problem:
-    """``problem`` with its channels stored elsewhere."""
+    """``problem`` with its rows stored elsewhere; "drawn" adds rows up here and there, "layer" does as a mixed layer, "pairs" wherever
+    it can, the others nowhere."""
     w = problem.workload
-    ascending = torch.arange(w.n, dtype=torch.int32)
+    rows = torch.arange(w.n, dtype=torch.int32)
+    pairs = torch.where(rows % 16 < 8, rows // 16 * 8 + rows % 8, ADDED)
+    generator = torch.Generator().manual_seed(w.n)
     found = {
         "drawn": problem.operands["channels"],
-        "ascending": ascending,
-        "reversed": w.width - 1 - ascending,
+        "layer": _layer_index(w, generator),
+        "pairs": pairs,
+        "ascending": rows,
+        "reversed": w.width - 1 - rows,
         "alternating": torch.cat([torch.arange(0, w.width, 2), torch.arange(1, w.width, 2)])[: w.n].to(torch.int32),
-        "the last ones": ascending + (w.width - w.n),
+        "the last ones": rows + (w.width - w.n),
     }[order]
     return Problem(w, problem.layout, problem.x, {**problem.operands, "channels": found})
 
@@ -90,7 +96,8 @@ def check(run, problem: Problem) -> list[str]:
     w = problem.workload
     output, reference = guarded_output((w.m, w.width), getattr(torch, w.dtype)), problem.reference()
     run(problem, output.y)
-    assert int(reference.isnan().all(0).sum()) == w.width - w.n and bool((reference.isnan().any(0) == reference.isnan().all(0)).all())
+    stored = int((problem.operands["channels"] >= 0).sum())
+    assert int(reference.isnan().all(0).sum()) == w.width - stored and bool((reference.isnan().any(0) == reference.isnan().all(0)).all())
     return check_guards(output) + check_exact(output.y, reference)
 
 
@@ -100,7 +107,10 @@ def test_cuda_programs_are_exact(case: Case):
     assert legal(*case, TARGET[case[1].program]) == []
     number = CUDA_CASES.index(case)
     problem = exact_problem(case[0], number, "sm_90a")
-    assert check(emulated(case), ordered(problem, ORDERS[number % len(ORDERS)])) == []
+    orders = [order for order in ORDERS if case[0].n <= case[0].width or order in ("drawn", "pairs", "layer")]
+    run = emulated(case)
+    for order in dict.fromkeys(("drawn", orders[number % len(orders)], "layer" if number % 2 else "pairs")):
+        assert check(run, ordered(problem, order)) == [], order
 
 
 def test_programs_without_an_index_say_so():
@@ -126,6 +136,19 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         CUDA_CASES[12], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "column_of(element % bn, after)"),),
     ),
     "stream: no index": (CUDA_CASES[13], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "bx * bn + element % bn"),)),
+    "rows are not added": (CUDA_CASES[1], "device", (("if (second != ADDED) return;", "return;"),)),
+    "rows are added whatever the index says": (CUDA_CASES[0], "device", (("if (second != ADDED) return;", ""),)),
+    "the row before is told to be added": (CUDA_CASES[3], "device", (("+ 8 + ((thread & 31) >> 2)", "+ 7 + ((thread & 31) >> 2)"),)),
+    "the index of the first row for its second": (CUDA_CASES[0], "device", (("channels.bits[channels.WORDS - 1]", "channels.bits[0]"),)),
+    "a row behind the last is added": (CUDA_CASES[0], "device", (("second_row<SLABS>(n0, thread) < N ?", "true ?"),)),
+    "mma.sync: rows of the first tile are added": (
+        CUDA_CASES[8], "device", (("second_row<SLABS>(n0, thread) + slab", "second_row<SLABS>(0, thread) + slab"),),
+    ),
+    "stream: rows are not added": (CUDA_CASES[12], "stream_sums.py", (("after) == ADDED:", "after) == 12345:"),)),
+    "stream: a row is added to itself": (
+        CUDA_CASES[11], "stream_sums.py",
+        (("total = total + finished(after, bx, by, element + GATE_ROWS, second, factor)", "total = total + total"),),
+    ),
     "mma.sync: staged, no index": (CUDA_CASES[9], "operands.py", ((' if part.does == "place"), channel)', " if False), channel)"),)),
 }  # fmt: skip
 
@@ -135,7 +158,8 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
 def test_planted_bugs_are_caught(bug: str):
     case, file, edits = PLANTED[bug]
     try:
-        found = check(emulated(case, {file: swap(*edits)}), exact_problem(case[0], 1, "sm_90a"))
+        run, problem = emulated(case, {file: swap(*edits)}), exact_problem(case[0], 1, "sm_90a")
+        found = check(run, problem) or check(run, ordered(problem, "pairs"))
     except KernelFault:
         return
     assert found
@@ -167,7 +191,8 @@ def test_the_cpu_program_is_exact_in_every_order(kernels: list[Kernel], number: 
 @pytest.mark.parametrize("case", [CUDA_CASES[i] for i in (1, 11, 13)], ids=label)
 def test_an_index_outside_of_y_writes_no_other_memory_from_cuda_programs(case: Case):
     w, problem = case[0], exact_problem(case[0], 1, "sm_90a")
-    problem.operands["channels"][3], problem.operands["channels"][70] = -1, w.width
+    problem = ordered(problem, "ascending")
+    problem.operands["channels"][3], problem.operands["channels"][70] = NOWHERE, w.width
     output = guarded_output((w.m, w.width), getattr(torch, w.dtype))
     emulated(case)(problem, output.y)
     assert check_guards(output) == []
@@ -175,9 +200,9 @@ def test_an_index_outside_of_y_writes_no_other_memory_from_cuda_programs(case: C
 
 
 def test_an_index_outside_of_y_writes_no_other_memory(kernels: list[Kernel]):
-    problem = exact_problem(CPU_CASES[0][0], 1)
+    problem = ordered(exact_problem(CPU_CASES[0][0], 1), "ascending")
     channels = problem.operands["channels"]
-    channels[3], channels[70] = -1, CPU_CASES[0][0].width
+    channels[3], channels[70] = NOWHERE, CPU_CASES[0][0].width
     output = guarded_output((5, CPU_CASES[0][0].width), torch.float16)
     launch(kernels[0].load(), {}, problem, output.y)
     assert check_guards(output) == []

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ....schedules.gemm.cpu import TILE
-from ....schedules.gemm.parts import GATE_ROWS, Part, parts
+from ....schedules.gemm.parts import ADDED, GATE_ROWS, Part, parts
 from .. import vectors as v
 from ..numbers import activated
 from ..vectors import T
@@ -241,16 +241,33 @@ def write_gated(plan: Plan, arg: dict[str, Any], nt: Any, row: Any, values: Any)
         T.buffer_store(arg["y"], stage[j], [start + j])
 
 
+def write_placed(plan: Plan, arg: dict[str, Any], nt: Any, row: Any, values: Any) -> None:
+    """Write a tile's 32 sums ``values`` of ``row`` to the columns of y that the index says: of 16 one of
+    the last 8 may be added to the one 8 before it."""
+    first, base, rows = T.bind(row.astype("int64") * plan.workload.width), T.bind(nt * TILE), plan.workload.n
+    channels, stage = arg["channels"], v.local(TILE, str(arg["y"].dtype))
+    for half in range(TILE // (2 * GATE_ROWS)):
+        with T.serial(GATE_ROWS) as j:
+            at = T.bind(half * 2 * GATE_ROWS + j)
+            with T.If(base + at + GATE_ROWS < rows), T.Then(), T.If(channels[base + at + GATE_ROWS] == ADDED), T.Then():
+                T.buffer_store(values, values[at] + values[at + GATE_ROWS], [at])
+    v.store(stage, 0, T.bind(v.from_float(v.load(values, 0, TILE), plan.workload.dtype, TILE)), TILE)
+    with T.serial(T.max(T.min(rows - base, TILE), 0)) as j:
+        to = T.bind(channels[base + j])
+        with T.If((to >= 0) & (to < plan.workload.width)), T.Then():  # a wrong index costs no other memory
+            T.buffer_store(arg["y"], stage[j], [first + to])
+
+
 def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
     """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
     ragged = n % TILE != 0
-    if plan.workload.gate:
+    placed = plan.workload.width > 0
+    if plan.workload.gate or placed:
         of_tile = [v.local(TILE, "float32") for _ in range(plan.block_m)]
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
         after = parts(plan.workload, applied=() if plan.integers else ("scales",))
-        placed = any(part.does == "place" for part in after)
         after = tuple(part for part in after if part.does != "place")
         of_channels = {part: _of_channels(plan, arg[part.operand], part, column) for part in after if part.axis == "n"}
         for i in range(plan.block_m):
@@ -269,19 +286,10 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                     else:
                         number = v.to_float(v.load(of_channels[part], 0, lanes), lanes)
                     value = value * number if part.does == "multiply" else value + number
-                if plan.workload.gate:
+                if plan.workload.gate or placed:
                     v.store(of_tile[i], vector * lanes, value, lanes)
                     continue
                 value = T.bind(v.from_float(value, dtype, lanes))
-                if placed:
-                    stage = v.local(lanes, str(arg["y"].dtype))
-                    v.store(stage, 0, value, lanes)
-                    first = T.bind(row.astype("int64") * plan.workload.width)
-                    with T.serial(T.max(T.min(n - column, lanes), 0)) as j:
-                        to = T.bind(arg["channels"][column + j])
-                        with T.If((to >= 0) & (to < plan.workload.width)), T.Then():  # a wrong index costs no other memory
-                            T.buffer_store(arg["y"], stage[j], [first + to])
-                    continue
                 start = T.bind(row.astype("int64") * n + column)
                 if not ragged:
                     v.store(arg["y"], start, value, lanes)
@@ -294,8 +302,8 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                         v.store(stage, 0, value, lanes)
                         with T.serial(T.max(n - column, 0)) as j:
                             T.buffer_store(arg["y"], stage[j], [start + j])
-    if plan.workload.gate:
+    if plan.workload.gate or placed:
         for i, values in enumerate(of_tile):
             row = T.bind(block * plan.block_m + i)
             with T.If(row < m), T.Then():
-                write_gated(plan, arg, nt, row, values)
+                (write_placed if placed else write_gated)(plan, arg, nt, row, values)

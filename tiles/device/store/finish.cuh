@@ -1,7 +1,7 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
 // scale it, store it.
 //
-// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/parts.cuh, order/tiles.cuh and ptx/instructions.cuh.
+// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/pairs.cuh, store/parts.cuh, order/tiles.cuh and ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
@@ -187,6 +187,9 @@ struct Store {
       }
     }
     if constexpr (GATED) gate_sums<GATE, SLABS * COUNT>(values);
+    if constexpr (WIDTH > 0 && EARLY)
+      add_pair<COUNT>(values, N % 16 == 0 || second_row<SLABS>(n0, thread) < N ? static_cast<int>(channels.bits[channels.WORDS - 1]) : 0);
+    if constexpr (WIDTH > 0 && !EARLY) add_pairs<SLABS, COUNT, N>(values, last_operand(operands...), n0, thread);
   }
 
   // values: [slab][COUNT], of the columns `chunk` of the tile; operands: of the parts.

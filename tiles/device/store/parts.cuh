@@ -26,11 +26,11 @@ struct Add {
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
 };
-// Says where a sum goes, and leaves it as it is: the column of y of its output channel.
+// Says where a sum goes, and leaves it as it is: the column of y of its row of the weight, or ADDED.
 template <typename T>
 struct Place {
   static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = false;
+  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float) { return sum; }

@@ -205,6 +205,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 )  # fmt: skip
                 if p.step_sums:
                     add_group(kind, products[kind], sums[kind], Ss, As, thread, last, True)
+                    # Loads of scales may still be on their way, and the arrival would not wait for them
+                    # (results/notes/arrivals-loads.md).
+                    T.call_extern("handle", "tilebit::fence_before_bulk_copies")
                     release(empty[last * parts + 1], thread, 1)
                 elif parts == 2:
                     T.wait_wgmma(0)

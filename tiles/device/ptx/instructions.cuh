@@ -133,8 +133,8 @@ __device__ __forceinline__ void bulk_copy(SharedAddress to, const void* from, in
                "r"(bytes), "r"(barrier.address), "l"(policy)
                : "memory");
 }
-// What threads have stored to shared memory so far comes before bulk copies that are requested from
-// now on.
+// What threads have stored to shared memory, and loaded from there, so far comes before bulk copies that
+// are requested from now on.
 __device__ __forceinline__ void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Weights are read once: they leave the L2 cache before x and the scales do (5 % of the time at m =
 // 1, three shapes, H200).

@@ -28,16 +28,15 @@ from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.formats import GemmFormat
 from tilebit.ops.dispatch import device_target
 from tilebit.ops.gemm_int8 import OUTS
-from tilebit.ops.gemm_mixed import Launches
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import detect_target
+from tilebit.weights.paired import row_count
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
 INT8 = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym", "w8a8_g128", "w4a8_g128_asym")
 FP8 = ("w8a8_fp8", "w4a8_fp8")
 FORMATS = (*INT8, *FP8)
 MIXED = {"w4.4a8_g128": ("w4a8_g128_asym", "w8a8_g128", 0.1)}  # low, high, the share of channels in high
-LAUNCHED: dict[Launches, str] = {"parallel": "", "dependent": "_pdl", "in_turn": "_in_turn"}  # suffixes of a mixed layer's peers
 BASELINE = "tilebit_w4a16_sym"  # tilebit's own W4A16 in the same process
 
 
@@ -85,28 +84,30 @@ class Int8Peer(TilebitPeer):
 
 
 class MixedPeer(Int8Peer):
-    """A mixed linear layer: of the output channels a share, drawn at random, in a format of more bits."""
+    """A mixed linear layer: of the output channels a share, drawn at random, in a format of more bits,
+    as pairs of rows of one weight."""
 
-    def __init__(self, name: str, launches: Launches) -> None:
+    def __init__(self, name: str) -> None:
         low, high, self.share = MIXED[name]
         super().__init__(low)
-        self.name, self.high = f"tilebit_{name}{LAUNCHED[launches]}", GemmFormat.parse(high)
-        self.launches: Launches = launches
+        self.name, self.high = f"tilebit_{name}", GemmFormat.parse(high)
 
     def high_channels(self, n: int) -> int:
         """How many of ``n`` channels are in the higher format: a multiple of 64."""
         return round(self.share * n / 64) * 64
 
+    def workload(self, m: int, n: int, k: int) -> Workload:
+        """What a call asks for."""
+        high = self.high_channels(n)
+        return Workload(m, row_count(n - high, high), k, self.format, self.x_dtype, width=n)
+
     def prepare(self, sh: Any) -> None:
-        """Quantize and pack both parts, copy them as often as the harness wants, compile every m's kernels."""
+        """Quantize and pack the rows, copy them as often as the harness wants, compile every m's kernels."""
         chosen = torch.randperm(sh.N, generator=torch.Generator().manual_seed(0))[: self.high_channels(sh.N)]
         linear = torch.nn.Linear(sh.K, sh.N, bias=False, dtype=sh.W.dtype, device="meta")
         linear.weight = torch.nn.Parameter(sh.W, requires_grad=False)
-        self.layer = tilebit.MixedLinear.from_float(linear, chosen.to(sh.W.device), self.format, self.high, launches=self.launches)
-        assert self.layer.low is not None and self.layer.high is not None
-        lows = importlib.import_module("gemm_peers").copies(self.layer.low.packed.weight)
-        high = self.layer.high.packed.weight
-        self.ws = [(low, high.clone() if i else high) for i, low in enumerate(lows)]
+        self.layer = tilebit.MixedLinear.from_float(linear, chosen.to(sh.W.device), self.format, self.high)
+        self.ws = importlib.import_module("gemm_peers").copies(self.layer.rows.weight)
         self.ref = self.layer.dequantize().float()
         try:
             tilebit.prepare(self.layer, sorted(set(sh.ms)))
@@ -114,35 +115,30 @@ class MixedPeer(Int8Peer):
             print(f"[{self.name}] {error}", file=sys.stderr, flush=True)
 
     def run(self, sh: Any, m: int) -> tuple[list[Callable[[], None]], Callable[[], Tensor], int, str]:
-        """As the harness asks; the note names no schedule: there are two."""
-        (x, tokens), layer = self.activations(sh, m), self.layer
-        low, high = (part for _, part in layer.parts)
+        """As the harness asks."""
+        (x, tokens), channels, packed = self.activations(sh, m), self.layer.channels, self.layer.rows.packed
         op, latest = torch.ops.tilebit.gemm_mixed.default, {}
-        a, b = ((part.packed.scales, part.packed.zeros, part.packed.row_scales, None) for part in (low, high))
-        rest = (sh.N, sh.K, low.packed.format_name, high.packed.format_name, low.dtype, self.launches)
+        rest = (packed.scales, packed.zeros, packed.row_scales, None, channels, sh.N, sh.K, packed.format_name, packed.dtype)
 
-        def call(lower: Tensor, higher: Tensor) -> None:
-            latest["y"] = op(x, tokens, lower, *a, layer.low_channels, higher, *b, layer.high_channels, *rest)
+        def call(weight: Tensor) -> None:
+            latest["y"] = op(x, tokens, weight, *rest)
 
-        note = {**_process(device_target(x.device)), "timer": TIMER, "schedule": None}
-        size = low.packed.nbytes + high.packed.nbytes + m * (sh.K + 2 * sh.N)
-        return [lambda w=w: call(*w) for w in self.ws], lambda: latest["y"], size, json.dumps(note)
+        target = device_target(x.device)
+        schedule = find_kernel(self.workload(m, sh.N, sh.K), target).manifest["schedule"]
+        note = {**_process(target), "timer": TIMER, "schedule": schedule}
+        size = packed.nbytes + m * (sh.K + 2 * sh.N)
+        return [lambda w=w: call(w) for w in self.ws], lambda: latest["y"], size, json.dumps(note)
 
 
 def peers() -> list[TilebitPeer]:
     """The harness's entry point; ``$TILEBIT_PEERS`` selects by name."""
     peers_plugin.draw_orders()
-    mixed = [MixedPeer(name, launches) for name in MIXED for launches in LAUNCHED]
-    return peers_plugin.selected([*map(Int8Peer, FORMATS), *mixed, TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
+    return peers_plugin.selected([*map(Int8Peer, FORMATS), *map(MixedPeer, MIXED), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
 
 
-def workloads(peer: TilebitPeer, m: int, n: int, k: int) -> list[Workload]:
+def workload(peer: TilebitPeer, m: int, n: int, k: int) -> Workload:
     """What ``peer`` will ask for."""
-    if not isinstance(peer, MixedPeer):
-        return [Workload(m, n, k, peer.format, peer.x_dtype)]
-    high = peer.high_channels(n)
-    parts = ((n - high, peer.format), (high, peer.high))
-    return [Workload(m, channels, k, format, peer.x_dtype, width=n) for channels, format in parts]
+    return peer.workload(m, n, k) if isinstance(peer, MixedPeer) else Workload(m, n, k, peer.format, peer.x_dtype)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -151,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
     shapes, ms = parser.parse_args(arguments).compile
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [w for n, k in weights for m in ms.split(",") for peer in peers() for w in workloads(peer, int(m), n, k)]
+    wanted = [workload(peer, int(m), n, k) for n, k in weights for m in ms.split(",") for peer in peers()]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

@@ -12,6 +12,7 @@ from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import candidates, legal, programs
 from tilebit.schedules.target import ARCHES, target_from_name
+from tilebit.weights.paired import HIGH_OF, row_count
 
 from .markdown import table
 
@@ -26,12 +27,13 @@ SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 EVERY_CACHE = "kv16, kv8, kv4, kv2, kvfp8, or mixed; keys per channel or per token"
 
 
-def supported(format: GemmFormat, arch: str, dtype: str, wider: int = 0) -> bool:
-    """Whether every probe shape has a legal schedule on ``arch``, with ``wider`` where it writes a y
-    with so many columns more, by an index."""
+def supported(format: GemmFormat, arch: str, dtype: str, mixed: bool = False) -> bool:
+    """Whether every probe shape has a legal schedule on ``arch``; with ``mixed`` as the rows of a mixed
+    layer with an eighth of its output channels in 8 bits."""
     target = target_from_name(arch)
     for m, n, k in PROBES:
-        workload = Workload(m, n, k, format, dtype, width=n + wider if wider else 0)
+        rows = row_count(n - n // 8, n // 8) if mixed else n
+        workload = Workload(m, rows, k, format, dtype, width=n if mixed else 0)
         found = candidates(workload, target) or []
         if not any(not legal(workload, schedule, target) for schedule in found):
             return False
@@ -102,16 +104,15 @@ def _gemm_lines() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _mixed_lines() -> list[tuple[str, tuple[str, ...]]]:
-    """(formats that may share a layer in words, cells)."""
-    integers: dict[int, list[GemmFormat]] = {}
-    for format in FORMATS.values():
-        if format.integer_sums:
-            integers.setdefault(format.x_group, []).append(format)
+    """(formats that share a layer in words, cells): those whose rows the kernels multiply, by the
+    8-bit format of the other channels."""
+    rows: dict[GemmFormat, list[GemmFormat]] = {}
+    for low, high in HIGH_OF.items():
+        rows.setdefault(high, []).append(low)
     lines = []
-    for formats in integers.values():
-        columns = [tuple(d for d in DTYPES if all(supported(f, arch, d, wider=64) for f in formats)) for arch in ARCHES]
-        names = ", ".join(f.name for f in sorted(formats, key=lambda f: f.bits))
-        lines.append((f"two of {names}", _cells(columns)))
+    for high, formats in rows.items():
+        columns = [tuple(d for d in DTYPES if all(supported(f, arch, d, mixed=True) for f in formats)) for arch in ARCHES]
+        lines.append((f"{' or '.join(f.name for f in formats)} with {high.name}", _cells(columns)))
     return lines
 
 

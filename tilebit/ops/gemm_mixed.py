@@ -1,142 +1,119 @@
 """``torch.ops.tilebit.gemm_mixed``: the product of int8 codes of x with a weight whose output channels
-are in two formats, each channel's result stored in its place of one y."""
+are in 8 and 4 bits: rows of one 4-bit format, of which two make an 8-bit channel, stored by an
+index."""
 
 from __future__ import annotations
 
-import threading
 from functools import cache
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..layouts.formats import GemmFormat
+from ..schedules.gemm.parts import ADDED, GATE_ROWS, NOWHERE
 from . import dispatch
 from .check import CHECKED
 from .direct import inference_only
-from .gemm_int8 import as_read, check_x, launch, ready, reject_x
-from .workspace import managed_by_inductor
-
-Launches = Literal["in_turn", "dependent", "parallel"]
-LAUNCHES: tuple[Launches, ...] = get_args(Launches)
-_PART = ("weight", "scales", "zeros?", "row_scales?", "bias?", "channels")
+from .gemm_int8 import as_read, check_x, launch, reject_x
 
 _library = torch.library.Library("tilebit", "FRAGMENT")
-_parts = [f"Tensor{'?' * name.endswith('?')} {part}_{name.rstrip('?')}" for part in ("low", "high") for name in _PART]
 _library.define(
-    f"gemm_mixed(Tensor x, Tensor token_scales, {', '.join(_parts)}, int n, int k, str low_format, str high_format, ScalarType dtype, "
-    'str launches="in_turn") -> Tensor'
+    "gemm_mixed(Tensor x, Tensor token_scales, Tensor weight, Tensor scales, Tensor? zeros, Tensor? row_scales, Tensor? bias, "
+    "Tensor channels, int n, int k, str format, ScalarType dtype) -> Tensor"
 )
-_own = threading.local()  # a thread's further stream for each device: another thread may be capturing with its own
 
 
 def _gemm_mixed(
     x: Tensor,
     token_scales: Tensor,
-    low_weight: Tensor,
-    low_scales: Tensor,
-    low_zeros: Tensor | None,
-    low_row_scales: Tensor | None,
-    low_bias: Tensor | None,
-    low_channels: Tensor,
-    high_weight: Tensor,
-    high_scales: Tensor,
-    high_zeros: Tensor | None,
-    high_row_scales: Tensor | None,
-    high_bias: Tensor | None,
-    high_channels: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    bias: Tensor | None,
+    channels: Tensor,
     n: int,
     k: int,
-    low_format: str,
-    high_format: str,
+    format: str,
     dtype: torch.dtype,
-    launches: str = "in_turn",
 ) -> Tensor:
-    """y[..., n] in ``dtype`` (fp16 or bf16): y[..., low_channels] and y[..., high_channels] are the
-    products ``torch.ops.tilebit.gemm_int8`` of the low part, of ``low_format``, and of the high part;
-    weights, scales, zeros, row scales and bias are of so many rows as the part has channels.
+    """y[..., n] in ``dtype`` (fp16 or bf16): of the product ``torch.ops.tilebit.gemm_int8`` with a
+    weight [rows, k] of ``format``, column j goes to y[..., channels[j]]. Where ``channels[j]`` is -1 it
+    is added, in fp32, to column j - 8 instead; where it is -2 it goes nowhere.
 
-    ``x`` and ``token_scales`` are as there; both formats take the same. ``low_channels`` and
-    ``high_channels`` int32 hold together each of 0 to n - 1 once (``TILEBIT_CHECK`` compares; else
-    other channels are garbage, never other memory). ``launches``: the high part's kernel follows the
-    low part's ("in_turn"), starts while that one ends ("dependent", where the kernel has dependent
-    launch), or runs on a stream of its own ("parallel", on CUDA). Results are the same. Raises
-    ``ValueError`` for what does not fit and ``KernelUnavailable``, before a launch.
+    ``x`` and ``token_scales`` are as there; weight, scales, zeros and row scales those of a
+    ``PackedWeight`` of so many rows as the int32 ``channels`` are; ``bias`` [rows] counts for each row, so
+    that it is 0 where ``channels`` are negative. ``channels`` hold each of 0 to n - 1 once, in any
+    order, and -1 only in the last 8 of 16 rows, 8 behind a channel (``TILEBIT_CHECK`` compares; else
+    other channels are garbage, never other memory). One kernel, one launch. Raises ``ValueError`` for
+    what does not fit and ``KernelUnavailable``, before a launch.
     """
-    check_x(x, dtype, low_weight.device)
-    _check_words(launches, low_format, high_format)
-    low = dispatch.plan_for(x.device, low_channels.numel(), k, low_format, dtype, low_bias is not None, False, n)
-    high = dispatch.plan_for(
-        x.device, high_channels.numel(), k, high_format, dtype, high_bias is not None, launches == "dependent", n
-    )  # fmt: skip
+    check_x(x, dtype, weight.device)
+    _check_format(format)
+    if CHECKED or not 0 < n <= channels.numel():
+        check_channels(channels, n)
+    plan = dispatch.plan_for(x.device, channels.numel(), k, format, dtype, bias is not None, False, n)
     *leading, columns = x.shape
-    if columns not in (k, low.kx):
-        reject_x(x, low_weight.device, k)
-    if CHECKED or low.workload.n + high.workload.n != n:
-        check_channels(low_channels, high_channels, n)
+    if columns not in (k, plan.kx):
+        reject_x(x, weight.device, k)
     y = torch.empty((*leading, n), dtype=dtype, device=x.device)
     m = x.numel() // columns
     if not m:
         return y
-    rows, scales_of_rows = as_read(low, x, token_scales, m)
-    out = y.view(m, n)
-    first = (rows, low_weight, low_scales, low_zeros, low_row_scales, scales_of_rows, low_bias, low_channels, out)
-    second = (rows, high_weight, high_scales, high_zeros, high_row_scales, scales_of_rows, high_bias, high_channels, out)
-    ready(low, m, first)
-    ready(high, m, second)
-    if launches != "parallel" or not x.is_cuda or managed_by_inductor(x.device.index, torch.cuda.current_stream(x.device).cuda_stream):
-        launch(low, m, first)
-        launch(high, m, second)
-        return y
-    current, other = torch.cuda.current_stream(x.device), _further_stream(x.device)
-    other.wait_stream(current)
-    try:
-        with torch.cuda.stream(other):
-            launch(high, m, second)
-        launch(low, m, first)
-    finally:
-        current.wait_stream(other)
+    rows, scales_of_rows = as_read(plan, x, token_scales, m)
+    launch(plan, m, (rows, weight, scales, zeros, row_scales, scales_of_rows, bias, channels, y.view(m, n)))
     return y
 
 
-def check_channels(low: Tensor, high: Tensor, n: int) -> None:
-    """Raise ``ValueError`` unless the two hold together each of 0 to n - 1 once; waits for the device."""
-    held = torch.cat([low, high])
-    if held.numel() != n or not torch.equal(held.sort().values.long(), torch.arange(n, device=held.device)):
+def check_channels(channels: Tensor, n: int) -> None:
+    """Raise ``ValueError`` unless ``channels`` hold each of 0 to n - 1 once, and beside them -1 only 8
+    rows behind one, in the last 8 of 16 rows, and -2; waits for the device."""
+    stored = channels[channels >= 0]
+    if n < 1 or stored.numel() != n or not torch.equal(stored.sort().values.long(), torch.arange(n, device=channels.device)):
         raise ValueError(
-            f"low_channels and high_channels are of {low.numel()} and {high.numel()} channels and do not hold each of 0 to {n - 1} once; "
-            f"accepted: int32, together all {n} channels of y, in any order"
+            f"channels are {channels.numel()} numbers and do not hold each of 0 to {n - 1} once; accepted: int32, all {n} channels of y, "
+            "in any order"
+        )
+    if int(channels.min()) < min(ADDED, NOWHERE):
+        raise ValueError(
+            f"channels reach {int(channels.min())}; accepted: channels of y, {ADDED} of a row that is added to the one {GATE_ROWS} before "
+            f"it, and {NOWHERE} of padding"
+        )
+    added = (channels == ADDED).nonzero().flatten()
+    lost = added[(added % (2 * GATE_ROWS) < GATE_ROWS) | (channels[added - GATE_ROWS] < 0)]
+    if lost.numel():
+        raise ValueError(
+            f"channels are {ADDED} at row {int(lost[0])}; accepted: in the last {GATE_ROWS} of {2 * GATE_ROWS} rows alone, and {GATE_ROWS} "
+            "behind a channel of y, to which the row is added"
         )
 
 
 @cache
-def _check_words(launches: str, low_format: str, high_format: str) -> None:
-    if launches not in LAUNCHES:
-        raise ValueError(f"launches is {launches!r}; accepted: {', '.join(map(repr, LAUNCHES))}")
-    check_pair(GemmFormat.parse(low_format), GemmFormat.parse(high_format))
-
-
-def check_pair(low: GemmFormat, high: GemmFormat) -> None:
-    """Raise ``ValueError`` unless one quantized x serves products of both formats."""
-    if not low.integer_sums or not high.integer_sums or low.x_group != high.x_group:
+def _check_format(format: str) -> None:
+    parsed = GemmFormat.parse(format)
+    if parsed.bits != 4 or not parsed.integer_sums:
         raise ValueError(
-            f"the formats are {low.name} and {high.name}; accepted: two with the same int8 x: 'w4a8_g128_asym' with 'w8a8_g128', or "
-            f"'w4a8_lqq_g64', 'w4a8_lqq_g128' or 'w4a8_channel_asym' with 'w8a8_channel'"
+            f"format is {format}; accepted: one of 4 bits with int8 x: 'w4a8_g128_asym', 'w4a8_channel_asym', 'w4a8_lqq_g64' or "
+            "'w4a8_lqq_g128'"
         )
 
 
-def _further_stream(device: torch.device) -> torch.cuda.Stream:
-    held = _own.__dict__.setdefault("streams", {})
-    if device.index not in held:
-        held[device.index] = torch.cuda.Stream(device)
-    return held[device.index]
-
-
-def _fake(x: Tensor, token_scales: Tensor, low_weight: Tensor, *rest: object) -> Tensor:
-    n, _, low_format, high_format, dtype, *launches = rest[11:]
-    assert isinstance(n, int | torch.SymInt) and isinstance(dtype, torch.dtype)
-    check_x(x, dtype, low_weight.device)
-    _check_words(str(launches[0]) if launches else "in_turn", str(low_format), str(high_format))
+def _fake(
+    x: Tensor,
+    token_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    row_scales: Tensor | None,
+    bias: Tensor | None,
+    channels: Tensor,
+    n: int,
+    k: int,
+    format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    check_x(x, dtype, weight.device)
+    _check_format(format)
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,6 @@ from ..kernels import find_kernel
 from ..weights.packed import PackedWeight
 from . import dispatch
 from .dispatch import Plan
-
-if TYPE_CHECKING:
-    from ..weights.mixed import MixedLinear
-    from ..weights.modules import QuantLinear
 
 
 class Preparation:
@@ -84,9 +79,9 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
     from ..weights.modules import QuantLinear
 
     if isinstance(weights, torch.nn.Module):
-        mixed = [module for module in weights.modules() if isinstance(module, MixedLinear) and len(module.parts) > 1]
-        parts = {id(part) for module in mixed for _, part in module.parts}
-        layers = [module for module in weights.modules() if isinstance(module, QuantLinear) and id(module) not in parts]
+        mixed = [module for module in weights.modules() if isinstance(module, MixedLinear)]
+        rows = {id(module.rows) for module in mixed}
+        layers = [module for module in weights.modules() if isinstance(module, QuantLinear) and id(module) not in rows]
         of_widths = [module for module in weights.modules() if isinstance(module, AnyPrecisionLinear)]
         if not (layers or mixed or of_widths):
             raise ValueError(
@@ -95,7 +90,7 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
         return [
             *(_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers),
             *(_plan(layer.packed.view(layer.bits), layer.bias is not None, False) for layer in of_widths),
-            *(_plan(part.packed, part.bias is not None, early, layer.out_features) for layer in mixed for part, early in _early(layer)),
+            *(_plan(layer.rows.packed, layer.rows.bias is not None, False, layer.out_features) for layer in mixed),
         ]
     found = [weights] if isinstance(weights, PackedWeight) else list(weights) if isinstance(weights, Iterable) else []
     if not found or not all(isinstance(packed, PackedWeight) for packed in found):
@@ -104,11 +99,6 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
             "QuantLinear layers"
         )
     return [_plan(packed, bias, dependent) for packed in found]
-
-
-def _early(layer: MixedLinear) -> list[tuple[QuantLinear, bool]]:
-    """Its parts, and whether their kernels start early."""
-    return [(part, name == "high" and layer.launches == "dependent") for name, part in layer.parts]
 
 
 def _plan(packed: PackedWeight, bias: bool, dependent: bool, width: int = 0) -> Plan:

@@ -74,8 +74,7 @@ def kernels_of(
 def _products(layer: nn.Module, dtype: str) -> list[Workload]:
     """Of one row each."""
     if isinstance(layer, MixedOutline):
-        width = sum(n for n, _ in layer.parts)
-        return [Workload(1, n, layer.k, format, dtype, layer.bias, width=width) for n, format in layer.parts]
+        return [Workload(1, layer.rows, layer.k, layer.format, dtype, layer.bias, width=layer.n)]
     if isinstance(layer, QuantLinear):
         return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None)]
     return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ from .foreign import ForeignSource
 from .opening import checked, dtype_of, quantized_by
 from .sources import PackedSource
 
-Parts = Sequence[tuple[int, GemmFormat]]  # (output channels, format)
-
 
 class MixedOutline(nn.Module):
     """In place of a ``MixedLinear``, whose index is not read."""
 
-    def __init__(self, parts: Parts, k: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, n: int, k: int, format: GemmFormat, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.parts, self.k, self.bias, self.dtype = parts, k, bias, dtype
-        self.x_group = parts[0][1].x_group
+        self.rows, self.n, self.k, self.format, self.bias, self.dtype = rows, n, k, format, bias, dtype
+        self.x_group = format.x_group
 
 
 def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype | None, arch: str) -> PreTrainedModel:
@@ -39,26 +36,31 @@ def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype
     config, model = checked(folder, quantization)
     chosen, held = dtype_of(config, dtype), quantized_by(config)
     nn.Module.to(model, chosen).eval()
-    for name, parts in _parts(folder, model, held, quantization, chosen).items():
+    formats, rows = _described(folder, model, held, quantization, chosen)
+    for name, format in formats.items():
         layer: Any = model.get_submodule(name)
-        packed = [_packed(n, layer.in_features, format, chosen, arch) for n, format in parts]
-        made = MixedOutline(parts, layer.in_features, layer.bias is not None, chosen)
-        model.set_submodule(name, made if len(packed) > 1 else QuantLinear(packed[0], layer.bias).eval())
+        n, k = layer.out_features, layer.in_features
+        if name in rows:
+            made: nn.Module = MixedOutline(rows[name], n, k, format, layer.bias is not None, chosen)
+        else:
+            made = QuantLinear(_packed(n, k, format, chosen, arch), layer.bias).eval()
+        model.set_submodule(name, made)
     return model
 
 
-def _parts(
+def _described(
     folder: Path, model: PreTrainedModel, held: dict[str, Any] | None, quantization: TilebitConfig | None, dtype: torch.dtype
-) -> dict[str, Parts]:
-    """The parts of every layer that is quantized."""
+) -> tuple[dict[str, GemmFormat], dict[str, int]]:
+    """(the format of every layer that is quantized, of a mixed one that of its rows; their number by mixed layer)."""
     if held is None:
         formats = {} if quantization is None else quantization.formats_of(model)
     elif held.get("quant_method") != METHOD:
         formats = ForeignSource(folder, model, TilebitConfig(source=held), dtype).config.formats_of(model)
     else:
         source = PackedSource(folder, model, TilebitConfig(**held), dtype)
-        return {name: source.described(name) for name in source.layers}
-    return {name: [(model.get_submodule(name).out_features, format)] for name, format in formats.items()}  # type: ignore[misc]
+        found = {name: source.described(name) for name in source.layers}
+        return {name: packed.format for name, packed in found.items()}, {name: found[name].n for name in source.mixed}
+    return formats, {}
 
 
 def _packed(n: int, k: int, format: GemmFormat, dtype: torch.dtype, arch: str) -> PackedWeight:

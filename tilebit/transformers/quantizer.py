@@ -16,7 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
-from ..weights.mixed import PARTS, MixedLinear
+from ..weights.mixed import ROWS, MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
@@ -76,7 +76,7 @@ class TilebitQuantizer(HfQuantizer):
         held = "|".join(re.escape(name) for name in self._source.layers)
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            rf"^(?:{held})\.(?:(?:{'|'.join(PARTS)})\.)?[^.]+$",
+            rf"^(?:{held})\.(?:{ROWS}\.)?[^.]+$",
         }
 
     def _expect_floats(self, model: PreTrainedModel) -> None:
@@ -115,8 +115,8 @@ class TilebitQuantizer(HfQuantizer):
         are now, whatever quantized, cast or replaced them."""
         named = dict(model.named_modules(remove_duplicate=False))
         kinds = {name: layer.kind for name, layer in named.items() if isinstance(layer, MixedLinear)}
-        parts = {f"{name}.{part}" for name in kinds for part in PARTS}
-        kinds |= {name: layer.format.name for name, layer in named.items() if isinstance(layer, QuantLinear) and name not in parts}
+        rows = {f"{name}.{ROWS}" for name in kinds}
+        kinds |= {name: layer.format.name for name, layer in named.items() if isinstance(layer, QuantLinear) and name not in rows}
         left = [name for name, module in model.named_modules() if recognized(module) is not None]
         if left:
             raise ValueError(

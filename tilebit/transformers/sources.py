@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 
 import torch
@@ -15,9 +14,10 @@ from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import tensor_files
 from ..weights.checkpoint_open import TensorFile, open_tensors
 from ..weights.extra_state import EXTRA
-from ..weights.mixed import JOINT, PARTS, MixedLinear
+from ..weights.mixed import AGAIN, FORMER, JOINT, ROWS, MixedLinear
 from ..weights.modules import QuantLinear, parse_described
 from ..weights.packed import WEIGHTS, PackedWeight, pack
+from ..weights.paired import HIGH_OF
 from .config import TilebitConfig
 
 _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -31,12 +31,18 @@ class PackedSource:
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
-        index = f".{PARTS[0]}_channels"
-        self._mixed = {name.removesuffix(index) for name in self._files if name.endswith(index)}
-        parts = {f"{name}.{part}" for name in self._mixed for part in PARTS}
-        packed = [name.removesuffix("." + EXTRA) for name in self._files if name.endswith("." + EXTRA)]
-        self.layers = [*(name for name in packed if name not in parts), *sorted(self._mixed)]
+        self._outputs: dict[str, int] = {}  # output channels by layer
         wanted = config.kinds_of(model)
+        former = [name for name in wanted if any(f"{name}.{entry}" in self._files for entry in FORMER)]
+        if former:
+            raise CheckpointError(
+                f"{folder} was saved when a mixed layer was two packed weights, which one now is; {len(former)} layers are such, "
+                f"{former[0]} first; accepted: directories that this version wrote: {AGAIN}"
+            )
+        self.mixed = {name for name, kind in wanted.items() if JOINT in kind}
+        packed = [name.removesuffix("." + EXTRA) for name in self._files if name.endswith("." + EXTRA)]
+        parts = {self._part(name): name for name in self.mixed}
+        self.layers = [parts.get(name, name) for name in packed]
         lacking = [name for name in wanted if name not in self.layers]
         if lacking:
             raise CheckpointError(
@@ -51,46 +57,43 @@ class PackedSource:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         try:
-            parts = [_packed_of(self._state(part, meta=True), self._dtype) for part in self._parts(name)]
-            index = sum(prod(self._opened(f"{name}.{part}_channels").shape(f"{name}.{part}_channels")) for part in self._index(name))
+            packed = self.described(name)
+            index = tuple(self._opened(f"{name}.channels").shape(f"{name}.channels")) if name in self.mixed else (packed.n,)
         except (ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
             ) from None
-        n, kind = sum(part.n for part in parts), JOINT.join(part.format.name for part in parts)
-        fits = all((part.k, part.dtype, part.arch) == (layer.in_features, parts[0].dtype, parts[0].arch) for part in parts)
-        if not fits or n != layer.out_features or kind != wanted or (name in self._mixed and index != n):
+        kind, fits = packed.format.name, packed.n == layer.out_features
+        if name in self.mixed:  # whose index says which rows make the output channels
+            kind, fits = JOINT.join((kind, HIGH_OF.get(packed.format, packed.format).name)), packed.n >= layer.out_features
+        self._outputs[name] = layer.out_features
+        if not fits or packed.k != layer.in_features or kind != wanted or index != (packed.n,):
             raise CheckpointError(
-                f"{name} is {kind} [{n}, {parts[0].k}] and config.json says {wanted or 'none'} [{layer.out_features}, "
+                f"{name} is {kind} [{packed.n}, {packed.k}] and config.json says {wanted or 'none'} [{layer.out_features}, "
                 f"{layer.in_features}]; accepted: the config that was saved with the weights: copy the directory again"
             )
 
-    def described(self, name: str) -> list[tuple[int, GemmFormat]]:
-        """Output channels and format of each part of the layer ``name``; no weight is read."""
-        parts = [_packed_of(self._state(part, meta=True), self._dtype) for part in self._parts(name)]
-        return [(part.n, part.format) for part in parts]
+    def described(self, name: str) -> PackedWeight:
+        """The weight of the layer ``name`` on meta, of a mixed one that of its rows; none is read."""
+        return _packed_of(self._state(self._part(name), meta=True), self._dtype)
 
     def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear:
         """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
         not each there once."""
-        if name not in self._mixed:
-            return self._read(name, device)
-        read = {part.rpartition(".")[2]: self._read(part, device) for part in self._parts(name)}
-        low, high = (read.get(part) for part in PARTS)
-        channels = torch.cat([self._opened(f"{name}.{part}_channels").tensor(f"{name}.{part}_channels") for part in PARTS])
+        layer = self._read(self._part(name), device)
+        if name not in self.mixed:
+            return layer
+        channels = self._opened(f"{name}.channels").tensor(f"{name}.channels")
         try:
-            return MixedLinear.of_layers(low, high, channels.to(device))
+            return MixedLinear.of_layer(layer, channels, self._outputs[name])
         except ValueError as error:
             raise CheckpointError(
                 f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
             ) from None
 
-    def _parts(self, name: str) -> list[str]:
-        """The packed layers that ``name`` is of: itself, or those of its formats."""
-        return [f"{name}.{part}" for part in PARTS if f"{name}.{part}.{EXTRA}" in self._files] if name in self._mixed else [name]
-
-    def _index(self, name: str) -> tuple[str, ...]:
-        return PARTS if name in self._mixed else ()
+    def _part(self, name: str) -> str:
+        """The packed layer that ``name`` is of: itself, or that of its rows."""
+        return f"{name}.{ROWS}" if name in self.mixed else name
 
     def _read(self, name: str, device: torch.device) -> QuantLinear:
         # Copied: tensors lie anywhere in a mapped file, and kernels ask for whole cache lines.

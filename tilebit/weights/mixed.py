@@ -1,10 +1,10 @@
-"""``MixedLinear``: a linear layer with some output channels in more bits than the others (MixLLM, Zheng
+"""``MixedLinear``: a linear layer with some output channels in 8 bits and the others in 4 (MixLLM, Zheng
 et al. 2024, arXiv:2412.14590, section 3.4)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,83 +12,68 @@ from torch import Tensor, nn
 
 from ..accepted import expect, expect_tensors, format_of
 from ..layouts.formats import GemmFormat, QuantFormat
-from ..ops.gemm_mixed import LAUNCHES, Launches, check_channels, check_pair, gemm_mixed
+from ..ops.gemm_mixed import check_channels, gemm_mixed
 from ..ops.operands import describe
 from ..ops.quantize import QUANTIZE
 from ..schedules.activations.workload import EPS
+from ..schedules.gemm.parts import ADDED, GATE_ROWS
 from .mixed_tensor import MixedTensor, split_channels
 from .modules import QuantLinear
 from .packed import DTYPES, WEIGHTS, PackedWeight, pack
+from .paired import HIGH_OF, check_pair, dequantize_rows, split_nibbles
 from .precision import LayerPrecision, PrecisionPlan
 from .quantize import QuantizedTensor, quantize
 
 JOINT = "+"  # between the names of a layer's two formats
 LOW, HIGH = QuantFormat.parse("w4a8_g128_asym"), QuantFormat.parse("w8a8_g128")
-PARTS = ("low", "high")
+ROWS = "rows"  # the part of a layer's name that its packed rows have
+# Entries of layers that were saved as two packed weights, one of each format.
+FORMER = ("low_channels", "high_channels")
+AGAIN = "quantize the model again, and save that"
 
 
 class MixedLinear(nn.Module):
-    """y[..., n] = x[..., k] @ w^T (+ bias), with the output channels of w [n, k] in two formats that
-    take the same int8 x: x is quantized once, and the two products write their channels of one y.
+    """y[..., n] = x[..., k] @ w^T (+ bias), with some output channels of w [n, k] in 8 bits and the
+    others in 4, as one product in the 4-bit format: x is quantized once, and one kernel sums and
+    stores. An 8-bit channel is two rows of 4 bits, its codes' high nibbles and their low ones
+    (``split_nibbles``): the memory that is read is that of 8 bits, the operations are those of two
+    channels.
 
-    ``low`` and ``high`` are ``QuantLinear`` of the channels in either format (None where a format has
-    none: then the layer computes as that one does); ``low_channels`` and ``high_channels`` int32 say
-    which channel of y each of their rows is. ``state_dict`` holds all of it, and moving, casting and
-    loading are those of ``QuantLinear``; ``load_state_dict`` also refuses channels that are not each
-    of y's once, and then changes nothing.
-
-    ``launches`` (no part of ``state_dict``) says how the two kernels follow each other on a GPU:
-    "in_turn", "dependent" or "parallel", as ``torch.ops.tilebit.gemm_mixed`` describes; results are
-    the same. No derivatives, as of any int8 x. Raises ``TypeError`` and ``ValueError`` for parts that
+    ``rows`` is a ``QuantLinear`` of all rows with their bias, and ``channels`` int32 [rows] says which
+    channel of y each makes, -1 of one that is added to the row 8 before it, -2 of padding.
+    ``state_dict`` holds both, and moving, casting and loading are those of ``QuantLinear``;
+    ``load_state_dict`` also refuses channels that are not each of y's once, and then changes
+    nothing. No derivatives, as of any int8 x. Raises ``TypeError`` and ``ValueError`` for rows that
     do not make one layer.
     """
 
-    low_channels: Tensor
-    high_channels: Tensor
-    low: QuantLinear | None
-    high: QuantLinear | None
+    channels: Tensor
+    rows: QuantLinear
 
-    def __init__(
-        self,
-        low: PackedWeight | None,
-        high: PackedWeight | None,
-        channels: Tensor,
-        bias: Tensor | None = None,
-        launches: Launches = "parallel",
-    ) -> None:
-        """``channels`` [n], of any integer dtype: the channel of y of each row, those of ``low`` first;
-        where a part is None, 0 to n - 1 in order. ``bias`` [n] in the order of y."""
+    def __init__(self, rows: PackedWeight, channels: Tensor, n: int, bias: Tensor | None = None) -> None:
+        """``rows``: a packed weight [rows, k] in a 4-bit format of ``paired.HIGH_OF``; ``channels`` [rows],
+        of any integer dtype, as ``split_nibbles`` gives them; ``bias`` [n] in the order of y."""
         super().__init__()
-        for name, part in (("low", low), ("high", high)):
-            expect(name, part, PackedWeight | None, "a PackedWeight (tilebit.pack), or None")
+        expect("rows", rows, PackedWeight, "a PackedWeight (tilebit.pack)")
+        expect("n", n, int, "the number of output channels")
         expect_tensors(("bias",), channels=channels, bias=bias)
-        parts = [part for part in (low, high) if part is not None]
-        if not parts:
-            raise ValueError("low and high are None; accepted: at least one PackedWeight")
-        first, n = parts[0], sum(part.n for part in parts)
-        if any((part.k, part.dtype, part.device, part.arch) != (first.k, first.dtype, first.device, first.arch) for part in parts):
-            said = " and ".join(f"[{part.n}, {part.k}] in {part.dtype} for {part.arch} on {part.device}" for part in parts)
-            raise ValueError(f"low and high are {said}; accepted: one k, dtype, device and architecture: pack them alike")
-        for one, other in pairwise(parts):
-            check_pair(one.format, other.format)
-        check_pair(first.format, first.format)
-        if any(part.perm is not None for part in parts):
-            raise ValueError("a part's columns are reordered (act order); accepted: weights without: quantize with act_order=False")
-        if channels.ndim != 1 or channels.is_floating_point() or channels.is_complex():
-            raise ValueError(f"channels are {describe(channels)}; accepted: whole numbers [{n}]")
+        if rows.format not in HIGH_OF:
+            raise ValueError(f"rows are in {rows.format_name}; accepted: {', '.join(format.name for format in HIGH_OF)}")
+        if rows.perm is not None:
+            raise ValueError("the columns are reordered (act order); accepted: rows without: quantize with act_order=False")
+        whole = not (channels.is_floating_point() or channels.is_complex() or channels.dtype is torch.bool)
+        if tuple(channels.shape) != (rows.n,) or not whole:
+            raise ValueError(f"channels are {describe(channels)}; accepted: whole numbers [{rows.n}]")
         if bias is not None and (tuple(bias.shape) != (n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {describe(bias)}; accepted: floating point [{n}]")
-        channels = channels.detach().to(first.device, torch.int64)
-        count = 0 if low is None else low.n
-        check_channels(channels[:count], channels[count:], n)
-        if len(parts) == 1 and not torch.equal(channels, torch.arange(n, device=channels.device)):
-            raise ValueError(f"channels of a single part are not in order; accepted: 0 to {n - 1}: pack its rows in that order")
-        self.in_features, self.out_features = first.k, n
-        for name, part, own in (("low", low, channels[:count]), ("high", high, channels[count:])):
-            self.register_buffer(f"{name}_channels", own.to(torch.int32))
-            of_part = None if part is None else QuantLinear(part, None if bias is None else bias.to(first.device)[own])
-            self.register_module(name, of_part)
-        self.launches = launches
+        channels = channels.detach().to(rows.device, torch.int64)
+        check_channels(channels, n)
+        self.in_features, self.out_features = rows.k, n
+        self.register_buffer("channels", channels.to(torch.int32))
+        of_rows = None
+        if bias is not None:
+            of_rows = bias.detach().to(rows.device)[channels.clamp(min=0)].masked_fill_(channels < 0, 0)
+        self.rows = QuantLinear(rows, of_rows)
 
     @classmethod
     def from_float(
@@ -99,95 +84,78 @@ class MixedLinear(nn.Module):
         high: GemmFormat | str = HIGH,
         clip_search: bool = False,
         dtype: torch.dtype | None = None,
-        launches: Launches = "parallel",
     ) -> MixedLinear:
         """``linear`` with its output ``channels`` (whole numbers, as ``PrecisionPlan.channels`` has them)
         in ``high`` and the others in ``low``, rounded to nearest (``clip_search`` as in ``quantize``)
         on its own device; it computes in ``dtype``: by default the weight's, fp16 for fp32 weights.
-        Raises ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do, and for channels that
-        it does not have."""
+        Raises ``TypeError`` and ``ValueError`` as ``quantize``, ``split_nibbles`` and ``pack`` do, and for
+        channels that it does not have."""
         expect("linear", linear, nn.Linear, "a torch.nn.Linear")
+        low, high = format_of(low), format_of(high)
+        check_pair(low, high)
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
         order, count = split_channels(channels.to(weight.device), len(weight))
         low_part, high_part = (
-            quantize(weight[rows], format_of(format), clip_search, chosen) if len(rows) else None
+            quantize(weight[rows], format, clip_search, chosen) if len(rows) else None
             for format, rows in ((low, order[:count]), (high, order[count:]))
         )
-        return cls.from_quantized(MixedTensor(low_part, high_part, order), linear.bias, chosen, launches)
+        return cls.from_quantized(MixedTensor(low_part, high_part, order), linear.bias, chosen, low)
 
     @classmethod
-    def from_quantized(cls, weight: MixedTensor, bias: Tensor | None, dtype: torch.dtype, launches: Launches = "parallel") -> MixedLinear:
+    def from_quantized(cls, weight: MixedTensor, bias: Tensor | None, dtype: torch.dtype, low: GemmFormat | None = None) -> MixedLinear:
         """Of a quantized ``weight``, whose device it is on; it computes in ``dtype``. ``bias`` [n] in
-        the order of y. Raises as ``pack`` and the constructor do."""
-        low, high = (None if part is None else pack(part, dtype) for part in (weight.low, weight.high))
-        return cls(low, high, weight.channels, bias, launches)
+        the order of y; ``low`` as ``split_nibbles`` takes it. Raises as that, ``pack`` and the
+        constructor do."""
+        rows, channels = split_nibbles(weight, low)
+        return cls(pack(rows, dtype), channels, weight.n, bias)
 
     @classmethod
-    def of_layers(cls, low: QuantLinear | None, high: QuantLinear | None, channels: Tensor) -> MixedLinear:
-        """Of layers of its parts, each with the bias of its own rows; ``channels`` as the constructor
+    def of_layer(cls, rows: QuantLinear, channels: Tensor, n: int) -> MixedLinear:
+        """Of the layer of its rows, which has a bias of each; ``channels`` and ``n`` as the constructor
         takes them. Raises as that does."""
-        parts = [layer for layer in (low, high) if layer is not None]
-        biases = [layer.bias for layer in parts if layer.bias is not None]
-        if biases and len(biases) < len(parts):
-            raise ValueError("one of low and high has a bias; accepted: both, or none")
-        placed = None
-        if biases:
-            order, count = channels.to(biases[0].device, torch.int64), 0 if low is None else low.out_features
-            check_channels(order[:count], order[count:], sum(len(bias) for bias in biases))
-            placed = torch.empty_like(torch.cat(biases)).index_copy_(0, order, torch.cat(biases))
-        return cls(None if low is None else low.packed, None if high is None else high.packed, channels, placed)
+        layer = cls(rows.packed, channels, n)
+        if rows.bias is not None:
+            layer.rows = QuantLinear(rows.packed, rows.bias)
+        return layer
 
     @property
-    def launches(self) -> Launches:
-        """How the two kernels follow each other. Setting it raises ``ValueError`` for another word."""
-        return self._launches
-
-    @launches.setter
-    def launches(self, value: Launches) -> None:
-        if value not in LAUNCHES:
-            raise ValueError(f"launches is {value!r}; accepted: {', '.join(map(repr, LAUNCHES))}")
-        self._launches = value
-
-    @property
-    def parts(self) -> tuple[tuple[str, QuantLinear], ...]:
-        """("low", its layer) and ("high", its layer), without one that has no channels."""
-        return tuple((name, layer) for name in PARTS if (layer := self._modules[name]) is not None)  # type: ignore[misc]
+    def high_channels(self) -> Tensor:
+        """int64: the output channels in 8 bits, ascending."""
+        added = (self.channels == ADDED).nonzero().flatten()
+        return self.channels[added - GATE_ROWS].long().sort().values
 
     @property
     def share(self) -> float:
-        """Of the output channels that are in the higher format."""
+        """Of the output channels that are in 8 bits."""
         return self.high_channels.numel() / self.out_features
 
     @property
     def dtype(self) -> torch.dtype:
         """What the layer computes in."""
-        return self.parts[0][1].dtype
+        return self.rows.dtype
 
     @property
     def format_name(self) -> str:
         """As rows of results name it: of ``w4a8_g128_asym`` with a tenth in ``w8a8_g128``
         ``w4.4a8_g128``."""
-        formats = [layer.format for _, layer in self.parts]
-        if len(formats) == 1:
-            return formats[0].name
-        bits = formats[0].bits + self.share * (formats[1].bits - formats[0].bits)
-        return f"w{bits:.3g}{formats[1].name.removeprefix(f'w{formats[1].bits}')}"
+        low, high, share = self.rows.format, HIGH_OF[self.rows.format], self.share
+        if share in (0, 1):
+            return (low, high)[int(share)].name
+        bits = low.bits + share * (high.bits - low.bits)
+        return f"w{bits:.3g}{high.name.removeprefix(f'w{high.bits}')}"
 
     @property
     def kind(self) -> str:
         """The formats, whatever the shares: ``w4a8_g128_asym+w8a8_g128``."""
-        return JOINT.join(layer.format.name for _, layer in self.parts)
+        return JOINT.join((self.rows.format.name, HIGH_OF[self.rows.format].name))
 
     @property
     def x_group(self) -> int:
         """Values of x that share a scale where the layer takes int8 codes of x (``of_codes``); -1: a row's."""
-        return self.parts[0][1].format.x_group
+        return self.rows.format.x_group
 
     def forward(self, x: Tensor) -> Tensor:
-        low, high = self._modules["low"], self._modules["high"]
-        if low is None or high is None:
-            return (high or low)(x)  # type: ignore[misc]
         dtype = self.dtype
         expect_tensors(x=x)
         if x.ndim < 1 or x.dtype is not dtype or x.shape[-1] != self.in_features:
@@ -198,30 +166,20 @@ class MixedLinear(nn.Module):
     def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
         """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as
         ``quantize_activations`` gives them for ``x_group``. Raises ``ValueError`` for what does not fit."""
-        low, high = self._modules["low"], self._modules["high"]
-        if low is None or high is None:
-            return self.parts[0][1].of_codes(codes, token_scales)
-        assert isinstance(low, QuantLinear) and isinstance(high, QuantLinear)
-        a: dict[str, Any] = low._buffers
-        b: dict[str, Any] = high._buffers
-        own: dict[str, Any] = self._buffers
+        rows: QuantLinear = self._modules["rows"]  # type: ignore[assignment]
+        held: dict[str, Any] = rows._buffers
         return gemm_mixed(
-            codes, token_scales,
-            a["weight"], a["scales"], a["zeros"], a["row_scales"], a["bias"], own["low_channels"],
-            b["weight"], b["scales"], b["zeros"], b["row_scales"], b["bias"], own["high_channels"],
-            self.out_features, self.in_features, low._format_name, high._format_name, low.dtype, self._launches,
+            codes, token_scales, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
+            self._buffers["channels"], self.out_features, self.in_features, rows._format_name, rows.dtype,
         )  # fmt: skip
 
     def dequantize(self) -> Tensor:
-        """The weight [n, k] in the layer's dtype, rows in the order of y."""
-        w = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.low_channels.device)
-        for name, layer in self.parts:
-            w[self.get_buffer(f"{name}_channels").long()] = layer.packed.dequantize()
-        return w
+        """The weight [n, k] in the layer's dtype, rows in the order of y: the exact one, rounded once."""
+        return dequantize_rows(self.rows.unpack(), self.channels).to(self.dtype)
 
     def extra_repr(self) -> str:
-        shape = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, {self.format_name}{'' if self._launches == 'parallel' else f', launches={self._launches}'}"
+        named = self.kind if self.channels.is_meta else self.format_name
+        return f"in_features={self.in_features}, out_features={self.out_features}, {named}"
 
     def _load_from_state_dict(
         self,
@@ -233,37 +191,58 @@ class MixedLinear(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        wrong = list(self._misfits(state_dict, prefix, local_metadata))
+        wrong = self._misfits(state_dict, prefix, local_metadata)
         if wrong:
             errors += wrong
-            for name in [name for name in state_dict if name.startswith(tuple(f"{prefix}{part}." for part in PARTS))]:
-                del state_dict[name]  # of this call alone: no part is loaded where the other, or the index, is not
+            for name in [name for name in state_dict if name.startswith(f"{prefix}{ROWS}.")]:
+                del state_dict[name]  # of this call alone: no rows are loaded where their index is not
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _misfits(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> list[str]:
         """What keeps the entries from being this layer's, in sentences."""
-        found: list[str] = []
-        for name, layer in self.parts:
-            found += layer.fitting(state_dict, f"{prefix}{name}.", local_metadata)[1]
-        held = [state_dict.get(f"{prefix}{name}_channels") for name in PARTS]
-        there = [name for name, channels in zip(PARTS, held, strict=True) if channels is not None]
-        some = there or any(f"{prefix}{name}.{entry}" in state_dict for name, _ in self.parts for entry in WEIGHTS)
-        if some and len(there) < len(PARTS):
-            found.append(
-                f"the state_dict has not both {prefix}low_channels and {prefix}high_channels; accepted: all of the layer or nothing"
-            )
-        for name, channels in zip(PARTS, held, strict=True):
-            own = self.get_buffer(f"{name}_channels")
-            if channels is not None and not (isinstance(channels, Tensor) and (channels.dtype, channels.shape) == (torch.int32, own.shape)):
-                said = describe(channels) if isinstance(channels, Tensor) else type(channels).__name__
-                found.append(f"{prefix}{name}_channels is {said}; this module needs int32 {list(own.shape)}")
-        if not found and there and not any(channels.is_meta for channels in held if channels is not None):
+        if any(prefix + name in state_dict for name in FORMER):
+            return [f"{prefix.rstrip('.') or 'the state_dict'} was saved as two packed weights, which one now is; accepted: {AGAIN}"]
+        found = self.rows.fitting(state_dict, f"{prefix}{ROWS}.", local_metadata)[1]
+        channels = state_dict.get(f"{prefix}channels")
+        entries = [name for name in WEIGHTS if f"{prefix}{ROWS}.{name}" in state_dict]
+        if (channels is None) != (not entries):
+            lacking = f"{ROWS}.{WEIGHTS[0]}" if channels is not None else "channels"
+            found.append(f"the state_dict has no {prefix}{lacking}; accepted: all of the layer or nothing")
+        if channels is None:
+            return found
+        if not (isinstance(channels, Tensor) and (channels.dtype, channels.shape) == (torch.int32, self.channels.shape)):
+            said = describe(channels) if isinstance(channels, Tensor) else type(channels).__name__
+            found.append(f"{prefix}channels is {said}; this module needs int32 {list(self.channels.shape)}")
+        if not found and not channels.is_meta:
             try:
-                check_channels(*held, self.out_features)  # type: ignore[arg-type]
+                check_channels(channels, self.out_features)
             except ValueError as error:
                 found.append(f"{prefix.rstrip('.') or 'MixedLinear'}: {error}")
         return found
+
+
+def layer_of(layer: nn.Linear, weight: MixedTensor, dtype: torch.dtype | None, dependent: bool) -> QuantLinear | MixedLinear:
+    """A layer in place of ``layer`` with the quantized ``weight``, on its device: a ``QuantLinear`` where
+    all channels are in one format, which costs less. Raises as ``pack`` and ``MixedLinear`` do."""
+    weight, chosen = weight.to(layer.weight.device), dtype or layer.weight.dtype
+    if len(weight.parts) > 1:
+        return MixedLinear.from_quantized(weight, layer.bias, chosen)
+    (part,), order = weight.parts, weight.channels.argsort()
+    held = {name: getattr(part, name) for name in ("codes", "scales", "zeros", "row_scales")}
+    in_order = replace(part, **{name: tensor[order] for name, tensor in held.items() if tensor is not None})
+    return QuantLinear(pack(in_order, chosen), layer.bias, dependent)
+
+
+def rounded(
+    layer: nn.Linear, channels: Tensor, plan: PrecisionPlan, clip_search: bool, dtype: torch.dtype | None, dependent: bool
+) -> QuantLinear | MixedLinear:
+    """A layer in place of ``layer`` with ``channels`` in the higher format of ``plan``, rounded to nearest; a
+    ``QuantLinear`` where that is none of them or all. Raises as ``MixedLinear.from_float`` does."""
+    low = split_channels(channels, layer.out_features)[1]
+    if low in (0, layer.out_features):
+        return QuantLinear.from_float(layer, plan.low if low else plan.high, clip_search, dtype, dependent)
+    return MixedLinear.from_float(layer, channels, plan.low, plan.high, clip_search, dtype)
 
 
 def mixed_layers(

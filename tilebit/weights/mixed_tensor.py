@@ -36,8 +36,7 @@ class MixedTensor:
             raise ValueError(f"low and high are {said}, channels on {self.channels.device}; accepted: one k and one device")
         if self.channels.ndim != 1 or self.channels.dtype is not torch.int64:
             raise ValueError(f"channels are {describe(self.channels)}; accepted: int64 [{self.n}]")
-        count = 0 if self.low is None else self.low.n
-        check_channels(self.channels[:count], self.channels[count:], self.n)
+        check_channels(self.channels, self.n)
 
     @property
     def parts(self) -> list[QuantizedTensor]:

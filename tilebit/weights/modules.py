@@ -313,7 +313,8 @@ def quantize_model(
     returns the names replaced.
 
     Layers of ``precision`` (``select_channels``) become ``MixedLinear`` of its two formats, each with
-    the channels that it says; ``format`` is for the others.
+    the channels that it says, or ``QuantLinear`` of one where it says none or all; ``format`` is for
+    the others.
 
     The layers compute in ``dtype``, fp16 or bf16: by default their own. Naming one casts the rest
     of the model to it too, where a layer has another; without it, layers of other types (fp32) are
@@ -331,7 +332,7 @@ def quantize_model(
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
-    from .mixed import MixedLinear, mixed_layers  # made of this module's layers
+    from .mixed import layer_of, mixed_layers, rounded  # made of this module's layers
 
     found = linears_of(model, skip)
     given = given_weights(found, weights or {})
@@ -348,9 +349,9 @@ def quantize_model(
     converted = {
         layer: _from_quantized(layer, weight, dtype, dependent)
         if isinstance(weight := given.get(layer), QuantizedTensor)
-        else MixedLinear.from_quantized(weight.to(layer.weight.device), layer.bias, dtype or layer.weight.dtype)
+        else layer_of(layer, weight, dtype, dependent)
         if weight is not None
-        else MixedLinear.from_float(layer, mixed[layer], precision.low, precision.high, clip_search, dtype)
+        else rounded(layer, mixed[layer], precision, clip_search, dtype, dependent)
         if precision is not None and layer in mixed
         else QuantLinear.from_float(layer, format, clip_search, dtype, dependent)
         for layer in dict.fromkeys(found.values())

@@ -42,7 +42,7 @@ def test_a_peer_runs_as_the_harness_runs_it(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setitem(sys.modules, "gemm_peers", types.SimpleNamespace(copies=lambda tensor: [tensor, tensor.clone()]))
     mixed = name in int8_plugin.MIXED
     shape: Any = Shape()
-    peer: Any = int8_plugin.MixedPeer(name, "in_turn") if mixed else int8_plugin.Int8Peer(name)
+    peer: Any = int8_plugin.MixedPeer(name) if mixed else int8_plugin.Int8Peer(name)
     peer.prepare(shape)
     for m in shape.ms:
         assert peer.supports(shape, m) is True
@@ -51,11 +51,10 @@ def test_a_peer_runs_as_the_harness_runs_it(monkeypatch: pytest.MonkeyPatch, nam
         for call in calls:
             call()
             assert float((y().float() - expected).norm() / expected.norm()) < peer.tol
-        parts = [part.packed for _, part in peer.layer.parts] if mixed else [peer.packed]
-        assert size == sum(part.nbytes for part in parts) + m * (K + 2 * N)
-        assert mixed or json.loads(note)["schedule"]["program"] == "gemm_cpu"
-    first = peer.ws[0][1] if mixed else peer.ws[0]
-    first.view(torch.int32).bitwise_xor_(0x11111111)
+        packed = peer.layer.rows.packed if mixed else peer.packed
+        assert size == packed.nbytes + m * (K + 2 * N)
+        assert json.loads(note)["schedule"]["program"] == "gemm_cpu"
+    peer.ws[0].view(torch.int32).bitwise_xor_(0x11111111)
     calls, y, *_ = peer.run(shape, 3)
     calls[0]()
     expected = peer.arows(shape, 3, torch.arange(3)) @ peer.ref.t()
@@ -68,6 +67,4 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(int8_plugin, "build", lambda workloads, target: asked.extend(workloads))
     monkeypatch.setattr(int8_plugin, "detect_target", lambda: None)
     assert int8_plugin.main(["--compile", "640x256,1280x256", "1,16"]) == 0
-    assert (
-        len(asked) == 2 * 2 * (9 + 3 * 2) and {w.m for w in asked} == {1, 16} and "60 kernels are in the cache" in capsys.readouterr().out
-    )
+    assert len(asked) == 2 * 2 * (9 + 1) and {w.m for w in asked} == {1, 16} and "40 kernels are in the cache" in capsys.readouterr().out

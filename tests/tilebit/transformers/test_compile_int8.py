@@ -93,8 +93,8 @@ def test_layers_take_codes_as_they_take_x():
     linear = torch.nn.Linear(128, 128, dtype=torch.float16)
     layer = QuantLinear.from_float(linear, "w8a8_channel")
     assert torch.equal(layer.of_codes(*tilebit.quantize_activations(x)), layer(x))
-    parts = MixedLinear.from_float(linear, torch.arange(0), "w8a8_channel", "w8a8_channel")
-    assert parts.x_group == layer.x_group == -1 and torch.equal(parts.of_codes(*tilebit.quantize_activations(x)), layer(x))
+    parts = MixedLinear.from_float(linear, torch.arange(0, 128, 5), "w4a8_channel_asym", "w8a8_channel")
+    assert parts.x_group == layer.x_group == -1 and torch.equal(parts.of_codes(*tilebit.quantize_activations(x)), parts(x))
     for other in (QuantLinear.from_float(linear, "w4a16_g64"), _reordered(layer)):
         assert other.x_group is None
         with pytest.raises(ValueError, match=r"takes no codes; accepted: x of torch.float16"):

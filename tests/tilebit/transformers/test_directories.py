@@ -18,7 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.ops.dispatch import plan_for
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.transformers import TilebitConfig, quantizer, register, sources
+from tilebit.transformers.fused import x_group
+from tilebit.transformers.needed import kernels_of
+from tilebit.transformers.outline import outline
 from tilebit.weights import modules
 from tilebit.weights.mixed import MixedLinear
 from tilebit.weights.modules import QuantLinear
@@ -262,7 +267,7 @@ def test_transformers_is_imported_with_its_package_alone():
 
 
 def test_layers_in_two_formats_come_back(tmp_path: Path):
-    """Whichever share of their channels is in which; what a directory says and does not hold is refused."""
+    """Whichever share of their channels is in which, in one alone as plain layers; what a directory says and does not hold is refused."""
     model = made(BIASED)
     names = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and name != "lm_head"]
     shares = {name: (0, 1, 10, -1)[place % 4] for place, name in enumerate(names[:-1])}
@@ -275,25 +280,37 @@ def test_layers_in_two_formats_come_back(tmp_path: Path):
     modules.quantize_model(model, "w4a16_g64", precision=PrecisionPlan(layers, low, high))
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["format"] == "w4a8_g128_asym+w8a8_g128" and set(config["per_layer"].values()) == {low.name, high.name, "w4a16_g64"}
+    named = {config["format"], *config["per_layer"].values()}
+    assert named == {"w4a8_g128_asym+w8a8_g128", low.name, high.name, "w4a16_g64"}
     read = loaded(tmp_path)
     same(model, read)
     kinds = {name: layer.kind for name, layer in read.named_modules() if isinstance(layer, MixedLinear)}
-    assert len(kinds) == sum(share > 0 for share in shares.values()) + sum(share <= 0 for share in shares.values())
+    assert kinds == {name: "w4a8_g128_asym+w8a8_g128" for name, share in shares.items() if share > 0}
     again = tmp_path / "again"
     read.save_pretrained(again)
     same(model, loaded(again))
 
     (file,) = tmp_path.glob("*.safetensors")
     entries = load_file(file)
-    mixed = next(name for name, kind in kinds.items() if "+" in kind)
+    mixed, plain = next(iter(kinds)), next(name for name, share in shares.items() if share <= 0)
+    index = entries[f"{mixed}.channels"]
+    described, layer = outline(tmp_path, None, None, "cpu"), read.get_submodule(mixed)
+    shape, bias = (len(index), layer.in_features), layer.rows.bias is not None
+    plan = plan_for(index.device, *shape, low.name, layer.dtype, bias, False, layer.out_features)
+    wanted = {w.static() for w in kernels_of(described, [], [1], 8, plan.target) if isinstance(w, Workload)}
+    assert plan.workload.static() in wanted and x_group(described.get_submodule(mixed)) == layer.x_group
+    unpaired = next(row for row, channel in enumerate(index.tolist()) if channel == -2 and row % 16 < 8)
     for entry, value, message in (
-        (f"{mixed}.high_channels", None, "cannot be loaded"),
-        (f"{mixed}.low_channels", entries[f"{mixed}.low_channels"].clamp(min=5), "do not hold each of"),
-        (f"{mixed}.low_channels", entries[f"{mixed}.low_channels"][1:].clone(), "copy the directory again"),
-        (f"{mixed}.low._extra_state", None, "copy the directory again"),
+        (f"{mixed}.channels", None, "cannot be loaded"),
+        (f"{mixed}.channels", index.clamp(max=5), "do not hold each of"),
+        (f"{mixed}.channels", index.index_fill(0, torch.tensor([unpaired]), -1), f"channels are -1 at row {unpaired}"),
+        (f"{mixed}.channels", index[1:].clone(), "copy the directory again"),
+        (f"{mixed}.rows._extra_state", None, "it does not hold|copy it again"),
+        (f"{mixed}.rows._extra_state", entries[f"{plain}._extra_state"], "cannot be loaded|config.json says"),
+        (f"{mixed}.low_channels", index, "two packed weights, which one now is; 1 layers .* quantize the model again"),
+        (f"{plain}.low_channels", index, "two packed weights, which one now is; 1 layers .* quantize the model again"),
     ):
-        changed = {name: tensor for name, tensor in entries.items() if name != entry} | ({} if value is None else {entry: value})
+        changed = {name: tensor for name, tensor in entries.items() if name != entry} | ({} if value is None else {entry: value.clone()})
         save_file(changed, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
             loaded(tmp_path)

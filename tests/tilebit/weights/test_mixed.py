@@ -3,77 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from mixed_layers import K, M, N, exact_x, made, placed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tilebit import MixedLinear, PrecisionPlan, QuantLinear, packs, prepare, quantize_model
-from tilebit.kernels import build
+from tilebit import MixedLinear, QuantLinear, quantize_activations
 from tilebit.layouts.formats import GemmFormat, QuantFormat
-from tilebit.ops import dispatch, gemm_mixed
-from tilebit.ops.gemm_mixed import LAUNCHES
-from tilebit.weights.calibrate import calibrate
-from tilebit.weights.gptq import gptq
+from tilebit.schedules.gemm.parts import ADDED, NOWHERE
 from tilebit.weights.mixed import HIGH, LOW
 from tilebit.weights.mixed_tensor import MixedTensor
 from tilebit.weights.packed import PackedWeight, pack
-from tilebit.weights.precision import LayerPrecision
+from tilebit.weights.paired import HIGH_OF, dequantize_rows
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
-N, K, M = 100, 300, 5
 SHARES = (0, 1, 10, 50, 100)
-
-
-def exact_weight(rows: int, format: GemmFormat, generator: torch.Generator) -> QuantizedTensor:
-    """Any codes and zero points, scales that are powers of two."""
-    codes = torch.randint(0, format.max_code + 1, (rows, K), generator=generator, dtype=torch.uint8)
-    shape = (rows, format.groups(K))
-    scales = torch.tensor([2.0**-5, 2.0**-6])[torch.randint(0, 2, shape, generator=generator)]
-    zeros = None if format.symmetric else torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    return QuantizedTensor(codes, scales, zeros, format)
-
-
-def exact_x(m: int, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers whose groups of 128 are quantized with a scale of 1: each holds 127."""
-    x = torch.randint(-4, 5, (m, K), generator=generator)
-    x[:, ::128] = 127
-    return x
-
-
-def made(
-    share: int, order: str = "ascending", bias: bool = True, dtype: torch.dtype = torch.float16
-) -> tuple[MixedLinear, torch.Tensor, torch.Tensor]:
-    """(a layer, its weight [N, K] and bias in fp64, rows in y's order)."""
-    generator = torch.Generator().manual_seed(share)
-    count = share * N // 100
-    channels = {
-        "ascending": torch.randperm(N, generator=generator)[:count].sort().values,
-        "reversed": torch.arange(N).flip(0)[:count],
-        "alternating": torch.arange(0, N, max(1, N // max(1, count)))[:count],
-        "random": torch.randperm(N, generator=generator)[:count],
-    }[order]
-    others = torch.ones(N, dtype=torch.bool)
-    others[channels] = False
-    rows, first = torch.cat([others.nonzero().flatten(), channels]), N - count  # of the higher format in the order that is asked for
-    w, parts = torch.empty(N, K, dtype=torch.float64), []
-    for format, own in ((LOW, rows[:first]), (HIGH, rows[first:])):
-        q = exact_weight(len(own), format, generator) if len(own) else None
-        if q is not None:
-            w[own] = q.dequantize().double()
-        parts.append(None if q is None else pack(q, dtype))
-    b = torch.randint(-8, 9, (N,), generator=generator).double() if bias else torch.zeros(N).double()
-    return MixedLinear(parts[0], parts[1], rows, b.to(dtype) if bias else None), w, b
+ORDERS = ("ascending", "reversed", "alternating", "random", "scattered")
 
 
 @pytest.mark.parametrize("share", [pytest.param(share, marks=[pytest.mark.slow] * (share in (1, 50))) for share in SHARES])
 def test_every_share_is_exact(share: int) -> None:
     x = exact_x(M, torch.Generator().manual_seed(9))
-    for order in ("ascending", "reversed", "alternating", "random") if share not in (0, 100) else ("ascending",):
+    for order in ORDERS:
         layer, w, bias = made(share, order)
         assert torch.equal(layer.dequantize().double(), w)
         y = layer(x.half())
@@ -83,12 +39,28 @@ def test_every_share_is_exact(share: int) -> None:
     assert layer.share == share / 100
 
 
-def test_one_format_alone_is_the_plain_layer() -> None:
-    """The same kernel, bit for bit."""
+@pytest.mark.parametrize("formats", HIGH_OF.items(), ids=[low.name for low in HIGH_OF])
+def test_every_pair_of_formats_multiplies(formats: tuple[GemmFormat, GemmFormat]) -> None:
+    """Near the product of the exact weight with what x is quantized to: all that is rounded is y, and scales of rows in fp32."""
     torch.manual_seed(0)
-    linear, x = nn.Linear(K, N).half(), torch.randn(M, K).half()
-    for channels, format in ((torch.arange(0), LOW), (torch.arange(N), HIGH)):
-        assert torch.equal(MixedLinear.from_float(linear, channels)(x), QuantLinear.from_float(linear, format)(x))
+    linear, x = nn.Linear(K, N), torch.randn(M, K).half()
+    layer = MixedLinear.from_float(linear, torch.arange(0, N, 9), *formats)
+    codes, scales = quantize_activations(x, group=layer.x_group if layer.x_group > 0 else None)
+    of_columns = scales.repeat_interleave(128, 0)[:K].T if layer.x_group > 0 else scales[:, None]
+    w = dequantize_rows(layer.rows.unpack(), layer.channels).double()
+    expected = (codes[:, :K].double() * of_columns.double()) @ w.T + linear.bias.half().double()
+    for y in (layer(x), layer.of_codes(codes, scales)):
+        assert torch.allclose(y.double(), expected, rtol=2**-10, atol=2**-14)
+    assert layer.kind == f"{formats[0].name}+{formats[1].name}" and layer.share == 0.12
+    assert layer.format_name == f"w4.48a8{formats[1].name.removeprefix('w8a8')}"
+
+
+def test_channels_of_one_format_keep_the_layer_s_kind() -> None:
+    linear = nn.Linear(K, N)
+    for low, high in HIGH_OF.items():
+        for channels, share in ((torch.arange(0), 0), (torch.arange(N), 1)):
+            layer = MixedLinear.from_float(linear, channels, low, high)
+            assert layer.kind == f"{low.name}+{high.name}" and layer.share == share and layer.format_name == (low, high)[share].name
 
 
 def roll(entry: str) -> Callable[[MixedLinear], None]:
@@ -101,21 +73,44 @@ def roll(entry: str) -> Callable[[MixedLinear], None]:
     return planted
 
 
+def next_channel(layer: MixedLinear) -> None:
+    rows = placed(layer, "low")
+    layer.channels[rows] = layer.channels[rows].roll(1)
+
+
 def swap_first(layer: MixedLinear) -> None:
-    low, high = layer.low_channels[0].clone(), layer.high_channels[0].clone()
-    layer.low_channels[0], layer.high_channels[0] = high, low
+    rows = torch.stack([placed(layer, "low")[0], placed(layer, "high")[0]])
+    layer.channels[rows] = layer.channels[rows.flip(0)]
 
 
-def low_scales_in_high(layer: MixedLinear) -> None:
-    scales = layer.get_buffer("high.scales")
-    scales.copy_(layer.get_buffer("low.scales")[:, : scales.shape[1]])
+def high_scales_in_low_nibbles(layer: MixedLinear) -> None:
+    rows, scales = placed(layer, "high"), layer.get_buffer("rows.scales")
+    scales[:, rows + 8] = scales[:, rows]
 
 
-BUGS: dict[str, Callable[[MixedLinear], None]] = {
-    "the index of the next channel": roll("low_channels"),
-    "the index of the other part, in one place": swap_first,
-    "the low part's scales on the high one": low_scales_in_high,
-    "the bias in another order": roll("low.bias"),
+def high_zeros_in_low_nibbles(layer: MixedLinear) -> None:
+    rows, zeros = placed(layer, "high"), layer.get_buffer("rows.zeros")
+    zeros[:, rows + 8] = zeros[:, rows]
+
+
+def low_nibbles_lost(layer: MixedLinear) -> None:
+    layer.channels[placed(layer, "high")[3] + 8] = NOWHERE
+
+
+def stale(layer: MixedLinear) -> None:
+    """A single row is added to the one before it, as if it were low nibbles."""
+    layer.channels[8] = ADDED
+
+
+BUGS: dict[str, Callable[[MixedLinear], object]] = {
+    "the index of the next channel": next_channel,
+    "the index of a channel of the other format, in one place": swap_first,
+    "the scales of high nibbles on low ones": high_scales_in_low_nibbles,
+    "the zeros of high nibbles on low ones": high_zeros_in_low_nibbles,
+    "low nibbles that are lost": low_nibbles_lost,
+    "a single row as low nibbles": stale,
+    "the bias in another order": roll("rows.bias"),
+    "the scales of the next channel": lambda layer: layer.get_buffer("rows.scales").copy_(layer.get_buffer("rows.scales").roll(1, 1)),
 }
 
 
@@ -125,27 +120,6 @@ def test_planted_bugs_are_caught(bug: str) -> None:
     x = exact_x(M, torch.Generator().manual_seed(9))
     BUGS[bug](layer)
     assert not torch.equal(layer(x.half()), (x.double() @ w.T + bias).half())
-
-
-def test_launches_are_told_apart_and_change_nothing() -> None:
-    layer, x = made(10)[0], torch.randn(M, K).half()
-    results = []
-    for layer.launches in LAUNCHES:
-        results.append(layer(x))
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    with pytest.raises(ValueError, match="launches is 'both'; accepted: 'in_turn', 'dependent', 'parallel'"):
-        layer.launches = "both"  # type: ignore[assignment]
-    assert layer.launches == "parallel"
-
-
-def test_kernels_are_prepared(launches) -> None:
-    layer, x = made(10)[0], torch.randn(M, K).half()
-    dispatch.forget()
-    prepare(nn.Sequential(layer), m=[M])
-    assert {w.width for w, _ in launches.seen} == {N} and sorted(w.n for w, _ in launches.seen) == [10, 90]
-    launches.seen.clear()
-    layer(x)
-    assert launches.seen == []
 
 
 def test_state_dict_round_trips_through_safetensors(tmp_path) -> None:
@@ -158,24 +132,47 @@ def test_state_dict_round_trips_through_safetensors(tmp_path) -> None:
     assert torch.equal(source(x), target(x)) and torch.equal(copy.deepcopy(target)(x), source(x))
 
 
-@pytest.mark.parametrize("wrong", ["twice", "missing", "dtype", "length", "part", "format"])
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.update({name: change(state[name].clone())})
+
+
+def put(place: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.index_fill(0, torch.tensor([place]), value)
+
+
+OTHERS = MixedLinear.from_float(nn.Linear(K, N), torch.arange(10), "w4a8_channel_asym", "w8a8_channel").state_dict()
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a channel twice": (changed("channels", put(3, 5)), "do not hold each of 0 to 99 once"),
+    "no channel": (changed("channels", put(3, NOWHERE)), "do not hold each of 0 to 99 once"),
+    "another number": (changed("channels", put(95, -3)), "channels reach -3; accepted"),
+    "added among the first 8": (changed("channels", put(119, ADDED)), "channels are -1 at row 119; accepted"),
+    "added to padding": (changed("channels", put(127, ADDED)), "channels are -1 at row 127; accepted"),
+    "no index": (lambda state: state.pop("channels"), "has no channels; accepted: all of the layer or nothing"),
+    "the index alone": (
+        lambda state: [state.pop(name) for name in list(state) if name.startswith("rows.")],
+        "has no rows.weight; accepted: all",
+    ),
+    "an index of another dtype": (changed("channels", torch.Tensor.long), "channels is int64 .*; this module needs int32"),
+    "an index of other rows": (changed("channels", lambda channels: channels[:112]), r"needs int32 \[128\]"),
+    "an index that is no tensor": (lambda state: state.update(channels="3"), "channels is str; this module needs"),
+    "other rows": (changed("rows.weight", lambda weight: weight[:, :1]), "needs"),
+    "rows of another format": (lambda state: state.update({"rows._extra_state": OTHERS["rows._extra_state"]}), "build the module"),
+    "two packed weights, as layers were saved": (
+        lambda state: state.update(low_channels=torch.arange(90), high_channels=torch.arange(10)),
+        "quantize the model again",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_entries_of_no_such_layer_change_nothing(wrong: str) -> None:
     source, target = made(10)[0], made(10, "reversed")[0]
     state, before = dict(source.state_dict()), {name: t.clone() for name, t in target.state_dict().items()}
-    if wrong == "twice":
-        state["low_channels"] = state["low_channels"].clone()
-        state["low_channels"][3] = state["low_channels"][4]
-    elif wrong == "missing":
-        del state["high_channels"]
-    elif wrong == "dtype":
-        state["low_channels"] = state["low_channels"].long()
-    elif wrong == "length":
-        state |= {f"{part}_channels": t for part, t in zip(("low", "high"), torch.arange(N, dtype=torch.int32).split(50), strict=True)}
-    elif wrong == "part":
-        state["high.weight"] = state["high.weight"][:, :1]
-    else:
-        state["low._extra_state"] = state["high._extra_state"]
-    with pytest.raises(RuntimeError, match=r"accepted|needs|build the module"):
+    change, message = WRONG[wrong]
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
         target.load_state_dict(state)
     assert all(torch.equal(before[name], t) for name, t in target.state_dict().items())
 
@@ -183,7 +180,7 @@ def test_entries_of_no_such_layer_change_nothing(wrong: str) -> None:
 def test_casts_round_scales_and_keep_the_index() -> None:
     layer, w, _ = made(10, bias=False)
     layer.to(torch.bfloat16)
-    assert layer.dtype == torch.bfloat16 and layer.low_channels.dtype == torch.int32
+    assert layer.dtype == torch.bfloat16 and layer.channels.dtype == torch.int32
     assert torch.equal(layer.dequantize().double(), w)
 
 
@@ -193,14 +190,11 @@ def test_traces() -> None:
     assert torch.equal(compiled(x), layer(x))
     exported = torch.export.export(nn.Sequential(layer), (x,))
     assert "gemm_mixed" in exported.graph_module.code and torch.equal(exported.module()(x), layer(x))
-    operands = [
-        t
-        for name, part in layer.parts
-        for t in (part.weight, part.scales, part.zeros, part.row_scales, part.bias, layer.get_buffer(f"{name}_channels"))
-    ]
+    rows = layer.rows
+    operands = (rows.weight, rows.scales, rows.zeros, rows.row_scales, rows.bias, layer.channels)
     codes = torch.ops.tilebit.quantize(x, None, None, group=128)
     names = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.tilebit.gemm_mixed, (*codes, *operands, N, K, LOW.name, HIGH.name, torch.float16), test_utils=names)
+    torch.library.opcheck(torch.ops.tilebit.gemm_mixed, (*codes, *operands, N, K, LOW.name, torch.float16), test_utils=names)
 
 
 def packed(n: int, format: GemmFormat, k: int = K, dtype: torch.dtype = torch.float16) -> PackedWeight:
@@ -209,24 +203,37 @@ def packed(n: int, format: GemmFormat, k: int = K, dtype: torch.dtype = torch.fl
     return pack(QuantizedTensor(torch.zeros(n, k, dtype=torch.uint8), torch.ones(shape), zeros, format), dtype)
 
 
-ORDER = torch.arange(N)
+ROWS = torch.cat([torch.arange(N), torch.full((12,), NOWHERE)])  # of a layer with all channels in 4 bits
+
+
+SECOND = torch.arange(16).masked_fill(torch.arange(16) > 7, ADDED)
+
+
 NO_LAYERS: dict[str, tuple[Callable[[], MixedLinear], str]] = {
-    "no part": (lambda: MixedLinear(None, None, ORDER), "low and high are None; accepted: at least one PackedWeight"),
-    "another k": (lambda: MixedLinear(packed(90, LOW), packed(10, HIGH, 256), ORDER), r"\[90, 300\].* and \[10, 256\].*accepted: one k"),
-    "another dtype": (lambda: MixedLinear(packed(90, LOW), packed(10, HIGH, dtype=torch.bfloat16), ORDER), "accepted: one k, dtype"),
+    "x of 16 bits": (lambda: MixedLinear(packed(112, QuantFormat(4, 64)), ROWS, N), "rows are in w4a16_g64; accepted: w4a8_g128_asym, "),
+    "rows of 8 bits": (lambda: MixedLinear(packed(112, HIGH), ROWS, N), "rows are in w8a8_g128; accepted: w4a8_g128_asym, "),
     "another x": (
-        lambda: MixedLinear(packed(90, LOW), packed(10, QuantFormat.parse("w8a8_channel")), ORDER),
-        "the formats are w4a8_g128_asym and w8a8_channel; accepted: two with the same int8 x",
+        lambda: MixedLinear.from_float(nn.Linear(K, N), torch.arange(3), LOW, "w8a8_channel"),
+        "the formats are w4a8_g128_asym and w8a8_channel; accepted: 'w4a8_g128_asym' with 'w8a8_g128'.*the same int8 x",
     ),
-    "x of 16 bits": (lambda: MixedLinear(packed(N, QuantFormat(4, 64)), None, ORDER), "accepted: two with the same int8 x"),
-    "a channel twice": (lambda: MixedLinear(packed(90, LOW), packed(10, HIGH), ORDER.clamp(1)), "do not hold each of 0 to 99 once"),
-    "too few channels": (lambda: MixedLinear(packed(90, LOW), packed(10, HIGH), ORDER[1:]), "do not hold each of 0 to 99 once"),
-    "channels that are floats": (lambda: MixedLinear(packed(90, LOW), packed(10, HIGH), ORDER.float()), r"channels are float32 \[100\]"),
-    "one part out of order": (lambda: MixedLinear(packed(N, LOW), None, ORDER.flip(0)), "pack its rows in that order"),
-    "a bias of another length": (lambda: MixedLinear(packed(N, LOW), None, ORDER, torch.ones(3)), r"bias is float32 \[3\].*accepted"),
+    "reordered columns": (lambda: MixedLinear(replace(packed(112, LOW), perm=torch.arange(K)), ROWS, N), "act_order=False"),
+    "a channel twice": (lambda: MixedLinear(packed(112, LOW), ROWS.clamp(NOWHERE, 98), N), "do not hold each of 0 to 99 once"),
+    "a channel too many": (lambda: MixedLinear(packed(112, LOW), ROWS, N - 1), "do not hold each of 0 to 98 once"),
+    "no channels": (lambda: MixedLinear(packed(16, LOW), torch.full((16,), NOWHERE), 0), "do not hold each of 0 to -1 once"),
+    "another number": (lambda: MixedLinear(packed(112, LOW), ROWS.clamp(max=99) - 3 * (ROWS < 0), N), "channels reach -5; accepted"),
+    "added among the first 8": (lambda: MixedLinear(packed(16, LOW), SECOND.flip(0), 8), "channels are -1 at row 0; accepted"),
+    "added to padding": (lambda: MixedLinear(packed(16, LOW), SECOND.clone().index_fill_(0, torch.tensor([7]), NOWHERE), 7), "at row 15"),
+    "too few numbers": (
+        lambda: MixedLinear(packed(112, LOW), ROWS[1:], N),
+        r"channels are int64 \[111\].*accepted: whole",
+    ),
+    "channels that are floats": (lambda: MixedLinear(packed(112, LOW), ROWS.float(), N), r"channels are float32 \[112\]"),
+    "a bias of another length": (lambda: MixedLinear(packed(112, LOW), ROWS, N, torch.ones(3)), r"bias is float32 \[3\].*accepted"),
+    "a bias of rows": (lambda: MixedLinear(packed(112, LOW), ROWS, N, torch.ones(112)), r"accepted: floating point \[100\]"),
     "channels outside": (lambda: MixedLinear.from_float(nn.Linear(K, N), torch.tensor([N])), "accepted: some of 0 to 99"),
     "channels below": (lambda: MixedLinear.from_float(nn.Linear(K, N), torch.tensor([-1])), "accepted: some of 0 to 99"),
     "a mask": (lambda: MixedLinear.from_float(nn.Linear(K, N), torch.ones(N, dtype=torch.bool)), "accepted: whole numbers"),
+    "a mask of rows": (lambda: MixedLinear(packed(112, LOW), torch.ones(112, dtype=torch.bool), N), "accepted: whole numbers"),
 }
 
 
@@ -238,10 +245,19 @@ def test_what_makes_no_layer_is_refused(case: str) -> None:
 
 
 def test_what_is_no_weight_is_refused() -> None:
-    with pytest.raises(TypeError, match="low is int '3'; accepted: a PackedWeight"):
-        MixedLinear(3, None, ORDER)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rows is int '3'; accepted: a PackedWeight"):
+        MixedLinear(3, ROWS, N)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="n is float"):
+        MixedLinear(packed(112, LOW), ROWS, 100.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="linear is"):
-        MixedLinear.from_float(QuantLinear(packed(N, LOW)), ORDER)  # type: ignore[arg-type]
+        MixedLinear.from_float(QuantLinear(packed(N, LOW)), torch.arange(3))  # type: ignore[arg-type]
+
+
+def test_a_layer_of_its_rows_has_their_bias() -> None:
+    for bias in (True, False):
+        layer, x = made(10, bias=bias)[0], torch.randn(M, K).half()
+        again = MixedLinear.of_layer(layer.rows, layer.channels, N)
+        assert torch.equal(again(x), layer(x)) and list(again.state_dict()) == list(layer.state_dict())
 
 
 def test_calls_that_do_not_fit_are_refused_before_a_launch(launches) -> None:
@@ -256,114 +272,6 @@ def test_calls_that_do_not_fit_are_refused_before_a_launch(launches) -> None:
     assert launches.seen == []
 
 
-def test_an_operator_s_index_is_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = made(10)[0], torch.randn(M, K).half()
-    layer.low_channels[0] = layer.low_channels[1]
-    monkeypatch.setattr(gemm_mixed, "CHECKED", True)
-    with pytest.raises(ValueError, match="do not hold each of 0 to 99 once"):
-        layer(x)
-
-
-def test_operands_of_either_part_are_checked() -> None:
-    layer, x = made(10)[0], torch.randn(M, K).half()
-    layer(x)
-    for part, name in (("low", "zeros"), ("high", "scales"), ("high", "weight")):
-        broken = copy.deepcopy(layer)
-        getattr(broken, part)._buffers[name] = torch.zeros(3, dtype=getattr(getattr(layer, part), name).dtype)
-        with pytest.raises(ValueError, match=rf"{name} is .* needs"):
-            broken(x)
-
-
-def test_a_pack_serves_both_kernels(tmp_path, launches) -> None:
-    """As where nothing may be compiled: the pack has the kernels, with their index, and no other is looked for."""
-    layer, x = made(10)[0], torch.randn(M, K).half()
-    expected = layer(x)
-    plans = [
-        dispatch.plan_for(part.weight.device, part.out_features, K, part.format.name, x.dtype, True, False, N) for _, part in layer.parts
-    ]
-    built = build([plan.workload.with_m(M) for plan in plans], plans[0].target)
-    packs.export(tmp_path / "pack", built)
-    pack_of_both = packs.load(tmp_path / "pack")
-    try:
-        assert sorted(entry.workload.to_json()["n"] for entry in pack_of_both.kernels) == [10, 90]
-        assert {entry.workload.to_json()["width"] for entry in pack_of_both.kernels} == {N}
-        assert torch.equal(layer(x), expected)
-        assert [packs.find(workload, plans[0].target) is not None for workload, _ in launches.seen[-2:]] == [True, True]
-    finally:
-        packs.unload(pack_of_both)
-
-
-def planned(**channels: torch.Tensor) -> PrecisionPlan:
-    return PrecisionPlan(tuple(LayerPrecision(name, N, K, own) for name, own in channels.items()), LOW, HIGH)
-
-
-def model() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(one=nn.Linear(K, N), two=nn.Linear(K, N), head=nn.Linear(K, N))).half()
-
-
-def test_a_model_is_quantized_by_a_plan() -> None:
-    """Rows of either format are those that quantizing rounds alone; layers that the plan has not are in the other format."""
-    floats, quantized = model(), model()
-    own = torch.tensor([3, 50, 99])
-    assert quantize_model(quantized, "w4a16_g64", ("head",), precision=planned(one=own)) == ["one", "two"]
-    mixed, plain = quantized.one, quantized.two
-    assert isinstance(mixed, MixedLinear) and isinstance(plain, QuantLinear) and type(quantized.head) is nn.Linear
-    assert plain.format.name == "w4a16_g64" and mixed.high_channels.tolist() == own.tolist() and mixed.dtype == torch.float16
-    expected = quantize(floats.one.weight, LOW).dequantize(torch.float16)
-    expected[own] = quantize(floats.one.weight[own], HIGH).dequantize(torch.float16)
-    assert torch.equal(mixed.dequantize(), expected)
-    assert torch.equal(
-        torch.cat([mixed.get_buffer("low.bias"), mixed.get_buffer("high.bias")]).sort().values, floats.one.bias.sort().values
-    )
-
-
-def test_channels_ascend_and_given_weights_may_have_them_in_another_order() -> None:
-    floats, quantized = model(), model()
-    own, drawn = torch.tensor([3, 50, 99]), torch.tensor([50, 99, 3])
-    assert MixedLinear.from_float(floats.one, drawn).high_channels.tolist() == own.tolist()
-    rest = torch.tensor([row for row in range(N) if row not in own.tolist()])
-    w = floats.one.weight
-    weight = MixedTensor(quantize(w[rest], LOW), quantize(w[drawn], HIGH), torch.cat([rest, drawn]))
-    quantize_model(quantized, "w4a16_g64", ("head",), weights={"one": weight}, precision=planned(one=drawn))
-    assert quantized.one.high_channels.tolist() == drawn.tolist()
-    assert torch.equal(quantized.one.dequantize(), MixedLinear.from_float(floats.one, own).dequantize())
-    with torch.no_grad():
-        x = torch.randn(M, K).half()
-        assert torch.equal(quantized.one(x), MixedLinear.from_float(floats.one, own)(x))
-
-
-CHANNEL = (GemmFormat.parse("w4a8_channel_asym"), GemmFormat.parse("w8a8_channel"))
-
-
-@pytest.mark.parametrize("formats", [(LOW, HIGH), CHANNEL], ids=["groups", "channels"])
-@pytest.mark.parametrize("count", [0, 3, N])
-def test_a_plan_is_calibrated_part_by_part(formats: tuple[GemmFormat, GemmFormat], count: int) -> None:
-    """Each part is what GPTQ makes of its rows alone, columns reordered only where no groups share scales; the model takes the
-    weights beside their plan."""
-    floats = model()
-    own = torch.randperm(N, generator=torch.Generator().manual_seed(2))[:count].sort().values
-    plan = PrecisionPlan((LayerPrecision("one", N, K, own),), *formats)
-    x = torch.randn(400, K, generator=torch.Generator().manual_seed(1)).half()
-    weights = calibrate(nn.Sequential(OrderedDict(one=floats.one)), [x], precision=plan)
-    weight, products = weights["one"], x.float().t() @ x.float()
-    assert isinstance(weight, MixedTensor)
-    rest = torch.tensor([row for row in range(N) if row not in own.tolist()], dtype=torch.int64)
-    for part, format, rows in ((weight.low, formats[0], rest), (weight.high, formats[1], own)):
-        if not len(rows):
-            assert part is None
-            continue
-        assert part is not None and part.perm is None and part.format == format
-        expected = gptq(floats.one.weight[rows], products, format, act_order=formats == CHANNEL)
-        assert torch.equal(part.codes, expected.codes) and torch.equal(part.scales, expected.scales)
-        assert torch.equal(weight.dequantize()[rows], expected.dequantize())
-    quantized = copy.deepcopy(floats)
-    quantize_model(quantized, "w4a16_g64", ("head",), weights=weights, precision=plan)
-    assert isinstance(quantized.one, MixedLinear) and isinstance(quantized.two, QuantLinear)
-    assert torch.equal(quantized.one.dequantize(), weight.dequantize(torch.float16))
-    assert (0 if quantized.one.high is None else quantized.one.high.out_features) == count
-
-
 @pytest.mark.parametrize(
     ("low", "channels", "message"),
     [
@@ -375,21 +283,3 @@ def test_a_plan_is_calibrated_part_by_part(formats: tuple[GemmFormat, GemmFormat
 def test_no_mixed_tensor(low: QuantizedTensor | None, channels: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixedTensor(low, quantize(torch.ones(1, 8), HIGH), channels)
-
-
-@pytest.mark.parametrize(
-    ("plan", "weights", "message"),
-    [
-        (planned(three=torch.tensor([0])), {}, "precision names 'three'; accepted: layers that are replaced: one, two"),
-        (planned(head=torch.tensor([0])), {}, "precision names 'head'; accepted"),
-        (PrecisionPlan((LayerPrecision("one", N, 8, torch.tensor([0])),), LOW, HIGH), {}, r"\[100, 8\]; the layer is \[100, 300\]"),
-        (planned(one=torch.tensor([0])), {"one": 1}, r"weights\['one'\] are not in w4a8_g128_asym with the channels in w8a8_g128"),
-        (planned(one=torch.tensor([100])), {}, "accepted: some of 0 to 99"),
-    ],
-)
-def test_a_plan_of_another_model_leaves_it_as_it_was(plan: PrecisionPlan, weights: dict[str, int], message: str) -> None:
-    floats = model()
-    given = {name: quantize(floats.one.weight, LOW) for name in weights}
-    with pytest.raises(ValueError, match=message):
-        quantize_model(floats, "w4a16_g64", ("head",), precision=plan, weights=given)
-    assert all(type(layer) is nn.Linear for layer in floats)

@@ -24,9 +24,9 @@ TUNED = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_
 SHAPES = list(dict.fromkeys(r.workload.static() for r in TUNED if isinstance(r.workload, Workload)))
 SOME = SHAPES[::20]
 SIBLING = replace(H200, name="NVIDIA H100 80GB HBM3")
-THERE = [r.workload for r in shipped_records() if isinstance(r.workload, Workload) and r.measured_on(SIBLING)]
+THERE = list(dict.fromkeys(r.workload for r in shipped_records() if isinstance(r.workload, Workload) and r.measured_on(SIBLING)))
 # Of which an H100 has no records, nor of a twin, which would say more than an H200's.
-OF_ONE = [shape for shape in SHAPES if not any(operation("gemm").twins(other, shape.with_m(other.m)) for other in dict.fromkeys(THERE))]
+OF_ONE = [shape for shape in SHAPES if not any(operation("gemm").twins(other, shape.with_m(other.m)) for other in THERE)]
 UNTUNED = Workload(1, 6656, 5120)
 
 

@@ -1,12 +1,11 @@
-"""Kernels of the CPU attention programs, compiled in one pool, and calls of them."""
+"""Kernels of the CPU attention programs, and calls of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cpu_cases import runs_here, target
+from cpu_cases import built, runs_here, target
 from torch import Tensor
 
 from tilebit.autotune.problems.attention import AttentionProblem
@@ -14,10 +13,8 @@ from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.schedule import Schedule
-from tilebit.tiles.compiler.cache import ArtifactCache
-from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.pool import CompilePool
 
 GROUPS = (1, 4, 7, 8, 16)
 PAGES = (16, 32, 64, 128, 256)
@@ -41,15 +38,9 @@ def name_of(one: Case) -> str:
     return f"{w.format.name}-{w.dtype}-{w.heads_q}/{w.heads_kv}x{w.head_dim}-page{w.page_size}-{flags}-step{s.block_n}-{s.num_warps}-{isa}"
 
 
-def compiled(cases: Iterable[Case]) -> dict[Case, Kernel]:
-    """The kernels of those cases that this machine can run."""
-    runnable = [one for one in dict.fromkeys(cases) if runs_here(one[2])]
-    requests = [CompileRequest(s.program, w, s, target(isa)) for w, s, isa in runnable]
-    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
-        results = pool.compile(requests)
-    failures = [str(result) for result in results if isinstance(result, CompileFailure)]
-    assert not failures
-    return {one: result for one, result in zip(runnable, results, strict=True) if isinstance(result, Kernel)}
+def kernel_of(one: Case) -> Kernel:
+    w, s, isa = one
+    return built(CompileRequest(s.program, w, s, target(isa)))
 
 
 def call(kernel: Kernel, problem: AttentionProblem, outputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
-"""Operands of the CPU GEMM tests: packed weights and the fp64 weight they stand for."""
+"""Kernels of the CPU tests, and operands of those of GEMMs: packed weights and the fp64 weight they stand for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,6 +11,10 @@ import torch
 from tilebit.layouts.packing import gemm_layout
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, target_from_name
+from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.tiles.compiler.pool import CompilePool
 
 # Those in which only products of integers differ are INTEGER_FEATURES.
 INTEGER_FEATURES = {"avx512_vnni": ("avx512_vnni", "avx512", "avx2"), "avx_vnni": ("avx_vnni", "avx2")}
@@ -31,6 +36,16 @@ def runs_here(isa: str) -> bool:
     except OSError:
         return False
     return _FLAGS[isa] <= flags
+
+
+@cache
+def built(request: CompileRequest) -> Kernel:
+    """The kernel, compiled when a test first asks for it, in a process that is kept: test workers that share out the cases of a file
+    share out its kernels, too."""
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
+        (kernel,) = pool.compile([request])
+    assert isinstance(kernel, Kernel), kernel
+    return kernel
 
 
 @dataclass(frozen=True)

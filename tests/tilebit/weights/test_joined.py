@@ -13,7 +13,7 @@ from tilebit.weights.joined import joined
 from tilebit.weights.modules import QuantLinear
 
 K = 256
-ROWS = (128, 64, 192)
+ROWS = (64, 128, 64)
 
 
 def layers_of(format: str, bias: bool = False, rows: tuple[int, ...] = ROWS, seed: int = 0) -> list[Any]:

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cpu_attention import GROUPS, PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
+from cpu_attention import GROUPS, PAGES, call, case, edge_lengths, kernel_of, name_of, verdict, workload
 from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.autotune.problems.attention import attention_problem
@@ -16,8 +16,8 @@ from tilebit.layouts.kv import HEAD_DIMS, RESIDUAL
 from tilebit.layouts.kv_quantize import pack_pages, quantize_group
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
+# At every edit those of tests/tilebit/ops run.
+pytestmark = pytest.mark.slow
 
 
 def _cases():
@@ -40,24 +40,19 @@ STEPWISE = [
 EVERY_NUMBER = [case(workload("append", "kvfp8", heads_q=1, dtype=dtype)) for dtype in ("float16", "bfloat16")]
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled([*CASES, *STEPWISE, *EVERY_NUMBER])
-
-
 @pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_as_the_twin(kernels, one):
+def test_as_the_twin(one):
     w, lengths = one[0], edge_lengths(one[0].page_size)
     rows = [min(pair) for pair in zip(lengths, (0, 1, 130, 128, 127, 7, 5, 260, 1), strict=True)]
     edges = poisoned_problem(w, lengths, rows, seed=3)
-    assert verdict(kernels[one], edges, poisoned_problem(w, [517, 128, 384], [16, 1, 384], seed=4)) == ()
+    assert verdict(kernel_of(one), edges, poisoned_problem(w, [517, 128, 384], [16, 1, 384], seed=4)) == ()
 
 
 @pytest.mark.parametrize("one", STEPWISE, ids=name_of)
-def test_token_by_token_is_all_at_once(kernels, one):
+def test_token_by_token_is_all_at_once(one):
     w, length = one[0], 2 * RESIDUAL + 9
     problem = attention_problem(w, [length, 3], [length, 3], seed=5)
-    bulk = call(kernels[one], problem)
+    bulk = call(kernel_of(one), problem)
     state = {name: problem.operands[name].clone() for name in bulk}
     for steps in (*([1] * 140), 3, 100, *([1] * 22)):
         done = int(state.setdefault("done", torch.zeros(1, dtype=torch.int64)))
@@ -70,7 +65,7 @@ def test_token_by_token_is_all_at_once(kernels, one):
             "cu_seqlens": torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32),
             "lengths": torch.tensor([s.stop for s in new], dtype=torch.int32),
         }
-        call(kernels[one], replace(problem, operands={**problem.operands, **picked, **ints}), {n: state[n] for n in bulk})
+        call(kernel_of(one), replace(problem, operands={**problem.operands, **picked, **ints}), {n: state[n] for n in bulk})
         state["done"] += steps
     assert int(state["done"]) == length
     assert torch.equal(state["pages"], bulk["pages"])
@@ -82,14 +77,14 @@ def test_token_by_token_is_all_at_once(kernels, one):
 @pytest.mark.parametrize(
     ("one", "scale"), list(product(EVERY_NUMBER, (1.0, 0.37))), ids=lambda x: name_of(x) if isinstance(x, tuple) else str(x)
 )
-def test_every_number_in_fp8(kernels, one, scale):
+def test_every_number_in_fp8(one, scale):
     """All 65,536 numbers of the model's type, infinities and NaN too."""
     w, dtype = one[0], getattr(torch, one[0].dtype)
     rows = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype).view(-1, 1, w.head_dim)
     problem = attention_problem(w, [len(rows)], [len(rows)], seed=0)
     scales = torch.tensor([[scale], [1.0]])
     problem = replace(problem, operands={**problem.operands, "k": rows, "v": rows.clone(), "head_scales": scales})
-    pages = call(kernels[one], problem)["pages"][problem.operands["block_tables"][0].long(), 0]
+    pages = call(kernel_of(one), problem)["pages"][problem.operands["block_tables"][0].long(), 0]
     numbers = rows[:, 0].float().numpy()
     with np.errstate(invalid="ignore", over="ignore"):  # infinity and NaN are among them
         groups = [quantize_group(part, part, w.format, w.dtype, (scale, 1.0)) for part in numbers.reshape(-1, RESIDUAL, w.head_dim)]

@@ -7,15 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from cpu_attention import GROUPS, ISA, PAGES, call, case, compiled, edge_lengths, name_of, verdict, workload
+from cpu_attention import GROUPS, ISA, PAGES, call, case, edge_lengths, kernel_of, name_of, verdict, workload
 from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.autotune.problems.attention import attention_problem, exact_attention
 from tilebit.layouts.kv import HEAD_DIMS
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
+# At every edit those of tests/tilebit/ops run.
+pytestmark = pytest.mark.slow
 
 
 def _cases():
@@ -38,58 +38,53 @@ SCORES = [case(workload("decode", lse=True, soft_cap=cap, scale=0.25)) for cap i
 SPEED = [case(workload("decode", name, heads_q=8, heads_kv=2, head_dim=128)) for name in ("kv4_channel", "kv8_token", "kv2_channel")]
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled([*CASES, *SCORES, *SPEED])
-
-
 @pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_against_fp64(kernels, one):
+def test_against_fp64(one):
     """Lengths at every border; what holds no token is NaN."""
     w, lengths = one[0], edge_lengths(one[0].page_size)
     edges = poisoned_problem(replace(w, q_len=1), lengths, [1] * len(lengths), seed=3)
     others = [lengths[b] for b in (8, 3, 0, 6)]
     several = poisoned_problem(replace(w, q_len=(5, 16)[w.heads_kv % 2]), others, [1] * 4, seed=4)
-    assert verdict(kernels[one], edges, several) == ()
+    assert verdict(kernel_of(one), edges, several) == ()
 
 
 @pytest.mark.parametrize("one", SCORES, ids=name_of)
-def test_exponentials_are_fp32(kernels, one):
+def test_exponentials_are_fp32(one):
     """The log-sum-exp of one token is its score, of two a soft maximum: exact to fp32, not only to the output's 16 bits."""
     for length in (1, 2, 260):
         problem = attention_problem(replace(one[0], q_len=1), [length] * 64, [1] * 64, seed=length)
         _, expected = problem.attended(exact_attention)
-        error = (call(kernels[one], problem)["lse"].double() - expected).abs().max()
+        error = (call(kernel_of(one), problem)["lse"].double() - expected).abs().max()
         assert error < 4e-6, f"length {length}: {error:.2e}"
 
 
-def test_sequences_do_not_depend_on_each_other(kernels):
+def test_sequences_do_not_depend_on_each_other():
     """A sequence alone, or computed by one thread, has the bits it has in a batch; it may be cut into parts."""
     for one in (CASES[1], CASES[9]):
         problem = attention_problem(replace(one[0], q_len=2), [900, 0, 131, 600], [2] * 4, seed=1)
-        whole = call(kernels[one], problem)["out"]
+        whole = call(kernel_of(one), problem)["out"]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            assert torch.equal(call(kernels[one], problem)["out"], whole)
+            assert torch.equal(call(kernel_of(one), problem)["out"], whole)
         finally:
             torch.set_num_threads(threads)
         for b in range(4):
             own = {name: problem.operands[name][b : b + 1].contiguous() for name in ("q", "lengths", "block_tables", "slots")}
             written = {name: ((1, *shape[1:]), dtype) for name, (shape, dtype) in problem.written.items()}
             alone = replace(problem, operands={**problem.operands, **own}, written=written)
-            assert torch.equal(call(kernels[one], alone)["out"][0], whole[b])
+            assert torch.equal(call(kernel_of(one), alone)["out"][0], whole[b])
 
 
-def test_an_empty_batch_is_no_work(kernels):
+def test_an_empty_batch_is_no_work():
     one = CASES[0]
     problem = attention_problem(replace(one[0], q_len=1), [140], [1], seed=1)
     nothing = {name: problem.operands[name][:0] for name in ("q", "lengths", "block_tables", "slots")}
     written = {name: ((0, *shape[1:]), dtype) for name, (shape, dtype) in problem.written.items()}
-    assert call(kernels[one], replace(problem, operands={**problem.operands, **nothing}, written=written))["out"].numel() == 0
+    assert call(kernel_of(one), replace(problem, operands={**problem.operands, **nothing}, written=written))["out"].numel() == 0
 
 
-def test_wrong_tensors_are_refused(kernels):
+def test_wrong_tensors_are_refused():
     one = next(c for c in CASES if not c[0].sinks and not c[0].format.has_head_scales)
     problem = attention_problem(replace(one[0], q_len=2), [300, 20], [2, 2], seed=1)
     good = problem.operands
@@ -103,17 +98,17 @@ def test_wrong_tensors_are_refused(kernels):
     for message, changed in wrong.items():
         outputs = {name: torch.full_like(tensor, 7.0) for name, tensor in problem.outputs().items()}
         with pytest.raises(ValueError, match=message):
-            call(kernels[one], replace(problem, operands={**good, **changed}), outputs)
+            call(kernel_of(one), replace(problem, operands={**good, **changed}), outputs)
         assert all((tensor == 7.0).all() for tensor in outputs.values())
 
 
 @pytest.mark.parametrize("one", SPEED, ids=name_of)
-def test_the_hot_loop_is_vector_code(kernels, one):
-    resources = kernels[one].resources
+def test_the_hot_loop_is_vector_code(one):
+    resources = kernel_of(one).resources
     products = sum(count for name, count in resources["loop"].items() if name.startswith("vfmadd") and name.endswith("ps"))
     assert products >= 16
     vector = sum(count for name, count in resources["loop"].items() if name.startswith("v"))
-    wide = any(name.startswith("avx512") for name in kernels[one].manifest["target"]["features"])
+    wide = any(name.startswith("avx512") for name in kernel_of(one).manifest["target"]["features"])
     most = 4 if wide else 4.5  # the 8-bit loop for AVX2 has 132 for 32 products
     assert vector <= most * products, resources["loop"]
-    assert not any("scalar" in sentence for sentence in kernels[one].manifest["lint"]), kernels[one].manifest["lint"]
+    assert not any("scalar" in sentence for sentence in kernel_of(one).manifest["lint"]), kernel_of(one).manifest["lint"]

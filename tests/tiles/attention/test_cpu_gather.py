@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from cpu_attention import PAGES, case, compiled, edge_lengths, name_of, verdict
+from cpu_attention import PAGES, case, edge_lengths, kernel_of, name_of, verdict
 from kv_cases import FORMATS, poisoned_problem
 
 from tilebit.layouts.kv import HEAD_DIMS
 from tilebit.schedules.attention.workload import AttentionWorkload
 
-# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
+# At every edit those of tests/tilebit/ops run.
+pytestmark = pytest.mark.slow
 CASES = [
     case(
         AttentionWorkload("gather", 1, 1, 512, 1 + i % 3, 1 + i % 3, head_dim, form, ("float16", "bfloat16")[i // 2 % 2], PAGES[i * 3 % 5])
@@ -19,13 +19,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled(CASES)
-
-
 @pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_rows_are_exact(kernels, one):
+def test_rows_are_exact(one):
     w, lengths = one[0], edge_lengths(one[0].page_size)
     edges = poisoned_problem(w, lengths, [0] * len(lengths), seed=3)
-    assert verdict(kernels[one], edges, poisoned_problem(w, [517, 128, 384], [0] * 3, seed=4)) == ()
+    assert verdict(kernel_of(one), edges, poisoned_problem(w, [517, 128, 384], [0] * 3, seed=4)) == ()

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cpu_attention import GROUPS, call, case, compiled, name_of, verdict, workload
+from cpu_attention import GROUPS, call, case, kernel_of, name_of, verdict, workload
 
 from tilebit.autotune.problems.attention import attention_problem
 from tilebit.layouts.kv import HEAD_DIMS
 
-# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_attention")]
+# At every edit those of tests/tilebit/ops run.
+pytestmark = pytest.mark.slow
 
 
 def _cases():
@@ -29,22 +29,17 @@ def _cases():
 CASES = _cases()
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    return compiled(CASES)
-
-
 @pytest.mark.parametrize("one", CASES, ids=name_of)
-def test_against_fp64(kernels, one):
+def test_against_fp64(one):
     chunks = attention_problem(one[0], [0, 1, 127, 300, 5, 517], [0, 1, 127, 1, 9, 200], seed=3)  # 9 queries of 5 tokens: 4 see nothing
-    assert verdict(kernels[one], chunks, attention_problem(one[0], [260, 33], [260, 33], seed=4)) == ()
+    assert verdict(kernel_of(one), chunks, attention_problem(one[0], [260, 33], [260, 33], seed=4)) == ()
 
 
-def test_rows_do_not_depend_on_each_other(kernels):
+def test_rows_do_not_depend_on_each_other():
     """A sequence alone has the bits it has in a batch."""
     one = CASES[0]
     problem = attention_problem(one[0], [200, 31], [40, 31], seed=1)
     alone = attention_problem(one[0], [31], [31], seed=1)
     for name, first in (("q", 40), ("k", 200), ("v", 200)):
         alone.operands[name].copy_(problem.operands[name][first:])
-    assert torch.equal(call(kernels[one], alone)["out"], call(kernels[one], problem)["out"][40:])
+    assert torch.equal(call(kernel_of(one), alone)["out"], call(kernel_of(one), problem)["out"][40:])

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from cpu_cases import FEATURES, activations, guards_intact, operands, poisoned, runs_here, target
+from cpu_cases import FEATURES, activations, built, guards_intact, operands, poisoned, runs_here, target
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
 from tilebit.schedules.gemm.cpu import cpu_candidates, cpu_legal
@@ -16,13 +16,11 @@ from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
-from tilebit.tiles.compiler.cache import ArtifactCache
-from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
+from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
-from tilebit.tiles.compiler.pool import CompilePool
 
-# The kernels are compiled once, in one worker process. At every edit those of tests/tilebit/ops run.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cpu_gemm")]
+# At every edit those of tests/tilebit/ops run.
+pytestmark = pytest.mark.slow
 
 ROWS = (1, 2, 3, 5, 17, 33)
 SHAPES = ((96, 256), (100, 200), (33, 97), (257, 320), (7, 64), (64, 31))  # whole tiles; ragged n and k; less than a tile
@@ -84,25 +82,16 @@ SPEED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[CompileRequest, Kernel]:
-    requests = [case.request for case in CASES + [case for case, _ in SPEED]]
-    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
-        results = pool.compile(requests)
-    failures = [str(result) for result in results if isinstance(result, CompileFailure)]
-    assert not failures
-    return {request: result for request, result in zip(requests, results, strict=True) if isinstance(result, Kernel)}
-
-
-def kernel_of(compiled: dict[CompileRequest, Kernel], case: Case) -> Kernel:
+def kernel_of(case: Case) -> Kernel:
+    kernel = built(case.request)
     if not runs_here(case.isa):
         pytest.skip(f"this machine has no {case.isa}; the kernel was compiled")
-    return compiled[case.request]
+    return kernel
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_exact_and_accurate(compiled, case):
-    kernel, w = kernel_of(compiled, case), case.workload
+def test_exact_and_accurate(case):
+    kernel, w = kernel_of(case), case.workload
     for exact in (True, False):
         data = operands(w.with_m(max(ROWS)), seed=w.n + w.k, exact=exact)
         for m in ROWS:
@@ -122,10 +111,10 @@ def test_exact_and_accurate(compiled, case):
 
 
 @pytest.mark.parametrize("isa", FEATURES)
-def test_rows_do_not_depend_on_each_other(compiled, isa):
+def test_rows_do_not_depend_on_each_other(isa):
     """Same row, same bits, whatever the batch and whichever thread."""
     case = next(c for c in CASES if c.isa == isa and c.schedule.block_m > 1 and c.workload.format.bits == 4)
-    kernel, w = kernel_of(compiled, case), case.workload
+    kernel, w = kernel_of(case), case.workload
     data, x = operands(w, 3, exact=False), activations(w, 33, 4, exact=False)
     whole = torch.empty(33, w.n, dtype=x.dtype)
     kernel(x, *data.of_rows(len(x)), whole)
@@ -144,9 +133,9 @@ def test_rows_do_not_depend_on_each_other(compiled, isa):
 
 
 @pytest.mark.parametrize("isa", FEATURES)
-def test_infinity_and_nan_come_through(compiled, isa):
+def test_infinity_and_nan_come_through(isa):
     case = next(c for c in CASES if c.isa == isa and c.workload.dtype == "float16" and c.workload.format.bits == 4)
-    kernel, w = kernel_of(compiled, case), case.workload
+    kernel, w = kernel_of(case), case.workload
     data, x = operands(w, 5, exact=True), activations(w, 3, 6, exact=True)
     clean = torch.empty(3, w.n, dtype=x.dtype)
     kernel(x, *data.of_rows(len(x)), clean)
@@ -157,7 +146,7 @@ def test_infinity_and_nan_come_through(compiled, isa):
     assert torch.equal(y[1], clean[1])
 
 
-def test_largest_codes_and_fp16_range(compiled):
+def test_largest_codes_and_fp16_range():
     """fp16 x with 11 significant bits and subnormals: nothing of x is lost on the way."""
     for isa in FEATURES:
         case = next(c for c in CASES if c.isa == isa and c.workload.dtype == "float16" and c.workload.format == QuantFormat(4, 32, True))
@@ -169,20 +158,20 @@ def test_largest_codes_and_fp16_range(compiled):
             x = torch.zeros(1, w.k, dtype=torch.float16)
             x[0, w.k - 1] = value
             y = torch.empty(1, w.n, dtype=torch.float16)
-            compiled[case.request](x, *data.tensors, y)
+            built(case.request)(x, *data.tensors, y)
             assert torch.equal(y, data.expected(x).half()), f"{isa}: x = {value}"
 
 
-def test_no_rows_is_no_work(compiled):
+def test_no_rows_is_no_work():
     case = next(c for c in CASES if runs_here(c.isa))
     data = operands(case.workload, 0, exact=True)
     x = activations(case.workload, 0, 0, exact=True)
-    compiled[case.request](x, *data.tensors, torch.empty(0, case.workload.n, dtype=x.dtype))
+    built(case.request)(x, *data.tensors, torch.empty(0, case.workload.n, dtype=x.dtype))
 
 
-def test_wrong_tensors_are_refused(compiled):
+def test_wrong_tensors_are_refused():
     case = next(c for c in CASES if runs_here(c.isa) and c.workload.n == 100)
-    kernel, w = compiled[case.request], case.workload
+    kernel, w = built(case.request), case.workload
     data, x = operands(w, 1, exact=True), activations(w, 4, 1, exact=True)
     y, memory = poisoned(4, w.n, x.dtype)
     weight, scales, *rest = data.tensors
@@ -206,9 +195,9 @@ def test_wrong_tensors_are_refused(compiled):
 
 
 @pytest.mark.parametrize(("case", "limit"), SPEED, ids=[str(case) for case, _ in SPEED])
-def test_generated_code(compiled, case, limit):
+def test_generated_code(case, limit):
     """Vector instructions of the hot loop per 32 weights and row of x; nothing scalar, nothing on the stack but a constant or two."""
-    resources = compiled[case.request].resources
+    resources = built(case.request).resources
     assert resources["isa"] == case.isa
     vector = {name: count for name, count in resources["loop"].items() if name.startswith("v")}
     products = vector.get("vdpbf16ps", 0) * 2 or sum(count for name, count in vector.items() if name.startswith("vfmadd"))
@@ -217,7 +206,7 @@ def test_generated_code(compiled, case, limit):
         per_32 *= 2  # each product is done for both halves of x
     assert per_32 <= limit, vector
     assert resources["loop_spills"] <= 4
-    assert not any("scalar" in sentence for sentence in compiled[case.request].manifest["lint"])
+    assert not any("scalar" in sentence for sentence in built(case.request).manifest["lint"])
 
 
 def test_candidates_are_legal_and_ordered():

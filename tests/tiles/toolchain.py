@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 
 from tilebit.tiles.compiler.cuda import NvccError, find_nvcc
 from tilebit.tiles.compiler.lint import disassemble
+
+WITHOUT = "needs nvdisasm to read machine code (pip install nvidia-cuda-nvdisasm)"
 
 
 def have_nvcc() -> bool:
@@ -26,9 +30,21 @@ needs_nvcc = pytest.mark.skipif(
 
 def machine_code(cubin: Path) -> str:
     """What ``cubin`` holds, by nvcc's toolkit or, where it has no nvdisasm, by the wheel of one."""
-    wheels = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin/nvdisasm")
-    for folder in (Path(find_nvcc()).resolve().parent, *(tool.parent for tool in wheels)):
+    for folder in _toolkits():
         listing = disassemble(cubin, folder)
         if listing is not None:
             return listing
-    pytest.skip("needs nvdisasm to read machine code (pip install nvidia-cuda-nvdisasm)")
+    pytest.skip(WITHOUT)
+
+
+def encoded_machine_code(cubin: Path) -> str:
+    """The same with the encoding of each instruction beside it, as ``arrivals`` reads it."""
+    for folder in _toolkits():
+        if tool := shutil.which("nvdisasm", path=str(folder)):
+            return subprocess.run([tool, "-c", "-hex", str(cubin)], capture_output=True, text=True, check=True).stdout
+    pytest.skip(WITHOUT)
+
+
+def _toolkits() -> list[Path]:
+    wheels = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin/nvdisasm")
+    return [Path(find_nvcc()).resolve().parent, *(tool.parent for tool in wheels)]

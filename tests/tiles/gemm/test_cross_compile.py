@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from arrivals import early_arrivals
 from goldens import check_source, parts_of
 from lanes import one_of_each
-from toolchain import machine_code, needs_nvcc
+from toolchain import encoded_machine_code, machine_code, needs_nvcc
 
 from results.measure.static.conflicts import conflicts
 from tilebit.layouts.formats import PER_CHANNEL, QuantFormat
@@ -230,6 +231,8 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
         check_float_products(kernel, schedule)
     if schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text(), workload.format.step_sums, workload.format.x_grouped)
+    if schedule.program == "gemm_wgmma" and workload.format.step_sums:  # scales are read when products are done, from TMA's places
+        assert early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin")) == []
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
     if schedule.program == ANY_BINARY:
@@ -289,6 +292,22 @@ def test_integer_products_in_ptx(tmp_path: Path):
     _, ptx = run_nvcc(tmp_path, arch)
     assert set(re.findall(r"mma\.sync[.\w]*", ptx)) == {"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"}
     assert len(re.findall(r"cvt\.rn\.f32\.s32", ptx)) == schedule.block_n * schedule.block_m // (schedule.num_warps * 32)
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_an_arrival_without_a_fence_is_found(tmp_path: Path):
+    """Of group-wise sums, whose scales are the last that a step's place is read for."""
+    arch, workload, schedule = next(case for case in CASES if case[2].program == "gemm_wgmma" and case[1].format == W4_GROUPS)
+    with CompilePool(jobs=1, cache=ArtifactCache(), keep=True) as pool:
+        (kernel,) = pool.compile([CompileRequest(schedule.program, workload, schedule, target_from_name(arch))])
+    assert isinstance(kernel, Kernel), kernel
+    before, body = re.split(r"(?=main_kernel\([^;]*\{)", (kernel.path / "kernel.cu").read_text(), maxsplit=1)
+    unfenced, count = re.subn(r"\n\s*tilebit::fence_before_bulk_copies\(\);", "", body)
+    assert count == 1
+    (tmp_path / "kernel.cu").write_text(before + unfenced)
+    run_nvcc(tmp_path, arch)
+    assert early_arrivals(encoded_machine_code(tmp_path / "kernel.cubin"))
 
 
 def check_pipeline(source: str, step_sums: bool, of_groups: bool) -> None:

@@ -61,7 +61,8 @@ class PrecisionPlan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of all layers, scales and zero points included."""
+        """Of all layers, scales and zero points of both formats included. A ``MixedLinear`` stores one scale
+        and two zero points more for each group of an 8-bit channel."""
         return 8 * sum(map(self._bytes, self.layers)) / sum(layer.n * layer.k for layer in self.layers)
 
     def layer_bits(self, layer: LayerPrecision) -> float:

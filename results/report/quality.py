@@ -92,7 +92,7 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     parts = [
         f"{first['tokens']:,} tokens in windows of {first['window']:,}; GPTQ: {first['calibration_samples']} samples of "
         f"{first['calibration_window']} tokens, damping {first['damping']:g}; search: samples of {first['search_window']} tokens. "
-        f"Python {first.get('python') or '-'}'s texts; commit {commits}."
+        f"Python {(first.get('texts') or first.get('python') or '-').removeprefix('python')}'s texts; commit {commits}."
     ]
     formats = [row for row in rows if not row["high"]]
     if formats:

@@ -87,7 +87,7 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
     row_scales = 0.5 + torch.rand(1024, generator=generator, device=device) if scaled else scales
     if workload.format.x:
         row_scales = row_scales * unit
-    return _problem(workload, arch, generator, x, scales, row_scales, bias, _layer_index)
+    return _problem(workload, arch, generator, x, scales, row_scales, bias, layer_index)
 
 
 def _drawn_index(workload: Workload, generator: torch.Generator) -> Tensor:
@@ -108,7 +108,7 @@ def _drawn_index(workload: Workload, generator: torch.Generator) -> Tensor:
     return index.where(index < width, NOWHERE)
 
 
-def _layer_index(workload: Workload, generator: torch.Generator) -> Tensor:
+def layer_index(workload: Workload, generator: torch.Generator) -> Tensor:
     """int32 [n] as a mixed layer has it (``weights.paired``): columns drawn and ascending, of the last
     rows two for each column where there are more rows than columns."""
     n, width, device = workload.n, workload.width, generator.device

@@ -75,7 +75,7 @@ Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
 Residual = Annotated[bool, typer.Option("--residual", help="y is added to a residual.")]
 Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates of the others: silu, gelu_tanh or gelu.")]
 NormEps = Annotated[float | None, typer.Option("--norm-eps", help="x is normed first (RMSNorm), with this eps.")]
-Width = Annotated[int, typer.Option("--width", help="Columns of y, of which the n channels are some by an index; 0: n, in order.")]
+Width = Annotated[int, typer.Option("--width", help="Columns of y that an index stores n rows to, two for some; 0: n, in order.")]
 
 DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
 

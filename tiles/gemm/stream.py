@@ -19,7 +19,7 @@ would take them eight conversions and eight FMAs where the tensor core takes one
 of whose eight columns are idle at m = 1 at no cost (fp16 sums would do with four FMAs, and lose
 what subnormal codes stand for).
 
-Output channels are stored in order, or by an index where y has more columns (``channels``).
+Rows of the weight are stored in order, or by an index (``channels``), two added up where it says so.
 
 Every block reads all of x that its share of k needs: a norm of x costs a multiplication and two FMAs
 for each register of x, and its factor of a row, of the squares of all shares, is found where sums

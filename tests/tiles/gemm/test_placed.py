@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tilebit.autotune.problems.gemm import Problem
-from tilebit.autotune.problems.gemm_drawn import _layer_index, exact_problem
+from tilebit.autotune.problems.gemm_drawn import exact_problem, layer_index
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
@@ -75,7 +75,7 @@ def ordered(problem: Problem, order: str) -> Problem:
     generator = torch.Generator().manual_seed(w.n)
     found = {
         "drawn": problem.operands["channels"],
-        "layer": _layer_index(w, generator),
+        "layer": layer_index(w, generator),
         "pairs": pairs,
         "ascending": rows,
         "reversed": w.width - 1 - rows,

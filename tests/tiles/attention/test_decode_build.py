@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from arrivals import early_arrivals
 from lanes import one_of_each
-from toolchain import needs_nvcc
+from toolchain import encoded_machine_code, needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
@@ -60,3 +61,5 @@ def test_compiles_as_promised(pool: CompilePool, arch: str, workload: AttentionW
     assert bool(code["dependent_waits"]) == (arch == "sm_90a")
     assert bool(code["mma"]) == (workload.op == "decode")
     assert kernel.params == params(workload, schedule, target)
+    if arch == "sm_90a":
+        assert early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin")) == []

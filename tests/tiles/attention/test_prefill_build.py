@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from arrivals import early_arrivals
 from goldens import check_source
 from lanes import one_of_each
-from toolchain import machine_code, needs_nvcc
+from toolchain import encoded_machine_code, machine_code, needs_nvcc
 
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.rules import LOADING_WARPS
@@ -100,6 +101,7 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, AttentionWorkl
         assert code["wgmma"] > 0 and code["tma"] > 0 and code["register_reallocations"] == 2
         check_pipeline((kernel.path / "kernel.cu").read_text())
         check_overlap(kernel, workload, schedule)
+        assert early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin")) == []
     elif schedule.program == MMA:
         assert code["mma"] > 0 and code["ldmatrix"] > 0 and code["cp_async"] > 0
 

@@ -38,6 +38,7 @@ HOPPER = replace(target_from_name("sm_90a"), units=5)  # as in test_emulated_gem
 TARGET = dict.fromkeys(("gemm_wgmma", *STREAMS), HOPPER) | {"gemm_mma": target_from_name("sm_80")}
 BYTES, NIBBLES = GROUP_WISE
 CHANNEL = QuantFormat(8, -1, True)
+LQQ, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_channel_asym"))
 
 # Of one, two, three and four slabs a warpgroup and ragged; shared tiles through a workspace and by a cluster; strips; parts before it.
 CUDA_CASES = (
@@ -56,6 +57,10 @@ CUDA_CASES = (
     (Workload(13, 250, 640, BYTES, bias=True, width=170), Schedule("gemm_stream_bulk", 64, 16, 64, 2, 4, split_k=2)),
     (Workload(5, 505, 300, NIBBLES, width=600), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=2)),
     (Workload(3, 72, 256, CHANNEL, "bfloat16", token_scales=True, width=144), Schedule("gemm_stream", 64, 4, 64, 3, 4)),
+    (Workload(20, 176, 512, LQQ, bias=True, width=100), Schedule("gemm_wgmma", 64, 16, 128, 3, 4)),
+    (Workload(9, 144, 512, LQQ, "bfloat16", bias=True, width=80), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 4)),
+    (Workload(20, 144, 256, ASYM, width=90), Schedule("gemm_wgmma", 128, 16, 128, 3, 8)),
+    (Workload(20, 144, 256, ASYM, bias=True, width=90), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
 )
 TILED_CASES = tuple(case for case in CUDA_CASES if case[1].program not in STREAMS)
 CPU_CASES = (

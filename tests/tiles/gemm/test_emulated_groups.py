@@ -115,6 +115,7 @@ def test_the_largest_sum_of_a_group_is_exact(conversion: tuple[tuple[str, str], 
 END_OF_STEP = "            release(empty[stage * parts], thread, 1)\n\n        return multiply\n\n    @T.macro\n    def dequantize"
 RELEASE = "release(empty[last * parts + 1], thread, "
 WAIT = "T.wait_wgmma(0)\n        "
+FENCE = 'T.call_extern("handle", "tilebit::fence_before_bulk_copies")\n                    '
 ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, j > 0)", "thread, last, True)"
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "the scale of the neighbour group": (CASES[2], "operands.py", (("return step * self.sch", "return (step ^ 1) * self.sch"),)),
@@ -152,7 +153,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         (
             (END_OF_STEP, f"            T.wait_wgmma(0)\n            release(empty[stage * parts + 1], thread, 1)\n{END_OF_STEP}"),
             (f"{RELEASE}j)\n            T.wgmma", f"{RELEASE}0)\n            T.wgmma"),
-            (f"{ADD_LAST}\n                    {RELEASE}1)", f"{ADD_LAST}\n                    {RELEASE}0)"),
+            (f"{FENCE}{RELEASE}1)", f"{FENCE}{RELEASE}0)"),
         ),
     ),
 }

@@ -152,7 +152,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         GATED[4], "device", (("chunk * COLUMNS + column) * Y + at", "chunk * COLUMNS + column) * N + at"),),
     ),
     "threads to spare store, too": (GATED[1], "device", ((" || (SPARE && (BELOW ? own / STORED : 0) + column >= COLUMNS)", ""),)),
-    "mma.sync: the gate before the bias": (GATED[5], "mma.py", (("if (staged or gated) and", "if staged and not gated and"),)),
+    "mma.sync: the gate before the bias": (GATED[5], "mma.py", (("if (staged or gated or placed) and", "if staged and not gated and"),)),
     "mma.sync: rows of a tile in order": (GATED[5], "mma.py", (("Ys[c, gate_of(r)]", "Ys[c, r]"),)),
     "mma.sync, direct: ups are stored": (GATED[6], "mma.py", (("(2 * GATE_ROWS) < GATE_ROWS:", "(2 * GATE_ROWS) >= GATE_ROWS:"),)),
     "stream: quads of a gate in another block": (

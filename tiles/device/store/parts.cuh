@@ -13,7 +13,6 @@ enum class Axis { CHANNEL, ROW, ELEMENT };
 template <typename T>
 struct Multiply {
   static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum * number; }
@@ -21,7 +20,6 @@ struct Multiply {
 template <typename T>
 struct Add {
   static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float number) { return sum + number; }
@@ -30,7 +28,6 @@ struct Add {
 template <typename T>
 struct Place {
   static constexpr Axis AXIS = Axis::CHANNEL;
-  static constexpr bool READ = true;
   using Number = T;
   using Operand = const void*;
   __device__ __forceinline__ static float apply(float sum, float) { return sum; }
@@ -45,9 +42,9 @@ struct OfElement : P {
 };
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
-// A part applies a number of each output channel; one of the parts applies numbers of rows of x.
+// A part reads a number of each output channel; one of the parts reads numbers of rows of x.
 template <typename P>
-constexpr bool OF_CHANNEL = P::AXIS == Axis::CHANNEL && P::READ;
+constexpr bool OF_CHANNEL = P::AXIS == Axis::CHANNEL;
 template <typename... Parts>
 constexpr bool HAS_ROWS = ((Parts::AXIS == Axis::ROW) || ...);
 template <typename P>

@@ -87,9 +87,6 @@ PEER_KINDS = {
     "tilebit_w8a8_fp8": PeerKind("tilebit", "w8a8_fp8", True, group_size=None),
     "tilebit_w4a8_fp8": PeerKind("tilebit", "w4a8_fp8", True),
     "tilebit_w4.4a8_g128": PeerKind("tilebit", "w4.4a8_g128"),
-    # of the mixed layer as it was: two kernels, by dependent launch and one after another
-    "tilebit_w4.4a8_g128_pdl": PeerKind("tilebit_pdl", "w4.4a8_g128"),
-    "tilebit_w4.4a8_g128_in_turn": PeerKind("tilebit_in_turn", "w4.4a8_g128"),
     "marlin_mxfp4": PeerKind("marlin", "w4a16_mxfp4", dtype="bfloat16", group_size=32),
     "marlin_nvfp4": PeerKind("marlin", "w4a16_nvfp4", dtype="bfloat16", group_size=16),
 }

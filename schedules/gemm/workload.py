@@ -29,8 +29,9 @@ class Workload:
     [groups, m], and sums over groups are fp32.
     ``width`` (0: n): columns of a y to which this product stores by an index: row j of the weight makes
     column ``channels[j]`` of int32 [n], in no order but each once; the others are left as they are. Of
-    16 rows one of the last 8 may be ADDED: what it makes, after scales and bias, is added in fp32 to
-    what the row 8 before it makes, so that two rows are one column; NOWHERE: it is not stored.
+    each 16 rows any of the last 8 may be ADDED (``parts.py``): what it makes, after scales and bias, is
+    added in fp32 to what the row 8 before it makes, and both together are one column. A row that is
+    NOWHERE is not stored.
     ``residual``: y is the fp32 sum with it, rounded once; it may lie where y does.
     ``gate`` ("", "silu", "gelu_tanh", "gelu"): y [m, n / 2] is activation(gate) * up in fp32, rounded
     once; of each 16 rows of the weight the first 8 are gates, the others what these gate

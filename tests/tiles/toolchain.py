@@ -40,7 +40,7 @@ def machine_code(cubin: Path) -> str:
 def encoded_machine_code(cubin: Path) -> str:
     """The same with the encoding of each instruction beside it, as ``arrivals`` reads it."""
     for folder in _toolkits():
-        if tool := shutil.which("nvdisasm", path=str(folder)):
+        if tool := shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(folder)):
             return subprocess.run([tool, "-c", "-hex", str(cubin)], capture_output=True, text=True, check=True).stdout
     pytest.skip(WITHOUT)
 

@@ -135,26 +135,27 @@ def explain(
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """Records as choosing asks for them: ``of`` each workload the last of each schedule and device,
-    and the ``good`` ones, which were about the fastest of their workload and device: those of an
-    (arch, operation, class of numbers), as no others say anything about each other."""
+    and the ``good`` ones, which were about the fastest of their workload and device, one list for
+    each two: those of an (arch, operation, class of numbers), as no others say anything about each
+    other."""
 
     of: Mapping[AnyWorkload, Sequence[TuningRecord]]
-    good: Mapping[tuple[str, str, str], Sequence[TuningRecord]]
+    good: Mapping[tuple[str, str, str], Sequence[Sequence[TuningRecord]]]
 
     @classmethod
     def among(cls, records: Iterable[TuningRecord]) -> Known:
         of: dict[AnyWorkload, list[TuningRecord]] = {}
         for r in latest(records).values():
             of.setdefault(r.workload, []).append(r)
-        good: dict[tuple[str, str, str], list[TuningRecord]] = {}
+        good: dict[tuple[str, str, str], list[list[TuningRecord]]] = {}
         for workload, found in of.items():
-            timed = [(r, r.us) for r in found if r.ok and r.us is not None]
-            best: dict[tuple[str, str, int], float] = {}
-            for r, us in timed:
-                best[r.arch, r.gpu, r.units] = min(us, best.get((r.arch, r.gpu, r.units), inf))
-            for r, us in timed:
-                if us <= GOOD_THERE * best[r.arch, r.gpu, r.units]:
-                    good.setdefault((r.arch, workload.op, workload.kind), []).append(r)
+            timed: dict[tuple[str, str, int], list[tuple[float, TuningRecord]]] = {}
+            for r in found:
+                if r.ok and r.us is not None:
+                    timed.setdefault((r.arch, r.gpu, r.units), []).append((r.us, r))
+            for (arch, _, _), pairs in timed.items():
+                best = min(us for us, _ in pairs)
+                good.setdefault((arch, workload.op, workload.kind), []).append([r for us, r in pairs if us <= GOOD_THERE * best])
         return cls(of, good)
 
 
@@ -164,9 +165,13 @@ def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[
     about the fastest there. Legality here is not asked."""
     known = records if isinstance(records, Known) else Known.among(records)
     here = [r for r in known.of.get(workload, ()) if r.ok and r.us is not None and r.measured_on(target)]
-    good = known.good.get((target.arch, workload.op, workload.kind), ())
-    elsewhere = [r for r in good if not (r.measured_on(target) and r.workload == workload)]
-    near = [(d, r) for r in (*here, *elsewhere) if (d := distance(r, workload, target)) is not None and d <= MAX_DISTANCE]
+    near = [(0.0, r) for r in here]
+    for alike in known.good.get((target.arch, workload.op, workload.kind), ()):
+        if alike[0].workload == workload and alike[0].measured_on(target):
+            continue
+        d = distance(alike[0], workload, target)
+        if d is not None and d <= MAX_DISTANCE:
+            near += [(d, r) for r in alike]
     return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
 
 

@@ -233,14 +233,16 @@ def measure(
 
 
 class Runner:
-    """A step of all sequences: room for a token each, then the compiled step."""
+    """A step of all sequences: room for a token each, then the compiled step, whose tokens are sampled where it
+    reads them."""
 
     def __init__(self, steps: DecodeSteps, cache: TilebitCache, ids: Tensor, batch: Batch) -> None:
         self._steps, self._kv, self._ids, self._batch = steps, cache.pool.cache, ids, batch
 
     def __call__(self) -> Tensor:
-        self._kv.advance(self._batch)
-        return self._steps.launch(self._kv, self._batch, self._ids)
+        self._kv.advance(self._batch, deferred=True)
+        ids = self._steps.tokens(self._batch)
+        return self._steps.launch(self._kv, self._batch, self._ids if ids is None else ids)
 
     def replay(self) -> None:
         """The captured step alone: the last one again."""

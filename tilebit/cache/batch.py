@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .sequences import CachedSequence, SequenceTable
 
-DERIVED = ("_host", "_numbers", "_of", "slots", "lengths", "past", "cu_seqlens", "cu_kv", "_host_tables", "block_tables")
+DERIVED = ("_host", "_sent", "_numbers", "_place", "_of", "slots", "lengths", "past", "cu_seqlens", "cu_kv", "_host_tables", "block_tables")
 SECTION = 16  # int32 numbers: each tensor begins at a multiple of 64 bytes, which CPU kernels ask for
 
 
@@ -27,8 +27,8 @@ class Batch:
     new rows have been written, ``copied`` says that numbers were copied to the device since the last
     append.
 
-    The tensors say what was so when the batch was made, or when ``KVCache.advance``, ``assign``,
-    ``refresh`` or a method of the cache was last given it. One thread at a time uses a batch. A
+    The tensors say what was so when the batch was made, or when ``KVCache.advance`` (not ``deferred``),
+    ``assign``, ``refresh`` or a method of the cache was last given it. One thread at a time uses a batch. A
     copy (``copy``, ``pickle``, ``torch.save``) has tensors of its own, and belongs to the cache
     that was copied with it (``copy.copy``: to the same cache).
     """
@@ -36,7 +36,7 @@ class Batch:
     def __init__(self, table: SequenceTable, handles: Sequence[int], size: int, device: torch.device) -> None:
         self.table, self.size = table, size
         self._lay_out(device)
-        self.copied = True
+        self.copied, self._deferred = True, False
         self._rows = [(-1, -1)] * size  # what each row of block_tables holds: a handle, and when its pages last changed
         self.past_lengths: list[int] = []
         self.name(handles)
@@ -46,10 +46,11 @@ class Batch:
         sizes = {"slots": size, "lengths": size, "past": size, "cu_seqlens": size + 1, "cu_kv": size + 1}
         starts = np.cumsum([0, *(-(-n // SECTION) * SECTION for n in sizes.values())]).tolist()
         self._host = np.zeros(starts[-1], dtype=np.int32)
+        self._sent = self._host.copy()  # what the device has when all that was launched has run
         self._numbers = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-        place = {name: slice(start, start + n) for (name, n), start in zip(sizes.items(), starts, strict=False)}
-        self._of = {name: self._host[where] for name, where in place.items()}
-        self.slots, self.lengths, self.past, self.cu_seqlens, self.cu_kv = (self._numbers[where] for where in place.values())
+        self._place = {name: slice(start, start + n) for (name, n), start in zip(sizes.items(), starts, strict=False)}
+        self._of = {name: self._host[where] for name, where in self._place.items()}
+        self.slots, self.lengths, self.past, self.cu_seqlens, self.cu_kv = (self._numbers[where] for where in self._place.values())
         self._host_tables = np.zeros((size, max_pages), dtype=np.int32)
         self.block_tables = torch.zeros((size, max_pages), dtype=torch.int32, device=device)
 
@@ -65,9 +66,8 @@ class Batch:
         self.__dict__.update({name: value for name, value in state.items() if name not in ("numbers", "tables", "where")})
         self.written, self._rows = set(self.written), list(self._rows)
         self._lay_out(where.device)
-        self.copied = True
         self._host[:], self._host_tables[:] = numbers, tables
-        self._numbers.copy_(torch.from_numpy(self._host))
+        self._send(self._host)
         self.block_tables.copy_(torch.from_numpy(self._host_tables))
 
     def assign(self, handles: Sequence[int]) -> None:
@@ -90,12 +90,17 @@ class Batch:
         self._advanced: list[int] | None = None  # and when it did by the advance of these counts; None: by no such
         self._version = -1
 
-    def update(self, counts: Sequence[int]) -> None:
-        """The sequences' last ``counts`` tokens are the new ones."""
+    def update(self, counts: Sequence[int], deferred: bool = False) -> None:
+        """The sequences' last ``counts`` tokens are the new ones; ``deferred``: the device's numbers
+        follow when the batch is next used."""
         self.counts, self.most_new = list(counts), max(counts, default=0)
         self.written.clear()
         self._version, self._advanced = -1, None
-        self.refresh()
+        if deferred:
+            self._follow()
+            self._deferred = True
+        else:
+            self.refresh()
         self._advanced = self._resized
 
     def reject_rows(self, layer: int) -> None:
@@ -116,11 +121,43 @@ class Batch:
     def refresh(self) -> bool:
         """Bring the device's numbers up to date, where a sequence has changed since; whether one
         had. Raises ``ValueError`` for a freed one."""
-        if self._version == self.table.version:
+        stale = self._version != self.table.version
+        if not stale and not self._deferred:
             return False
         if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("sequences have changed since the batch was last used, and a CUDA graph is being captured; accepted: call "
                                "advance(batch) or batch.refresh() before the capture, and again before each replay")  # fmt: skip
+        if stale:
+            self._follow()
+        self._send(self._host)
+        return True
+
+    def growth(self) -> np.ndarray:
+        """int32: what the device's numbers grow by from one step of a token each to the next. A captured step
+        begins with ``grow``, so that between two replays nothing is copied."""
+        live, rows = len(self.handles), np.arange(self.size + 1)
+        grown = np.zeros_like(self._host)
+        grown[self._place["lengths"]] = grown[self._place["past"]] = rows[:-1] < live
+        grown[self._place["cu_kv"]] = np.minimum(rows, live)
+        return grown
+
+    def grow(self, growth: Tensor) -> None:
+        """Add ``growth``, on the device, to the device's numbers."""
+        self._numbers.add_(growth)
+
+    def lag(self, growth: np.ndarray) -> None:
+        """Have the device's numbers lie ``growth`` behind, for a replay, which comes next and adds it. They do so
+        already where the step before was such a replay, and room for a token each was made since, ``deferred``."""
+        if self._version != self.table.version:
+            self._follow()
+        behind = self._host - growth
+        if not np.array_equal(self._sent, behind):
+            self._send(behind)
+        self._sent[:] = self._host
+        self._deferred = False
+
+    def _follow(self) -> None:
+        """Bring the host's numbers, and the tables, up to date."""
         table = self.table
         with table.lock:
             try:
@@ -129,7 +166,13 @@ class Batch:
                 sequences = [table.sequence(handle) for handle in self.handles]  # says which
             self._fill(sequences)
             self._version = table.version
-        return True
+
+    def _send(self, numbers: np.ndarray) -> None:
+        # From pageable memory, so that the driver has read it when the call returns: the next step
+        # may write here.
+        self._numbers.copy_(torch.from_numpy(numbers), non_blocking=True)
+        self._sent[:] = numbers
+        self.copied, self._deferred = True, False
 
     def _fill(self, sequences: list[CachedSequence]) -> None:
         live, of = len(sequences), self._of
@@ -147,11 +190,7 @@ class Batch:
         of["cu_kv"][1 : live + 1] = np.cumsum(lengths)
         for name in ("cu_seqlens", "cu_kv"):
             of[name][live + 1 :] = of[name][live]
-        # From pageable memory, so that the driver has read it when the call returns: the next step
-        # may write here.
-        self._numbers.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._refresh_tables(sequences)
-        self.copied = True
 
     def _refresh_tables(self, sequences: list[CachedSequence]) -> None:
         held = [(handle, s.repaged) for handle, s in zip(self.handles, sequences, strict=True)]
@@ -162,6 +201,7 @@ class Batch:
         if changed:
             rows = slice(changed[0], changed[-1] + 1)
             self.block_tables[rows].copy_(torch.from_numpy(self._host_tables[rows]), non_blocking=True)
+            self.copied = True
 
     def positions(self) -> Tensor:
         """int64 [new tokens] on the device: each new row's position in its sequence."""

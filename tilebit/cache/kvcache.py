@@ -175,18 +175,20 @@ class KVCache(CacheMemory):
         made.assign(sequences)
         return made
 
-    def advance(self, sequences: Sequence[int] | Batch, counts: int | Sequence[int] = 1) -> Batch:
+    def advance(self, sequences: Sequence[int] | Batch, counts: int | Sequence[int] = 1, deferred: bool = False) -> Batch:
         """Make room for ``counts`` new tokens of each sequence and set lengths, tables and rows of
         the batch: once a step, before ``append`` writes them in every layer. Host work and at most
-        two small copies to the device; not to be captured."""
+        two small copies to the device; not to be captured. ``deferred``: the batch's tensors may lag
+        until a method of the cache, or a compiled step, is given the batch, which then often needs no
+        copy; not for a graph of your own that reads them."""
         batch = self._as_batch(sequences)
         if type(counts) is int:
-            return self._advance(batch, [counts] * len(batch.handles))
+            return self._advance(batch, [counts] * len(batch.handles), deferred)
         try:
             given = list(counts)  # type: ignore[arg-type]
         except TypeError:  # one for all
             given = [counts] * len(batch.handles)
-        return self._advance(batch, [whole("a number of new tokens", count, 0) for count in given])
+        return self._advance(batch, [whole("a number of new tokens", count, 0) for count in given], deferred)
 
     @overload
     def append(
@@ -514,10 +516,10 @@ class KVCache(CacheMemory):
             )
         return batch, counts_of(batch, rows, cu_seqlens)
 
-    def _advance(self, batch: Batch, counts: list[int]) -> Batch:
+    def _advance(self, batch: Batch, counts: list[int], deferred: bool = False) -> Batch:
         with self.table.lock:
             self.table.extend(batch.handles, counts)
-            batch.update(counts)
+            batch.update(counts, deferred)
         return batch
 
     def _take_back(self, batch: Batch, counts: list[int] | None) -> None:

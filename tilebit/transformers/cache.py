@@ -169,15 +169,18 @@ class TilebitCache(Cache):
         return bool((same if there is None else same | ~there).all())
 
     def begin_step(self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
-        """``begin`` for new columns of each row, which are written in all layers before ``settle``."""
-        return self._begun(rows, columns, mask, dtype, device)
+        """``begin`` for new columns of each row, which are written in all layers before ``settle``; numbers
+        of the batch are ``deferred`` (``KVCache.advance``)."""
+        return self._begun(rows, columns, mask, dtype, device, deferred=True)
 
     def settle(self) -> None:
         """All layers have been written."""
         for layer in self.own:
             layer.seen = self.seen
 
-    def _begun(self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
+    def _begun(
+        self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device, deferred: bool = False
+    ) -> Step:
         if self._broken:
             raise ValueError("an earlier call failed between two layers, and the cache holds half of its tokens; accepted: reset() first")
         if any(layer.seen != self.seen for layer in self.own):
@@ -191,7 +194,7 @@ class TilebitCache(Cache):
             )
         counts = [columns] * rows if padding is None else [columns - n for n in padding.sum(1).tolist()]
         self._undo = Undo(self.pool.cache, self.pool.handles, counts) if self._recording else None
-        batch = self.pool.advance(counts)
+        batch = self.pool.advance(counts, deferred)
         if self._undo is not None:  # it may have grown
             self._undo.cache = self.pool.cache
         if padding is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -98,12 +99,14 @@ def release(model: PreTrainedModel) -> None:
 
 @dataclass(slots=True, eq=False)
 class Captured:
-    """A step as a CUDA graph: it reads ``ids`` and writes ``logits``, in the memory of the cache that one
-    batch is of."""
+    """A step as a CUDA graph: it adds ``growth`` to the numbers of its batch, reads ``ids`` and writes
+    ``logits``, in the memory of the cache that the batch is of."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor
     logits: Tensor
+    growth: np.ndarray
+    added: Tensor  # the same on the device
 
 
 Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has run, and loaded its kernels
@@ -243,7 +246,8 @@ class DecodeSteps:
 
     def launch(self, kv: KVCache, batch: Batch, ids: Tensor) -> Tensor:
         """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
-        ``batch`` has been advanced by one token each. On a GPU, captured at the second call with both."""
+        ``batch`` has been advanced by one token each, best ``deferred``. On a GPU, captured at the second call
+        with both; from then on ``ids`` that are ``tokens(batch)`` are read where they lie."""
         if batch not in self._graphs:
             _rehearse(batch, lambda: self.step(ids, kv, batch))
             self._graphs[batch] = None
@@ -253,22 +257,34 @@ class DecodeSteps:
         captured = self._graphs[batch]
         if captured is None:
             captured = self._graphs[batch] = self._captured(kv, batch, ids)
-        captured.ids.copy_(ids)
+        if ids.data_ptr() != captured.ids.data_ptr():
+            captured.ids.copy_(ids)
+        batch.lag(captured.growth)
         captured.graph.replay()
         return captured.logits
+
+    def tokens(self, batch: Batch) -> Tensor | None:
+        """The int64 [rows] that the captured step of ``batch`` reads its tokens from, for who samples into
+        it; None before it is captured."""
+        captured = self._graphs.get(batch)
+        return None if captured is None else captured.ids
 
     def replay(self, batch: Batch) -> None:
         """The captured step of ``batch`` once more, as it is: what is left without the host's work."""
         captured = self._graphs[batch]
         assert captured is not None
+        batch.lag(captured.growth)
         captured.graph.replay()
 
     def _captured(self, kv: KVCache, batch: Batch, ids: Tensor) -> Captured:
-        held = ids.clone()
+        held, growth = ids.clone(), batch.growth()
+        added = torch.from_numpy(growth).to(ids.device)
+        batch.refresh()  # its numbers are no part of the graph
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            batch.grow(added)
             logits = self.step(held, kv, batch)
-        return Captured(graph, held, logits)
+        return Captured(graph, held, logits, growth, added)
 
 
 def _rehearse(batch: Batch, call: Callable[[], object]) -> None:

@@ -60,8 +60,9 @@ class Pool:
         self._room(rows, 0)
         self.handles = self.cache.allocate(rows)
 
-    def advance(self, counts: Sequence[int]) -> Batch:
-        """Room for ``counts`` new tokens of each sequence, as a batch to write and read with."""
+    def advance(self, counts: Sequence[int], deferred: bool = False) -> Batch:
+        """Room for ``counts`` new tokens of each sequence, as a batch to write and read with (``deferred``
+        as ``KVCache.advance`` has it)."""
         table = self.cache.table
         held = [table.sequence(handle) for handle in self.handles]
         needed = sum(max(0, self._pages(s.length + count) - len(s.pages)) for s, count in zip(held, counts, strict=True))
@@ -72,7 +73,7 @@ class Pool:
                 self._batch = self._batches[len(self.handles)] = self.cache.batch(self.handles)
             else:
                 self._batch.assign(self.handles)
-        return self.cache.advance(self._batch, counts)
+        return self.cache.advance(self._batch, counts, deferred)
 
     def lengths(self) -> list[int]:
         return [self.cache.length(handle) for handle in self.handles]

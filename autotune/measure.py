@@ -76,7 +76,16 @@ def time_calls(named: Mapping[str, Sequence[Call]], device: str, orders: random.
     return _time_cuda(named, orders) if device.startswith("cuda") else _time_cpu(named, orders)
 
 
-def _order(names: Iterable[str], orders: random.Random | None) -> list[str]:
+def time_replays(named: Mapping[Any, Call], device: str, orders: random.Random | None = None) -> dict[Any, Timing]:
+    """``time_calls`` of what is timed as it stands, without copies: on CUDA replays of captured graphs."""
+    if not device.startswith("cuda"):
+        return _time_cpu({name: [call] for name, call in named.items()}, orders)
+    for call in (*named.values(), *named.values()):  # clocks rise
+        call()
+    return _replayed({name: (call, 1) for name, call in named.items()}, MAX_REPLAYS, orders)
+
+
+def _order(names: Iterable[Any], orders: random.Random | None) -> list[Any]:
     """The order of the next round."""
     order = list(names)
     if orders is not None:
@@ -89,7 +98,7 @@ def _summary(samples: list[float], calls: int, others: float | None = None) -> T
     return Timing(tenths[4], tenths[1], tenths[7], calls, len(samples), others)
 
 
-def _time_cpu(named: Mapping[str, Sequence[Call]], orders: random.Random | None) -> dict[str, Timing]:
+def _time_cpu(named: Mapping[Any, Sequence[Call]], orders: random.Random | None) -> dict[Any, Timing]:
     for calls in named.values():
         for call in calls:  # touch every page and wake the threads
             call()
@@ -100,9 +109,9 @@ def _time_cpu(named: Mapping[str, Sequence[Call]], orders: random.Random | None)
     return min(rounds, key=lambda timings: sum(t.us for t in timings.values()))  # one round for all: it was the same weather for each
 
 
-def _cpu_round(named: Mapping[str, Sequence[Call]], orders: random.Random | None) -> dict[str, Timing]:
+def _cpu_round(named: Mapping[Any, Sequence[Call]], orders: random.Random | None) -> dict[Any, Timing]:
     """Calls of all implementations in alternation, each timed on its own."""
-    samples: dict[str, list[float]] = {name: [] for name in named}
+    samples: dict[Any, list[float]] = {name: [] for name in named}
     time.sleep(CPU_PAUSE_SECONDS)
     for calls in named.values():
         calls[-1]()  # wakes the threads; calls[0], the first that is timed, stays as cold as the others
@@ -122,18 +131,23 @@ def _time_cuda(named: Mapping[str, Sequence[Call]], orders: random.Random | None
     graphs = {name: _capture(calls) for name, calls in named.items()}
     slowest = max(us for _, _, us in graphs.values())
     replays = max(MIN_REPLAYS, min(MAX_REPLAYS, int(5e4 / max(slowest, 1.0))))
-    events = [{name: (_event(), _event()) for name in graphs} for _ in range(replays)]
+    return _replayed({name: (graph.replay, calls) for name, (graph, calls, _) in graphs.items()}, replays, orders)
+
+
+def _replayed(named: Mapping[Any, tuple[Call, int]], replays: int, orders: random.Random | None) -> dict[Any, Timing]:
+    """Replays in alternation, of graphs of so many calls each."""
+    events = [{name: (_event(), _event()) for name in named} for _ in range(replays)]
     torch.cuda._sleep(SPIN_CYCLES)
     for turn in events:
-        for name in _order(graphs, orders):
+        for name in _order(named, orders):
             start, stop = turn[name]
             start.record()
-            graphs[name][0].replay()
+            named[name][0]()
             stop.record()
     torch.cuda.synchronize()
     return {
         name: _summary([turn[name][0].elapsed_time(turn[name][1]) * 1e3 / calls for turn in events], calls)
-        for name, (_, calls, _) in graphs.items()
+        for name, (_, calls) in named.items()
     }
 
 

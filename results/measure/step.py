@@ -41,6 +41,7 @@ from tilebit.schedules.target import detect_target, file_stem
 from tilebit.transformers import TilebitCache
 from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import PARTS
+from tilebit.transformers.tuning import filled
 
 from ..peers.step_peers import CompiledGlue, Layer, PeerStep, Shape, VllmGlue, dense_product, marlin_product
 from ..report.rows import ROWS
@@ -73,19 +74,6 @@ def made_model(format: str | None, layers: int, device: str) -> Any:
 def spread(batch: int, context: int) -> list[int]:
     """Lengths of about ``context`` tokens, evenly over a window; none fills at the first step."""
     return [context - 2 - b * (RESIDUAL // batch) for b in range(batch)]
-
-
-def filled(model: Any, kv_format: str, lengths: Sequence[int], k: Tensor, v: Tensor) -> TilebitCache:
-    """A cache whose layers all hold the rows ``k`` and ``v`` [tokens, heads_kv, head_dim], sequence after
-    sequence."""
-    cache = TilebitCache(model.config, format=kv_format, max_tokens=max(lengths) + NEW, sequences=len(lengths))
-    cache.pool.begin(len(lengths), k.dtype, k.device)
-    batch = cache.pool.advance(lengths)
-    for layer in range(len(cache.own)):
-        cache.pool.cache.append(batch, k, v, layer=layer)
-    cache.seen = max(lengths)
-    cache.settle()
-    return cache
 
 
 def uncompiled(model: Any, cache: TilebitCache, ids: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -184,7 +172,7 @@ def measure(
     reference: Tensor | None = None
     held: list[Any] = []
     for name in kv_formats:
-        cache = filled(model, name, lengths, k, v)
+        cache = filled(model, name, lengths, NEW, k, v)
         expected = uncompiled(model, cache, ids, lengths)
         sequences = cache.pool.cache.batch(cache.pool.handles)
         runners = {impl: Runner(of, cache, ids, sequences) for impl, of in variants.items()}

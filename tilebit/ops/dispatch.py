@@ -170,7 +170,7 @@ class Plan:
                 kernel = find_kernel(part.workload, self.target)
                 if self.target.is_cuda:
                     kernel.prepare(self.device.index)
-                found = expanded(kernel, part.workload, self) if part.expands else _bind(kernel, self, part.rows)
+                found = expanded(kernel, part.workload, self) if part.expands else bound(kernel, self, part.rows)
                 self._launchers[part] = found
         return found
 
@@ -215,7 +215,7 @@ def forget() -> None:
     known.clear()
 
 
-def _bind(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
+def bound(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
     """A call of ``kernel`` for up to ``rows`` rows of x (None: any number). Its workspace, where it
     takes one, is long enough for every call that it serves, so that nothing is computed from m;
     more rows than it holds sums for are launched in slices."""

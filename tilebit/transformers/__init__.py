@@ -16,7 +16,8 @@ from .config import TilebitConfig
 from .loading import load
 from .registry import register
 from .replacing import takeover
+from .tuning import tune
 
-__all__ = ["TilebitCache", "TilebitConfig", "compile", "load", "register", "release", "takeover"]
+__all__ = ["TilebitCache", "TilebitConfig", "compile", "load", "register", "release", "takeover", "tune"]
 
 register()

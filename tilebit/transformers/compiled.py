@@ -134,6 +134,12 @@ class DecodeSteps:
         self._stale = False
         prepared(self.step.products, self.sizes)
 
+    def renew(self) -> None:
+        """Take the kernels that are chosen now; steps are captured anew."""
+        self._graphs.clear()
+        self._prompts.clear()
+        prepared(self.step.products, self.sizes)
+
     # ---- in the model ----
 
     def install(self) -> None:

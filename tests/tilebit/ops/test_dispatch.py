@@ -77,7 +77,7 @@ def test_a_kernel_gets_its_operands_in_order(asked: list[int], symmetric: bool, 
     arguments = [None if name in absent else tensor for name, tensor in given.items()]
     params = tuple(name for name in given if name not in absent | {"y"}) + (("workspace",) if scratch else ()) + ("y",)
     kernel = FakeKernel(params)
-    dispatch._bind(kernel, cuda_plan(N, symmetric, bias), 16)(*arguments)  # type: ignore[arg-type]
+    dispatch.bound(kernel, cuda_plan(N, symmetric, bias), 16)(*arguments)  # type: ignore[arg-type]
     ((function, got),) = kernel.calls
     assert function == "run" and len(got) == len(params)
     assert all(value is given[name] if name != "workspace" else value == ADDRESS for name, value in zip(params, got, strict=True))
@@ -87,7 +87,7 @@ def test_a_kernel_gets_its_operands_in_order(asked: list[int], symmetric: bool, 
 @pytest.mark.parametrize("params", [("x", "weight", "scales", "partials", "tickets", "y"), ("x", "weight", "scales", "zeros", "y")])
 def test_a_kernel_with_other_parameters_is_refused(asked: list[int], params: tuple[str, ...]):
     with pytest.raises(KernelUnavailable, match=r"this call needs .*'x', 'weight', 'scales', 'y'.* compile it again"):
-        dispatch._bind(FakeKernel(params), cuda_plan(), 1)  # type: ignore[arg-type]
+        dispatch.bound(FakeKernel(params), cuda_plan(), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("option", "has", "taken"), [(False, True, "run"), (True, True, "run_dependent"), (True, False, "run")])
@@ -95,7 +95,7 @@ def test_a_kernel_with_other_parameters_is_refused(asked: list[int], params: tup
 def test_dependent_launch_is_taken_when_asked_for_and_there(asked: list[int], option: bool, has: bool, taken: str, scratch: bool):
     kernel = FakeKernel(("x", "weight", "scales", *(("workspace",) if scratch else ()), "y"), dependent=has)
     t = torch.zeros(1, N)
-    dispatch._bind(kernel, cuda_plan(dependent=option), 1)(t, t, t, None, None, None, t)  # type: ignore[arg-type]
+    dispatch.bound(kernel, cuda_plan(dependent=option), 1)(t, t, t, None, None, None, t)  # type: ignore[arg-type]
     assert [function for function, _ in kernel.calls] == [taken]
 
 
@@ -110,7 +110,7 @@ def slices(schedule: Schedule, m: int, rows: int | None, n: int = N, format: str
     """The rows of each launch of a call with ``m`` rows, by a launcher bound for up to ``rows``."""
     kernel = FakeKernel(("x", "weight", "scales", "workspace", "y"), schedule)
     x, y = torch.arange(m).view(m, 1), torch.arange(m).view(m, 1)
-    dispatch._bind(kernel, cuda_plan(n, format=format), rows)(x, y, y, None, None, None, y)  # type: ignore[arg-type]
+    dispatch.bound(kernel, cuda_plan(n, format=format), rows)(x, y, y, None, None, None, y)  # type: ignore[arg-type]
     parts: list[tuple[Tensor, Tensor]] = [(arguments[0], arguments[-1]) for _, arguments in kernel.calls]
     assert all(torch.equal(part_x, part_y) for part_x, part_y in parts), "the same rows of x and y"
     assert torch.equal(torch.cat([part for part, _ in parts]), x), "every row once"
@@ -138,7 +138,7 @@ def test_scales_of_groups_are_cut_along_their_rows(
     rows, token_scales = torch.arange(m).view(m, 1), torch.arange(2 * m).float().view(2, m)
     plan = cuda_plan(format="w8a8_g128", k=200)
     given = {"x": rows, "weight": rows, "scales": rows, "token_scales": token_scales, "y": rows}
-    dispatch._bind(kernel, plan, None)(*(given.get(o.name) for o in plan.operands))  # type: ignore[arg-type]
+    dispatch.bound(kernel, plan, None)(*(given.get(o.name) for o in plan.operands))  # type: ignore[arg-type]
     parts = [arguments[3] for _, arguments in kernel.calls]
     assert [part.shape for part in parts] == [(2, count) for count in expected] and all(part.is_contiguous() for part in parts)
     assert torch.equal(torch.cat(parts, 1), token_scales)
@@ -182,4 +182,4 @@ def test_more_tiles_than_tickets_are_refused(monkeypatch: pytest.MonkeyPatch, as
     assert slices(thin, 1, 1) == [1], "four tiles, four tickets"
     for rows in (2, None):
         with pytest.raises(KernelUnavailable, match=r"4 tiles of a row of n = 256; accepted .* larger block_n"):
-            dispatch._bind(FakeKernel(params, thin), cuda_plan(), rows)  # type: ignore[arg-type]
+            dispatch.bound(FakeKernel(params, thin), cuda_plan(), rows)  # type: ignore[arg-type]

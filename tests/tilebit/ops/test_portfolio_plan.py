@@ -46,7 +46,7 @@ class Kernels:
 def plan(monkeypatch: pytest.MonkeyPatch) -> dispatch.Plan:
     """A plan for an H200 that is not there; its launchers are (schedule, rows)."""
     monkeypatch.setattr(dispatch, "device_target", lambda device: H200)
-    monkeypatch.setattr(dispatch, "_bind", lambda kernel, plan, rows: (kernel.schedule, rows))
+    monkeypatch.setattr(dispatch, "bound", lambda kernel, plan, rows: (kernel.schedule, rows))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(packs, "_loaded", [])
     return dispatch.Plan(torch.device("cuda", 0), *SHAPE, QuantFormat(), torch.float16, False)

@@ -67,10 +67,10 @@ class Sample:
 
 def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
     """The timed records of ``arch``, of operations that have features, whose schedules the present
-    rules accept, in an order that is not that of the files."""
+    rules accept, but for times in a step, in an order that is not that of the files."""
     found = []
     for r in latest(records).values():
-        target = record_target(r) if r.ok and r.arch == arch else None
+        target = record_target(r) if r.ok and not r.in_step and r.arch == arch else None
         if target is None or operation(r.workload.op).features is None or legal(r.workload, r.schedule, target):
             continue
         expected = estimate(r.workload, r.schedule, target)

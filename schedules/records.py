@@ -81,6 +81,12 @@ class TuningRecord:
         return self.status == OK
 
     @property
+    def in_step(self) -> bool:
+        """Whether ``us`` is what it took in its place in a model's step (``tilebit.transformers.tune``):
+        beside those of other kernels of its workload that counts, for what it takes alone it does not."""
+        return self.extra.get("place") == "step"
+
+    @property
     def of_machine(self) -> bool:
         """Whether it tells of a fault of the machine, which says nothing about the schedule."""
         return not self.ok and machines_fault(self.status, self.reason)

@@ -31,6 +31,9 @@ from .target import Target
 # its own best: a tile tuned for 16 rows reads the weight twice for 32.
 NEAR_ENOUGH = 1.2
 GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
+# Fields of a product's workload that say what is done beside it: what was measured in a step says
+# nothing about products that do other things there.
+PLACE = ("width", "residual", "gate", "norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[
             continue
         d = distance(alike[0], workload, target)
         if d is not None and d <= MAX_DISTANCE:
-            near += [(d, r) for r in alike]
+            near += [(d, r) for r in alike if not r.in_step or _same_place(r.workload, workload)]
     return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
 
 
@@ -221,7 +224,8 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
         here = replace(static, m=m)
         if not operation(static.op).twins(there, here):
             continue
-        for r in (r for r in found if r.measured_on_sibling(target)):
+        same = _same_place(there, here)
+        for r in (r for r in found if r.measured_on_sibling(target) and (same or not r.in_step)):
             if m not in tuned:
                 tuned[m] = _cached_exact(here, target).schedule
             own = r.measured_on(target)
@@ -246,6 +250,10 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
     known = {(s, w.m): us for (w, s), us in zip(pairs, times, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
     points = {s: {m: us for m, us in measured[s].items() if (s, m) in known} for s in schedules if s in measured}
     return table(competing, calibrated(lambda s, m: known[s, m], points), tuned), frozenset(tuned)
+
+
+def _same_place(there: AnyWorkload, here: AnyWorkload) -> bool:
+    return all(getattr(there, name, None) == getattr(here, name, None) for name in PLACE)
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:

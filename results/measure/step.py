@@ -7,6 +7,9 @@ on the host, and the captured step is replayed; all sequences grow. With the pee
 (``--peers``: its folder) the steps of ``results/peers/step_peers.py`` are timed in turn with tilebit's:
 16-bit weights, and vLLM's kernels on the same codes, both over a 16-bit cache that does not grow.
 
+Rows are ``tuned`` "step" where the user's records hold times of this device in steps
+(``tilebit.transformers.tune``).
+
 With ``--parts`` the same step is timed in turn as ``compile(..., parts=...)`` makes it, on the same
 caches: what products gain and lose by doing their neighbours' work themselves.
 
@@ -37,6 +40,7 @@ from tilebit.cache.batch import Batch
 from tilebit.command.bench import process_fields, write_rows
 from tilebit.layouts.formats import GemmFormat
 from tilebit.layouts.kv import RESIDUAL
+from tilebit.schedules.records import user_records
 from tilebit.schedules.target import detect_target, file_stem
 from tilebit.transformers import TilebitCache
 from tilebit.transformers.compiled import DecodeSteps
@@ -287,7 +291,8 @@ def main(arguments: list[str] | None = None) -> None:
         for library in ("_C.abi3.so", "_vllm_fa3_C.abi3.so"):
             __import__("common").load_so(library)
         peers = peer_steps(model, device, harness)
-    common = {**process_fields(target), "op": "step"}
+    in_steps = any(r.in_step and r.measured_on(target) for r in user_records())
+    common = {**process_fields(target), "op": "step", "tuned": "step" if in_steps else ""}
     path = options.out / f"{file_stem(target.name)}.jsonl"
     for batch, context in points:
         rows: list[dict[str, Any]] = []

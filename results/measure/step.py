@@ -189,7 +189,8 @@ def measure(
             bound = accepted_error(model, ids, expected, lambda cache=cache: uncompiled(model, cache, ids, lengths))
         accepted.update({f"{impl} {name}": bound for impl in runners})
         for impl, runner in runners.items():
-            again = runner().clone()  # captured
+            again = once(runner, cache, lengths)  # captured, and replayed
+            errors[f"{impl} {name}"] = max(errors[f"{impl} {name}"], relative(again, expected))
             if not bool(torch.isfinite(again).all()):
                 raise ValueError(f"the captured step of {impl} over {name} gives {again}")
             steps[f"{impl} {name}"] = runner

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from tilebit.autotune import measure as measuring
-from tilebit.autotune.measure import MIN_REPLAYS, copies_needed, time_calls
+from tilebit.autotune.measure import MIN_REPLAYS, copies_needed, time_calls, time_replays
 from tilebit.autotune.search import Patience, shortlist
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import Workload
@@ -39,6 +39,11 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(measuring, "time", clock := Clock())
     return clock
+
+
+def test_replays_are_timed_as_they_stand(clock: Clock):
+    found = time_replays({1: lambda: clock.sleep(1e-3), (2, "b"): lambda: clock.sleep(2e-3)}, "cpu", random.Random(0))
+    assert (found[1].us, found[2, "b"].us) == pytest.approx((1000, 2000), rel=1e-5)
 
 
 def test_sleeping_calls_are_timed_and_alternate(clock: Clock):

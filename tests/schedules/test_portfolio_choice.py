@@ -143,3 +143,21 @@ def test_records_that_say_nothing_are_left_out() -> None:
     for known in (records, Known.among(records)):
         found = [(r.workload, r.us) for _, r in neighbours(here, H200, known)]
         assert found == [(here, 5.0), (here, 5.2), (here, 8.0), (there, 5.0), (there, 5.2)]
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_times_in_a_step_count_for_products_with_the_same_neighbours(gate: str, mine: Path) -> None:
+    """They decide for their own workload and its twins; what does other things beside it asks its own records."""
+    here = Workload(1, 6656, 5120, gate=gate)
+    first, second, *_ = sorted(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
+    there = [TuningRecord(here, s, H200.name, H200.arch, H200.units, us=us) for s, us in ((first, 7.0), (second, 8.0))]
+    placed = replace(there[1], us=6.0, extra={"place": "step"})
+    assert placed.in_step and not there[1].in_step and TuningRecord.from_json(placed.to_json()) == placed
+    mine.write_text("".join(json.dumps(r.to_json()) + "\n" for r in (*there, placed)))
+    refresh()
+    assert choose(here, H200).schedule == second
+    assert choose(replace(here, dtype="bfloat16"), H200, (*there, placed)).schedule == second  # a twin
+    other = replace(here, gate="" if gate else "silu")
+    assert choose(other, H200, (*there, placed)).schedule == first
+    shape = portfolio(other, H200)
+    assert shape is not None and shape.at(1) != second

@@ -20,14 +20,19 @@ from .models import (
     PackedCaches,
     PackedModel,
     PackedTokens,
+    Parts,
     PromptTokens,
     Skip,
     Steps,
+    TunedCache,
+    TunedModel,
+    TunedTokens,
     bench_whole,
     evaluate,
     generate,
     pack_whole,
     quantize,
+    tune_whole,
 )
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .tasks import (
@@ -71,6 +76,9 @@ Ms = Annotated[
 ]
 Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]
+TunedDtype = Annotated[
+    str | None, typer.Option("--dtype", help="float16 or bfloat16. Default: float16; with --model what its config says.")
+]
 Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
 Residual = Annotated[bool, typer.Option("--residual", help="y is added to a residual.")]
 Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates of the others: silu, gelu_tanh or gelu.")]
@@ -122,11 +130,11 @@ def compile_command(
 
 @app.command()
 def tune(
-    n: N,
-    k: K,
+    n: ModelsN = None,
+    k: ModelsK = None,
     m: Ms = None,
     format: Format = "w4a16_g128",
-    dtype: Dtype = "float16",
+    dtype: TunedDtype = None,
     bias: Bias = False,
     width: Width = 0,
     residual: Residual = False,
@@ -135,10 +143,22 @@ def tune(
     target: TargetName = "auto",
     budget: Budget = None,
     jobs: Jobs = None,
+    model: TunedModel = None,
+    batch: Batches = None,
+    kv_format: TunedCache = "kv4_channel",
+    tokens: TunedTokens = None,
+    part: Parts = None,
     as_json: Json = False,
 ) -> None:
-    """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps)
+    """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice.
+    Of a product (--n, --k), or with --model of all products of a model's decode steps, which are then measured where they run."""
+    if (model is None) == (n is None or k is None):
+        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    if model is not None:
+        tune_whole(model, format, kv_format, batch, tokens, part, budget, jobs, dtype or "auto", as_json)
+        return
+    assert n is not None and k is not None
+    chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, residual, gate, norm_eps)
     tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
-from .tasks import Json, named_target, pack_kernels
+from .tasks import Json, named_target, pack_kernels, schedule_text
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,18 @@ BenchedCaches = Annotated[
     list[str] | None, typer.Option("--kv-format", help="With --model: format of the KV cache; repeat it for several. Default: kv4_channel.")
 ]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="With --model: rows; repeat it for several. Default: 1.", min=1)]
+TunedModel = Annotated[
+    Path | None,
+    typer.Option("--model", help="Tune the products of this model's decode steps, alone and in a step: its directory, or a config.json."),
+]
+TunedCache = Annotated[str, typer.Option("--kv-format", help="With --model: format of the KV cache.")]
+TunedTokens = Annotated[
+    int | None, typer.Option("--tokens", help="With --model: tokens of a sequence. Default: 4096, or the model's own bound.", min=1)
+]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", help="With --model: what products do themselves, as compile's parts: gate, residual or norm; repeat it."),
+]
 PackedModel = Annotated[Path | None, typer.Option("--model", help="A model's directory, as generate takes it; its weights are not read.")]
 PackedCaches = Annotated[
     list[str] | None,
@@ -223,6 +235,40 @@ def bench_whole(
             f"{row['decode_ms']:.3f}", ratio, _size(row["weight_bytes"]), _size(row["cache_bytes"]),
         )  # fmt: skip
     print_parts(table, f"rows: {out}" if out is not None else "")
+
+
+def tune_whole(
+    model: Path, format: str, kv_format: str, batch: list[int] | None, tokens: int | None, part: list[str] | None, budget: float | None,
+    jobs: int | None, dtype: str, as_json: bool,
+) -> None:  # fmt: skip
+    """``tilebit tune --model``: the products of ``model``, quantized to ``format``, each alone and then in decode steps
+    of each number of rows."""
+    _needed()
+    _known_cache(kv_format)
+    wanted, place, sizes = _quantization(format, None, False), _device("auto"), sorted(set(batch or [1]))
+    with failures():
+        from ..schedules.records import records_path
+        from ..transformers import compile, tune
+        from ..transformers.benching import low_bit_model
+
+        of = compile(low_bit_model(model, wanted, _dtype(dtype), place), sizes, parts=part or ())  # type: ignore[arg-type]
+        found = tune(of, None, kv_format, tokens, budget_s=budget, jobs=jobs, progress=not as_json)
+    rows = [
+        {
+            "m": p.workload.m, "n": p.workload.n, "k": p.workload.k, "gate": p.workload.gate, "calls": p.calls, "us": p.us,
+            "before_us": p.before_us, "tried": p.tried, "schedule": p.schedule.to_json(),
+        }
+        for p in found
+    ]  # fmt: skip
+    if as_json:
+        print_json({"records": str(records_path()), "results": rows})
+        return
+    table = new_table(f"{model}: products in decode steps", "rows", "n", "k", "calls a step", "before, us", "us", "tried", "schedule")
+    for row in rows:
+        before = "-" if row["before_us"] is None else f"{row['before_us']:.2f}"
+        sizes_of = (str(row[name]) for name in ("m", "n", "k", "calls"))
+        table.add_row(*sizes_of, before, f"{row['us']:.2f}", str(row["tried"]), schedule_text(row["schedule"]))
+    print_parts(table, f"records: {records_path()}")
 
 
 def pack_whole(

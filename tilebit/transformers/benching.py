@@ -58,8 +58,7 @@ def bench_model(
     (``tilebit.transformers.compile``). Rounds of all alternate; medians of each are given. Raises
     ``ValueError`` for what cannot be, before memory is taken.
     """
-    config = read_config(source.parent if source.name == "config.json" else source)
-    random, total = source.name == "config.json", sizes.prompt + sizes.steps + 4
+    config, total = _config(source), sizes.prompt + sizes.steps + 4
     most = most_tokens(config)
     if most is not None and total > most:
         raise ValueError(
@@ -67,11 +66,9 @@ def bench_model(
             "model was made for"
         )
     packed = quantized_by(config) is not None
-    if random and packed:
-        raise ValueError(f"{source} is of a packed model, whose weights are not there; accepted: its directory, or a 16-bit model's config")
     wanted = TilebitConfig(format or "w4a16_g128")
-    own = _random(config, wanted, dtype, device) if random else open_model(source, None if packed else wanted, dtype, device)
-    dense = None if packed else _random(config, None, dtype, device) if random else open_model(source, None, dtype, device)
+    own = low_bit_model(source, wanted, dtype, device)
+    dense = None if packed else _random(config, None, dtype, device) if _is_config(source) else open_model(source, None, dtype, device)
     compile(own, sizes.batches, total)
     if getattr(own, "tilebit_steps", None) is None:
         own.set_attn_implementation("tilebit")
@@ -94,6 +91,26 @@ def bench_model(
                 contender.cache_bytes = cache_bytes(held)
         rows += [_row(contender, "packed" if packed else wanted.format, batch, sizes) for contender in contenders]
     return rows
+
+
+def low_bit_model(source: Path, wanted: TilebitConfig, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """The model of a directory, packed, or quantized as ``wanted`` says; or of a config.json one with random
+    weights. Raises ``ValueError`` for the config of a packed model."""
+    config = _config(source)
+    packed = quantized_by(config) is not None
+    if not _is_config(source):
+        return open_model(source, None if packed else wanted, dtype, device)
+    if packed:
+        raise ValueError(f"{source} is of a packed model, whose weights are not there; accepted: its directory, or a 16-bit model's config")
+    return _random(config, wanted, dtype, device)
+
+
+def _is_config(source: Path) -> bool:
+    return source.name == "config.json"
+
+
+def _config(source: Path) -> Any:
+    return read_config(source.parent if _is_config(source) else source)
 
 
 @torch.no_grad()

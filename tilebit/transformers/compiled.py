@@ -258,7 +258,7 @@ class DecodeSteps:
             _rehearse(batch, lambda: self.step(ids, kv, batch))
             self._graphs[batch] = None
             return self.step(ids, kv, batch)  # kernels load, and workspaces are made, outside of the graph
-        if not ids.is_cuda:
+        if not self._captures(ids):
             return self.step(ids, kv, batch)
         captured = self._graphs[batch]
         if captured is None:
@@ -281,6 +281,9 @@ class DecodeSteps:
         assert captured is not None
         batch.lag(captured.growth)
         captured.graph.replay()
+
+    def _captures(self, ids: Tensor) -> bool:
+        return ids.is_cuda
 
     def _captured(self, kv: KVCache, batch: Batch, ids: Tensor) -> Captured:
         held, growth = ids.clone(), batch.growth()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from tilebit.command.cli import app
 
 pytest.importorskip("transformers", minversion="5.17")
 
+import tilebit.transformers
 from tilebit.quality import Score, log_probabilities, windows
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
 from tilebit.transformers.opening import open_model
 from tilebit.transformers.synthetic import write_model
+from tilebit.transformers.tuning import TunedProduct
 
 TEXT = "a small model that was made on the spot says nothing of note " * 3
 
@@ -328,3 +333,33 @@ def test_what_bench_refuses(dense: Path, packed: Path):
     assert "no directory" in refused("bench", "--model", str(dense / "nothing"))
     assert "whose weights are not there" in refused("bench", "--model", str(packed / "config.json"), "--prompt-tokens", "20")
     assert "kv3" in refused("bench", "--model", str(dense), "--kv-format", "kv3")
+
+
+def test_products_of_a_model_are_tuned(dense: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    product = TunedProduct(Workload(1, 256, 128, gate="silu"), 2, Schedule("gemm_cpu", 32, 1, 32, 1, 1), 9.5, 10.0, 4)
+
+    def tune(model: Any, *given: Any, **named: Any) -> list[TunedProduct]:
+        asked.append((model.tilebit_steps.sizes, model.tilebit_steps.parts, given, named))
+        return [product, replace(product, before_us=None)]
+
+    monkeypatch.setattr(tilebit.transformers, "tune", tune)
+    options = ("tune", "--model", str(dense), "--batch", "2", "--batch", "1", "--format", "w4a16_g64", "--tokens", "100", "--part", "gate")
+    said = parsed(*options, "--budget", "9", "--jobs", "1")
+    assert asked == [([1, 2], ("gate",), (None, "kv4_channel", 100), {"budget_s": 9.0, "jobs": 1, "progress": False})]
+    assert [(row["n"], row["gate"], row["calls"], row["us"], row["before_us"]) for row in said["results"]] == [
+        (256, "silu", 2, 9.5, 10.0), (256, "silu", 2, 9.5, None),
+    ]  # fmt: skip
+    assert said["results"][0]["schedule"] == product.schedule.to_json() and said["records"]
+    text = call(*options).output
+    assert "10.00" in text and "9.50" in text
+
+
+def test_what_tune_refuses(dense: Path):
+    assert "accepted: a product, by --n and --k, or a model" in refused("tune")
+    assert "accepted: a product, by --n and --k, or a model" in refused("tune", "--n", "64", "--k", "64", "--model", str(dense))
+    assert "kv5" in refused("tune", "--model", str(dense), "--kv-format", "kv5")
+    assert "parts is ['door']; accepted: any of" in refused("tune", "--model", str(dense), "--part", "door").replace(
+        "('door',)", "['door']"
+    )
+    assert "--dtype is 'float8'" in refused("tune", "--model", str(dense), "--dtype", "float8")

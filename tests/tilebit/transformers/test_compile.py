@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import tilebit
 import tilebit.transformers
+from tilebit.cache.batch import Batch
 from tilebit.transformers import TilebitCache, compile, release
 from tilebit.transformers.anatomy import Norm
-from tilebit.transformers.compiled import DecodeSteps
+from tilebit.transformers.compiled import Captured, DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
 
 COLUMNS = 124  # a window fills on the way
@@ -123,6 +124,82 @@ def test_low_bit_caches_are_filled_alike(taken: list[int]):
     expected = steps_of(model, format="kv4_channel")
     alike(steps_of(compile(model, (ROWS,)), format="kv4_channel"), expected)
     assert len(taken) == 10
+
+
+class Replay:
+    """A captured step without a GPU: what its replay does, in the memory that a graph would use."""
+
+    def __init__(self, steps: DecodeSteps, kv: Any, batch: Batch, ids: Tensor, found: list[Any]) -> None:
+        self.steps, self.kv, self.batch, self.found = steps, kv, batch, found
+        self.ids, self.growth = ids.clone(), batch.growth()
+        self.logits = torch.empty(len(ids), steps.model.config.vocab_size, dtype=steps.model.dtype)
+        batch.refresh()
+
+    def replay(self) -> None:
+        self.found.append(self)
+        self.batch.grow(torch.from_numpy(self.growth))
+        self.logits.copy_(self.steps.step(self.ids, self.kv, self.batch))
+
+    def captured(self) -> Captured:
+        return Captured(self, self.ids, self.logits, self.growth, torch.from_numpy(self.growth))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Every replay of a step that would be captured on a GPU."""
+    found: list[Replay] = []
+    monkeypatch.setattr(DecodeSteps, "_captures", lambda self, ids: True)
+    monkeypatch.setattr(DecodeSteps, "_captured", lambda self, kv, batch, ids: Replay(self, kv, batch, ids, found).captured())
+    return found
+
+
+@torch.no_grad()
+def test_replayed_steps_give_the_tokens_of_others(replays: list[Replay]):
+    """Between replays: none of the graph's (a prompt, several rows at once, a shorter cache), and two graphs on one cache."""
+    model: Any = compile(model_of("llama"), (1, 3))
+    expected = model_of("llama")
+    expected.set_attn_implementation("tilebit")
+    for options in ({}, {"num_beams": 3}):
+        cache = own_cache(model)
+        for _ in range(2):
+            given = {**prompts(1, 120), **GREEDY, **options}
+            assert torch.equal(
+                model.generate(**given, past_key_values=cache), expected.generate(**given, past_key_values=own_cache(expected))
+            )
+            cache.reset()
+    assert len(replays) >= 4 * 13 and {len(replay.ids) for replay in replays} == {1, 3}
+    ids = prompts(1, 40)["input_ids"]
+    for of in (model, expected):
+        cache = of.cache_under_test = own_cache(of)
+        of(input_ids=ids[:, :30], past_key_values=cache)
+        for start in (30, 31, 32):
+            of(input_ids=ids[:, start : start + 1], past_key_values=cache)
+        cache.crop(31)
+        of(input_ids=ids[:, 31:34], past_key_values=cache)  # no step
+        of.last = [of(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(34, 40)]
+    alike(model.last, expected.last)
+
+
+@torch.no_grad()
+def test_a_server_samples_into_the_captured_step(replays: list[Replay]):
+    model: Any = compile(model_of("llama"), (1,))
+    steps, cache = model.tilebit_steps, own_cache(model)
+    prompt = prompts(1, 20)
+    tokens = model.generate(**prompt, past_key_values=cache, **GREEDY)[0, 20:]
+    cache.reset()
+    first = model(**prompt, past_key_values=cache).logits[:, -1].argmax(-1)
+    kv, batch = cache.pool.cache, cache.pool.cache.batch(cache.pool.handles)
+    assert steps.tokens(batch) is None
+    replays.clear()
+    ids, found = first, []
+    for _ in range(len(tokens) - 1):
+        found.append(ids.clone())
+        kv.advance(batch, deferred=True)
+        sampled = steps.launch(kv, batch, ids).argmax(-1)
+        held = steps.tokens(batch)
+        ids = sampled if held is None else held.copy_(sampled)
+    assert torch.equal(torch.cat([*found, ids]), tokens) and len(replays) == len(tokens) - 2
+    assert ids is replays[-1].ids
 
 
 @torch.no_grad()

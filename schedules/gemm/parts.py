@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...layouts.formats import PER_CHANNEL
@@ -62,6 +63,11 @@ def _known(w: Workload) -> tuple[tuple[Part, bool], ...]:
 def parts(workload: Workload, applied: Collection[str] = ()) -> tuple[Part, ...]:
     """What follows a product of ``workload``, in order, but for the parts whose operands are
     ``applied`` in the program's loop."""
+    return _parts(workload, tuple(applied))
+
+
+@lru_cache(maxsize=4096)
+def _parts(workload: Workload, applied: tuple[str, ...]) -> tuple[Part, ...]:
     grouped = (TOKEN_SCALES,) if workload.format.x_grouped else ()
     return tuple(part for part, there in _known(workload) if there and part.operand not in (*applied, *grouped))
 

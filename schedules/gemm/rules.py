@@ -11,6 +11,7 @@ warps per 64-row slab, fed by cp.async. ``gemm_stream_bulk``, ``gemm_stream``: s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
@@ -77,7 +78,15 @@ CUDA_RULES = {rule.program: rule for rule in (WGMMA, MMA)}
 
 def tiled_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     """Why a program of ``CUDA_RULES`` cannot serve ``workload`` on ``target``, one sentence per
-    reason; an empty list: it can."""
+    reason; an empty list: it can. It is the same for every m."""
+    return list(_reasons(_static(workload), schedule, target))
+
+
+_static = lru_cache(maxsize=4096)(Workload.static)
+
+
+@lru_cache(maxsize=1 << 15)
+def _reasons(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
     rule = CUDA_RULES[schedule.program]
     reasons = _field_reasons(rule, workload, schedule)
     return reasons or _resource_reasons(rule, workload, schedule, target)  # sizes mean nothing while a field is out of range

@@ -265,9 +265,9 @@ def tune_whole(
         return
     table = new_table(f"{model}: products in decode steps", "rows", "n", "k", "calls a step", "before, us", "us", "tried", "schedule")
     for row in rows:
-        before = "-" if row["before_us"] is None else f"{row['before_us']:.2f}"
         sizes_of = (str(row[name]) for name in ("m", "n", "k", "calls"))
-        table.add_row(*sizes_of, before, f"{row['us']:.2f}", str(row["tried"]), schedule_text(row["schedule"]))
+        times = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("before_us", "us"))
+        table.add_row(*sizes_of, *times, str(row["tried"]), schedule_text(row["schedule"]))
     print_parts(table, f"records: {records_path()}")
 
 

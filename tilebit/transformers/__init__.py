@@ -4,6 +4,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(DIR, quantization_config=TilebitConfig("w4a16_g128"), dtype=torch.bfloat16)
     model = tilebit.transformers.load(DIR)  # that AutoAWQ, GPTQModel or llm-compressor quantized
+    tilebit.transformers.compile(model, batch_sizes=(1, 16))  # decode steps, fused
+    tilebit.transformers.tune(model)  # their products, on this device
 
 Only this package imports transformers.
 """

@@ -43,13 +43,13 @@ PLACE = {"place": "step"}  # marks records of times in a step
 @dataclass(frozen=True, slots=True)
 class TunedProduct:
     """A product of a step and the schedule that is the fastest there. ``calls`` of it are in a step; ``us``
-    is its record's time, ``before_us`` that of the schedule that would have been used (None: it was not
-    tried there), ``tried`` how many schedules were."""
+    is its record's time (None: the budget ended before one was measured), ``before_us`` that of the
+    schedule that would have been used (None: it was not tried), ``tried`` how many schedules were."""
 
     workload: Workload
     calls: int
     schedule: Schedule
-    us: float
+    us: float | None
     before_us: float | None
     tried: int
 
@@ -104,10 +104,9 @@ def tune(
             tried = _in_place(place, plan, _finalists(known, workload, plan.target, before[plan]), calls[plan])
             for record in tried if len(tried) > 1 else ():
                 kept.append(record)
-            if tried:
-                us = {record.schedule: record.us or 0.0 for record in tried}
-                best = min(us, key=us.__getitem__)
-                found.append(TunedProduct(workload, calls[plan], best, us[best], us.get(before[plan]), len(tried)))
+            us = {record.schedule: record.us or 0.0 for record in tried}
+            best = min(us, key=us.__getitem__, default=before[plan])
+            found.append(TunedProduct(workload, calls[plan], best, us.get(best), us.get(before[plan]), len(tried)))
     refresh()
     dispatch.forget()
     steps.renew()

@@ -91,6 +91,14 @@ def test_what_a_step_takes_decides(alone: Path, seconds: list[Any]):
     assert torch.equal(of.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False), expected)
 
 
+def test_a_product_that_nothing_was_measured_for_is_named(alone: Path, monkeypatch: pytest.MonkeyPatch):
+    """The budget ended before."""
+    monkeypatch.setattr(tuner, "tune", lambda *_, **__: None)
+    monkeypatch.setattr(tuning, "shipped_records", lambda: [])
+    found = tilebit.transformers.tune(model(), tokens=TOKENS, budget_s=1.0, progress=False)
+    assert [(p.us, p.before_us, p.tried) for p in found] == [(None, None, 0)] * 2 and not alone.exists()
+
+
 def test_a_place_counts_calls_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch):
     of = model()
     place = _Place(of.tilebit_steps, ROWS, "kv4_channel", TOKENS)

@@ -318,7 +318,8 @@ def _row(
         why = _how_failed(record)
     elif record is not None and record.us is not None:
         best = choice.record.us if choice.record is not None else None
-        why = f"measured {record.us:.2f} us" + (f", the chosen one {best:.2f} us" if best is not None and choice.source == "tuned" else "")
+        beside = f", the chosen one {best:.2f} us" if best is not None and choice.source == "tuned" else ""
+        why = f"measured {record.us:.2f} us{_where(record)}{beside}"
     elif choice.source == "model":
         why = f"estimated {expected.us:.2f} us, the chosen one {estimate(workload, choice.schedule, target).us:.2f} us"
     elif predicted is not None and choice.predicted_us is not None:
@@ -339,10 +340,14 @@ def _why_chosen(choice: Choice) -> str:
         return f"chosen, though every candidate failed, as the cost model's best of them; {_how_failed(choice.record)}"
     us = f"{choice.record.us:.2f} us"
     if choice.source == "tuned":
-        return f"chosen: the fastest measured here, {us}"
+        return f"chosen: the fastest measured here, {us}{_where(choice.record)}"
     w = choice.record.workload
     there = f"{w.title} {w.dtype} on {choice.record.gpu}; distance {choice.distance:.2f}"
     return f"chosen: the fastest of the nearest tuned workload ({there}), {us} there"
+
+
+def _where(record: TuningRecord) -> str:
+    return " in a model's step" if record.in_step else ""
 
 
 def _how_failed(record: TuningRecord) -> str:

@@ -24,6 +24,7 @@ from .schedule import Schedule
 from .target import ARCHES, Target
 
 OK, WRONG = "ok", "wrong"  # wrong: what it computed
+IN_STEP = {"place": "step"}  # further fields of a record whose time is that in a model's step
 # What can become of a candidate; all but "ok" carry a reason and no time.
 STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", WRONG, "crash", "hang", "error")
 MAX_LINE = 1 << 20  # bytes; the longest that the tuner wrote have 2,000
@@ -84,7 +85,7 @@ class TuningRecord:
     def in_step(self) -> bool:
         """Whether ``us`` is what it took in its place in a model's step (``tilebit.transformers.tune``):
         beside those of other kernels of its workload that counts, for what it takes alone it does not."""
-        return self.extra.get("place") == "step"
+        return IN_STEP.items() <= self.extra.items()
 
     @property
     def of_machine(self) -> bool:

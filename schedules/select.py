@@ -33,7 +33,7 @@ NEAR_ENOUGH = 1.2
 GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 # Fields of a product's workload that say what is done beside it: what was measured in a step says
 # nothing about products that do other things there.
-PLACE = ("width", "residual", "gate", "norm")
+BESIDE = ("width", "residual", "gate", "norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
 
 
 def _same_place(there: AnyWorkload, here: AnyWorkload) -> bool:
-    return all(getattr(there, name, None) == getattr(here, name, None) for name in PLACE)
+    return all(getattr(there, name, None) == getattr(here, name, None) for name in BESIDE)
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:

@@ -16,7 +16,7 @@ NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, {parts} in products", 
 
 def step_section(folder: Path) -> str:
     """Each device's steps in the newest process that timed them with weights of their format, with peers and
-    without, tuned by themselves and in steps; "" without rows."""
+    without, with shipped records and tuned in steps; "" without rows."""
     newest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     runs: dict[tuple[Any, ...], str] = {}
     rows = [row for _, row in json_rows(folder, FIELDS)]
@@ -34,14 +34,14 @@ def step_section(folder: Path) -> str:
     for gpu, cases in sorted(newest.items()):
         rows = list(cases.values())
         about = (
-            f"Commit {commits_of(rows)}. One new token for each sequence of a batch, from the token to its logits: medians of rounds"
-            " in which all of a batch's steps alternate. tilebit's sequences grow, with room made on the host at each step, and "
-            "windows fill at different steps; the others run again at one length. A graph alone is the captured step replayed, its "
-            "sequences' lengths put back before (from 7002672 on). Logits agree with each other's, and over low-bit caches with the"
-            " uncompiled model's, to 2 %; where activations are of 8 bits, to 1.25 times what moving the tokens' embeddings by "
-            "their rounding (0.05 %) does to them. Rows with a ratio are of one process with what they are compared with; those "
-            "without may be of later code, and of another device of the name. Products are tuned alone, or (in steps) once more "
-            "where they run: `tilebit.transformers.tune`."
+            f"Commit {commits_of(rows)}. One new token for each sequence of a batch, from the token to its logits: medians of "
+            "rounds in which all of a batch's steps alternate. tilebit's sequences grow, with room made on the host at each step, "
+            "and windows fill at different steps; the others run again at one length. A graph alone is the captured step "
+            "replayed, its sequences' lengths put back before (from 7002672 on). Logits agree with each other's, and over low-bit "
+            "caches with the uncompiled model's, to 2 %; where activations are of 8 bits, to 1.25 times what moving the tokens' "
+            "embeddings by their rounding (0.05 %) does to them. Rows with a ratio are of one process with what they are compared "
+            "with; those without may be of later code, and of another device of the name. Schedules are those of the shipped "
+            "records, or (in steps) of products that were tuned on the device where they run: `tilebit.transformers.tune`."
         )
         header = [
             "batch", "tokens in the cache", "layers", "kernels", "weights", "cache", "tuned", "ms a step", "its graph alone, ms",
@@ -63,7 +63,7 @@ def _line(row: dict[str, Any], cases: dict[tuple[Any, ...], dict[str, Any]]) -> 
         ratios.append("-" if peer is None or row["impl"] not in OURS else f"{peer['us'] / row['us']:.2f}x")
     name = NAMES[row["impl"]].format(parts=row.get("parts"))
     graph = number(row["graph_us"] / 1e3) if row["impl"] in OURS else "-"
-    tuned = "-" if row["impl"] not in OURS else "in steps" if row.get("tuned") else "alone"
+    tuned = "-" if row["impl"] not in OURS else "in steps" if row.get("tuned") else "as shipped"
     return [
         str(row["batch"]), str(row["kv_len"]), str(row["layers"]), name, row["format"], row["kv_format"], tuned,
         number(row["us"] / 1e3), graph, *ratios, str(row["commit"])[:7],

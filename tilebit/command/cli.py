@@ -145,7 +145,7 @@ def tune(
     jobs: Jobs = None,
     model: TunedModel = None,
     batch: Batches = None,
-    kv_format: TunedCache = "kv4_channel",
+    kv_format: TunedCache = None,
     tokens: TunedTokens = None,
     part: Parts = None,
     as_json: Json = False,
@@ -154,8 +154,15 @@ def tune(
     Of a product (--n, --k), or with --model of all products of a model's decode steps, which are then measured where they run."""
     if (model is None) == (n is None or k is None):
         raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    of_products = {"--m": m, "--bias": bias, "--width": width, "--residual": residual, "--gate": gate, "--norm-eps": norm_eps is not None}
+    of_products["--target"] = target != "auto"
+    of_models = {"--batch": batch, "--kv-format": kv_format, "--tokens": tokens, "--part": part}
+    strange = [name for name, given in (of_models if model is None else of_products).items() if given]
+    if strange:
+        kind, other = ("a product", "a model's") if model is None else ("a model", "a product's")
+        raise typer.BadParameter(f"{', '.join(strange)} with {kind}; accepted: {kind} without {other} options")
     if model is not None:
-        tune_whole(model, format, kv_format, batch, tokens, part, budget, jobs, dtype or "auto", as_json)
+        tune_whole(model, format, kv_format or "kv4_channel", batch, tokens, part, budget, jobs, dtype or "auto", as_json)
         return
     assert n is not None and k is not None
     chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, residual, gate, norm_eps)

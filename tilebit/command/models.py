@@ -38,7 +38,7 @@ TunedModel = Annotated[
     Path | None,
     typer.Option("--model", help="Tune the products of this model's decode steps, alone and in a step: its directory, or a config.json."),
 ]
-TunedCache = Annotated[str, typer.Option("--kv-format", help="With --model: format of the KV cache.")]
+TunedCache = Annotated[str | None, typer.Option("--kv-format", help="With --model: format of the KV cache. Default: kv4_channel.")]
 TunedTokens = Annotated[
     int | None, typer.Option("--tokens", help="With --model: tokens of a sequence. Default: 4096, or the model's own bound.", min=1)
 ]

@@ -25,7 +25,7 @@ from ..ops import dispatch
 from ..ops.dispatch import Plan, bound
 from ..ops.launchers import Launcher
 from ..schedules.gemm.workload import Workload
-from ..schedules.records import TuningRecord, latest, shipped_records
+from ..schedules.records import IN_STEP, TuningRecord, latest, shipped_records
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh, select
 from ..schedules.target import Target
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 FINALISTS, FINALIST_WITHIN = 8, 1.25  # of a product's schedules: as many, up to so many times as slow as the fastest alone
 TOKENS = 4096  # of a sequence, where the model allows as many
-PLACE = {"place": "step"}  # marks records of times in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,5 +231,5 @@ def _in_place(place: _Place, plan: Plan, finalists: Sequence[TuningRecord], call
         us = (first.us or 0.0) + longer
         if us > 0:
             fields: dict[str, Any] = {"us": us, "us_p20": None, "us_p80": None, "date": now(), "commit": source_commit()}
-            found.append(replace(record, **fields, extra={**record.extra, **PLACE}))
+            found.append(replace(record, **fields, extra={**record.extra, **IN_STEP}))
     return found

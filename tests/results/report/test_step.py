@@ -29,10 +29,10 @@ def test_each_step_stands_beside_its_peers_of_the_newest_process(tmp_path: Path)
         row("vllm_kernels", 5000.0, "2"),
     )
     text = section(tmp_path, *old, *new)
-    assert "| 16 | 4096 | 32 | tilebit | w4a16_g128 | kv4_channel | alone | 2.00 | 1.90 | 3.00x | 2.50x | aaaaaaa |" in text
+    assert "| 16 | 4096 | 32 | tilebit | w4a16_g128 | kv4_channel | as shipped | 2.00 | 1.90 | 3.00x | 2.50x | aaaaaaa |" in text
     assert "| 16 | 4096 | 32 | cuBLAS, FA3 | fp16 | kv16 | - | 6.00 | - | - | - | aaaaaaa |" in text
     assert "9.00" not in text
-    assert "| 1 | 4096 | 32 | tilebit | w4a16_g128 | kv16 | alone | 2.00 | 1.90 | - | - | aaaaaaa |" in section(
+    assert "| 1 | 4096 | 32 | tilebit | w4a16_g128 | kv16 | as shipped | 2.00 | 1.90 | - | - | aaaaaaa |" in section(
         tmp_path, *new, row("tilebit", 2000.0, "3", batch=1)
     )
 
@@ -42,7 +42,7 @@ def test_a_process_without_peers_replaces_its_like_alone(tmp_path: Path) -> None
     beside = row("tilebit", 2000.0, "2"), row("vllm_kernels", 5000.0, "2")
     later = row("tilebit", 1990.0, "3"), row("tilebit", 1900.0, "4"), row("tilebit", 1800.0, "5", tuned="step")
     text = section(tmp_path, *beside, *later)
-    assert "| alone | 2.00 | 1.90 | - | 2.50x |" in text and "| alone | 1.90 | 1.80 | - | - |" in text
+    assert "| as shipped | 2.00 | 1.90 | - | 2.50x |" in text and "| as shipped | 1.90 | 1.80 | - | - |" in text
     assert "| in steps | 1.80 | 1.70 | - | - |" in text and "1.99" not in text
 
 

@@ -359,6 +359,19 @@ def test_what_tune_refuses(dense: Path):
     assert "accepted: a product, by --n and --k, or a model" in refused("tune")
     assert "accepted: a product, by --n and --k, or a model" in refused("tune", "--n", "64", "--k", "64", "--model", str(dense))
     assert "kv5" in refused("tune", "--model", str(dense), "--kv-format", "kv5")
+    for words in (
+        ("--m", "1"),
+        ("--bias",),
+        ("--width", "64"),
+        ("--residual",),
+        ("--gate", "silu"),
+        ("--norm-eps", "0"),
+        ("--target", "cpu"),
+    ):
+        assert f"{words[0]} with a model; accepted: a model without a product's options" in refused("tune", "--model", str(dense), *words)
+    for words in (("--batch", "1"), ("--kv-format", "kv16"), ("--tokens", "9"), ("--part", "gate")):
+        said = refused("tune", "--n", "64", "--k", "64", *words)
+        assert f"{words[0]} with a product; accepted: a product without a model's options" in said
     assert "parts is ['door']; accepted: any of" in refused("tune", "--model", str(dense), "--part", "door").replace(
         "('door',)", "['door']"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from ..layouts.outside import stated
 from .activations.glue import GATING, NORMED
 from .activations.operation import QUANTIZE
-from .attention.operation import APPEND, DECODE, GATHER, PREFILL
+from .attention.operation import APPEND, DECODE, GATHER, PACK, PREFILL
 from .gemm.expand import EXPAND
 from .gemm.operation import GEMM
 from .operands import Operand, kernel_params
@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
-OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, GATHER, PREFILL, QUANTIZE, NORMED, GATING, EXPAND)}
+OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, PACK, GATHER, PREFILL, QUANTIZE, NORMED, GATING, EXPAND)}
 
 
 def operation(name: str) -> Operation:

@@ -5,7 +5,7 @@ A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; 
 block manager of its own passes its own):
 
     pages         int32 [num_pages, heads_kv, page words]   packed tokens (layouts/kv.py), page_size of them a page
-    windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits
+    windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits (128: ``full_windows``)
     block_tables  int32 [batch, max_pages]                  page of tokens page_size * i ..; unread beyond a sequence's packed tokens
     slots         int32 [batch]                             each sequence's row of windows
     lengths       int32 [batch]                             its tokens; the first floor(length / 128) * 128 are packed
@@ -28,9 +28,14 @@ must be older: its writers had ended when the preceding kernel started (one that
 so starts before the end of the kernel before it, which then counts as preceding too, and so on). It
 hides the start of a launch, and decode's first requests to the cache, behind the end of the
 preceding kernel.
-Results are the same. Decode's and append's kernels for sm_90a start early; elsewhere (gather,
-prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option
+Results are the same. Decode's, append's and pack's kernels for sm_90a start early; elsewhere
+(gather, prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option
 does nothing.
+
+``full_windows`` of ``append`` and ``decode``, for steps of one new token a sequence through many
+layers: an append leaves a window that it fills as it is, a decode takes all 128 newest tokens of a
+sequence whose length is a multiple of 128 from its window, and one ``pack`` behind all layers
+packs these windows, in one launch. Until then nothing else may read or append to the cache.
 """
 
 from __future__ import annotations
@@ -63,6 +68,7 @@ def decode(
     soft_cap: float = 0.0,
     return_lse: bool = False,
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out [batch, q_len, heads_q, head_dim], log-sum-exp fp32 [batch, q_len, heads_q]) of ``q``
     [batch, q_len, heads_q, head_dim]: each sequence's ``q_len`` newest tokens, which are in the
@@ -83,7 +89,7 @@ def decode(
     """
     return attention_ops.DECODE(
         q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size, scale, window, sink_tokens, soft_cap,
-        return_lse, dependent,
+        return_lse, dependent, full_windows,
     )  # fmt: skip
 
 
@@ -102,6 +108,7 @@ def append(
     page_size: int,
     rotary: str = "",
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> None:
     """Put rows ``cu_seqlens[b]`` .. ``cu_seqlens[b + 1]`` (int32 [batch + 1]) of ``k`` and ``v``
     [tokens, heads_kv, head_dim] at the end of sequence b, whose length with them is ``lengths[b]``;
@@ -114,8 +121,9 @@ def append(
     ``cu_seqlens``, ``lengths``, ``block_tables`` and ``slots``.
     """
     attention_ops.APPEND(
-        k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary, dependent
-    )
+        k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, format, page_size, rotary, dependent,
+        full_windows,
+    )  # fmt: skip
 
 
 def append_and_rotate(
@@ -138,6 +146,7 @@ def append_and_rotate(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> Tensor:
     """``append``, and the new tokens' queries in the same launch: ``q`` [tokens, heads_q,
     head_dim], rows as k's, turned at the same positions; a new tensor of its shape.
@@ -154,8 +163,32 @@ def append_and_rotate(
     """
     return attention_ops.APPEND_AND_ROTATE(
         k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, format, page_size, rotary,
-        norm_eps, norm_offset, dependent,
+        norm_eps, norm_offset, dependent, full_windows,
     )  # fmt: skip
+
+
+def pack(
+    pages: Tensor,
+    windows: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    head_scales: Tensor | None,
+    format: str,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    dependent: bool = False,
+) -> None:
+    """Pack the windows that appends with ``full_windows`` left full: the last 128 tokens of each
+    sequence whose length is a multiple of 128, in every layer, with the bits that a plain append gives.
+
+    ``pages`` int32 [layers, num_pages, heads_kv, page words], which it changes, ``windows`` int32
+    [layers, slots, heads_kv, window words] and ``head_scales`` [layers, 2, heads_kv] are those of all
+    layers, which share tables and slots (``KVCache.all_pages``, ``all_windows``). ``dtype`` is the one
+    the cache was filled with. ``dependent``: the preceding kernel may write every operand.
+    """
+    attention_ops.PACK(pages, windows, block_tables, slots, lengths, head_scales, format, page_size, head_dim, dtype, dependent)
 
 
 def gather(

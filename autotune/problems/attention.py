@@ -20,6 +20,7 @@ from ...schedules.attention.workload import AttentionWorkload
 from ...tiles.attention import reference
 from ...tiles.attention.unpacked import random_pages, unpack_cache
 
+LAYERS = 2  # of a cache whose windows are packed
 SPARE_PAGES = 2  # of a pool that no sequence owns
 CHUNK_SCORES = 1 << 27  # computed at once for a reference (1 GiB in fp64)
 ROTARY_BASE = 10000.0
@@ -32,8 +33,8 @@ class AttentionProblem:
     """One call of an attention kernel with its operands on a device.
 
     ``operands`` are what the kernel reads, by the names of its parameters; ``written`` what it
-    writes: (shape, dtype) of each output. "append" changes ``pages`` and ``windows`` in place: they
-    are among both, and ``operands`` holds their state before the call."""
+    writes: (shape, dtype) of each output. "append" changes ``pages`` and ``windows`` in place, "pack"
+    ``pages``: they are among both, and ``operands`` holds their state before the call."""
 
     workload: AttentionWorkload
     operands: dict[str, Tensor]
@@ -75,7 +76,9 @@ class AttentionProblem:
         """(k, v) of each sequence in fp64, [length, heads_kv, head_dim], as the cache means them."""
         o, w = self.operands, self.workload
         dtype, tables = getattr(torch, w.dtype), o["block_tables"]
-        return unpack_cache(o["pages"], o["windows"], tables, o["slots"], o["lengths"], w.layout, dtype, o.get("head_scales"))
+        return unpack_cache(
+            o["pages"], o["windows"], tables, o["slots"], o["lengths"], w.layout, dtype, o.get("head_scales"), w.full_windows
+        )
 
     def attended(self, attention: Attention) -> Attended:
         """What a "decode" or "prefill" call returns, computed by ``attention`` sequence by sequence
@@ -163,6 +166,8 @@ def edge_attention(workload: AttentionWorkload, seed: int, device: str = "cpu") 
     page = workload.page_size
     lengths = sorted({0, 1, RESIDUAL - 1, RESIDUAL, RESIDUAL + 1, page - 1, page + 1, 2 * page, 3 * RESIDUAL + 41})
     rows = [(0, 1, RESIDUAL + 2, RESIDUAL - 1, 7)[b % 5] for b in range(len(lengths))]
+    if workload.full_windows and workload.op == "append":
+        rows = [int(length % 5 != 0) for length in lengths]  # one token a sequence, or none
     workload = replace(workload, batch=len(lengths), q_len=workload.q_len + 1 if workload.op == "decode" else max(rows), kv_len=lengths[-1])
     return attention_problem(workload, lengths, [min(pair) for pair in zip(lengths, rows, strict=True)], seed, device)
 
@@ -203,6 +208,11 @@ def attention_problem(
         if w.qk_norm:
             operands |= {name: (1 + normal(w.head_dim) / 4).to(dtype) for name in ("q_norm", "k_norm")}
         written = {name: (tuple(operands[name].shape), torch.int32) for name in ("pages", "windows")}
+    elif w.op == "pack":
+        others = [_cache(w, lengths, seed + layer, generator) for layer in range(1, LAYERS)]
+        for name in ("pages", "windows", *(["head_scales"] if w.format.has_head_scales else [])):
+            operands[name] = torch.stack([operands[name], *(other[name] for other in others)])
+        written = {"pages": (tuple(operands["pages"].shape), torch.int32)}
     elif w.op == "gather":
         operands["cu_kv"] = ints(_starts(lengths))
         written = {name: ((total, w.heads_kv, w.head_dim), dtype) for name in ("out_k", "out_v")}

@@ -6,14 +6,16 @@ one of the workload's size:
 
 - decode, prefill: each sequence's relative error against fp64, at most twice that of torch in the same precision on the same values;
 - gather: every row equal to the cache's fp32 value rounded once;
-- append: pages and windows equal, bit for bit, to those of the numpy twin (``layouts/kv_quantize.py``). With a rotary embedding the rotated
-  keys may be rounded differently: then the values that the cache means are compared. Each number of a turned query is fp64's, rounded once,
-  but for what fp32 leaves of a difference.
+- append, pack: pages and windows equal, bit for bit, to those of the numpy twin (``layouts/kv_quantize.py``). With a rotary embedding the
+  rotated keys may be rounded differently: then the values that the cache means are compared. Each number of a turned query is fp64's,
+  rounded once, but for what fp32 leaves of a difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -133,31 +135,42 @@ class _Gathered:
 
 
 class _Appended:
-    """A cache after an append, group by group against the twin, and nothing else changed."""
+    """A cache after an append, or a layer of one after a pack, group by group against the twin, and
+    nothing else changed."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
         w, o = problem.workload, problem.operands
         self._layout, self._dtype = w.layout, getattr(torch, w.dtype)
-        self._rows, starts = o["cu_seqlens"].diff().tolist(), o["cu_seqlens"].tolist()
+        starts = o["cu_seqlens"].tolist() if w.op == "append" else [0] * (len(problem.lengths) + 1)
+        self._rows = [end - start for start, end in pairwise(starts)]
         self._before = {name: o[name].clone() for name in ("pages", "windows")}
         window = KVLayout(KVFormat(), w.head_dim, RESIDUAL)
         self._turned = _turned_queries(problem) if w.queries else None
         self._recent: list[tuple[Tensor, Tensor]] = []  # of each sequence: its rows from the last whole group before the call on
         for b, (length, slot) in enumerate(zip(problem.lengths, o["slots"].tolist(), strict=True)):
-            waiting = (length - self._rows[b]) % RESIDUAL
-            old = unpack_pages(o["windows"][slot : slot + 1], window, self._dtype)
-            new = [o[name][starts[b] : starts[b + 1]].double() for name in ("k", "v")]
-            new[0] = turned(problem, new[0], torch.arange(length - self._rows[b], length, device=new[0].device), "k_norm")
-            k, v = (torch.cat((a[:waiting], b.to(self._dtype).double())) for a, b in zip(old, new, strict=True))
+            waiting = length - self._rows[b] - self._groups(b).start * RESIDUAL
+            k, v = (rows[:waiting] for rows in unpack_pages(o["windows"][slot : slot + 1], window, self._dtype))
+            if w.op == "append":
+                new = [o[name][starts[b] : starts[b + 1]].double() for name in ("k", "v")]
+                new[0] = turned(problem, new[0], torch.arange(length - self._rows[b], length, device=new[0].device), "k_norm")
+                k, v = (torch.cat((a, b.to(self._dtype).double())) for a, b in zip((k, v), new, strict=True))
             self._recent.append((k, v))
+
+    def _groups(self, b: int) -> range:
+        """The groups of sequence ``b`` that the call packs; the first is that of its window before it."""
+        w, length = self.problem.workload, self.problem.lengths[b]
+        if w.op == "pack" or w.full_windows:  # of an append that packs nothing
+            first = max(length - 1, 0) // RESIDUAL
+            return range(first, length // RESIDUAL if w.op == "pack" else first)
+        return range((length - self._rows[b]) // RESIDUAL, length // RESIDUAL)
 
     def verdict(self, outputs: Outputs) -> tuple[list[str], float]:
         o, problem, reasons = self.problem.operands, self.problem, []
-        pages, windows = outputs["pages"], outputs["windows"]
+        pages, windows = outputs["pages"], outputs.get("windows", o["windows"])
         written, finished = set(), []
-        for b, (length, table) in enumerate(zip(problem.lengths, o["block_tables"].tolist(), strict=True)):
-            groups = range((length - self._rows[b]) // RESIDUAL, length // RESIDUAL)
+        for b, table in enumerate(o["block_tables"].tolist()):
+            groups = self._groups(b)
             size = self._layout.page_size
             written |= {
                 table[token // size] for group in groups for token in range(group * RESIDUAL, (group + 1) * RESIDUAL, min(size, RESIDUAL))
@@ -189,7 +202,7 @@ class _Appended:
         ]
 
     def _window_reasons(self, b: int, windows: Tensor) -> list[str]:
-        slot, left = int(self.problem.operands["slots"][b]), self.problem.lengths[b] % RESIDUAL
+        slot, left = int(self.problem.operands["slots"][b]), self.problem.lengths[b] - self._groups(b).stop * RESIDUAL
         got = unpack_pages(windows[slot : slot + 1], KVLayout(KVFormat(), self._layout.head_dim, RESIDUAL), self._dtype)
         reasons = []
         for name, a, rows in zip(("keys", "values"), got, self._recent[b], strict=True):
@@ -206,7 +219,7 @@ class _Appended:
         ids = o["block_tables"][b, first : first + max(1, RESIDUAL // layout.page_size)].long()
         place = group % max(1, layout.page_size // RESIDUAL)
         got = unpack_groups(pages[ids, head].cpu().numpy(), layout, place + 1)
-        at = group * RESIDUAL - (self.problem.lengths[b] - self._rows[b]) // RESIDUAL * RESIDUAL
+        at = (group - self._groups(b).start) * RESIDUAL
         k, v = (rows[at : at + RESIDUAL, head].float().cpu().numpy() for rows in self._recent[b])
         key_scale, value_scale = o["head_scales"][:, head].tolist() if "head_scales" in o else (1.0, 1.0)
         scales = (key_scale, value_scale)
@@ -238,7 +251,24 @@ class _Appended:
         return within and (not flips or float(differences[-1]) <= float(expected.max() - expected.min()))
 
 
-def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutput]) -> tuple[list[str], float]:
+class _Packed:
+    """The layers of a cache after a pack, one by one."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self.problem, o = problem, problem.operands
+        names = [name for name in ("pages", "windows", "head_scales") if name in o]
+        layers = zip(*(o[name] for name in names), strict=True)
+        self._layers = [_Appended(replace(problem, operands=o | dict(zip(names, layer, strict=True)))) for layer in layers]
+
+    def verdict(self, outputs: Outputs) -> tuple[list[str], float]:
+        found = [layer.verdict({"pages": pages})[0] for layer, pages in zip(self._layers, outputs["pages"], strict=True)]
+        return [f"layer {i}: {reason}" for i, reasons in enumerate(found) for reason in reasons][:4], 0.0
+
+
+_Check = _Attended | _Gathered | _Appended | _Packed
+
+
+def _judged(check: _Check, run: dict[str, GuardedOutput]) -> tuple[list[str], float]:
     """What is wrong with the outputs of one run and their guard bands, and the largest relative
     error."""
     reasons = [f"{output}: {reason}" for output, guarded in run.items() for reason in check_guards(guarded)]
@@ -246,8 +276,8 @@ def _judged(check: _Attended | _Gathered | _Appended, run: dict[str, GuardedOutp
     return reasons + wrong, rel_err
 
 
-def _check_of(problem: AttentionProblem) -> _Attended | _Gathered | _Appended:
-    return {"append": _Appended, "gather": _Gathered}.get(problem.workload.op, _Attended)(problem)
+def _check_of(problem: AttentionProblem) -> _Check:
+    return {"append": _Appended, "pack": _Packed, "gather": _Gathered}.get(problem.workload.op, _Attended)(problem)
 
 
 def turned(problem: AttentionProblem, rows: Tensor, positions: Tensor, norm: str) -> Tensor:

@@ -83,8 +83,8 @@ def _prefill(w: AttentionWorkload, s: Schedule, target: Target) -> Estimate:
 
 
 def _moved(w: AttentionWorkload, s: Schedule, target: Target) -> Estimate:
-    """Append and gather: bytes, and blocks of one group each."""
-    groups = max(1, w.batch * w.heads_kv * -(-(w.q_len if w.op == "append" else w.kv_len) // s.block_n))
+    """Append, pack and gather: bytes, and blocks of one group each."""
+    groups = max(1, w.batch * w.heads_kv * -(-(w.kv_len if w.op == "gather" else w.q_len) // s.block_n))
     waves = -(-groups // (target.units * max(1, 16 // s.num_warps)))
     load = w.bytes / (target.read_gbps * 1e3)
     return Estimate(LAUNCH_US + FILL_US + load, 1, load, 0.0, 0.0, FILL_US, 0.0, LAUNCH_US, waves, 1.0)

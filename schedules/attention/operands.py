@@ -27,6 +27,9 @@ def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
     if w.op == "prefill":
         return (q, rows, _like(rows, "v"), _bounds("cu_q"), _bounds("cu_kv"), sinks, out, lse)
     pages, windows, tables, slots, lengths, scales = _cache(w)
+    if w.op == "pack":  # of all layers at once
+        layered = [replace(o, shape=("layers", *o.shape)) for o in (pages, windows, scales)]
+        return (*layered[:2], tables, slots, lengths, layered[2])
     if w.op == "decode":
         return (q, pages, windows, tables, slots, lengths, scales, sinks, out, lse)
     if w.op == "append":
@@ -39,12 +42,12 @@ def attention_operands(w: AttentionWorkload) -> tuple[Operand, ...]:
 
 
 def _cache(w: AttentionWorkload) -> tuple[Operand, ...]:
-    """The cache's own tensors; an append changes the first two."""
+    """The cache's own tensors; an append changes the first two, a pack the first."""
     appended = w.op == "append"
     made = "make the cache with tilebit.KVCache, or with this"
     return (
         Operand(
-            "pages", "int32", ("num_pages", w.heads_kv, w.layout.page_words), appended,
+            "pages", "int32", ("num_pages", w.heads_kv, w.layout.page_words), w.op in ("append", "pack"),
             advice=f"{made} format, head_dim and page_size; {_WORDS}",
         ),
         Operand("windows", "int32", ("slots", w.heads_kv, window_words(w.head_dim)), appended, advice=f"{made} head_dim; {_WORDS}"),

@@ -1,4 +1,4 @@
-"""The four operations on a KV cache: their programs, and how far one problem's measurements speak
+"""The operations on a KV cache: their programs, and how far one problem's measurements speak
 of another's."""
 
 from __future__ import annotations
@@ -134,5 +134,6 @@ def _operation(name: str, *programs: Rule) -> Operation:
 
 DECODE = _operation("decode", _BULK, _ASYNC)
 APPEND = _operation("append", _mover("append"))
+PACK = _operation("pack", _mover("pack"))
 GATHER = _operation("gather", _mover("gather"))
 PREFILL = _operation("prefill", _WGMMA, _MMA)

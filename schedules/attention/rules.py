@@ -2,14 +2,14 @@
 a workload.
 
 Decode (``attention_decode_bulk`` on sm_90a, ``attention_decode`` on sm_80 and later): see
-``decode.py``. The others, append, gather and prefill, are here, with the CPU's.
+``decode.py``. The others, append, pack, gather and prefill, are here, with the CPU's.
 
 ``attention_prefill`` (sm_90a, wgmma), ``attention_prefill_mma`` (sm_80 and later): a block of
 ``num_warps`` warps holds ``block_m`` rows of queries of one head and streams keys and values by
 ``block_n`` rows through ``num_stages`` stages of each; ``block_k`` is the head's width.
-``attention_append``, ``attention_gather``: a block moves one group of ``block_n`` tokens of one kv
-head. On a CPU the parallel loop runs over sequences and kv heads (append, gather: over groups,
-prefill: over rows of queries), and a task works on ``block_n`` tokens at a time; ``num_warps``
+``attention_append``, ``attention_pack``, ``attention_gather``: a block moves groups of ``block_n``
+tokens of one kv head. On a CPU the parallel loop runs over sequences and kv heads (gather: over
+groups, pack: over layers, too, prefill: over rows of queries), and a task works on ``block_n`` tokens at a time; ``num_warps``
 threads share the tasks.
 """
 
@@ -25,8 +25,8 @@ from .decode import field_reasons, resource_reasons
 from .workload import AttentionWorkload
 
 GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
-MOVERS = {"append": "attention_append", "gather": "attention_gather"}
-MOVER_WARPS = {"append": (8, 16), "gather": (4, 8)}
+MOVERS = {op: f"attention_{op}" for op in ("append", "pack", "gather")}
+MOVER_WARPS = {"append": (8, 16), "pack": (8,), "gather": (4, 8)}
 WIDEST_APART = 128  # channels of a head whose keys and values find room in shared memory side by side
 WGMMA, MMA = "attention_prefill", "attention_prefill_mma"
 LOADING_WARPS = 4  # of a block of the program with wgmma, beside the computing ones
@@ -73,7 +73,7 @@ def prefill_candidates(program: str, workload: AttentionWorkload, target: Target
 
 
 def mover_candidates(workload: AttentionWorkload, target: Target) -> list[Schedule]:
-    """Schedules of append and gather worth measuring."""
+    """Schedules of append, pack and gather worth measuring."""
     found = [Schedule(MOVERS[workload.op], RESIDUAL, 1, workload.head_dim, num_warps=warps) for warps in MOVER_WARPS[workload.op]]
     return [s for s in found if not mover_legal(workload, s, target)]
 

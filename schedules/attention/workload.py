@@ -12,15 +12,15 @@ from ..gemm.workload import DTYPES
 from ..operands import Operand
 from .operands import attention_operands
 
-OPS = ("decode", "append", "gather", "prefill")
+OPS = ("decode", "append", "pack", "gather", "prefill")
 ROTARY = ("", "half", "interleaved")
 Q_BUCKETS = (1, 2, 4, 8, 16)  # of q_len in decode: tokens of a sequence that attend at once
 _OF_SCORES = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False}
 ROTARY_STEP = 32  # of the channels that are turned
 _NO_NORM: dict[str, Any] = {"norm_eps": 0.0, "norm_offset": 0.0}
 # Fields that are absent from what was stored before there were any, and where they say nothing.
-_LATER: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM}
-_OF_APPEND: dict[str, Any] = {"rotary": "", **_LATER}
+_LATER: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM, "full_windows": False}
+_OF_APPEND: dict[str, Any] = {"rotary": "", "queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM}
 MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 
@@ -30,8 +30,9 @@ class AttentionWorkload:
     sequence.
 
     ``op`` is "decode" (``q_len`` newest tokens of each sequence attend to its cache), "append"
-    (``q_len`` new rows of k and v a sequence join the cache), "gather" (the cache's rows,
-    dequantized) or "prefill" (``q_len`` query rows over ``kv_len`` 16-bit rows). ``batch``
+    (``q_len`` new rows of k and v a sequence join the cache), "pack" (windows that are full go to
+    their pages, in all layers), "gather" (the cache's rows, dequantized) or "prefill" (``q_len``
+    query rows over ``kv_len`` 16-bit rows). ``batch``
     sequences, ``kv_len`` tokens each with the new ones, and ``q_len`` only choose a schedule:
     kernels take any. ``heads_q`` query heads in groups over ``heads_kv`` heads of the cache,
     ``head_dim`` 64, 128 or 256, ``dtype`` that of q, k, v and the output. ``format`` and
@@ -44,11 +45,14 @@ class AttentionWorkload:
     "": none) of the first ``rotary_dim`` channels (0: all; else a multiple of 32); ``queries``: an
     append turns the new tokens' queries too, and with ``qk_norm`` first makes each head's RMS 1 and
     multiplies by weights plus ``norm_offset``: x / sqrt(mean x^2 + ``norm_eps``), queries and keys.
+    ``full_windows``: an append, of one token a sequence, leaves a window that it fills as it is, and
+    a decode reads all 128 tokens of such a one, until a "pack" behind them.
 
     What an op does not look at is set to its default, so that equal questions are equal: query
-    heads (then ``heads_kv``) for "gather" and an "append" without ``queries``, all about scores for
-    both, the cache's format and page size for "prefill", what is done to queries and keys for all
-    but "append". Raises ``ValueError`` when a field is out of range.
+    heads (then ``heads_kv``) for "gather", "pack" and an "append" without ``queries``, all about
+    scores for these, the cache's format and page size for "prefill", what is done to queries and keys
+    for all but "append", ``full_windows`` for all but "append" and "decode", the number of tokens for
+    "pack" (128). Raises ``ValueError`` when a field is out of range.
     """
 
     DYNAMIC: ClassVar[tuple[str, ...]] = ("batch", "q_len", "kv_len")  # fields that compiled kernels do not depend on
@@ -78,6 +82,7 @@ class AttentionWorkload:
     qk_norm: bool = False
     norm_eps: float = 0.0
     norm_offset: float = 0.0
+    full_windows: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted in (
@@ -104,6 +109,10 @@ class AttentionWorkload:
             unused |= {"format": KVFormat(), "page_size": RESIDUAL}
         elif self.op != "decode":
             unused |= _OF_SCORES | ({} if self.op == "append" and self.queries else {"heads_q": self.heads_kv})
+        if self.op not in ("append", "decode"):
+            unused["full_windows"] = False
+        if self.op == "pack":
+            unused |= {"q_len": RESIDUAL, "kv_len": RESIDUAL}
         for name, value in unused.items():
             object.__setattr__(self, name, value)
 
@@ -140,7 +149,7 @@ class AttentionWorkload:
         asked |= {"window": w.window or None, "sink-tokens": w.sink_tokens or None, "soft-cap": w.soft_cap or None, "scale": w.scale}
         asked |= {"rotary": w.rotary or None, "rotary-dim": w.rotary_dim or None}
         asked |= {"norm-eps": w.norm_eps or None, "norm-offset": w.norm_offset or None}
-        flags = [f"--{name.replace('_', '-')}" for name in ("sinks", "lse", "queries", "qk_norm") if getattr(w, name)]
+        flags = [f"--{name.replace('_', '-')}" for name in ("sinks", "lse", "queries", "qk_norm", "full_windows") if getattr(w, name)]
         return " ".join([*(f"--{name} {value}" for name, value in asked.items() if value is not None), *flags])
 
     @property
@@ -190,6 +199,7 @@ class AttentionWorkload:
         return {
             "decode": rows * self._cached_bytes(self.visible_tokens) + attended,
             "append": rows * self.q_len * (self.row_bytes + written) + (attended if self.queries else 0),
+            "pack": rows * RESIDUAL * (self.row_bytes + self.layout.token_bytes),
             "gather": rows * (self._cached_bytes(self.kv_len) + self.kv_len * self.row_bytes),
             "prefill": rows * self.kv_len * self.row_bytes + attended,
         }[self.op]  # fmt: skip

@@ -61,7 +61,7 @@ class DefinedKernels:
 def _cached(w: AttentionWorkload, o: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     layout = KVLayout(w.format, w.head_dim, w.page_size)
     cache = (o["pages"], o["windows"], o["block_tables"], o["slots"], o["lengths"])
-    return unpack_cache(*cache, layout, DTYPES[w.dtype], o.get("head_scales"))
+    return unpack_cache(*cache, layout, DTYPES[w.dtype], o.get("head_scales"), w.full_windows)
 
 
 def _options(w: AttentionWorkload, o: dict[str, Tensor]) -> dict[str, Any]:
@@ -121,20 +121,33 @@ def _append_head(
 ) -> None:
     kept = kv_quantize.unpack_window(window.numpy(), past % RESIDUAL, w.head_dim, w.dtype)
     k, v = (np.concatenate((old, new)) for old, new in zip(kept, (k, v), strict=True))
-    scales = tuple(o["head_scales"][:, head].tolist()) if "head_scales" in o else (1.0, 1.0)
-    layout = KVLayout(w.format, w.head_dim, w.page_size)
-    full = len(k) // RESIDUAL
+    full = 0 if w.full_windows else len(k) // RESIDUAL
     for g in range(full):
         rows = slice(g * RESIDUAL, (g + 1) * RESIDUAL)
-        group = kv_quantize.quantize_group(k[rows], v[rows], w.format, w.dtype, scales)
-        first = (past // RESIDUAL + g) * RESIDUAL
-        earlier = []  # the half of a page of 256 tokens that is there already
-        if first % w.page_size:
-            earlier = kv_quantize.unpack_pages(o["pages"][int(table[first // w.page_size]), head].numpy()[None], layout, 1)
-        for i, record in enumerate(kv_quantize.pack_pages([*earlier, group], layout)):
-            o["pages"][int(table[first // w.page_size + i]), head] = torch.from_numpy(record.copy())
+        _pack_group(w, o, table, (past // RESIDUAL + g) * RESIDUAL, head, k[rows], v[rows])
     rest = slice(full * RESIDUAL, None)
     window.copy_(torch.from_numpy(kv_quantize.pack_window(k[rest], v[rest], w.dtype).copy()))
 
 
-_RUN = {"decode": _decode, "prefill": _prefill, "gather": _gather, "append": _append}
+def _pack_group(w: AttentionWorkload, o: dict[str, Tensor], table: Tensor, first: int, head: int, k: np.ndarray, v: np.ndarray) -> None:
+    layout = KVLayout(w.format, w.head_dim, w.page_size)
+    scales = tuple(o["head_scales"][:, head].tolist()) if "head_scales" in o else (1.0, 1.0)
+    group = kv_quantize.quantize_group(k, v, w.format, w.dtype, scales)
+    earlier = []  # the half of a page of 256 tokens that is there already
+    if first % w.page_size:
+        earlier = kv_quantize.unpack_pages(o["pages"][int(table[first // w.page_size]), head].numpy()[None], layout, 1)
+    for i, record in enumerate(kv_quantize.pack_pages([*earlier, group], layout)):
+        o["pages"][int(table[first // w.page_size + i]), head] = torch.from_numpy(record.copy())
+
+
+def _pack(w: AttentionWorkload, o: dict[str, Tensor]) -> None:
+    layered = [name for name in ("pages", "windows", "head_scales") if name in o]
+    for layer in range(len(o["pages"])):
+        its = {name: o[name][layer] for name in layered}
+        for table, slot, length in zip(o["block_tables"], o["slots"].tolist(), o["lengths"].tolist(), strict=True):
+            for head in range(w.heads_kv) if length and length % RESIDUAL == 0 else ():
+                rows = kv_quantize.unpack_window(its["windows"][slot, head].numpy(), RESIDUAL, w.head_dim, w.dtype)
+                _pack_group(w, its, table, length - RESIDUAL, head, *rows)
+
+
+_RUN = {"decode": _decode, "prefill": _prefill, "gather": _gather, "append": _append, "pack": _pack}

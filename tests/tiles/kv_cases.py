@@ -30,21 +30,27 @@ def poisoned_problem(
 ) -> AttentionProblem:
     """``attention_problem`` with NaN in all of the cache that holds no token before the call."""
     problem = attention_problem(workload, lengths, rows, seed, device)
-    o, layout, dtype = problem.operands, workload.layout, getattr(torch, workload.dtype)
-    held = [length - new * (workload.op == "append") for length, new in zip(lengths, rows, strict=True)]
-    used = torch.zeros(len(o["pages"]), dtype=torch.bool)
-    for table, tokens in zip(o["block_tables"].tolist(), held, strict=True):
-        packed = tokens // RESIDUAL * RESIDUAL
-        own = table[: -(-packed // layout.page_size)]
-        used[own] = True
-        if packed % layout.page_size:
-            _poison_tail(o["pages"][own[-1]], layout)
-    o["pages"][~used.to(o["pages"].device)] = POISONED_WORD
-    slots = o["slots"].tolist()
-    left = {slot: tokens % RESIDUAL for slot, tokens in zip(slots, held, strict=True)}
-    for slot in range(len(o["windows"])):
-        _poison_rows(o["windows"][slot], left.get(slot, 0), workload.head_dim, POISON[dtype])
+    o, w = problem.operands, workload
+    waits = w.op == "pack" or (w.op == "decode" and w.full_windows)  # a window may be full
+    held = [length - new * (w.op == "append") for length, new in zip(lengths, rows, strict=True)]
+    packed = [max(tokens - waits, 0) // RESIDUAL * RESIDUAL for tokens in held]
+    left = {slot: tokens - own for slot, tokens, own in zip(o["slots"].tolist(), held, packed, strict=True)}
+    for pages, windows in zip(o["pages"], o["windows"], strict=True) if w.op == "pack" else [(o["pages"], o["windows"])]:
+        _poison_pages(pages, o["block_tables"].tolist(), packed, w.layout)
+        for slot in range(len(windows)):
+            _poison_rows(windows[slot], left.get(slot, 0), w.head_dim, POISON[getattr(torch, w.dtype)])
     return problem
+
+
+def _poison_pages(pages: Tensor, tables: list[list[int]], packed: Sequence[int], layout: KVLayout) -> None:
+    """``pages`` of no sequence; ``packed``: each one's tokens."""
+    used = torch.zeros(len(pages), dtype=torch.bool)
+    for table, tokens in zip(tables, packed, strict=True):
+        own = table[: -(-tokens // layout.page_size)]
+        used[own] = True
+        if tokens % layout.page_size:
+            _poison_tail(pages[own[-1]], layout)
+    pages[~used.to(pages.device)] = POISONED_WORD
 
 
 def prefill_problem(workload: AttentionWorkload, sequences: Sequence[tuple[int, int]], seed: int) -> AttentionProblem:

@@ -3,6 +3,7 @@ values, poison, guard bands, the same bits twice. What `make gpu-smoke` runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -108,6 +109,9 @@ CASES: tuple[Case, ...] = (
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=8)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=16)),
+    (replace(APPEND, q_len=1, full_windows=True), Schedule("attention_append", RESIDUAL, 1, 128, num_warps=8)),
+    (replace(DECODE, full_windows=True), Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
+    (replace(APPEND, op="pack"), Schedule("attention_pack", RESIDUAL, 1, 128, num_warps=8)),
     (GATHER, Schedule("attention_gather", RESIDUAL, 1, 64, num_warps=4)),
     (PREFILL, Schedule("attention_prefill", 128, 128, 128, 2, 8)),
     (PREFILL, Schedule("attention_prefill", 64, 64, 128, 2, 4, min_blocks=2)),  # two blocks share the registers of an SM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Batch:
     ``cu_kv`` [size + 1]: rows of all tokens end to end. All are changed in place, so that a
     captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the
     numbers on the host, ``most_new`` the largest of ``counts``; ``written`` are the layers whose
-    new rows have been written, ``copied`` says that numbers were copied to the device since the last
+    new rows have been written, ``unpacked`` those of them whose windows wait for ``KVCache.pack``,
+    ``copied`` says that numbers were copied to the device since the last
     append.
 
     The tensors say what was so when the batch was made, or when ``KVCache.advance`` (not ``deferred``),
@@ -64,7 +66,7 @@ class Batch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         numbers, tables, where = (state[name] for name in ("numbers", "tables", "where"))
         self.__dict__.update({name: value for name, value in state.items() if name not in ("numbers", "tables", "where")})
-        self.written, self._rows = set(self.written), list(self._rows)
+        self.written, self.unpacked, self._rows = set(self.written), set(self.unpacked), list(self._rows)
         self._lay_out(where.device)
         self._host[:], self._host_tables[:] = numbers, tables
         self._send(self._host)
@@ -86,6 +88,7 @@ class Batch:
         self.handles: tuple[int, ...] = tuple(handles)
         self.counts, self.most_new = [0] * len(handles), 0
         self.written: set[int] = set()
+        self.unpacked: set[int] = set()
         self._resized: list[int] = []  # when each sequence's length last changed
         self._advanced: list[int] | None = None  # and when it did by the advance of these counts; None: by no such
         self._version = -1
@@ -181,27 +184,27 @@ class Batch:
         if self._advanced != self._resized:
             self._advanced = None
         # Tokens may have been dropped since they were added.
-        self.past_lengths = [max(0, n - count) for n, count in zip(lengths, self.counts, strict=True)]
+        self.past_lengths = [n - count if n > count else 0 for n, count in zip(lengths, self.counts, strict=True)]
         self._host[:] = 0
         of["slots"][:live] = [s.slot for s in sequences]
         of["lengths"][:live] = lengths
         of["past"][:live] = self.past_lengths
-        of["cu_seqlens"][1 : live + 1] = np.cumsum(self.counts)
-        of["cu_kv"][1 : live + 1] = np.cumsum(lengths)
-        for name in ("cu_seqlens", "cu_kv"):
+        for name, counts in (("cu_seqlens", self.counts), ("cu_kv", lengths)):
+            of[name][1 : live + 1] = list(accumulate(counts))
             of[name][live + 1 :] = of[name][live]
         self._refresh_tables(sequences)
 
     def _refresh_tables(self, sequences: list[CachedSequence]) -> None:
         held = [(handle, s.repaged) for handle, s in zip(self.handles, sequences, strict=True)]
+        if held == self._rows[: len(held)]:
+            return
         changed = [row for row, now in enumerate(held) if self._rows[row] != now]
         for row in changed:
             self._rows[row] = held[row]
             self._host_tables[row, : len(sequences[row].pages)] = sequences[row].pages
-        if changed:
-            rows = slice(changed[0], changed[-1] + 1)
-            self.block_tables[rows].copy_(torch.from_numpy(self._host_tables[rows]), non_blocking=True)
-            self.copied = True
+        rows = slice(changed[0], changed[-1] + 1)
+        self.block_tables[rows].copy_(torch.from_numpy(self._host_tables[rows]), non_blocking=True)
+        self.copied = True
 
     def positions(self) -> Tensor:
         """int64 [new tokens] on the device: each new row's position in its sequence."""

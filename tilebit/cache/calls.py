@@ -99,6 +99,30 @@ def check_rows(
         raise ValueError(f"cos_sin is {describe(cos_sin)}; accepted: {accepted}")
 
 
+def check_one_each(batch: Batch, counts: list[int] | None) -> None:
+    """That ``batch`` was advanced by a token each, for appends with full_windows."""
+    if counts is not None or any(count != 1 for count in batch.counts):
+        got = "handles are" if counts is not None else f"a batch that was advanced by {batch.counts[:8]} tokens is"
+        raise ValueError(f"{got} given with full_windows; accepted: a Batch that was advanced by one token each, and pack(batch) behind")
+
+
+def check_packed(batch: Batch) -> None:
+    """That no windows wait for a pack."""
+    if batch.unpacked:
+        raise ValueError(
+            f"layers {sorted(batch.unpacked)[:8]} were appended to with full_windows; accepted: pack(batch) before anything else"
+        )
+
+
+def reject_windows(batch: Batch, layer: int, full_windows: bool) -> NoReturn:
+    """``attend`` and the append before it differ."""
+    appended = "with" if layer in batch.unpacked else "without"
+    raise ValueError(
+        f"full_windows is {full_windows} and layer {layer} was appended to {appended} it in this step; accepted: the same for both, until "
+        "pack(batch)"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Turning:
     """What an append does to the new tokens' queries: q [tokens, heads_q, head_dim] and the weights

@@ -34,14 +34,35 @@ from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import attention as ops
 from .batch import Batch
-from .calls import Turning, check_layer, check_query, check_query_rows, check_rows, check_scores, counts_of, flat_rows, turning_of
+from .calls import (
+    Turning,
+    check_layer,
+    check_one_each,
+    check_packed,
+    check_query,
+    check_query_rows,
+    check_rows,
+    check_scores,
+    counts_of,
+    flat_rows,
+    reject_windows,
+    turning_of,
+)  # fmt: skip
 from .counts import whole
 from .memory import CacheMemory
 from .rotary import rotated
 from .sequences import SequenceTable
 from .state import table_state
 
-UNCOPIED = ("memory", "pages", "windows", "head_scales", "_latest")  # by name: their contents are, or they are a thread's
+UNCOPIED = (
+    "memory",
+    "all_pages",
+    "all_windows",
+    "pages",
+    "windows",
+    "head_scales",
+    "_latest",
+)  # by name: their contents are, or they are a thread's
 
 
 class _Latest(threading.local):
@@ -201,6 +222,7 @@ class KVCache(CacheMemory):
         rotary: str = ...,
         layer: int = ...,
         dependent: bool = ...,
+        full_windows: bool = ...,
         *,
         q: None = ...,
     ) -> None: ...
@@ -216,6 +238,7 @@ class KVCache(CacheMemory):
         rotary: str = ...,
         layer: int = ...,
         dependent: bool = ...,
+        full_windows: bool = ...,
         *,
         q: Tensor,
         q_norm: Tensor | None = ...,
@@ -235,6 +258,7 @@ class KVCache(CacheMemory):
         rotary: str = "half",
         layer: int = 0,
         dependent: bool = False,
+        full_windows: bool = False,
         *,
         q: Tensor | None = None,
         q_norm: Tensor | None = None,
@@ -263,17 +287,22 @@ class KVCache(CacheMemory):
         once. ``cos_sin`` of fewer than head_dim columns, a multiple of 32, turns as many channels,
         the first ones. Rows of q, k and v may lie any multiple of 16 bytes apart, as slices of a
         fused projection's output do: nothing is copied.
+
+        ``full_windows``, of a ``Batch`` that was advanced by one token each: windows that fill are not
+        packed here but by ``pack``, behind all layers.
         """
         given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
         check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
+        if full_windows:
+            check_one_each(batch, counts)
         turning = None
         if q is not None or out is not None or q_norm is not None or k_norm is not None:
             turning = turning_of(self, q, out, given, cos_sin, q_norm, k_norm, norm_eps, norm_offset)
         if counts is not None:
             self._advance(batch, counts)
         try:
-            turned = self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent, turning)
+            turned = self._write(batch, k, v, cos_sin, rotary if cos_sin is not None else "", layer, dependent, turning, full_windows)
         except Exception:
             self._take_back(batch, counts)
             raise
@@ -291,6 +320,7 @@ class KVCache(CacheMemory):
         return_lse: bool = False,
         layer: int = 0,
         dependent: bool = False,
+        full_windows: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(out like q, log-sum-exp): ``q`` [batch, q_len, heads_q, head_dim] of each sequence's
         newest tokens, in the cache's dtype, attends to it.
@@ -300,17 +330,40 @@ class KVCache(CacheMemory):
         and tables before it, or whatever computes q after that. The launch is a plain one all the
         same when sequences have changed since the batch was last used, and after an advance by more
         than q_len tokens: a graph that was captured with ``dependent`` replays with up to q_len new
-        tokens of each sequence.
+        tokens of each sequence. ``full_windows``: behind an ``append`` of the layer with it.
         """
         batch = self._as_batch(sequences)
         check_layer(self, layer)
+        if full_windows != (layer in batch.unpacked):
+            reject_windows(batch, layer, full_windows)
         q_len = check_query(self, batch, q)
         changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
         early = dependent and not changed and batch.most_new <= q_len
         return ops.DECODE(
             q, self.pages[layer], self.windows[layer], batch.block_tables, batch.slots, batch.lengths, self.scales(layer), sinks,
-            self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse, early,
+            self.format.name, self.page_size, scale, window, sink_tokens, soft_cap, return_lse, early, full_windows,
         )  # fmt: skip
+
+    def pack(self, batch: Batch, dependent: bool = False) -> None:
+        """Pack the windows that this step filled, in all layers at once, where each layer's append
+        had ``full_windows``: what is packed is what plain appends pack, and a step of many layers
+        waits for it once. Sequences are read again, advanced or dropped behind it. ``dependent`` as in
+        ``append``.
+        """
+        expect("batch", batch, Batch, "the batch that was appended to")
+        batch = self._as_batch(batch)
+        if batch.unpacked != set(range(self.num_layers)):
+            left = sorted(set(range(self.num_layers)) - batch.unpacked)
+            raise ValueError(
+                f"layers {left[:8]} were not appended to with full_windows in this step; accepted: pack behind all layers' appends"
+            )
+        batch.refresh()
+        dependent = dependent and (not batch.copied or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
+        ops.PACK(
+            self.all_pages, self.all_windows, batch.block_tables, batch.slots, batch.lengths, self.head_scales, self.format.name,
+            self.page_size, self.head_dim, self.dtype, dependent,
+        )  # fmt: skip
+        batch.unpacked.clear()
 
     def check_attend(
         self,
@@ -413,6 +466,7 @@ class KVCache(CacheMemory):
         dequantized."""
         batch = self._as_batch(sequences)
         check_layer(self, layer)
+        check_packed(batch)
         batch.refresh()
         lengths = [self.length(handle) for handle in batch.handles]
         bounds = torch.tensor([0, *lengths, *[0] * (batch.size - len(lengths))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -517,6 +571,7 @@ class KVCache(CacheMemory):
         return batch, counts_of(batch, rows, cu_seqlens)
 
     def _advance(self, batch: Batch, counts: list[int], deferred: bool = False) -> Batch:
+        check_packed(batch)
         with self.table.lock:
             self.table.extend(batch.handles, counts)
             batch.update(counts, deferred)
@@ -539,6 +594,7 @@ class KVCache(CacheMemory):
         layer: int,
         dependent: bool = False,
         turning: Turning | None = None,
+        full_windows: bool = False,
     ) -> Tensor | None:
         """One layer's rows, to their places; the turned queries, if there are any."""
         batch.refresh()
@@ -551,14 +607,16 @@ class KVCache(CacheMemory):
         )  # fmt: skip
         format, size, out = self.format.name, self.page_size, None
         if turning is None:
-            ops.APPEND(*operands, format, size, rotary, dependent)
+            ops.APPEND(*operands, format, size, rotary, dependent, full_windows)
         elif turning.out is None:
-            out = ops.APPEND_AND_ROTATE(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent)
+            out = ops.APPEND_AND_ROTATE(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent, full_windows)
         else:
             out = turning.out
-            ops.APPEND_AND_ROTATE_OUT(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent, out=out)
+            ops.APPEND_AND_ROTATE_OUT(*operands, *turning.operands, format, size, rotary, *turning.norm, dependent, full_windows, out=out)
         if batch.most_new:
             batch.written.add(layer)
+        if full_windows:
+            batch.unpacked.add(layer)
         return out
 
     def _history(self, batch: Batch, layer: int) -> tuple[Tensor, Tensor] | None:

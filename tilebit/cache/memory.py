@@ -4,6 +4,7 @@ allocation."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ from ..ops.operands import describe
 from .counts import whole
 from .state import ORIGIN, rows_of
 
-ALIGNED_WORDS = 32  # pages and windows of each layer begin at a cache line
+ALIGNED_WORDS = 32  # pages, and windows behind them, begin at a cache line
 
 
 class CacheMemory:
     """``num_pages`` pages of ``page_size`` tokens and ``slots`` residual windows for each of
     ``num_layers`` layers of ``heads_kv`` heads.
 
-    ``pages[layer]`` is int32 [num_pages, heads_kv, page words], ``windows[layer]`` int32 [slots,
-    heads_kv, window words], both views of ``memory``, which is zero at first; ``head_scales`` is
-    fp32 [num_layers, 2, heads_kv] for fp8 formats, else None. Raises ``ValueError``.
+    ``all_pages`` is int32 [num_layers, num_pages, heads_kv, page words], ``all_windows`` int32
+    [num_layers, slots, heads_kv, window words], both views of ``memory``, which is zero at first;
+    ``pages`` and ``windows`` are their layers, ``head_scales`` is fp32 [num_layers, 2, heads_kv] for fp8
+    formats, else None. Raises ``ValueError``.
     """
 
     def __init__(
@@ -56,12 +58,16 @@ class CacheMemory:
         self.head_scales = self._checked_scales(head_scales)
 
     def _allocate(self, num_pages: int, slots: int, device: torch.device | str) -> None:
-        sizes = (num_pages * self.heads_kv * self.layout.page_words, slots * self.heads_kv * window_words(self.head_dim))
+        shapes = ((num_pages, self.heads_kv, self.layout.page_words), (slots, self.heads_kv, window_words(self.head_dim)))
+        sizes = [self.num_layers * prod(shape) for shape in shapes]
         padded = [-(-size // ALIGNED_WORDS) * ALIGNED_WORDS for size in sizes]
-        self.memory = torch.zeros(self.num_layers, sum(padded), dtype=torch.int32, device=device)
+        self.memory = torch.zeros(sum(padded), dtype=torch.int32, device=device)
         self.device = self.memory.device
-        self.pages = tuple(layer[: sizes[0]].view(num_pages, self.heads_kv, -1) for layer in self.memory)
-        self.windows = tuple(layer[padded[0] :][: sizes[1]].view(slots, self.heads_kv, -1) for layer in self.memory)
+        starts = (0, padded[0])
+        self.all_pages, self.all_windows = (
+            self.memory[start:][:size].view(self.num_layers, *shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        )
+        self.pages, self.windows = tuple(self.all_pages), tuple(self.all_windows)
 
     @property
     def memory_per_token(self) -> int:
@@ -76,7 +82,7 @@ class CacheMemory:
     @property
     def memory_bytes(self) -> int:
         """Bytes of the allocation: ``num_pages * page_size * memory_per_token + slots *
-        memory_per_window``, rounded up for each layer."""
+        memory_per_window``, each rounded up to 128."""
         return self.memory.numel() * self.memory.element_size()
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:

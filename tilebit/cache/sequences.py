@@ -103,28 +103,34 @@ class SequenceTable:
     def extend(self, handles: Sequence[int], counts: Sequence[int]) -> None:
         """Make each sequence longer by as many tokens as ``counts`` says, with pages for what will
         be packed."""
-        if len(handles) != len(counts) or not all([type(count) is int and count >= 0 for count in counts]):
+        if len(handles) != len(counts) or not {type(count) for count in counts} <= {int} or min(counts, default=0) < 0:
             raise ValueError(
                 f"got {len(counts)} numbers of new tokens ({list(counts)[:8]}) for {len(handles)} sequences; accepted: for each a whole "
                 f"number from 0"
             )
         if len(set(handles)) != len(handles):
             raise ValueError(f"a sequence is named twice in {list(handles)}; accepted: every sequence once")
-        wanted = []
-        for handle, count in zip(handles, counts, strict=True):
-            sequence = self.sequence(handle)
-            pages = self.pages_for(sequence.length + count)
-            self._check_table(pages, sequence.length + count)
-            wanted.append((sequence, count, max(0, pages - len(sequence.pages))))
-        self._check_free(sum(pages for _, _, pages in wanted), f"{sum(counts)} tokens")
-        for sequence, count, pages in wanted:
+        try:
+            sequences = [self.sequences[handle] for handle in handles]
+        except (KeyError, TypeError):
+            sequences = [self.sequence(handle) for handle in handles]  # says which
+        wanted = []  # (sequence, more pages), where a window fills
+        for sequence, count in zip(sequences, counts, strict=True):
+            length = sequence.length + count
+            if sequence.length % RESIDUAL + count >= RESIDUAL:
+                pages = self.pages_for(length)
+                self._check_table(pages, length)
+                wanted.append((sequence, max(0, pages - len(sequence.pages))))
+        self._check_free(sum(pages for _, pages in wanted), f"{sum(counts)} tokens")
+        self.version = now = self.version + 1
+        for sequence, count in zip(sequences, counts, strict=True):
             if count:
                 sequence.length += count
-                sequence.resized = self.version + 1
+                sequence.resized = now
+        for sequence, pages in wanted:
             if pages:
                 sequence.pages += self._take(pages)
-                sequence.repaged = self.version + 1
-        self.version += 1
+                sequence.repaged = now
 
     def retract(self, handles: Sequence[int], counts: Sequence[int]) -> None:
         """Take back an ``extend`` of whose tokens none was written; pages stay with their

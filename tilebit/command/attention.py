@@ -40,7 +40,7 @@ DEFAULT_KV_LEN = {True: 4096, False: 1024}
 
 Ops = Annotated[
     list[str] | None,
-    typer.Option("--op", help="decode, append, gather or prefill; repeat it for several. Default: all four, what a cache needs."),
+    typer.Option("--op", help="decode, append, pack, gather or prefill; repeat it for several. Default: all five, what a cache needs."),
 ]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Sequences; repeat it for several. Default: 1 and 32 (CPU: 1).", min=1)]
 KVLens = Annotated[
@@ -81,6 +81,9 @@ class Kind:
     qk_norm: Annotated[bool, typer.Option("--qk-norm", help="An append normalizes queries and keys, head by head.")] = False
     norm_eps: Annotated[float, typer.Option("--norm-eps", help="What is added to the mean of squares.", min=0.0)] = 0.0
     norm_offset: Annotated[float, typer.Option("--norm-offset", help="What is added to the weights; 1 for Gemma.")] = 0.0
+    full_windows: Annotated[
+        bool, typer.Option("--full-windows", help="A step's append leaves windows that it fills to a pack, its decode reads them.")
+    ] = False
     target: TargetName = "auto"
 
     @property
@@ -101,8 +104,8 @@ class Kind:
             options |= {"heads_q": heads_q, "heads_kv": heads_kv, "format": KVFormat.from_name(self.format)}
             sizes = product(ops or OPS, batches or DEFAULT_BATCHES[target.is_cuda], kv_lens or [DEFAULT_KV_LEN[target.is_cuda]])
             for op, batch, kv_len in sizes:
-                # A gather has no new tokens: the op asks for 1, whatever the others are.
-                news = [1] if op == "gather" else q_lens or [kv_len if op == "prefill" else 1]
+                # A gather and a pack have no new tokens: the ops ask for 1, whatever the others are.
+                news = [1] if op in ("gather", "pack") else q_lens or [kv_len if op == "prefill" else 1]
                 found += [AttentionWorkload(op=op, batch=batch, q_len=q_len, kv_len=kv_len, **options) for q_len in news]
         return target, list(dict.fromkeys(found))
 

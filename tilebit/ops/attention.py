@@ -1,5 +1,5 @@
 """The operators ``torch.ops.tilebit.attention_decode``, ``_append``, ``_append_and_rotate``,
-``_gather`` and ``_prefill``, with ``.out`` variants and fakes.
+``_pack``, ``_gather`` and ``_prefill``, with ``.out`` variants and fakes.
 
 What they compute and take is said by the functions of the same names in ``tilebit.attention``.
 """
@@ -17,7 +17,7 @@ from ..layouts.kv import HEAD_DIMS
 from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
 from .attention_dispatch import launch
-from .check import CHECKED, check_append, check_decode, check_gather, check_prefill
+from .check import CHECKED, check_append, check_decode, check_gather, check_pack, check_prefill
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES
 from .operands import describe, schema
@@ -26,6 +26,7 @@ from .plans import bucket
 _LAYOUT = "str format, int page_size"
 _SOFTMAX = "float? scale=None, int window=0, int sink_tokens=0, float soft_cap=0.0"
 _LAUNCH = "bool dependent=False"
+_LATE = "bool full_windows=False"
 
 
 def _taken(op: str, **options: Any) -> str:
@@ -37,14 +38,16 @@ _DECODE = f"{_taken('decode')}, {_LAYOUT}, {_SOFTMAX}"
 _PREFILL = f"{_taken('prefill')}, {_SOFTMAX}"
 _GATHER = f"{_taken('gather')}, {_LAYOUT}"
 _ROTATE = (
-    f"{_taken('append', rotary='half', queries=True)}, {_LAYOUT}, str rotary='half', float norm_eps=1e-6, float norm_offset=0.0, {_LAUNCH}"
+    f"{_taken('append', rotary='half', queries=True)}, {_LAYOUT}, str rotary='half', float norm_eps=1e-6, float norm_offset=0.0, "
+    f"{_LAUNCH}, {_LATE}"
 )
 SCHEMAS = {
-    "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
-    "attention_decode.out": f"({_DECODE}, {_LAUNCH}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
-    "attention_append": f"({_taken('append')}, {_LAYOUT}, str rotary='', {_LAUNCH}) -> ()",
+    "attention_decode": f"({_DECODE}, bool return_lse=False, {_LAUNCH}, {_LATE}) -> (Tensor, Tensor)",
+    "attention_decode.out": f"({_DECODE}, {_LAUNCH}, {_LATE}, *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+    "attention_append": f"({_taken('append')}, {_LAYOUT}, str rotary='', {_LAUNCH}, {_LATE}) -> ()",
     "attention_append_and_rotate": f"({_ROTATE}) -> Tensor",
     "attention_append_and_rotate.out": f"({_ROTATE}, *, Tensor(c!) out) -> ()",
+    "attention_pack": f"({_taken('pack')}, {_LAYOUT}, int head_dim, ScalarType dtype, {_LAUNCH}) -> ()",
     "attention_gather": f"({_GATHER}, SymInt total, int head_dim, ScalarType dtype, {_LAUNCH}) -> (Tensor, Tensor)",
     "attention_gather.out": f"({_GATHER}, {_LAUNCH}, *, Tensor(a!) out_k, Tensor(b!) out_v) -> ()",
     "attention_prefill": f"({_PREFILL}, bool return_lse=False, {_LAUNCH}) -> (Tensor, Tensor)",
@@ -68,6 +71,7 @@ def _decode_out(
     sink_tokens: int = 0,
     soft_cap: float = 0.0,
     dependent: bool = False,
+    full_windows: bool = False,
     *,
     out: Tensor,
     lse: Tensor | None = None,
@@ -79,14 +83,14 @@ def _decode_out(
         return
     key = (
         "decode", bucket(batch), bucket(q_len), bucket(block_tables.shape[1] * page_size), heads_q, pages.shape[1], head_dim, format,
-        q.dtype, page_size, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
+        q.dtype, page_size, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, *_UNTURNED, full_windows, q.device,
     )  # fmt: skip
     tables = _dense(block_tables)
     # The kernel asks for the tables before its wait. A copy of them would be the preceding kernel;
     # one of q may be.
     early = dependent and tables is block_tables
     if CHECKED:
-        check_decode(pages, windows, block_tables, slots, lengths, page_size)
+        check_decode(pages, windows, block_tables, slots, lengths, page_size, full_windows)
     launch(key, (_dense(q), pages, windows, tables, slots, lengths, head_scales, sinks, out, lse), early)
 
 
@@ -107,11 +111,12 @@ def _decode(
     soft_cap: float = 0.0,
     return_lse: bool = False,
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _outputs(q, return_lse)
     _decode_out(
         q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size, scale, window, sink_tokens, soft_cap,
-        dependent, out=out, lse=lse if return_lse else None,
+        dependent, full_windows, out=out, lse=lse if return_lse else None,
     )  # fmt: skip
     return out, lse
 
@@ -131,9 +136,10 @@ def _append(
     page_size: int,
     rotary: str = "",
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> None:
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, None, None, None, None, format, page_size, rotary, 0.0, 0.0, dependent)
+    _launch_append(*rows, None, None, None, None, format, page_size, rotary, 0.0, 0.0, dependent, full_windows)
 
 
 def _append_and_rotate(
@@ -156,10 +162,11 @@ def _append_and_rotate(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     dependent: bool = False,
+    full_windows: bool = False,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent)
+    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent, full_windows)
     return out
 
 
@@ -183,11 +190,12 @@ def _append_and_rotate_out(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     dependent: bool = False,
+    full_windows: bool = False,
     *,
     out: Tensor,
 ) -> None:
     rows = (k, v, cu_seqlens, lengths, block_tables, slots, pages, windows, head_scales, cos_sin)
-    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent)
+    _launch_append(*rows, q, q_norm, k_norm, out, format, page_size, rotary, norm_eps, norm_offset, dependent, full_windows)
 
 
 def _launch_append(
@@ -211,6 +219,7 @@ def _launch_append(
     norm_eps: float,
     norm_offset: float,
     dependent: bool,
+    full_windows: bool,
 ) -> None:
     """One launch for both operators: ``q`` None turns no queries."""
     if not rotary and (cos_sin is not None or (q is not None and q_norm is None)):
@@ -230,13 +239,41 @@ def _launch_append(
     key = (
         "append", bucket(batch), bucket(-(-tokens // batch)), bucket(block_tables.shape[1] * page_size), heads_q, heads_kv, head_dim,
         format, k.dtype, page_size, 0, 0, False, 0.0, None, False, rotary, q is not None,
-        0 if cos_sin is None else cos_sin.shape[-1], q_norm is not None, norm_eps, norm_offset, k.device,
+        0 if cos_sin is None else cos_sin.shape[-1], q_norm is not None, norm_eps, norm_offset, full_windows, k.device,
     )  # fmt: skip
     if CHECKED:
-        check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size)
+        check_append(tokens, cu_seqlens, lengths, block_tables, slots, pages, windows, cos_sin, page_size, full_windows)
     tables = _dense(block_tables)
     operands = (k, v, cu_seqlens, lengths, tables, slots, pages, windows, head_scales, cos_sin, q, q_norm, k_norm, out)
     launch(key, operands, dependent and tables is block_tables)  # a copy would be the preceding kernel, whose tables are read early
+
+
+def _pack(
+    pages: Tensor,
+    windows: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    head_scales: Tensor | None,
+    format: str,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    dependent: bool = False,
+) -> None:
+    if pages.ndim != 4 or block_tables.ndim != 2:
+        _reject("pack", ("pages", pages, "int32 [layers, num_pages, heads_kv, page words]"), _tables(block_tables))
+    batch, heads_kv = block_tables.shape[0], pages.shape[2]
+    if not batch:
+        return
+    key = (
+        "pack", bucket(batch), 1, 1, heads_kv, heads_kv, head_dim, format,
+        dtype, page_size, 0, 0, False, 0.0, None, False, "", pages.device,
+    )  # fmt: skip
+    if CHECKED:
+        check_pack(pages, windows, block_tables, slots, lengths, page_size)
+    tables = _dense(block_tables)
+    launch(key, (pages, windows, tables, slots, lengths, head_scales), dependent and tables is block_tables)
 
 
 def _gather_out(
@@ -348,6 +385,7 @@ def _prefill(
     return out, lse
 
 
+_UNTURNED = ("", False, 0, False, 0.0, 0.0)  # what a decode does to queries and keys, in the order of a workload's fields
 _FLOAT = KVFormat().name  # prefill reads 16-bit rows: whatever the cache is, the kernel is the same
 
 
@@ -428,6 +466,7 @@ _IMPLEMENTATIONS = {
     "attention_append": (_append, _in_place(_append)),
     "attention_append_and_rotate": (_append_and_rotate, _append_and_rotate_fake),
     "attention_append_and_rotate.out": (_append_and_rotate_out, _in_place(_append_and_rotate_out)),
+    "attention_pack": (_pack, _in_place(_pack)),
     "attention_gather": (_gather, _gather_fake),
     "attention_gather.out": (_gather_out, _in_place(_gather_out)),
     "attention_prefill": (_prefill, _prefill_fake),
@@ -450,6 +489,7 @@ DECODE = _calls["attention_decode"]
 APPEND = _calls["attention_append"]
 APPEND_AND_ROTATE = _calls["attention_append_and_rotate"]
 APPEND_AND_ROTATE_OUT = _calls["attention_append_and_rotate.out"]
+PACK = _calls["attention_pack"]
 GATHER = _calls["attention_gather"]
 GATHER_OUT = _calls["attention_gather.out"]
 PREFILL = _calls["attention_prefill"]

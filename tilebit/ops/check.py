@@ -26,11 +26,22 @@ VARIABLE = "TILEBIT_CHECK"
 CHECKED = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def check_decode(pages: Tensor, windows: Tensor, block_tables: Tensor, slots: Tensor, lengths: Tensor, page_size: int) -> None:
+def check_decode(
+    pages: Tensor, windows: Tensor, block_tables: Tensor, slots: Tensor, lengths: Tensor, page_size: int, full_windows: bool
+) -> None:
     """Raises ``ValueError`` for what ``attention_decode`` would read outside of its operands."""
     if _read_later(block_tables, (slots, 0), (lengths, 0)):
         return
-    _check_cache("decode", pages, windows, block_tables, slots, lengths.cpu().long(), page_size)
+    _check_cache("decode", pages, windows, block_tables, slots, lengths.cpu().long(), page_size, full_windows=full_windows)
+
+
+def check_pack(pages: Tensor, windows: Tensor, block_tables: Tensor, slots: Tensor, lengths: Tensor, page_size: int) -> None:
+    """Raises ``ValueError`` for what ``attention_pack`` would read or write outside of its operands."""
+    if _read_later(block_tables, (slots, 0), (lengths, 0)):
+        return
+    counts = lengths.cpu().long()
+    packed_now = torch.where((counts > 0) & (counts % RESIDUAL == 0), RESIDUAL, 0)
+    _check_cache("pack", pages[0], windows[0], block_tables, slots, counts, page_size, packed_now)
 
 
 def check_gather(
@@ -48,15 +59,18 @@ def check_gather(
 
 def check_append(
     tokens: int, cu_seqlens: Tensor, lengths: Tensor, block_tables: Tensor, slots: Tensor, pages: Tensor, windows: Tensor,
-    cos_sin: Tensor | None, page_size: int,
+    cos_sin: Tensor | None, page_size: int, full_windows: bool,
 ) -> None:  # fmt: skip
     """Raises ``ValueError`` for what ``attention_append`` of ``tokens`` rows would read or write
-    outside of its operands, and for two sequences that would write one window."""
+    outside of its operands, for two sequences that would write one window, and for more tokens of one
+    than ``full_windows`` allows."""
     if _read_later(block_tables, (slots, 0), (lengths, 0), (cu_seqlens, 1)):
         return
     counts, new = lengths.cpu().long(), _bounds("append", "cu_seqlens", cu_seqlens, "tokens", tokens).diff()
     for b in _where(counts < new):
         _refuse("append", f"lengths[{b}]", counts[b], f"at least {int(new[b])}, the new rows: it is the length with them")
+    for b in _where(new > 1) if full_windows else ():
+        _refuse("append", f"cu_seqlens[{b + 1}]", cu_seqlens[b + 1], "one new token a sequence at most, with full_windows")
     for b in _where((new > 0) & (counts > len(cos_sin))) if cos_sin is not None else ():
         _refuse("append", f"lengths[{b}]", counts[b], f"at most {len(cos_sin)}, the positions of cos_sin")
     _check_cache("append", pages, windows, block_tables, slots, counts, page_size, new)
@@ -97,12 +111,13 @@ def _bounds(op: str, name: str, bounds: Tensor, limit_name: str, limit: int) -> 
 
 
 def _check_cache(
-    op: str, pages: Tensor, windows: Tensor, block_tables: Tensor, slots: Tensor, counts: Tensor, page_size: int, new: Tensor | None = None
-) -> None:
+    op: str, pages: Tensor, windows: Tensor, block_tables: Tensor, slots: Tensor, counts: Tensor, page_size: int, new: Tensor | None = None,
+    full_windows: bool = False,
+) -> None:  # fmt: skip
     """The pages and slots of sequences of ``counts`` tokens; ``new``: how many of these an append
-    brings, which touches no older page."""
+    brings, or a pack packs, which touches no older page."""
     columns, num_pages = block_tables.shape[1], pages.shape[0]
-    packed = counts // RESIDUAL * RESIDUAL
+    packed = (counts - int(full_windows)).clamp(min=0) // RESIDUAL * RESIDUAL
     for b in _where(counts < 0):
         _refuse(op, f"lengths[{b}]", counts[b], "0 or more")
     for b in _where(packed > columns * page_size):
@@ -116,7 +131,7 @@ def _check_cache(
         _refuse(
             op, f"block_tables[{b}, {i}]", tables[b, i], f"0 to {num_pages - 1}, a page that sequence {b} of {int(counts[b])} tokens has"
         )
-    held = counts % RESIDUAL > 0 if new is None else new > 0
+    held = counts > packed if new is None else new > 0
     for b in _where(held & ((places < 0) | (places >= len(windows)))):
         _refuse(op, f"slots[{b}]", places[b], f"0 to {len(windows) - 1}, a row of windows")
 

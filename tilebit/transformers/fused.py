@@ -71,7 +71,8 @@ def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBl
 
 class FusedStep(nn.Module):
     """New tokens for each row of a batch: one each (``forward``), or those of a prompt (``prompt``). A step
-    takes nine kernels a layer, eleven with norms after attention and MLP. Where products take int8 x,
+    takes nine kernels a layer, eleven with norms after attention and MLP, and one behind all layers
+    that packs the windows it filled: until then their tokens are read in 16 bits. Where products take int8 x,
     norms and gates write its codes: one kernel more, which quantizes what attention gives. Where they
     do all ``parts`` there are six. Kernels are launched before their
     predecessors end (``dependent``), weights are read where the model has them.
@@ -94,7 +95,9 @@ class FusedStep(nn.Module):
         """Logits [rows, vocabulary] behind the tokens ``ids`` int64 [rows], whose keys and values join
         ``cache``, in the sequences of ``batch``, which has been advanced by one token each."""
         residual = _embedded(self._of.embed, ids)
-        return self._logits(*self._through(residual, lambda block, qkv, layer: self._attended(block, qkv, cache, batch, layer)))
+        residual, added = self._through(residual, lambda block, qkv, layer: self._attended(block, qkv, cache, batch, layer))
+        cache.pack(batch, dependent=True)
+        return self._logits(residual, added)
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, cache: KVCache, batch: Batch, kept: Tensor | None = None) -> Tensor:
@@ -143,8 +146,9 @@ class FusedStep(nn.Module):
         norms: dict[str, Any] = {}
         if of.q_norm is not None and of.k_norm is not None:
             norms = {"q_norm": of.q_norm.weight, "k_norm": of.k_norm.weight, "norm_eps": of.q_norm.eps, "norm_offset": of.q_norm.offset}
-        q = cache.append(batch, k, v, cos_sin=self.rotary, q=q, layer=layer, dependent=True, **norms)
-        out, _ = cache.attend(batch, q[:, None], scale=of.scale, window=of.window, soft_cap=of.soft_cap, layer=layer, dependent=True)
+        step: dict[str, Any] = {"layer": layer, "dependent": True, "full_windows": True}
+        q = cache.append(batch, k, v, cos_sin=self.rotary, q=q, **step, **norms)
+        out, _ = cache.attend(batch, q[:, None], scale=of.scale, window=of.window, soft_cap=of.soft_cap, **step)
         return out.flatten(1)
 
 

@@ -125,9 +125,11 @@ def _attention(of: Block, format: KVFormat, dtype: str, batch: int, tokens: int,
     if of.q_norm is not None:
         turning |= {"qk_norm": True, "norm_eps": of.q_norm.eps, "norm_offset": of.q_norm.offset}
     return [
-        AttentionWorkload("append", batch, 1, tokens, **sizes, **turning),
+        AttentionWorkload("append", batch, 1, tokens, **sizes, **turning, full_windows=True),
+        AttentionWorkload("pack", batch, 1, tokens, **sizes),
         *((AttentionWorkload("append", batch, tokens, tokens, **whole, **turning),) if of.q_norm is None else ()),
         *(AttentionWorkload("append", batch, new, tokens, **sizes) for new in (1, tokens)),
+        AttentionWorkload("decode", batch, 1, tokens, **sizes, **scores, full_windows=True),
         *(AttentionWorkload("decode", batch, new, tokens, **sizes, **scores) for new in (1, Q_BUCKETS[-1])),
         AttentionWorkload("prefill", batch, tokens, tokens, **sizes, **scores),
         AttentionWorkload("gather", batch, 1, tokens, **sizes),

@@ -5,7 +5,8 @@ sequence's 16-bit window and, whenever 128 tokens are together, quantizes and pa
 decoding will read, into their pages (BitDecoding V-B): minima and maxima by warp shuffles, no
 second pass, no repacking ever. The same blocks serve one token a sequence and a whole prompt, so
 that appending token by token gives the bits that appending all at once gives. What one warp does
-with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``).
+with its sixteen tokens is CUDA (``device/kv/new_rows.cuh``, ``pack.cuh``). Of ``full_windows`` one new
+token a sequence goes to the window, and nothing is packed: ``pack.py`` does that behind all layers.
 
 A block has one kv head of one group of 128 tokens that is completed by this call; a sequence whose
 new tokens complete none has one block all the same, and the first block of each sequence writes
@@ -24,6 +25,7 @@ from ..compiler.headers import device_source
 from ..program import TileProgram
 from .cache import PASS_CONFIGS, cache_source
 from .leaves import caller
+from .packing import packing_macros
 
 HEADERS = (
     "ptx/instructions.cuh",
@@ -54,8 +56,10 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         blocks = min(blocks, BLOCKS_OF_TOKENS)
     blocks = 1 if apart else blocks  # of sixteen warps few are launched
     staged_elements = WARPS * GRANULE * (w.head_dim + 8)
-    by_channel, fragment_words = w.format.key_scales == "channel", w.head_dim // 4
-    constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "WARPS": WARPS, "THREADS": threads, "LAUNCH_BYTES": ROWS_WORDS * 8}
+    by_channel = w.format.key_scales == "channel"
+    packs = not w.full_windows
+    constants = {"ROTARY": f"tilebit::{ROTARY[w.rotary]}", "FULL_WINDOWS": int(w.full_windows)}
+    constants |= {"WARPS": WARPS, "THREADS": threads, "LAUNCH_BYTES": ROWS_WORDS * 8}
     constants |= {
         "ROTARY_DIM": w.turned_channels,
         "NORM": int(w.qk_norm),
@@ -67,7 +71,8 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         T.dynamic(n)
         for n in ("batch", "offsets", "tokens", "num_pages", "num_slots", "max_pages", "positions", "k_pitch", "v_pitch", "q_pitch")
     )
-    HeadScales = T.Tensor((2, w.heads_kv), "float32") if w.format.has_head_scales else None
+    scaled = w.format.has_head_scales
+    HeadScales = T.Tensor((2, w.heads_kv), "float32") if scaled else None
     CosSin = T.Tensor((positions, w.turned_channels), "float32") if w.rotary else None
     QNorm, KNorm = (T.Tensor((w.head_dim,), dtype) if w.qk_norm else None for _ in range(2))  # one object would be one tensor
     Queries = T.StridedTensor((tokens, w.heads_q, w.head_dim), (q_pitch, w.head_dim, 1), dtype) if w.queries else None
@@ -89,21 +94,7 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         else:
             T.sync_threads()
 
-    @T.macro
-    def pack_keys(rows, fragments, staged, parameters, head_scales, head):
-        call("Pack::load<true>", rows, staged, fragments)
-        if by_channel:
-            call("Pack::find_extremes", fragments, staged)
-            keys_meet()  # all warps' extremes are there
-            call("Pack::find_parameters", rows, staged, parameters)
-            keys_meet()  # all channels' parameters are there
-            call("Pack::quantize_channels", fragments, parameters)
-        call("Pack::store_keys", rows, fragments, head_scales[0, head] if w.format.has_head_scales else T.float32(1.0))
-
-    @T.macro
-    def pack_values(rows, fragments, staged, head_scales, head):
-        call("Pack::load<false>", rows, staged, fragments)
-        call("Pack::store_values", rows, fragments, head_scales[1, head] if w.format.has_head_scales else T.float32(1.0))
+    pack_keys, pack_values = packing_macros(w, call, keys_meet)
 
     @T.macro
     def turn_queries(rows, q, q_pitch, q_norm, head, out):
@@ -129,29 +120,32 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
         k_norm: KNorm,
         out: Turned,
     ):
-        # a sequence of n new rows completes at most n / 128 + 1 groups and has at least one block
-        with T.Kernel(tokens // RESIDUAL + batch, w.heads_kv, threads=threads) as (item, head):
+        # A sequence of n new rows completes at most n / 128 + 1 groups and has at least one block; just
+        # one where nothing is packed: then no line of blocks must be counted.
+        with T.Kernel(tokens // RESIDUAL + batch if packs else batch, w.heads_kv, threads=threads) as (item, head):
             T.import_source(source)
             T.annotate_min_blocks_per_sm(blocks)
-            line, place = T.alloc_local((2,), "int32"), T.alloc_local((3,), "int32")
+            line, place = (T.alloc_local((n,), "int32") if packs else None for n in (2, 3))
             rows = T.alloc_shared((ROWS_WORDS,), "int64")  # registers are few
-            fragments = T.alloc_local((fragment_words,), "uint32")
-            staged = T.alloc_shared((staged_elements * (1 + apart),), dtype)
-            parameters = T.alloc_shared((2 * w.head_dim if by_channel else 4,), "float32")
+            fragments = T.alloc_local((w.head_dim // 4,), "uint32") if packs else None
+            staged = T.alloc_shared((staged_elements * (1 + apart),), dtype) if packs else None
+            parameters = T.alloc_shared((2 * w.head_dim if by_channel else 4,), "float32") if packs else None
             total, sequence, index, length, old_length, row = (T.alloc_var("int32") for _ in range(6))
             T.call_extern("handle", "tilebit::launch_dependents")  # a decode reads early what this call does not write
-            total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
-            present = item < total  # a condition without a name would be asked again for every statement
+            if packs:
+                total = call("NewRows::count", lengths, cu_seqlens, batch, line, returns="int32")
+            present = item < (total if packs else batch)  # a condition without a name would be asked again for every statement
             if present:
-                call(
-                    "NewRows::find", lengths, cu_seqlens, batch, line, item,
-                    place,
-                )  # fmt: skip
-                sequence = place[SEQUENCE]
+                if packs:
+                    call(
+                        "NewRows::find", lengths, cu_seqlens, batch, line, item,
+                        place,
+                    )  # fmt: skip
+                sequence = place[SEQUENCE] if packs else item
                 length = lengths[sequence]
                 row = cu_seqlens[sequence]
                 old_length = length - (cu_seqlens[sequence + 1] - row)
-                index = item - place[FIRST]
+                index = item - place[FIRST] if packs else 0
                 call(
                     "NewRows::open", rows, k, k_pitch, v, v_pitch, row, cos_sin if w.rotary else lengths,
                     k_norm if w.qk_norm else lengths, windows, slots_of[sequence], pages, T.address_of(block_tables[sequence, 0]),
@@ -161,20 +155,25 @@ def build(workload: AttentionWorkload, schedule: Schedule, target: Target) -> An
             T.call_extern("handle", "tilebit::wait_for_predecessor")
             if present:
                 T.sync_threads()  # rows are opened
-                full = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + (index + 1) * RESIDUAL <= length
-                if full:
-                    if not apart:  # else keys are asked for at once
-                        call("Pack::prefetch<true>", rows)
-                    if has_values():
-                        call("Pack::prefetch<false>", rows)
+                if packs:
+                    full = T.truncdiv(old_length, RESIDUAL) * RESIDUAL + (index + 1) * RESIDUAL <= length
+                    if full:
+                        if not apart:  # else keys are asked for at once
+                            call("Pack::prefetch<true>", rows)
+                        if has_values():
+                            call("Pack::prefetch<false>", rows)
                 if has_values():
                     turn_queries(rows, q, q_pitch, q_norm, head, out)
-                if full:  # all of the group is here: it goes to its pages
-                    if has_keys():
-                        pack_keys(rows, fragments, staged, parameters, head_scales, head)
-                    if has_values():
-                        pack_values(rows, fragments, T.address_of(staged[staged_elements * apart]), head_scales, head)
-                T.sync_threads()  # the window has been read
+                if packs:
+                    if full:  # all of the group is here: it goes to its pages
+                        if has_keys():
+                            pack_keys(rows, fragments, staged, parameters, head_scales[0, head] if scaled else T.float32(1.0))
+                        if has_values():
+                            pack_values(
+                                rows, fragments, T.address_of(staged[staged_elements * apart]),
+                                head_scales[1, head] if scaled else T.float32(1.0),
+                            )  # fmt: skip
+                    T.sync_threads()  # the window has been read
                 if has_keys():
                     call("NewRows::store_rows<true>", rows)
                 if has_values():

@@ -59,7 +59,8 @@ def decode_source(workload: AttentionWorkload, schedule: Schedule) -> str:
     constants = {
         "GROUP": w.group, "UNIT": s.block_n, "NT": s.block_m // 8, "WARPS": s.num_warps, "STAGES": s.num_stages,
         "WINDOW": w.window, "SINK_TOKENS": w.sink_tokens, "SINKS": int(w.sinks), "CAPPED": int(w.soft_cap > 0),
-        "LSE": int(w.lse), "BULK": int(s.program == rules.BULK), "LAUNCH_BYTES": LAUNCH_WORDS * 8,
+        "LSE": int(w.lse), "BULK": int(s.program == rules.BULK), "FULL_WINDOWS": int(w.full_windows),
+        "LAUNCH_BYTES": LAUNCH_WORDS * 8,
     }  # fmt: skip
     return f"{cache_source(w, constants)}using Launch = tilebit::Decode<Cache>;\n"
 

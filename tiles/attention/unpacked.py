@@ -28,6 +28,7 @@ def unpack_cache(
     layout: KVLayout,
     dtype: torch.dtype,
     head_scales: Tensor | None = None,
+    full_windows: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """(k, v) of each sequence, float64 [length, heads_kv, head_dim], exactly as the cache means
     them.
@@ -35,7 +36,8 @@ def unpack_cache(
     ``pages`` int32 [num_pages, heads_kv, page words], ``windows`` int32 [slots, heads_kv, window
     words] with numbers of ``dtype`` (float16 or bfloat16), ``block_tables`` int32 [batch,
     max_pages], ``slots`` and ``lengths`` int32 [batch], ``head_scales`` fp32 [2, heads_kv] (needed
-    for fp8: keys, values). Raises ``ValueError`` for pages of another size, another dtype or
+    for fp8: keys, values); with ``full_windows`` the last 128 tokens of a length that is a multiple of
+    128 are in the window still. Raises ``ValueError`` for pages of another size, another dtype or
     missing head scales.
     """
     if pages.shape[-1] != layout.page_words:
@@ -47,7 +49,7 @@ def unpack_cache(
     window_layout = KVLayout(KVFormat(), layout.head_dim, RESIDUAL)
     sequences = []
     for table, slot, length in zip(block_tables.long(), slots.tolist(), lengths.tolist(), strict=True):
-        packed = length // RESIDUAL * RESIDUAL
+        packed = max(length - full_windows, 0) // RESIDUAL * RESIDUAL
         own = pages[table[: -(-packed // layout.page_size)].to(pages.device)]
         in_pages = unpack_pages(own, layout, dtype, head_scales)
         in_window = unpack_pages(windows[slot : slot + 1], window_layout, dtype)

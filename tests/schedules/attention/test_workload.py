@@ -13,7 +13,7 @@ from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import workload_from_json
 
 KV4 = KVFormat.from_name("kv4_channel")
-LATER = {"queries", "rotary_dim", "qk_norm", "norm_eps", "norm_offset"}
+LATER = {"queries", "rotary_dim", "qk_norm", "norm_eps", "norm_offset", "full_windows"}
 DECODE = AttentionWorkload("decode", 3, 2, 1000, 32, 8, 128, KV4)
 
 
@@ -42,10 +42,12 @@ def test_json_keeps_everything(op):
         True,
         0.25,
         1.0,
+        True,
     )
     assert workload_from_json(json.loads(json.dumps(workload.to_json()))) == workload
     stored_always = {f.name for f in fields(workload)} - LATER
-    assert set(workload.to_json()) == (stored_always | LATER if op == "append" else stored_always)
+    said = {"append": LATER, "decode": {"full_windows"}}.get(op, set())
+    assert set(workload.to_json()) == stored_always | said
 
 
 def test_what_was_stored_before_queries_is_read():
@@ -62,10 +64,21 @@ def test_queries_are_an_append_s_and_have_heads_of_their_own():
     assert not replace(turning, op="gather").queries and "--queries" in turning.options()
 
 
+def test_full_windows_are_a_step_s():
+    late = replace(DECODE, full_windows=True)
+    assert late != DECODE and "--full-windows" in late.options() and "--full-windows" not in DECODE.options()
+    assert not replace(late, op="gather").full_windows and replace(late, op="append", rotary="half").full_windows
+    pack = replace(late, op="pack")
+    assert pack == replace(DECODE, op="pack", q_len=1, kv_len=1) and pack.bucketed().q_len == 128 and pack.heads_q == pack.heads_kv
+    assert pack.bytes == 3 * 8 * 128 * (4 * 128 + pack.layout.token_bytes)
+    shapes = {o.name: o.shape for o in pack.operands("cpu") if not o.absent}
+    assert shapes["pages"][:2] == ("layers", "num_pages") and shapes["windows"][:2] == ("layers", "slots")
+
+
 def test_json_of_a_gemm_and_of_neither():
     gemm = Workload(3, 64, 128)
     assert workload_from_json(gemm.to_json()) == gemm
-    with pytest.raises(ValueError, match="op is 'scan'; accepted: 'gemm', 'decode', 'append', 'gather', 'prefill'"):
+    with pytest.raises(ValueError, match="op is 'scan'; accepted: 'gemm', 'decode', 'append', 'pack', 'gather', 'prefill'"):
         workload_from_json({**DECODE.to_json(), "op": "scan"})
 
 

@@ -308,7 +308,7 @@ def test_what_a_dependent_attend_may_follow(kernels, monkeypatch):
     batch = cache.batch([a, b])
     q = torch.randn(2, 2, 4, DIM).half()
     real = attention_ops.DECODE
-    monkeypatch.setattr(attention_ops, "DECODE", lambda *arguments: (asked.append(arguments[-1]), real(*arguments[:-1]))[1])
+    monkeypatch.setattr(attention_ops, "DECODE", lambda *arguments: (asked.append(arguments[-2]), real(*arguments[:-2]))[1])
 
     def early(on, dependent: bool = True) -> bool:
         asked.clear()
@@ -337,7 +337,7 @@ def test_what_a_dependent_append_may_follow(kernels, monkeypatch):
     cache, asked = KVCache(8, 2, HEADS, DIM, num_layers=2), []
     batch = cache.batch(cache.allocate(2))
     real = attention_ops.APPEND
-    monkeypatch.setattr(attention_ops, "APPEND", lambda *arguments: (asked.append(arguments[-1]), real(*arguments[:-1]))[1])
+    monkeypatch.setattr(attention_ops, "APPEND", lambda *arguments: (asked.append(arguments[-2]), real(*arguments[:-2]))[1])
 
     def early(layer: int, dependent: bool = True) -> bool:
         asked.clear()

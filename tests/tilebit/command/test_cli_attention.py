@@ -106,7 +106,7 @@ USAGE = [
     (["compile", "--heads", "32"], "heads is '32'; accepted: query heads / heads of the cache, such as 32/8"),
     (["compile", "--heads", "32/x"], "such as 32/8"),
     (["explain", "--heads", "32/5"], "accepted: heads_q a multiple of heads_kv"),
-    (["explain", "--heads", "32/8", "--op", "fly"], "op is 'fly'; accepted: 'decode', 'append', 'gather', 'prefill'"),
+    (["explain", "--heads", "32/8", "--op", "fly"], "op is 'fly'; accepted: 'decode', 'append', 'pack', 'gather', 'prefill'"),
     (["tune", "--heads", "32/8", "--head-dim", "96"], "head_dim is 96; accepted: 64, 128, 256"),
     (["tune", "--heads", "32/8", "--format", "w4a16"], "accepted are names such as kv16"),
     (["tune", "--heads", "32/8", "--dtype", "float32"], "dtype is 'float32'; accepted: 'float16', 'bfloat16'"),

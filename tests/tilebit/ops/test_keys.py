@@ -32,11 +32,12 @@ NORMED: dict[str, Any] = {"queries": True, "qk_norm": True, "norm_eps": 0.25, "n
 OF_APPEND = {"rotary", "queries", "rotary_dim", "qk_norm", "norm_eps", "norm_offset"}
 CACHED = {"format": "kv8_token", "page_size": 64}
 FIELDS: dict[str, dict[str, Any]] = {
-    "decode": SIZES | CACHED | SCORES | {"heads_q": 8},
+    "decode": SIZES | CACHED | SCORES | {"heads_q": 8, "full_windows": True},
     "prefill": SIZES | SCORES | {"heads_q": 8},
     "append": SIZES
     | CACHED
     | {
+        "full_windows": True,
         "rotary": "interleaved",
         "rotary_dim": 32,
         "queries": True,
@@ -45,13 +46,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "norm_eps": NORMED | {"norm_eps": 0.5},
         "norm_offset": NORMED | {"norm_offset": 2.0},
     },
+    "pack": {name: value for name, value in SIZES.items() if name not in ("q_len", "kv_len")} | CACHED,
     "gather": {name: value for name, value in SIZES.items() if name != "q_len"} | CACHED,
 }
 LOOKED_AT = {op: {f.name for f in fields(AttentionWorkload)} - {"op"} for op in OPS}
 LOOKED_AT["decode"] -= OF_APPEND
-LOOKED_AT["prefill"] -= {*OF_APPEND, "format", "page_size"}
+LOOKED_AT["prefill"] -= {*OF_APPEND, "format", "page_size", "full_windows"}
 LOOKED_AT["append"] -= {*SCORES}
-LOOKED_AT["gather"] -= {"heads_q", "q_len", *OF_APPEND, *SCORES}
+LOOKED_AT["gather"] -= {"heads_q", "q_len", "full_windows", *OF_APPEND, *SCORES}
+LOOKED_AT["pack"] -= {"heads_q", "q_len", "kv_len", "full_windows", *OF_APPEND, *SCORES}
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def call(op: str, **changed: Any) -> None:
     tables = torch.zeros(batch, kv_len // w["page_size"] if op in ("decode", "append") else 1, dtype=torch.int32)
     of_cache = (cache.pages[0], cache.windows[0], tables, slots, lengths)
     sinks = torch.zeros(w["heads_q"]) if w.get("sinks") else None
-    options = {name: w[name] for name in ("scale", "window", "sink_tokens", "soft_cap", "return_lse") if name in w}
+    options = {name: w[name] for name in ("scale", "window", "sink_tokens", "soft_cap", "return_lse", "full_windows") if name in w}
     cu = torch.zeros(batch + 1, dtype=torch.int32)
     rows = torch.zeros(batch * q_len, w["heads_kv"], dim, dtype=dtype)
     if op == "decode":
@@ -86,10 +89,12 @@ def call(op: str, **changed: Any) -> None:
         if w["queries"]:
             q = torch.zeros(batch * q_len, w["heads_q"], dim, dtype=dtype)
             norm = torch.ones(dim, dtype=dtype) if "qk_norm" in w else None
-            by = {name: w[name] for name in ("norm_eps", "norm_offset") if name in w}
+            by = {name: w[name] for name in ("norm_eps", "norm_offset", "full_windows") if name in w}
             attention.append_and_rotate(*appended, q, norm, norm, w["format"], w["page_size"], w["rotary"], **by)
         else:
-            attention.append(*appended, w["format"], w["page_size"], w["rotary"])
+            attention.append(*appended, w["format"], w["page_size"], w["rotary"], full_windows=w.get("full_windows", False))
+    elif op == "pack":
+        attention.pack(cache.all_pages, cache.all_windows, tables, slots, lengths, None, w["format"], w["page_size"], dim, dtype)
     else:
         attention.gather(*of_cache, cu, None, w["format"], w["page_size"], batch * kv_len, dim, dtype)
 
@@ -108,7 +113,7 @@ def test_every_field_that_an_op_looks_at_is_part_of_its_key(kernels, op):
         found = kernels.asked[-1].to_json()
         differ = {field for field in found if found[field] != usual.get(field)}
         expected = {"lse" if field == "return_lse" else field for field in changed}
-        follow = {"heads_q"} if op in ("append", "gather") and {"heads_kv", "queries"} & {*changed} else set()
+        follow = {"heads_q"} if op in ("append", "pack", "gather") and {"heads_kv", "queries"} & {*changed} else set()
         assert differ == expected | follow, name
         call(op)
         assert len(kernels.asked) == asked + 1, f"{name}: and the usual one is still held"

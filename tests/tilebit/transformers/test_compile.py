@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import tilebit
 import tilebit.transformers
 from tilebit.cache.batch import Batch
+from tilebit.layouts.kv import RESIDUAL
 from tilebit.transformers import TilebitCache, compile, release
 from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import Captured, DecodeSteps
@@ -118,11 +119,23 @@ def test_gate_and_up_in_one_layer_are_taken_apart():
         assert float((product(x).float() - expected).norm() / expected.norm()) < 2e-3
 
 
-def test_low_bit_caches_are_filled_alike(taken: list[int]):
-    """Layer 0 sees the same input: its packed keys and values are the same bits, but for what rotary embeddings in fp32 round otherwise."""
+def test_low_bit_caches_are_filled_alike(taken: list[int], monkeypatch: pytest.MonkeyPatch):
+    """Layer 0 sees the same input: what it packs is the same bits, but for what rotary embeddings in fp32 round otherwise. The token that
+    fills a window sees it in 16 bits, so that its logits are nearer to those of a cache of 16 bits; those before it are the same."""
+    caches: list[TilebitCache] = []
+    own = TilebitCache.__init__
+    monkeypatch.setattr(TilebitCache, "__init__", lambda self, *given, **named: (own(self, *given, **named), caches.append(self))[0])
     model = model_of("llama")
-    expected = steps_of(model, format="kv4_channel")
-    alike(steps_of(compile(model, (ROWS,)), format="kv4_channel"), expected)
+    exact, expected = steps_of(model), steps_of(model, format="kv4_channel")
+    got = steps_of(compile(model, (ROWS,)), format="kv4_channel")
+    fills = RESIDUAL - 1 - (COLUMNS - PADDING[0])  # the step in which the first row's window is full
+    alike(got[:fills], expected[:fills])
+    alike([a[1:] for a in got], [a[1:] for a in expected])
+    wrong, worse = (float((logits[fills] - exact[fills])[0].abs().max()) for logits in (got, expected))
+    assert wrong < LIMIT < worse
+    pages = [cache.pool.cache.pages[0] for cache in caches[1:]]
+    different = (pages[0] != pages[1]).sum()
+    assert bool(pages[0].any()) and int(different) <= pages[0].numel() // 1000
     assert len(taken) == 10
 
 

@@ -71,7 +71,7 @@ def _decode_cases() -> tuple[Case, ...]:
 
 @cache
 def _mover_cases() -> tuple[Case, ...]:
-    """Appends and gathers of every format in both dtypes; head dims, page sizes, rotary embeddings and numbers of warps take turns."""
+    """Appends, packs and gathers of every format in both dtypes; head dims, page sizes, rotary embeddings and warps take turns."""
     head_dims, pages, warps, rotary = (
         cycle((64, 128, 256, 128)),
         cycle(PAGE_SIZES),
@@ -79,12 +79,13 @@ def _mover_cases() -> tuple[Case, ...]:
         cycle(("", "half", "interleaved", "", "")),
     )
     found = []
-    for op, (format, dtype) in product(("append", "gather"), product(FORMATS, DTYPES)):
+    for op, (format, dtype) in product(("append", "pack", "gather"), product(FORMATS, DTYPES)):
         workload = AttentionWorkload(op, 8, 1, 2048, 2, 2, next(head_dims), format, dtype, next(pages))
         workload = replace(workload, rotary=next(rotary) if op == "append" else "")
-        threads = 8 if op == "append" else next(warps)
+        threads = next(warps) if op == "gather" else 8
         found.append((workload, Schedule(f"attention_{op}", RESIDUAL, 1, workload.head_dim, num_warps=threads)))
-    return tuple(found)
+    late = [(replace(w, full_windows=True), s) for w, s in found if w.op == "append"][::5]
+    return (*found, *late)
 
 
 def _lengths(workload: AttentionWorkload, random: Random) -> list[int]:
@@ -111,6 +112,12 @@ def test_the_cases_cover_everything() -> None:
 
 
 @cache
+def _full_windows() -> tuple[Case, ...]:
+    """Of the decodes one of each format that reads full windows."""
+    return tuple({w.format: (replace(w, full_windows=True), s) for w, s in _decode_cases()}.values())
+
+
+@cache
 def _target() -> Target:
     return detect_target()
 
@@ -126,7 +133,7 @@ def _kernel(kernels: dict[Case, Built], case: Case) -> Kernel:
 
 
 def _all_cases() -> tuple[Case, ...]:
-    return (*_decode_cases(), *_mover_cases())
+    return (*_decode_cases(), *_full_windows(), *_mover_cases())
 
 
 @pytest.mark.gpu
@@ -172,15 +179,16 @@ def _label(case: Case) -> str:
     w, s = case
     softmax = f"window{w.window}+{w.sink_tokens}{'-sinks' * w.sinks}-cap{w.soft_cap:g}{w.rotary}"
     shape = f"{s.block_n}x{s.block_m}-{s.num_warps}w{s.num_stages}s{s.min_blocks}b"
-    return f"{w.format.name}-{w.dtype}-d{w.head_dim}-group{w.group}-page{w.page_size}-{softmax}-{s.program}-{shape}"
+    kind = f"{w.format.name}-{w.dtype}-d{w.head_dim}-group{w.group}-page{w.page_size}{'-full' * w.full_windows}"
+    return f"{kind}-{softmax}-{s.program}-{shape}"
 
 
 @pytest.mark.gpu
 @pytest.mark.kernels(of=lambda case: [case])
-@pytest.mark.parametrize("case", _decode_cases(), ids=_label)
+@pytest.mark.parametrize("case", (*_decode_cases(), *_full_windows()), ids=_label)
 def test_decode_over_seeds(kernels: dict[Case, Built], case: Case) -> None:
     """Ragged problems, one after another on one workspace."""
-    kernel, workspace, random = _kernel(kernels, case), _workspace(case), Random(_decode_cases().index(case))
+    kernel, workspace, random = _kernel(kernels, case), _workspace(case), Random(_all_cases().index(case))
     for seed, q_len in zip(range(SEEDS), cycle(Q_LENS), strict=False):
         lengths = _lengths(case[0], random)
         problem = poisoned_problem(replace(case[0], q_len=q_len), lengths, [0] * len(lengths), seed, "cuda")
@@ -228,13 +236,13 @@ def test_a_captured_graph_follows_the_lengths(kernels: dict[Case, Built], case: 
 @pytest.mark.gpu
 @pytest.mark.kernels(of=lambda case: [case])
 @pytest.mark.parametrize("case", _mover_cases(), ids=lambda case: f"{case[0].op}-{_label(case)}")
-def test_append_and_gather(kernels: dict[Case, Built], case: Case) -> None:
+def test_append_pack_and_gather(kernels: dict[Case, Built], case: Case) -> None:
     """The tuner's gate: packed groups are the numpy twin's bit for bit, gathered rows are values rounded once."""
     kernel, random = _kernel(kernels, case), Random(11)
     problems = []
     for seed in range(2):
         lengths = _lengths(case[0], random)[:6]
-        rows = [random.choice((0, 1, RESIDUAL - 1, RESIDUAL + 2, length)) for length in lengths]
+        rows = [random.choice((0, 1) if case[0].full_windows else (0, 1, RESIDUAL - 1, RESIDUAL + 2, length)) for length in lengths]
         problems.append(poisoned_problem(case[0], lengths, [min(pair) for pair in zip(lengths, rows, strict=True)], seed, "cuda"))
     verdict = AttentionGate(*problems).verify(partial(launch, kernel.load(), {}))
     assert verdict.ok, verdict.reasons

@@ -29,15 +29,17 @@ TARGET = replace(target_from_name("sm_90a"), units=3)
 # (tokens, new or asked ones) of each sequence, and the queries of a decode
 BUGS = (*CACHE_BUGS, *PREFILL_BUGS)
 PROBLEMS = ((((300, 3), (0, 0), (129, 129), (17, 1)), 1), (((391, 150), (140, 12), (512, 260)), 3))
+FULL_WINDOWS = (((256, 1), (0, 0), (129, 1), (17, 1), (128, 1)), 1), (((384, 1), (127, 1), (512, 1), (128, 1)), 3)
 
 
 @cache
 def gate(workload: AttentionWorkload) -> AttentionGate:
     if workload.op == "prefill":
         return AttentionGate(*(prefill_problem(workload, steps, seed) for seed, (steps, _) in enumerate(PROBLEMS)))
+    asked = FULL_WINDOWS if workload.full_windows or workload.op == "pack" else PROBLEMS
     problems = [
         poisoned_problem(replace(workload, q_len=q_len), [n for n, _ in steps], [rows for _, rows in steps], seed)
-        for seed, (steps, q_len) in enumerate(PROBLEMS)
+        for seed, (steps, q_len) in enumerate(asked)
     ]
     return AttentionGate(*problems)
 

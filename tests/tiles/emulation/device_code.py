@@ -29,7 +29,8 @@ CUDA_ARCH = {
     "gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900, "gemm_any": 800,
     "gemm_any_binary": 800, "gemm_any_wgmma": 900, "expand_any": 800,
     "attention_prefill": 900, "attention_prefill_mma": 800,
-    "attention_decode": 800, "attention_decode_bulk": 900, "attention_append": 800, "attention_gather": 800,
+    "attention_decode": 800, "attention_decode_bulk": 900, "attention_append": 800, "attention_pack": 800,
+    "attention_gather": 800,
     "quantize_rows": 900, "norm_rows": 900, "gated_rows": 900,
 }  # fmt: skip
 MAX_BLOCKS = 8  # of a cluster; cuda_threads.h has the same numbers

@@ -52,10 +52,12 @@ ASYNC = Schedule("attention_decode", 32, 16, 64, 3, 3)
 WIDE = Schedule("attention_decode_bulk", 64, 16, 64, 2, 2)  # strips of a unit become P in two steps
 APPEND = Schedule("attention_append", 128, 1, 64, num_warps=8)
 APART = Schedule("attention_append", 128, 1, 64, num_warps=16)  # keys and values have warps of their own
+PACK = Schedule("attention_pack", 128, 1, 64, num_warps=8)
 GATHER = Schedule("attention_gather", 128, 1, 64, num_warps=4)
 PEAKED = decode("kv4_token", scale=0.4)  # so that scores outgrow the running maximum, which moves by steps of some powers of two
 NORMED = append("kv4_token", heads_q=2, rotary="interleaved", rotary_dim=32, queries=True, qk_norm=True, norm_eps=1e-5)
 TURNING = append("kv4_channel", heads_q=6, rotary="half", queries=True)
+LATE = append("kv4_channel", full_windows=True)
 KV4, WINDOWED, CAPPED = decode("kv4_channel"), decode("kv4_channel", window=100, sink_tokens=20), decode("kv4_channel", soft_cap=2.0)
 
 
@@ -72,6 +74,11 @@ def loop(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tup
 def ring(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "") -> Bug:
     """A bug in the ring of decode attention."""
     return Bug(name, workload, schedule, {"ring.py": once(*pairs)}, sign)
+
+
+def packing(name: str, workload: AttentionWorkload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "") -> Bug:
+    """A bug in the packing of a group."""
+    return Bug(name, workload, schedule, {"packing.py": once(*pairs)}, sign)
 
 
 VALUE_PARAMETERS = "load_shared_32(token_parameters(d.lane, at + VALUE_BYTES) + (strip * 16 + i * 8) * 4)"
@@ -170,10 +177,10 @@ BUGS = (
     bug("a warp's extremes forgotten", append("kv4_channel"), APPEND,
         ("WARPS; ++w)\n#pragma unroll\n        for (int row = 0;", "WARPS - 1; ++w)\n        for (int row = 0;"),
     ),
-    loop("extremes read before they are there", append("kv2_channel"), APPEND,
+    packing("extremes read before they are there", append("kv2_channel"), APPEND,
         ("keys_meet()  # all warps' extremes are there\n", "pass\n"),
     ),
-    loop("parameters read before they are there", append("kv2_channel"), APPEND,
+    packing("parameters read before they are there", append("kv2_channel"), APPEND,
         ("keys_meet()  # all channels' parameters are there\n", "pass\n"),
     ),
     loop("keys' warps that meet values', too", append("kv4_channel"), APART,
@@ -206,6 +213,16 @@ BUGS = (
     bug("keys' rows one after another", TURNING, APPEND,
         ("return k + (token - old_length) * k_pitch;", "return k + (token - old_length) * heads * HEAD_DIM;"),
     ),
+    # full windows
+    bug("a full window looked for in its page", decode("kv4_channel", full_windows=True), BULK,
+        ("(S::FULL_WINDOWS ? max(length - 1, 0) : length)", "length"),
+    ),
+    bug("the last row of a full window at its begin", LATE, APPEND, ("(C::FULL_WINDOWS ? n.old_length : n.length)", "n.length")),
+    loop("windows packed that are not full", append("kv4_channel", op="pack"), PACK, ("length % RESIDUAL == 0", "length >= RESIDUAL")),
+    loop("the last sequence forgotten", append("kv4_channel", op="pack"), PACK, ("sequence < batch", "sequence < batch - 1")),
+    bug("windows of the first layer", append("kv4_channel", op="pack"), PACK, ("int64_t(layer) * num_slots", "int64_t(0) * num_slots")),
+    bug("pages of the first layer", append("kv4_channel", op="pack"), PACK, ("int64_t(layer) * num_pages", "int64_t(0) * num_pages")),
+    loop("head scales of the first layer", append("kvfp8", op="pack"), PACK, ("head_scales[layer, 0, head]", "head_scales[0, 0, head]")),
     # gather
     bug("spread of the rows forgotten", append("kv4_token", op="gather"), GATHER,
         ("chunks[row * CHUNKS + (chunk ^ (row & 7))]", "chunks[row * CHUNKS + chunk]"),

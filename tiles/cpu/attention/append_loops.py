@@ -1,5 +1,5 @@
-"""The loop body of the CPU's append: one kv head of one sequence. See ``attention_append.py``.
-Importing this imports tvm.
+"""The loop bodies of the CPU's append and pack: one kv head of one sequence. See ``append.py`` and
+``pack.py``. Importing this imports tvm.
 
 ``arg`` holds flat views of the operands by name, and of pages in fp16 (``halves``) and windows in
 the model's type (``rows``); ``pitch``, by how much rows of k, v and q lie apart.
@@ -63,21 +63,35 @@ def append_rows(w: AttentionWorkload, arg: dict[str, Any], pitch: dict[str, Any]
     begin = T.bind(length - (arg["cu_seqlens"][b + 1] - row))
     window = T.bind((arg["slots"][b].astype("int64") * w.heads_kv + head) * (window_words(w.head_dim) * WORD_HALVES))
     pages = cache_pages(w, arg, b, head, max_pages, False)
-    operands = [_Operand(w, what, pages, arg, pitch, head, row - begin, window, vectors) for what, vectors in (
-        ("key", key_vectors(w.layout.key)), ("value", value_vectors(w.layout.value))
-    )]  # fmt: skip
-    group = v.local(RESIDUAL * w.head_dim, "float32")
-    first_group, whole = T.bind(begin // RESIDUAL), T.bind(length // RESIDUAL)
-    with T.serial(whole - first_group) as i:
-        first = T.bind((first_group + i) * RESIDUAL)
-        for operand in operands:
-            operand.load_group(first, begin, group)
-            operand.pack_group(first, group)
-    start = T.bind(T.max(begin, whole * RESIDUAL))
+    operands = _operands(w, pages, arg, head, window, pitch, row - begin)
+    start = begin
+    if not w.full_windows:
+        group = v.local(RESIDUAL * w.head_dim, "float32")
+        first_group, whole = T.bind(begin // RESIDUAL), T.bind(length // RESIDUAL)
+        with T.serial(whole - first_group) as i:
+            first = T.bind((first_group + i) * RESIDUAL)
+            for operand in operands:
+                operand.load_group(first, begin, group)
+                operand.pack_group(first, group)
+        start = T.bind(T.max(begin, whole * RESIDUAL))
     for operand in operands:
         operand.fill_window(start, T.bind(length - start))
     if w.queries:
         _turn_queries(w, arg, pitch["q"], head, row, begin, length)
+
+
+def pack_window(w: AttentionWorkload, arg: dict[str, Any], sizes: dict[str, Any], layer: Any, b: Any, head: Any) -> None:
+    """Pack the window of sequence ``b`` and kv head ``head`` in ``layer``, if it is full."""
+    length = T.bind(arg["lengths"][b])
+    with T.If(tirx.And(length > 0, length % RESIDUAL == 0)), T.Then():
+        of = layer.astype("int64")
+        slot = T.bind(of * sizes["slots"] + arg["slots"][b])
+        window = T.bind((slot * w.heads_kv + head) * (window_words(w.head_dim) * WORD_HALVES))
+        pages = cache_pages(w, arg, b, head, sizes["max_pages"], False, T.bind(of * sizes["num_pages"]))
+        group = v.local(RESIDUAL * w.head_dim, "float32")
+        for operand in _operands(w, pages, arg, head, window, scales_from=layer * (2 * w.heads_kv)):
+            operand.load_window(group)
+            operand.pack_group(T.bind(length - RESIDUAL), group)
 
 
 def _turn_queries(w: AttentionWorkload, arg: dict[str, Any], pitch: Any, head: Any, row: Any, begin: Any, length: Any) -> None:
@@ -90,9 +104,18 @@ def _turn_queries(w: AttentionWorkload, arg: dict[str, Any], pitch: Any, head: A
             v.store(arg["out"], to + i * LANES, queries.channels(start, factor, begin + t, i), LANES)
 
 
+def _operands(
+    w: AttentionWorkload, pages: Pages, arg: dict[str, Any], head: Any, window: Any, pitch: dict[str, Any] | None = None, shift: Any = 0,
+    scales_from: Any = 0,
+) -> list[_Operand]:  # fmt: skip
+    """Keys and values."""
+    vectors = (("key", key_vectors(w.layout.key)), ("value", value_vectors(w.layout.value)))
+    return [_Operand(w, what, pages, arg, head, window, its, pitch or {}, shift, scales_from) for what, its in vectors]
+
+
 class _Operand:
     """Keys or values of one kv head of one sequence: rows come from token ``t``'s row ``t + shift``
-    of k or v, or from ``window``."""
+    of k or v, where there are such, or from ``window``; ``scales_from`` is where head scales begin."""
 
     def __init__(
         self,
@@ -100,15 +123,16 @@ class _Operand:
         what: str,
         pages: Pages,
         arg: dict[str, Any],
-        pitch: dict[str, Any],
         head: Any,
-        shift: Any,
         window: Any,
         vectors: OperandVectors,
+        pitch: dict[str, Any],
+        shift: Any,
+        scales_from: Any,
     ) -> None:
         self.w, self.what, self.pages, self.arg, self.head = w, what, pages, arg, head
-        self.shift, self.window, self.vectors = shift, window, vectors
-        self.pitch = pitch["k" if what == "key" else "v"]
+        self.shift, self.window, self.vectors, self.scales_from = shift, window, vectors, scales_from
+        self.pitch = pitch.get("k" if what == "key" else "v")
         self.turned = TurnedRows(w, arg, "k")
         self.bits, self.kind, self.scales = pages.format_of(what)
         self.places = WindowPlaces.of(what, w.head_dim)
@@ -131,9 +155,8 @@ class _Operand:
         """The 128 tokens from ``first``, those below ``begin`` from the window, into ``group``,
         fp32 [128, head_dim]."""
         with T.serial(RESIDUAL) as t, T.If(first + t < begin):
-            with T.Then(), T.serial(self.steps) as i:
-                waiting = gathered(self.arg["rows"], self.window + self.places.start(t, i), self.places.lanes)
-                v.store(group, T.bind((t * self.steps + i) * LANES), v.to_float(waiting, LANES), LANES)
+            with T.Then():
+                self._load_waiting(t, group)
             with T.Else():
                 token = T.bind(first + t)
                 start = self.start_of(token)
@@ -141,6 +164,16 @@ class _Operand:
                 with T.serial(self.steps) as i:
                     row = self.new_row(start, factor, token, i)
                     v.store(group, T.bind((t * self.steps + i) * LANES), v.to_float(row, LANES), LANES)
+
+    def load_window(self, group: Any) -> None:
+        """All 128 tokens of the window, likewise."""
+        with T.serial(RESIDUAL) as t:
+            self._load_waiting(t, group)
+
+    def _load_waiting(self, t: Any, group: Any) -> None:
+        with T.serial(self.steps) as i:
+            waiting = gathered(self.arg["rows"], self.window + self.places.start(t, i), self.places.lanes)
+            v.store(group, T.bind((t * self.steps + i) * LANES), v.to_float(waiting, LANES), LANES)
 
     def fill_window(self, start: Any, count: Any) -> None:
         """Tokens ``start`` .. into the window."""
@@ -178,7 +211,12 @@ class _Operand:
             rounded = v.from_float(x, self.w.dtype, LANES)
             return (rounded if self.w.dtype == "bfloat16" else T.reinterpret("uint16x16", rounded)).astype("int32x16")
         if self.kind == "fp8":
-            return to_e4m3(v.held(x / splat(self.arg["head_scales"][self.head if self.what == "key" else self.head + self.w.heads_kv])))
+            return to_e4m3(
+                v.held(
+                    x
+                    / splat(self.arg["head_scales"][self.scales_from + (self.head if self.what == "key" else self.head + self.w.heads_kv)])
+                )
+            )
         if self.scales == "channel":
             scale, zero = (v.load(buffer, i * LANES, LANES) for buffer in (scales, zeros))
         else:

@@ -83,13 +83,14 @@ class Pages:
         return form.value_bits, form.value, form.value_scales
 
 
-def cache_pages(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, max_pages: Any, table: bool) -> Pages:
-    """The pages of sequence ``b`` and kv head ``head``; ``arg`` has views of ``pages`` (and
-    ``halves``, the same in fp16) and ``block_tables`` [batch, max_pages]."""
+def cache_pages(w: AttentionWorkload, arg: dict[str, Any], b: Any, head: Any, max_pages: Any, table: bool, first_page: Any = 0) -> Pages:
+    """The pages of sequence ``b`` and kv head ``head``, of which the cache's, or its layer's, first is
+    ``first_page``; ``arg`` has views of ``pages`` (and ``halves``, the same in fp16) and
+    ``block_tables`` [batch, max_pages]."""
 
     def record(token: Any) -> Any:
         page = arg["block_tables"][b.astype("int64") * max_pages + token // w.page_size]
-        return (page.astype("int64") * w.heads_kv + head) * w.layout.page_words
+        return ((page.astype("int64") + first_page) * w.heads_kv + head) * w.layout.page_words
 
     return Pages(w.layout, w.dtype, table, arg["pages"], arg["halves"], record)
 

@@ -64,7 +64,8 @@ def attend_part(plan: Plan, arg: dict[str, Any], task: Any) -> None:
 
     scales = [arg["head_scales"][head], arg["head_scales"][w.heads_kv + head]] if w.format.has_head_scales else [None, None]
     packed = PackedTokens(cache_pages(w, arg, b, head, plan.max_pages, plan.table), state, key_scale=scales[0])
-    blocks = T.bind(length // RESIDUAL)
+    blocks = T.bind((T.max(length - 1, 0) if w.full_windows else length) // RESIDUAL)
+    recent_tokens = T.bind(length - blocks * RESIDUAL)  # in the window
     near, sinks = state.visible.blocks(state.position[0], blocks)
     count = T.bind(sinks + blocks - near)
     share = T.bind((count + (plan.parts - 1)) // plan.parts)
@@ -75,11 +76,11 @@ def attend_part(plan: Plan, arg: dict[str, Any], task: Any) -> None:
         with T.serial(RESIDUAL // plan.step) as step:
             state.attend(packed, T.bind(step * (plan.step // GRANULE)), plan.step // GRANULE)
     state.collect(packed, 1.0 if w.format.value != "fp8" else scales[1], decay=False)
-    with T.If(tirx.And(part == plan.parts - 1, length % RESIDUAL > 0)), T.Then():
+    with T.If(tirx.And(part == plan.parts - 1, recent_tokens > 0)), T.Then():
         slot = arg["slots"][b].astype("int64")
         words = window_pages(w.head_dim, w.dtype, arg["windows"], T.bind((slot * w.heads_kv + head) * window_words(w.head_dim)))
         recent = PackedTokens(words, state, valid=length)
-        granules = T.bind((length % RESIDUAL + (GRANULE - 1)) // GRANULE)
+        granules = T.bind((recent_tokens + (GRANULE - 1)) // GRANULE)
         recent.open(T.bind(blocks * RESIDUAL), granules)
         state.attend(recent, 0, granules, first_time=True)
         state.collect(recent, 1.0, decay=True)

@@ -18,8 +18,8 @@ __host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 // pass; WARPS of a block and STAGES of a warp's ring; WINDOW, 0 or the tokens that a query sees,
 // itself included; SINK_TOKENS, the first ones that it sees besides; SINKS, whether heads have a
 // logit of no token; CAPPED, whether scores pass through a soft cap; LSE, whether the log-sum-exp
-// is wanted; BULK, whether copies are bulk copies; LAUNCH_BYTES, of the array that a launch is kept
-// in.
+// is wanted; BULK, whether copies are bulk copies; FULL_WINDOWS, whether 128 newest tokens are in the
+// window; LAUNCH_BYTES, of the array that a launch is kept in.
 template <typename S>
 struct Decode : S {
   using Keys = Granule<S::KEY, S::HEAD_DIM>;
@@ -65,7 +65,7 @@ struct Decode : S {
   };
   __device__ __forceinline__ Units units(int length) const {
     Units u;
-    u.length = length, u.packed = length / RESIDUAL * RESIDUAL;
+    u.length = length, u.packed = (S::FULL_WINDOWS ? max(length - 1, 0) : length) / RESIDUAL * RESIDUAL;
     int packed_units = u.packed / UNIT, window_units = (length - u.packed + 15) / 16;
     u.sink = 0, u.skipped = 0;
     if constexpr (S::WINDOW > 0) {

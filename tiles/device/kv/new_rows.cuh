@@ -5,8 +5,8 @@
 
 namespace tilebit {
 
-// Of one sequence and head; C, written by the program, says what the cache holds (page.cuh) and
-// ROTARY.
+// Of one sequence and head; C, written by the program, says what the cache holds (page.cuh), ROTARY,
+// and FULL_WINDOWS, whether a sequence's one new token stays in a window that it fills.
 template <typename C>
 struct NewRows {
   using T = typename C::T;
@@ -87,7 +87,7 @@ struct NewRows {
   __device__ __forceinline__ static void store_rows(const void* rows) {
     const NewRows& n = view<NewRows>(rows);
     if (!n.first) return;
-    const int group = n.length / RESIDUAL * RESIDUAL, begin = max(group, n.old_length);
+    const int group = (C::FULL_WINDOWS ? n.old_length : n.length) / RESIDUAL * RESIDUAL, begin = max(group, n.old_length);
     if constexpr (KEYS) return store_keys(n, group, begin);
     Turn<C>::each_row(n.length - begin, 1 % C::WARPS, [&](int i, bool mine) {
       Turn<C>::template move<false>(n.value(begin + i), n.cos_sin, n.k_norm, begin + i, [&](int channel, uint32_t pair) {

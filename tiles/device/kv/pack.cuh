@@ -22,6 +22,15 @@ struct Pack {
 
   __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32 % WARPS; }  // of those that have keys, or values
 
+  // The rows of a window that is full, the last of `length` tokens, in one of several layers of
+  // `num_pages` pages and `num_slots` windows each.
+  __device__ __forceinline__ static void open_full(void* rows, void* pages, void* windows, int slot, const int* table, int heads, int head, int length, int layer,
+                                                   int num_pages, int num_slots) {
+    char* its_pages = static_cast<char*>(pages) + int64_t(layer) * num_pages * heads * C::PAGE_BYTES;
+    char* its_windows = static_cast<char*>(windows) + int64_t(layer) * num_slots * heads * C::WINDOW_BYTES;
+    N::open(rows, nullptr, 0, nullptr, 0, 0, nullptr, nullptr, its_windows, slot, its_pages, table, heads, head, length, length, -1);
+  }
+
   // The window's part of a group is asked for, keys or values: it comes from memory.
   template <bool KEYS>
   __device__ __forceinline__ static void prefetch(const void* rows) {

@@ -70,7 +70,7 @@ def samples(records: Iterable[TuningRecord], arch: str) -> list[Sample]:
     rules accept, but for times in a step, in an order that is not that of the files."""
     found = []
     for r in latest(records).values():
-        target = record_target(r) if r.ok and not r.in_step and r.arch == arch else None
+        target = record_target(r) if r.ok and not r.dependent and r.arch == arch else None
         if target is None or operation(r.workload.op).features is None or legal(r.workload, r.schedule, target):
             continue
         expected = estimate(r.workload, r.schedule, target)

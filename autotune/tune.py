@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-from ..schedules.operations import AnyWorkload
+from ..schedules.operations import AnyWorkload, alone
 from ..schedules.ranker import known_ranker
 from ..schedules.records import WRONG, TuningRecord
 from ..schedules.schedule import Schedule
@@ -116,9 +116,15 @@ def tune(
     them. ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in
     flight is finished. ``jobs`` compile at once. ``compiler`` and ``measurer`` default to a
     ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress`` shows
-    a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here,
+    a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, and
+    for ``dependent`` workloads, which are timed in a model's step (``tilebit.transformers.tune``);
     ``TuneError``, ``StoreError`` or ``WorkerError`` when it cannot go on."""
     todo = list(dict.fromkeys(w.bucketed() for w in workloads))
+    in_steps = [w.title for w in todo if alone(w) is not w]
+    if in_steps:
+        raise ValueError(
+            f"{', '.join(in_steps)}: a dependent product is timed in a model's step (tilebit tune --model); accepted: the product alone"
+        )
     if (max_candidates is not None and max_candidates < 1) or patience < 1 or (budget_s is not None and budget_s <= 0):
         raise ValueError(
             f"max_candidates {max_candidates}, patience {patience}, budget_s {budget_s}; "

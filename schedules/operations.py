@@ -9,7 +9,7 @@ so that compile and measuring workers know it too.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +25,8 @@ from .schedule import Schedule, in_turn
 from .target import Target
 
 __all__ = [
-    "OPERATIONS", "AnyWorkload", "Estimate", "Operation", "Rule", "candidates", "estimate", "find_rule", "legal", "operands", "operation",
-    "params", "programs", "workload_from_json", "workspace_words",
+    "OPERATIONS", "AnyWorkload", "Estimate", "Operation", "Rule", "alone", "candidates", "estimate", "find_rule", "legal", "operands",
+    "operation", "params", "programs", "workload_from_json", "workspace_words",
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
@@ -60,6 +60,12 @@ def find_rule(program: str) -> Rule:
     if "." in program:
         return stated(program, "RULE")
     raise ValueError(f"unknown tile program {program!r}; accepted: {', '.join(sorted(programs()))}, or a module path with a PROGRAM")
+
+
+def alone(workload: Any) -> Any:
+    """``workload`` by itself: one that is ``dependent``, as in a model's step, without that; any other is
+    itself."""
+    return replace(workload, dependent=False) if getattr(workload, "dependent", False) else workload
 
 
 def workload_from_json(data: Any) -> AnyWorkload:

@@ -96,6 +96,17 @@ def table(schedules: Sequence[Schedule], expected: Expected, tuned: Mapping[int,
     return Portfolio(tuple(bounds[i] for i in last), tuple(best[i] for i in last), tuple(us[best[i]][i] for i in last))
 
 
+def with_points(shape: Portfolio, points: Mapping[int, tuple[Schedule, float]]) -> Portfolio:
+    """``shape``, but at just the m of ``points`` the schedule given there serves, in as many
+    microseconds."""
+    last = shape.bounds[-1]
+    bounds = sorted({*shape.bounds, *points, *(m - 1 for m in points if m > 1), *(m + 1 for m in points if m >= last)})
+    serving = [points[m][0] if m in points else shape.at(m) for m in bounds]
+    us = [points[m][1] if m in points else shape.us[shape.index(m)] for m in bounds]
+    kept = [i for i in range(len(bounds)) if i + 1 == len(bounds) or serving[i + 1] != serving[i]]
+    return Portfolio(tuple(bounds[i] for i in kept), tuple(serving[i] for i in kept), tuple(us[i] for i in kept))
+
+
 def _losses(kept: Sequence[Schedule], us: Mapping[Schedule, Sequence[float]], bounds: Sequence[int]) -> dict[Schedule, float]:
     """What is lost without each of ``kept``: the logarithm of the slowdown, over log m, wherever it
     is the fastest."""

@@ -24,7 +24,6 @@ from .schedule import Schedule
 from .target import ARCHES, Target
 
 OK, WRONG = "ok", "wrong"  # wrong: what it computed
-IN_STEP = {"place": "step"}  # further fields of a record whose time is that in a model's step
 # What can become of a candidate; all but "ok" carry a reason and no time.
 STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", WRONG, "crash", "hang", "error")
 MAX_LINE = 1 << 20  # bytes; the longest that the tuner wrote have 2,000
@@ -82,10 +81,10 @@ class TuningRecord:
         return self.status == OK
 
     @property
-    def in_step(self) -> bool:
-        """Whether ``us`` is what it took in its place in a model's step (``tilebit.transformers.tune``):
-        beside those of other kernels of its workload that counts, for what it takes alone it does not."""
-        return IN_STEP.items() <= self.extra.items()
+    def dependent(self) -> bool:
+        """Whether ``us`` is what it took in its place in a model's step (``tilebit.transformers.tune``),
+        which says nothing about what it takes by itself."""
+        return getattr(self.workload, "dependent", False)
 
     @property
     def of_machine(self) -> bool:
@@ -126,6 +125,9 @@ class TuningRecord:
             else:
                 accepted = " or ".join(_WORDS[kind] for kind in _TYPES[name])
                 raise ValueError(f"{name} is {value!r:.80}; accepted: {accepted}")
+        if extra.get("place") == "step":  # as a time in a model's step was marked before workloads said so; it is none of the product alone
+            values["workload"] = {**values["workload"], "dependent": True}
+            del extra["place"]
         values["workload"] = workload_from_json(values["workload"])
         values["schedule"] = Schedule.from_json(values["schedule"])
         return cls(**values, extra=extra)

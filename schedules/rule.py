@@ -13,9 +13,9 @@ from .target import Target
 
 
 class AnyWorkload(Protocol):
-    """What is asked of an operation: a frozen, hashable value. ``DYNAMIC`` are the sizes that
-    compiled kernels take any of, ``SIZES`` all whole numbers, ``COMMAND`` the command line's group
-    of commands ("" : the main one)."""
+    """What is asked of an operation: a frozen, hashable value. ``DYNAMIC`` are the fields that
+    compiled kernels do not depend on, sizes above all, ``SIZES`` all whole numbers, ``COMMAND`` the
+    command line's group of commands ("" : the main one)."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     DYNAMIC: ClassVar[tuple[str, ...]]

@@ -7,6 +7,9 @@ A GEMM's kernels take any number of rows, and a shape has few of them: its portf
 (``portfolio.py``). They are the tuned ones and what is chosen so for numbers of rows between; each
 m is served by the one that is expected to take the least time, as far as measured points say.
 
+A product in a model's step (``dependent``) first asks the records that were made in steps, of itself
+and of twins, then what the product by itself would take; nothing else asks those of steps.
+
 The order was decided on the shipped records, each workload left out in turn
 (``autotune/regret.py``): the ranker's choice is nearer to the best than the nearest record's, so
 that neighbours' schedules only join its candidates.
@@ -20,8 +23,8 @@ from functools import cache, lru_cache
 from math import inf
 
 from .distance import MAX_DISTANCE, distance
-from .operations import AnyWorkload, Estimate, candidates, estimate, legal, operation
-from .portfolio import Portfolio, borders, calibrated, table
+from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation
+from .portfolio import Portfolio, borders, calibrated, table, with_points
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import WRONG, TuningRecord, latest, shipped_records, user_records
 from .schedule import Schedule
@@ -32,7 +35,7 @@ from .target import Target
 NEAR_ENOUGH = 1.2
 GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 # Fields of a product's workload that say what is done beside it: what was measured in a step says
-# nothing about products that do other things there.
+# nothing about twins that do other things there.
 BESIDE = ("width", "residual", "gate", "norm")
 
 
@@ -102,7 +105,7 @@ def portfolio(workload: AnyWorkload, target: Target) -> Portfolio | None:
     """The few kernels that serve every m of the workload's shape on ``target``, whatever its own m
     is; made once per process. None for operations without portfolios. Raises ``ValueError`` when no
     program can serve the shape."""
-    return _cached_portfolio(workload.static(), target)[0] if operation(workload.op).proposed else None
+    return _cached_portfolio(_shape(workload), target)[0] if operation(workload.op).proposed else None
 
 
 def refresh() -> None:
@@ -124,7 +127,7 @@ def explain(
     default = records is None and ranker is None
     known, ranker = _known(target, records, ranker)
     choice = _cached_choice(workload, target) if default else _choose(workload, target, known, ranker)
-    measured = {r.schedule: r for r in known.of.get(workload, ()) if r.measured_on(target)}
+    measured = {r.schedule: r for r in known.here(workload, target)}
     options = candidates(workload, target) or []
     illegal = {s: tuple(legal(workload, s, target)) for s in dict.fromkeys([choice.schedule, *measured, *options])}
     predicted: dict[Schedule, float] = {}
@@ -161,21 +164,31 @@ class Known:
                 good.setdefault((arch, workload.op, workload.kind), []).append([r for us, r in pairs if us <= GOOD_THERE * best])
         return cls(of, good)
 
+    def here(self, workload: AnyWorkload, target: Target) -> list[TuningRecord]:
+        """What was measured for ``workload`` on ``target``; of a dependent one also what was measured of
+        it alone, but of schedules that were in steps."""
+        records = (r for w in dict.fromkeys((alone(workload), workload)) for r in self.of.get(w, ()))
+        return list({r.schedule: r for r in records if r.measured_on(target)}.values())
+
 
 def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """(distance, record) of what says something about ``workload`` on ``target``, the nearest and
-    fastest first: everything measured for it here, and of other workloads and devices what was
-    about the fastest there. Legality here is not asked."""
+    fastest first (of a dependent workload those in steps before the others): everything measured for
+    it here, and of other workloads and devices what was about the fastest there. Legality here is not
+    asked."""
     known = records if isinstance(records, Known) else Known.among(records)
-    here = [r for r in known.of.get(workload, ()) if r.ok and r.us is not None and r.measured_on(target)]
-    near = [(0.0, r) for r in here]
+    near = [(0.0, r) for r in known.here(workload, target) if r.ok and r.us is not None]
+    own = workload, alone(workload)
     for alike in known.good.get((target.arch, workload.op, workload.kind), ()):
-        if alike[0].workload == workload and alike[0].measured_on(target):
+        first = alike[0]
+        if first.workload in own and first.measured_on(target):
             continue
-        d = distance(alike[0], workload, target)
+        if first.dependent and not _in_steps(first.workload, workload):
+            continue
+        d = distance(first, workload, target)
         if d is not None and d <= MAX_DISTANCE:
-            near += [(d, r) for r in alike if not r.in_step or _same_place(r.workload, workload)]
-    return sorted(near, key=lambda pair: (pair[0], pair[1].us or inf))
+            near += [(d, r) for r in alike]
+    return sorted(near, key=lambda pair: (pair[0], not pair[1].dependent, pair[1].us or inf))
 
 
 @lru_cache(maxsize=1)
@@ -201,7 +214,7 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
     exact = _cached_exact(workload, target)
     if not operation(workload.op).proposed:
         return exact
-    shape, tuned = _cached_portfolio(workload.static(), target)
+    shape, tuned = _cached_portfolio(_shape(workload), target)
     m: int = workload.m  # pyright: ignore[reportAttributeAccessIssue]  what has a portfolio has an m
     if m in tuned:  # what was measured decides
         return exact
@@ -211,21 +224,22 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
 
 @lru_cache(maxsize=1024)
 def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
-    """The portfolio, and the numbers of rows at which the shape or a twin was tuned, here or on a
-    sibling of this device."""
+    """The portfolio of a ``_shape``, and the numbers of rows at which the shape or a twin was tuned,
+    here or on a sibling of this device."""
+    if alone(static) is not static:
+        return _portfolio_in_steps(static, target)
     records, ranker = _known_records(), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
     for there, found in records.of.items():
-        if there.op != static.op:
+        if there.op != static.op or found[0].dependent:
             continue
         m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]
         here = replace(static, m=m)
         if not operation(static.op).twins(there, here):
             continue
-        same = _same_place(there, here)
-        for r in (r for r in found if r.measured_on_sibling(target) and (same or not r.in_step)):
+        for r in (r for r in found if r.measured_on_sibling(target)):
             if m not in tuned:
                 tuned[m] = _cached_exact(here, target).schedule
             own = r.measured_on(target)
@@ -252,8 +266,33 @@ def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, f
     return table(competing, calibrated(lambda s, m: known[s, m], points), tuned), frozenset(tuned)
 
 
-def _same_place(there: AnyWorkload, here: AnyWorkload) -> bool:
-    return all(getattr(there, name, None) == getattr(here, name, None) for name in BESIDE)
+def _portfolio_in_steps(shape: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
+    """Of a dependent shape: that of the product by itself, but for the numbers of rows that records of
+    steps tell of."""
+    itself, tuned = _cached_portfolio(alone(shape), target)
+    timed: dict[int, tuple[Schedule, float]] = {}
+    for there, found in _known_records().of.items():
+        if not found[0].dependent or not any(r.ok and r.measured_on_sibling(target) for r in found):
+            continue
+        m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]  what is dependent is a product
+        here = replace(shape, m=m)
+        if _in_steps(there, here):
+            choice = _cached_exact(here, target)
+            us = choice.record.us if choice.record is not None else choice.predicted_us
+            timed[m] = choice.schedule, itself.us[itself.index(m)] if us is None else us
+    return with_points(itself, timed), tuned | timed.keys()
+
+
+def _shape(workload: AnyWorkload) -> AnyWorkload:
+    """What workloads with one portfolio have in common: a kernel, and whether it is launched in steps."""
+    return workload.static() if alone(workload) is workload else replace(workload.static(), dependent=True)
+
+
+def _in_steps(there: AnyWorkload, here: AnyWorkload) -> bool:
+    """Whether what was measured in steps for ``there`` speaks for ``here``: in steps, for itself and its
+    twins that do the same beside."""
+    twins = alone(here) is not here and there.op == here.op and operation(here.op).twins(there, here)
+    return twins and all(getattr(there, name) == getattr(here, name) for name in BESIDE)
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:
@@ -265,7 +304,7 @@ def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> boo
 
 
 def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranker | None) -> Choice:
-    failed = {r.schedule: r for r in records.of.get(workload, ()) if not r.ok and r.measured_on(target)}
+    failed = {r.schedule: r for r in records.here(workload, target) if not r.ok}
     works = cache(lambda schedule: schedule not in failed and not legal(workload, schedule, target))  # many records are of one schedule
     expected = cache(lambda schedule: estimate(workload, schedule, target).us)
     found = neighbours(workload, target, records)
@@ -347,7 +386,7 @@ def _why_chosen(choice: Choice) -> str:
 
 
 def _where(record: TuningRecord) -> str:
-    return " in a model's step" if record.in_step else ""
+    return " in a model's step" if record.dependent else ""
 
 
 def _how_failed(record: TuningRecord) -> str:

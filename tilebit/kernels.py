@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from . import packs
 from .runtime import LoadedKernel
-from .schedules.operations import AnyWorkload
+from .schedules.operations import AnyWorkload, alone
 from .schedules.records import WRONG, TuningRecord, records_path
 from .schedules.schedule import Schedule
 from .schedules.select import choose, explain
@@ -150,7 +150,7 @@ def _why_none(workload: AnyWorkload, target: Target) -> str:
 
     tried = [r.record for r in explain(workload, target) if r.record is not None and not r.illegal]
     wrong = [r for r in tried if _is_wrong(r, CompileRequest(r.schedule.program, workload, r.schedule, target))]
-    tune = f"`{packs.command_line('tune', workload, target.arch)}`"
+    tune = f"`{packs.command_line('tune', alone(workload), target.arch)}`"
     if not wrong:
         return f"{workload}: none of the {TRIES} best schedules passes the lint; {tune} searches further"
     return (

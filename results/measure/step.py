@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
         for library in ("_C.abi3.so", "_vllm_fa3_C.abi3.so"):
             __import__("common").load_so(library)
         peers = peer_steps(model, device, harness)
-    in_steps = any(r.in_step and r.measured_on(target) for r in user_records())
+    in_steps = any(r.dependent and r.measured_on(target) for r in user_records())
     common = {**process_fields(target), "op": "step", "tuned": "step" if in_steps else ""}
     path = options.out / f"{file_stem(target.name)}.jsonl"
     for batch, context in points:

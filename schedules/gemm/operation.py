@@ -196,9 +196,11 @@ def twins(there: Workload, here: Workload) -> bool:
     return there.kind == here.kind and (there.m, there.n, there.k) == (here.m, here.n, here.k)
 
 
-def rank(there: Workload, here: Workload) -> tuple[bool, float]:
-    """A kernel made for as many rows serves best, then the next larger one, then the largest."""
-    return there.m < here.m, abs(log2(max(there.m, 1) / max(here.m, 1)))
+def rank(there: Workload, here: Workload) -> tuple[bool, bool, float, bool]:
+    """A kernel made for as many rows serves best, then the next larger one, then the largest. What was
+    made for a step serves a product by itself only where nothing else does."""
+    rows = there.m < here.m, abs(log2(max(there.m, 1) / max(here.m, 1)))
+    return (there.dependent and not here.dependent, *rows, there.dependent != here.dependent)
 
 
 GEMM = Operation(

@@ -38,11 +38,13 @@ class Workload:
     (``weights.gated.interleaved`` makes such a weight).
     ``norm``: x is normed, y = ((x * norm_weight) @ w^T) * rsqrt(mean(x^2) + ``eps``), before bias and
     what follows: x of 16 bits, x * norm_weight rounded to ``dtype``, the rest in fp32.
+    ``dependent``: launched while the kernel before it still runs, as in a model's step. Its kernels
+    are those of the product by itself; which of them is the fastest may differ.
     ``m`` is the number of rows the schedule is chosen for; compiled kernels accept any m. Raises
     ``ValueError`` when a field is out of range.
     """
 
-    DYNAMIC: ClassVar[tuple[str, ...]] = ("m",)  # fields that compiled kernels do not depend on
+    DYNAMIC: ClassVar[tuple[str, ...]] = ("m", "dependent")  # fields that compiled kernels do not depend on
     SIZES: ClassVar[tuple[str, ...]] = ("m", "n", "k")  # whole numbers
     COMMAND: ClassVar[str] = ""  # the command line's group of commands
 
@@ -58,6 +60,7 @@ class Workload:
     gate: str = ""
     norm: bool = False
     eps: float = 0.0
+    dependent: bool = False
 
     def __post_init__(self) -> None:
         if self.m < 0 or self.n < 1 or self.k < 1:
@@ -157,7 +160,7 @@ class Workload:
         """The command line's words for this workload."""
         bias = (" --bias" if self.bias else "") + (f" --width {self.width}" if self.width else "")
         bias += " --residual" * self.residual + (f" --gate {self.gate}" if self.gate else "")
-        bias += f" --norm-eps {self.eps!r}" if self.norm else ""
+        bias += (f" --norm-eps {self.eps!r}" if self.norm else "") + " --dependent" * self.dependent
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
     def with_m(self, m: int) -> Workload:
@@ -169,12 +172,12 @@ class Workload:
 
     def static(self) -> Workload:
         """Equal for all workloads that one compiled kernel serves."""
-        return self.with_m(0)
+        return replace(self, m=0, dependent=False)
 
     @property
     def title(self) -> str:
         """What a person calls it: ``m=4 n=4096 k=4096 w4a16_g128``."""
-        return f"m={self.m} n={self.n} k={self.k} {self.format.name}"
+        return f"m={self.m} n={self.n} k={self.k} {self.format.name}" + " dependent" * self.dependent
 
     @property
     def served(self) -> str:
@@ -200,6 +203,7 @@ class Workload:
             **({"residual": True} if self.residual else {}),
             **({"gate": self.gate} if self.gate else {}),
             **({"norm": True, "eps": self.eps} if self.norm else {}),
+            **({"dependent": True} if self.dependent else {}),
         }
 
     @classmethod
@@ -210,4 +214,5 @@ class Workload:
             m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
             token_scales=data.get("token_scales", False), width=data.get("width", 0), residual=data.get("residual", False),
             gate=data.get("gate", ""), norm=data.get("norm", False), eps=data.get("eps", 0.0),
+            dependent=data.get("dependent", False),
         )  # fmt: skip

@@ -82,7 +82,7 @@ def test_samples_are_timed_legal_and_of_the_arch(records):
     illegal = replace(second, schedule=replace(second.schedule, block_n=7))
     elsewhere = replace(third, arch="sm_80")
     again = replace(third, us=99.0)
-    in_step = replace(third, extra={"place": "step"})
+    in_step = replace(third, workload=replace(third.workload, dependent=True))
     assert samples([wrong, illegal, elsewhere, in_step], "sm_90a") == []
     assert [s.us for s in samples([third, again], "sm_90a")] == [99.0], "a later measurement takes an earlier one's place"
 

@@ -271,6 +271,13 @@ def test_m_is_tuned_as_it_is_and_once(cache, store):
     assert [r.workload.to_json()["m"] for r in report.results] == [3, 4, 300] and [m for m, _ in measurer.seen] == [3, 3, 4, 4, 300, 300]
 
 
+def test_products_in_steps_are_refused(cache, store):
+    dependent = replace(WORKLOAD, dependent=True)
+    with pytest.raises(ValueError, match=r"dependent: a dependent product is timed in a model's step \(tilebit tune --model\)"):
+        scripted(cache, store, workloads=[WORKLOAD, dependent])
+    assert not store.records()
+
+
 def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):
     report, measurer, _ = scripted(cache, store, max_candidates=10, patience=3, jobs=1)
     assert report.results[0].stopped == "patience" and len(measurer.seen) == 4 and report.results[0].left == 6

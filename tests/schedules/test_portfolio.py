@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilebit.schedules.portfolio import MOST_KERNELS, borders, calibrated, table
+from tilebit.schedules.portfolio import MOST_KERNELS, Portfolio, borders, calibrated, table, with_points
 from tilebit.schedules.schedule import Schedule
 
 TILES = [Schedule("gemm_wgmma", 128, block_m, 128, 4, 8) for block_m in range(16, 257, 16)]
@@ -56,3 +56,14 @@ def test_a_tuned_m_is_served_by_what_was_tuned_and_so_may_others_be() -> None:
 def test_a_portfolio_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no schedules"):
         table([], time)
+
+
+def test_points_change_just_their_m() -> None:
+    a, b, c = TILES[:3]
+    shape = Portfolio((4, 32, 64), (a, b, a), (1.0, 2.0, 3.0))
+    points = {1: (c, 0.5), 4: (a, 0.9), 16: (c, 1.5), 64: (c, 2.5), 80: (b, 4.0)}
+    found = with_points(shape, points)
+    assert [found.at(m) for m in range(1, 200)] == [points[m][0] if m in points else shape.at(m) for m in range(1, 200)]
+    assert found.bounds == (1, 4, 15, 16, 32, 63, 64, 79, 80, 81) and found.us == (0.5, 0.9, 2.0, 1.5, 2.0, 3.0, 2.5, 3.0, 4.0, 3.0)
+    assert all(one != other for one, other in zip(found.serving, found.serving[1:], strict=False))
+    assert with_points(shape, {}) == shape == with_points(shape, {16: (b, 2.0)})

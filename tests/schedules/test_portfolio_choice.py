@@ -11,23 +11,29 @@ from typing import Any
 
 import pytest
 
+from tilebit.layouts.formats import QuantFormat
+from tilebit.schedules import select
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, estimate, legal, operation
 from tilebit.schedules.portfolio import MOST_KERNELS, Portfolio
 from tilebit.schedules.records import TuningRecord, latest, shipped_records
+from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import NEAR_ENOUGH, Known, choose, explain, neighbours, portfolio, refresh
-from tilebit.schedules.target import target_from_name
+from tilebit.schedules.target import Target, target_from_name
 
 H200 = target_from_name("sm_90a")
 A100 = target_from_name("sm_80")  # neither records nor a ranker
-TUNED = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_on(H200)]
+EVERY = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_on(H200)]
+TUNED = [r for r in EVERY if not r.dependent]
+IN_STEPS = [r for r in EVERY if r.dependent]
 SHAPES = list(dict.fromkeys(r.workload.static() for r in TUNED if isinstance(r.workload, Workload)))
 SOME = SHAPES[::20]
 SIBLING = replace(H200, name="NVIDIA H100 80GB HBM3")
 THERE = list(dict.fromkeys(r.workload for r in shipped_records() if isinstance(r.workload, Workload) and r.measured_on(SIBLING)))
 # Of which an H100 has no records, nor of a twin, which would say more than an H200's.
 OF_ONE = [shape for shape in SHAPES if not any(operation("gemm").twins(other, shape.with_m(other.m)) for other in THERE)]
-UNTUNED = Workload(1, 6656, 5120)
+SHAPE = (6656, 5120)
+UNTUNED = Workload(1, *SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -145,22 +151,105 @@ def test_records_that_say_nothing_are_left_out() -> None:
         assert found == [(here, 5.0), (here, 5.2), (here, 8.0), (there, 5.0), (there, 5.2)]
 
 
-@pytest.mark.parametrize("gate", ["", "silu"])
-def test_times_in_a_step_count_for_products_with_the_same_neighbours(gate: str, mine: Path) -> None:
-    """They decide for their own workload and its twins; what does other things beside it asks its own records."""
-    here = Workload(1, 6656, 5120, gate=gate)
-    first, second, *_ = sorted(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
-    there = [TuningRecord(here, s, H200.name, H200.arch, H200.units, us=us) for s, us in ((first, 7.0), (second, 8.0))]
-    placed = replace(there[1], us=6.0, extra={"place": "step"})
-    assert placed.in_step and not there[1].in_step and TuningRecord.from_json(placed.to_json()) == placed
-    mine.write_text("".join(json.dumps(r.to_json()) + "\n" for r in (*there, placed)))
+def write(path: Path, records: Iterable[TuningRecord]) -> None:
+    path.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records))
     refresh()
-    assert choose(here, H200).schedule == second
-    why = {row.schedule: row.why for row in explain(here, H200)}
-    assert why[second] == "chosen: the fastest measured here, 6.00 us in a model's step"
-    assert why[first] == "measured 7.00 us, the chosen one 6.00 us"
-    assert choose(replace(here, dtype="bfloat16"), H200, (*there, placed)).schedule == second  # a twin
-    other = replace(here, gate="" if gate else "silu")
-    assert choose(other, H200, (*there, placed)).schedule == first
-    shape = portfolio(other, H200)
-    assert shape is not None and shape.at(1) != second
+
+
+def timed(workload: Workload, *times: tuple[Schedule, float]) -> list[TuningRecord]:
+    return [TuningRecord(workload, s, H200.name, H200.arch, H200.units, us=us) for s, us in times]
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_a_product_in_a_step_takes_the_records_of_steps(gate: str, mine: Path) -> None:
+    """Whatever is faster by itself; of a schedule that was not in a step its time alone is said."""
+    here = Workload(1, *SHAPE, gate=gate)
+    there = replace(here, dependent=True)
+    first, second, third, *_ = sorted(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
+    write(mine, [*timed(here, (first, 7.0), (second, 6.5), (third, 8.0)), *timed(there, (second, 7.5), (third, 7.4))])
+    assert choose(here, H200).schedule == second and choose(there, H200).schedule == third
+    why = {row.schedule: row.why for row in explain(there, H200)}
+    assert why[third] == "chosen: the fastest measured here, 7.40 us in a model's step"
+    assert why[second] == "measured 7.50 us in a model's step, the chosen one 7.40 us"
+    assert why[first] == "measured 7.00 us, the chosen one 7.40 us"
+    assert "step" not in " ".join(row.why for row in explain(here, H200))
+    alone, in_steps = portfolio(here, H200), portfolio(there, H200)
+    assert alone is not None and in_steps is not None and alone.at(1) == second and in_steps.at(1) == third
+    assert [m for m in range(1, 5000) if alone.at(m) != in_steps.at(m)] == [1], "other numbers of rows keep the choices of the product"
+    assert all(choose(there.with_m(m), H200).schedule == alone.at(m) for m in (2, 3, 16, 4999))
+
+
+def test_times_in_a_step_say_nothing_of_what_is_launched_alone_or_does_other_things_beside(mine: Path) -> None:
+    """A twin in steps asks them, here and on a GPU with as many cores."""
+    here = Workload(16, *SHAPE, dependent=True)
+    others = [
+        replace(here, dependent=False), replace(here, gate="silu"), replace(here, residual=True), replace(here, norm=True),
+        here.with_m(17), replace(here, n=SHAPE[0] + 128), replace(here, width=SHAPE[0] - 16),
+    ]  # fmt: skip
+    before = [choose(w, target).schedule for w in others for target in (H200, SIBLING)]
+    shapes = [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16]
+    slow = max(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
+    assert slow not in before and choose(here, H200).schedule != slow
+    write(mine, timed(here, (slow, 0.5)))
+    assert choose(here, H200).schedule == slow
+    assert [choose(w, target).schedule for w in others for target in (H200, SIBLING)] == before
+    assert [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16] == shapes
+    quick = min(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
+    write(mine, timed(here, (quick, 0.5)))
+    for twin, target in ((replace(here, dtype="bfloat16"), H200), (here, SIBLING)):
+        choice, shape = choose(twin, target), portfolio(twin, target)
+        assert (choice.schedule, choice.source) == (quick, "nearest") and shape is not None and shape.at(16) == quick
+
+
+@pytest.mark.parametrize("target", [H200, SIBLING, A100], ids=lambda target: target.name)
+def test_without_records_of_steps_a_product_there_is_served_as_it_is_alone(target: Target, mine: Path) -> None:
+    for shape in (UNTUNED, Workload(1, 8192, 8192), Workload(1, 4096, 4096, QuantFormat(8, 128), "bfloat16")):
+        there = replace(shape, dependent=True)
+        assert portfolio(there, target) == portfolio(shape, target)
+        for m in (1, 16, 17, 300):
+            assert choose(there.with_m(m), target) == choose(shape.with_m(m), target)
+
+
+def test_what_failed_alone_is_not_chosen_in_a_step(mine: Path) -> None:
+    here = Workload(1, *SHAPE, dependent=True)
+    alone = replace(here, dependent=False)
+    best = choose(here, H200).schedule
+    failed = TuningRecord(alone, best, H200.name, H200.arch, H200.units, status="hang", reason="made up")
+    write(mine, [failed])
+    assert choose(here, H200).schedule == choose(alone, H200).schedule != best
+    write(mine, [failed, *timed(here, (best, 1.0))])
+    assert choose(here, H200).schedule == best, "what ran in a step since works"
+
+
+@cache
+def fastest_in_steps() -> dict[Workload, TuningRecord]:
+    found: dict[Workload, TuningRecord] = {}
+    for r in IN_STEPS:
+        if isinstance(r.workload, Workload) and (r.workload not in found or (r.us or 0) < (found[r.workload].us or 0)):
+            found[r.workload] = r
+    return found
+
+
+def test_products_of_an_8b_model_s_steps_ship_with_the_times_that_they_have_there() -> None:
+    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    asked = {Workload(m, n, k, gate="silu" if n == 28672 and m < 64 else "", dependent=True) for m in (1, 16, 64) for n, k in shapes}
+    assert set(fastest_in_steps()) == asked
+
+
+@pytest.mark.parametrize("there", fastest_in_steps(), ids=lambda w: f"{w.m}x{w.n}x{w.k}{w.gate}")
+def test_the_fastest_in_a_step_serves_there_and_there_alone(there: Workload, shipped: None) -> None:
+    best, choice, shape = fastest_in_steps()[there], choose(there, H200), portfolio(there, H200)
+    assert (choice.schedule, choice.source, choice.record) == (best.schedule, "tuned", best)
+    assert shape is not None and shape.at(there.m) == best.schedule and choose(there, SIBLING).schedule == best.schedule
+
+
+def test_what_ships_of_steps_changes_nothing_alone(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [replace(w, dependent=False) for w in fastest_in_steps()]
+
+    def chosen() -> list[Any]:
+        return [(choose(w, target), portfolio(w, target)) for w in alone for target in (H200, SIBLING)]
+
+    found = chosen()
+    monkeypatch.setattr(select, "shipped_records", lambda: [r for r in shipped_records() if not r.dependent])
+    refresh()
+    assert found == chosen()

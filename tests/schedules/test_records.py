@@ -49,6 +49,18 @@ def test_unknown_fields_are_kept():
     assert record.to_json() == data
 
 
+def test_a_time_in_a_step_is_the_dependent_product_s_also_as_it_was_spelled_before():
+    in_step = replace(RECORD, workload=replace(RECORD.workload, dependent=True))
+    data = in_step.to_json()
+    assert data["workload"]["dependent"] is True and "dependent" not in RECORD.to_json()["workload"]
+    assert TuningRecord.from_json(data) == in_step and in_step.dependent and not RECORD.dependent
+    assert TuningRecord.from_json({"place": "step", "clock_mhz": 1, **RECORD.to_json()}) == replace(in_step, extra={"clock_mhz": 1})
+    assert TuningRecord.from_json({"place": "bench", **RECORD.to_json()}) == replace(RECORD, extra={"place": "bench"})
+    assert len(latest([RECORD, in_step])) == 2
+    with pytest.raises(ValueError, match="dependent is 1"):
+        TuningRecord.from_json({**data, "workload": {**data["workload"], "dependent": 1}})
+
+
 def test_torn_last_line_is_left_out_with_a_warning(tmp_path):
     path = tmp_path / "r.jsonl"
     whole = lines(RECORD, FAILED)

@@ -76,9 +76,23 @@ def test_a_mapping_says_what_each_kernel_serves(tmp_path: Path) -> None:
     made = packs.export(tmp_path / "pack", {SHAPE.with_m(1): one, SHAPE.with_m(64): one})
     assert len(made) == 2 and len(list((made.path / "kernels").iterdir())) == 1
     assert value_of(made.kernel_for(SHAPE, 64)) == 5.0
-    with pytest.raises(ValueError, match=r"accepted for .* one that differs in m only"):
+    with pytest.raises(ValueError, match=r"accepted for .* one that differs in m and dependent only"):
         packs.export(tmp_path / "other", {Workload(1, 128, 64): one})
     assert not (tmp_path / "other").exists()
+
+
+def test_a_kernel_for_steps_and_one_for_the_product_alone(tmp_path: Path) -> None:
+    """Of either kind its own comes first; in a step also what was made for the product alone, for as many rows as it serves best."""
+    step = replace(SHAPE, dependent=True)
+    made = [kernel(tmp_path / "made", w, value) for w, value in ((step.with_m(1), 1.5), (step.with_m(16), 16.5))]
+    alone = [kernel(tmp_path / "made", SHAPE.with_m(m), float(m)) for m in (8, 16, 64)]
+    pack = packs.export(tmp_path / "pack", [*made, *alone])
+    assert [value_of(pack.kernel_for(SHAPE, m)) for m in (1, 9, 16, 17, 99)] == [8.0, 16.0, 16.0, 64.0, 64.0]
+    assert [value_of(pack.kernel_for(step, m)) for m in (1, 2, 9, 16, 17, 99)] == [1.5, 8.0, 16.5, 16.5, 64.0, 64.0]
+    shared = packs.export(tmp_path / "shared", {SHAPE.with_m(1): made[0], step: made[0]})
+    assert {entry.workload for entry in shared.kernels} == {SHAPE, step} and len({entry.key for entry in shared.kernels}) == 1
+    of_steps = packs.export(tmp_path / "steps", made)
+    assert [value_of(of_steps.kernel_for(SHAPE, m)) for m in (1, 2, 99)] == [1.5, 16.5, 16.5], "better than none"
 
 
 def test_packs_become_one(pack: packs.Pack, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
 Residual = Annotated[bool, typer.Option("--residual", help="y is added to a residual.")]
 Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates of the others: silu, gelu_tanh or gelu.")]
 NormEps = Annotated[float | None, typer.Option("--norm-eps", help="x is normed first (RMSNorm), with this eps.")]
+Dependent = Annotated[bool, typer.Option("--dependent", help="Launched while the kernel before it still runs, as in a model's step.")]
 Width = Annotated[int, typer.Option("--width", help="Columns of y that an index stores n rows to, two for some; 0: n, in order.")]
 
 DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
@@ -119,12 +120,13 @@ def compile_command(
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
+    dependent: Dependent = False,
     target: TargetName = "auto",
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps, dependent)
     compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
 
 
@@ -235,12 +237,13 @@ def explain(
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
+    dependent: Dependent = False,
     target: TargetName = "auto",
     limit: Limit = 20,
     as_json: Json = False,
 ) -> None:
     """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
-    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, residual, gate, norm_eps)
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, residual, gate, norm_eps, dependent)
     explain_schedules(workload, chosen, limit, as_json)
 
 
@@ -304,6 +307,7 @@ def pack(
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
+    dependent: Dependent = False,
     target: TargetName = "auto",
     jobs: Jobs = None,
     model: PackedModel = None,
@@ -321,7 +325,8 @@ def pack(
         pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
         return
     assert n is not None and k is not None
-    chosen, workloads = _asked(n, k, m, format or "w4a16_g128", dtype or "float16", bias, target, width, residual, gate, norm_eps)
+    product = (format or "w4a16_g128", dtype or "float16", bias, target, width, residual, gate, norm_eps, dependent)
+    chosen, workloads = _asked(n, k, m, *product)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
 
@@ -351,7 +356,7 @@ def doctor(as_json: Json = False) -> None:
 
 def _asked(
     n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0, residual: bool = False,
-    gate: str = "", norm_eps: float | None = None,
+    gate: str = "", norm_eps: float | None = None, dependent: bool = False,
 ) -> tuple[Target, list[Workload]]:  # fmt: skip
     """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
     from ..layouts.formats import QuantFormat
@@ -361,7 +366,7 @@ def _asked(
     with usage():
         parsed = QuantFormat.parse(format)
         norm = {} if norm_eps is None else {"norm": True, "eps": norm_eps}
-        asked = Workload(1, n, k, parsed, dtype, bias, width=width, residual=residual, gate=gate, **norm)
+        asked = Workload(1, n, k, parsed, dtype, bias, width=width, residual=residual, gate=gate, dependent=dependent, **norm)
         return target, [asked.with_m(m) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
 
 

@@ -165,5 +165,5 @@ def _compiled(workloads: Sequence[AnyWorkload], target: Target, jobs: int | None
 
 def _sizes(workload: AnyWorkload) -> dict[str, Any]:
     """What tells the workloads of one command apart: m of a GEMM; op, batch, q_len and kv_len of attention."""
-    names = ("op", *workload.DYNAMIC) if workload.COMMAND else workload.DYNAMIC  # a group of commands has several operations
-    return {name: getattr(workload, name) for name in names}
+    names = [name for name in workload.DYNAMIC if name in workload.SIZES]
+    return {name: getattr(workload, name) for name in (["op"] if workload.COMMAND else []) + names}  # a group of commands has several

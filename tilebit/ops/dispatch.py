@@ -21,7 +21,7 @@ from ..schedules.gemm import rules as rules
 from ..schedules.gemm.expand import ExpandWorkload, library_from
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import WORKSPACE
-from ..schedules.operations import workspace_words
+from ..schedules.operations import alone, workspace_words
 from ..schedules.schedule import Schedule
 from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
@@ -81,7 +81,7 @@ class Plan:
         self.bias = bias
         self.dependent = dependent
         self.target = device_target(device)
-        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width, **parts)
+        self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width, dependent=dependent, **parts)
         self.operands = self.workload.operands(self.target.arch)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
@@ -143,8 +143,16 @@ class Plan:
         assert shape is not None
         most = dict(zip(shape.serving, shape.bounds, strict=True))  # of each schedule the last bound
         up_to = dict(zip(shape.serving[:-1], shape.bounds[:-1], strict=True))
-        parts = [Part(self.workload.with_m(most[s]), up_to[s]) for s in shape.serving[:-1]]
-        parts.append(Part(self.workload.with_m(most[shape.serving[-1]]), None))
+        itself = portfolio(alone(self.workload), self.target)
+        assert itself is not None
+
+        def found_as(schedule: Schedule) -> Workload:
+            """In a step as the product alone where that has the same kernel: it is built once for both."""
+            workload = self.workload.with_m(most[schedule])
+            return alone(workload) if itself.at(workload.m) == schedule else workload
+
+        parts = [Part(found_as(s), up_to[s]) for s in shape.serving[:-1]]
+        parts.append(Part(found_as(shape.serving[-1]), None))
         first = library_from(self.workload, self.target)
         if first is None:
             return shape.bounds, tuple(parts)

@@ -76,7 +76,7 @@ def _products(layer: nn.Module, dtype: str) -> list[Workload]:
     if isinstance(layer, MixedOutline):
         return [Workload(1, layer.rows, layer.k, layer.format, dtype, layer.bias, width=layer.n)]
     if isinstance(layer, QuantLinear):
-        return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None)]
+        return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None, dependent=layer.dependent)]
     return []
 
 

@@ -7,7 +7,7 @@ few take the product's place in turn, and what a step then takes decides."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from ..ops import dispatch
 from ..ops.dispatch import Plan, bound
 from ..ops.launchers import Launcher
 from ..schedules.gemm.workload import Workload
-from ..schedules.records import IN_STEP, TuningRecord, latest, shipped_records
+from ..schedules.operations import alone
+from ..schedules.records import TuningRecord, latest, shipped_records
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh, select
 from ..schedules.target import Target
@@ -62,12 +63,13 @@ def tune(
     (``tilebit.transformers.compile``), for ``batch_sizes`` (default: those that it was compiled for) over
     a cache in ``kv_format`` of sequences of ``tokens`` tokens (default: 4096, or what the model allows).
 
-    Each product is first tuned by itself, as ``tilebit tune`` does: kernels are verified, and what has a
+    Each product is first tuned by itself, not ``dependent``, as ``tilebit tune`` does: kernels are verified, and what has a
     record is not measured again; ``budget_s`` seconds, shared by the batch sizes, ``jobs`` and
     ``max_candidates`` are for that. Then the fastest few of each take its place in the step, in turn. The
-    records of these get the time that the fastest of them has alone, plus what a step takes longer with
-    them than with that one, for each call of the product. ``store`` (default: the user's records) keeps
-    them; the model's next step uses what was found.
+    fastest of them is said to take what it takes alone, the others as much plus what a step takes longer
+    with them than with that one, for each call of the product. ``store`` (default: the user's records)
+    keeps the records, of the ``dependent`` product: the model's next step uses what was found, and calls
+    of the product by itself do not. Those that are there are measured again in a later call.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that do not fit, before anything is measured,
     and what the tuner raises (``autotune.tune``)."""
@@ -97,7 +99,7 @@ def tune(
         if calls:
             target = next(iter(calls)).target
             options: dict[str, Any] = {"jobs": jobs, "max_candidates": max_candidates, "progress": progress}
-            tune_alone(workloads.values(), target, budget_s=budget, store=kept, **options)
+            tune_alone(map(alone, workloads.values()), target, budget_s=budget, store=kept, **options)
         known = latest([*shipped_records(), *kept.records()]).values()
         for plan, workload in workloads.items():
             tried = _in_place(place, plan, _finalists(known, workload, plan.target, before[plan]), calls[plan])
@@ -197,16 +199,17 @@ class _Place:
         return graph.replay
 
 
-def _finalists(known: Iterable[TuningRecord], workload: Workload, target: Target, before: Schedule) -> list[TuningRecord]:
-    """The records of the fastest schedules, the fastest first, and that of ``before`` where it has one."""
-    timed = [(r.us, r) for r in known if r.ok and r.us is not None and r.workload == workload and r.measured_on(target)]
-    ordered = [r for _, r in sorted(timed, key=lambda pair: pair[0])]
+def _finalists(known: Collection[TuningRecord], workload: Workload, target: Target, before: Schedule) -> list[TuningRecord]:
+    """The records of the fastest schedules, the fastest first, and that of ``before`` where it has one. A
+    schedule that was in a step before has its time there, the others those alone."""
+    of = {w: {r.schedule: r for r in known if r.ok and r.workload == w and r.measured_on(target)} for w in (alone(workload), workload)}
+    ordered = sorted((of[alone(workload)] | of[workload]).values(), key=lambda r: r.us or 0.0)
     near = [r for r in ordered[:FINALISTS] if (r.us or 0.0) <= FINALIST_WITHIN * (ordered[0].us or 0.0)]
     return near + [r for r in ordered if r.schedule == before and r not in near]
 
 
 def _in_place(place: _Place, plan: Plan, finalists: Sequence[TuningRecord], calls: int) -> list[TuningRecord]:
-    """The records with the times that they have in the step; one alone as it is."""
+    """Records of the dependent workload, with the times that they have in the step; one alone as it is."""
     from ..tiles.compiler.compile import CompileFailure, CompileRequest
     from ..tiles.compiler.pool import CompilePool
 
@@ -230,6 +233,7 @@ def _in_place(place: _Place, plan: Plan, finalists: Sequence[TuningRecord], call
         longer = (times[record.schedule].us - times[first.schedule].us) / calls
         us = (first.us or 0.0) + longer
         if us > 0:
+            workload = replace(record.workload, dependent=True)
             fields: dict[str, Any] = {"us": us, "us_p20": None, "us_p80": None, "date": now(), "commit": source_commit()}
-            found.append(replace(record, **fields, extra={**record.extra, **IN_STEP}))
+            found.append(replace(record, workload=workload, **fields))
     return found

@@ -60,7 +60,13 @@ def test_explain_lists_every_candidate_and_the_reason():
 
 
 @pytest.mark.parametrize(
-    "parts", [{"width": 200}, {"residual": True}, {"gate": "gelu_tanh", "norm": True, "eps": 1.5e-6}, {"norm": True, "eps": 0.0}]
+    "parts",
+    [
+        {"width": 200},
+        {"residual": True, "dependent": True},
+        {"gate": "gelu_tanh", "norm": True, "eps": 1.5e-6},
+        {"norm": True, "eps": 0.0},
+    ],
 )
 def test_the_words_of_a_workload_ask_for_it(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]):
     asked: list[Workload] = []

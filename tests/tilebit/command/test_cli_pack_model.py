@@ -82,6 +82,8 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
     kinds = {workload.op for workload in asked}
     assert {"decode", "append", "prefill", "gather", "gemm", NORM} <= kinds and ("quantize" in kinds) == ("a8" in format)
     assert not [workload for workload in asked if workload.static() not in held]
+    in_steps = {workload for workload in asked if getattr(workload, "dependent", False) and workload.m == ROWS}
+    assert in_steps and in_steps <= set(listed), "chosen as they are in steps"
     unasked = held - {workload.static() for workload in asked}
     assert not unasked, unasked
 

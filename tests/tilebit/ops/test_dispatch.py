@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,7 @@ def test_the_option_has_a_plan_of_its_own():
     keys = (torch.device("cpu"), N, K, "w4a16_g32", torch.float16, False)
     plain, early = dispatch.plan_for(*keys), dispatch.plan_for(*keys, True)
     assert plain is not early and (plain.dependent, early.dependent) == (False, True)
+    assert early.workload == replace(plain.workload, dependent=True) != plain.workload
     assert dispatch.plan_for(*keys, False) is plain and dispatch.plan_for(*keys, True) is early
 
 

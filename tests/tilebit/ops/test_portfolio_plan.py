@@ -80,6 +80,15 @@ def test_a_kernel_that_serves_several_parts_has_the_workspace_of_the_largest(pla
     assert workspace_words(plan.workload.with_m(192), SMALL, H200) > workspace_words(plan.workload.with_m(64), SMALL, H200)
 
 
+def test_a_plan_in_steps_has_kernels_of_its_own_where_steps_were_measured(plan: dispatch.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are found as those of the product alone, so that they are built once for both."""
+    monkeypatch.setattr(dispatch, "find_kernel", kernels := Kernels(lambda w: choose(w, H200).schedule))
+    early = dispatch.Plan(torch.device("cuda", 0), 6144, 4096, QuantFormat(), torch.float16, False, True)  # its records ship
+    for m in (1, 2, 15, 16, 17, 300):
+        assert early.launcher(m)[0] == choose(early.workload.with_m(m), H200).schedule  # type: ignore[index]
+    assert {w.m for w in kernels.asked if w.dependent} == {1, 16} and not all(w.dependent for w in kernels.asked)
+
+
 def test_a_plan_keeps_its_table(plan: dispatch.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning in the same process makes another table: a launcher made for a part of the old one may lack workspace for the new one's."""
     wider = Portfolio((512,), (SMALL,), (1.0,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
     def tune(workloads: Iterable[Workload], target: Target, *, store: RecordStore, **_: Any) -> None:
         for workload in dict.fromkeys(workloads):
+            assert not workload.dependent
             for schedule, us in zip((candidates(workload, target) or [])[:2], ALONE, strict=True):
                 store.append(TuningRecord(workload, schedule, target.name, target.arch, target.units, us=us, rel_err=1e-3))
 
@@ -83,10 +85,16 @@ def test_what_a_step_takes_decides(alone: Path, seconds: list[Any]):
         assert (product.schedule, product.tried) == (second, 2)
         assert product.us == pytest.approx(ALONE[0] - 4.0 / product.calls)
         assert choose(product.workload, target).schedule == second
-        kept = {r.schedule: r for r in load_records(alone) if r.workload == product.workload and r.in_step}
+        assert product.workload.dependent and choose(replace(product.workload, dependent=False), target).schedule == first
+        kept = {r.schedule: r for r in load_records(alone) if r.workload == product.workload}
         assert kept[first].us == ALONE[0] and kept[second].us == pytest.approx(product.us)
         assert all(r.ok and r.rel_err == 1e-3 and r.us_p20 is None and r.date for r in kept.values())
     assert len(seconds) == len(found)
+    again = tilebit.transformers.tune(of, tokens=TOKENS, progress=False)  # the schedule that was the fastest there is now the first
+    for once, product in zip(found, again, strict=True):
+        first, _ = (candidates(product.workload, target) or [])[:2]
+        assert (product.schedule, product.tried, product.before_us) == (first, 2, once.us)
+        assert once.us is not None and product.us == pytest.approx(once.us - 4.0 / product.calls)
     cache.reset()
     assert torch.equal(of.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False), expected)
 
@@ -124,12 +132,16 @@ def test_finalists_are_near_and_what_was_used_is_among_them():
     options = candidates(w, target) or []
     assert len(options) > FINALISTS + 1
     near = [TuningRecord(w, s, target.name, target.arch, target.units, us=10.0 + i / 10) for i, s in enumerate(options[: FINALISTS + 2])]
-    assert _finalists(near, w, target, options[0]) == near[:FINALISTS]
-    assert _finalists(near, w, target, options[FINALISTS + 1]) == [*near[:FINALISTS], near[FINALISTS + 1]]
+    there = replace(w, dependent=True)
+    assert _finalists(near, there, target, options[0]) == near[:FINALISTS]
+    assert _finalists(near, there, target, options[FINALISTS + 1]) == [*near[:FINALISTS], near[FINALISTS + 1]]
     far = TuningRecord(w, options[1], target.name, target.arch, target.units, us=10.0 * FINALIST_WITHIN + 0.1)
+    placed = [replace(r, workload=there, us=us) for r, us in ((near[3], 9.5), (near[FINALISTS + 1], 9.0))]
+    wanted = [placed[1], placed[0], *near[:3], *near[4 : FINALISTS - 1]]
+    assert _finalists([*placed, *near], there, target, options[0]) == wanted, "in steps and alone"
     others = TuningRecord(Workload(ROWS, 512, 256), options[1], target.name, target.arch, target.units, us=1.0)
     failed = TuningRecord(w, options[2], target.name, target.arch, target.units, status="compile_error", reason="spills")
-    assert _finalists([near[0], far, others, failed], w, target, options[0]) == [near[0]]
+    assert _finalists([near[0], far, others, failed], there, target, options[0]) == [near[0]]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ HOPPER = target_from_name("sm_90a")
 BASE = CompileRequest("gemm_wgmma", Workload(64, 256, 512), Schedule("gemm_wgmma", 128, 64, 128, 4, 8), HOPPER)
 
 
-def test_the_key_ignores_m_and_nothing_else() -> None:
+def test_the_key_ignores_m_and_how_it_is_launched_and_nothing_else() -> None:
     assert replace(BASE, workload=replace(BASE.workload, m=1)).key == BASE.key
+    assert replace(BASE, workload=replace(BASE.workload, dependent=True)).key == BASE.key
     others = [
         replace(BASE, workload=Workload(64, 320, 512)),
         replace(BASE, workload=Workload(64, 256, 640)),

@@ -15,6 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from . import packs
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .tiles.compiler.cache import ArtifactCache
     from .tiles.compiler.compile import CompileFailure, CompileRequest
     from .tiles.compiler.kernel import Kernel
+    from .tiles.compiler.pool import CompilePool
 
 NO_COMPILE = "TILEBIT_NO_COMPILE"
 TRIES = 8  # schedules tried for one workload
@@ -39,6 +41,15 @@ UNFIT = ("illegal", "lint")
 
 _lock = threading.Lock()
 _turns: dict[tuple[AnyWorkload, Target], threading.Lock] = {}
+
+
+class _OfThread(threading.local):
+    """What ``one_compiler`` holds: None outside of it, then a pool from the first build on."""
+
+    pools: list[CompilePool] | None = None
+
+
+_of_thread = _OfThread()
 
 
 class KernelUnavailable(RuntimeError):
@@ -58,6 +69,34 @@ def find_kernel(workload: AnyWorkload, target: Target) -> LoadedKernel:
         return build([workload], target)[0].load()
 
 
+@contextmanager
+def one_compiler() -> Iterator[None]:
+    """While this lasts, whatever this thread finds or builds is compiled in one process, which starts
+    once: threads that build beside each other would start one for each kernel otherwise, as only one
+    is kept for whoever comes next."""
+    _of_thread.pools = pools = []
+    try:
+        yield
+    finally:
+        _of_thread.pools = None
+        for pool in pools:
+            pool.close()
+
+
+@contextmanager
+def _compilers(jobs: int | None, cache: ArtifactCache) -> Iterator[CompilePool]:
+    from .tiles.compiler.pool import CompilePool
+
+    held = _of_thread.pools
+    if held is None:
+        with CompilePool(jobs, cache=cache, keep=True) as pool:
+            yield pool
+        return
+    if not held:
+        held.append(CompilePool(1, cache=cache, keep=True))
+    yield held[0]
+
+
 def build(
     workloads: Iterable[AnyWorkload], target: Target, jobs: int | None = 1, progress: Callable[[int], None] | None = None
 ) -> list[Kernel]:
@@ -69,14 +108,13 @@ def build(
     """
     from .tiles.compiler.cache import ArtifactCache
     from .tiles.compiler.compile import CompileFailure
-    from .tiles.compiler.pool import CompilePool
 
     wanted, cache = list(workloads), ArtifactCache()
     ranked = [_ranked(workload, target) for workload in wanted]
     found: dict[int, Kernel] = {}
     reasons: list[str] = []
     waiting = list(range(len(wanted)))
-    with CompilePool(jobs, cache=cache, keep=True) as pool:
+    with _compilers(jobs, cache) as pool:
         while waiting:
             requests: dict[int, CompileRequest] = {}
             for index in waiting:

@@ -3,14 +3,14 @@ parallel, at once or in the background."""
 
 from __future__ import annotations
 
-import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ..kernels import find_kernel
+from ..kernels import find_kernel, one_compiler
 from ..weights.packed import PackedWeight
 from . import dispatch
 from .dispatch import Plan
@@ -23,10 +23,29 @@ class Preparation:
     def __init__(self, plans: list[Plan], ms: list[int] | None) -> None:
         self._plans, self._ms = plans, ms
         missing = dict.fromkeys((workload, plan.target) for plan in plans for workload in plan.missing(ms))
-        self._pool = ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1)), "tilebit-prepare") if missing else None
-        # One process compiles each kernel: they are all there after the slowest of as many as there
-        # are cores.
-        self._builds: list[Future[object]] = [self._pool.submit(find_kernel, w, t) for w, t in missing] if self._pool is not None else []
+        self._builds: list[Future[object]] = [Future() for _ in missing]
+        self._waiting = deque(zip(missing, self._builds, strict=True))
+        self._pool = None
+        if missing:
+            from ..tiles.compiler.pool import CompilePool
+
+            threads = min(len(missing), CompilePool().jobs)
+            self._pool = ThreadPoolExecutor(threads, "tilebit-prepare")
+            for _ in range(threads):
+                self._pool.submit(self._find)
+
+    def _find(self) -> None:
+        """One kernel after another, as long as there are any, with a compiler of this thread's."""
+        with one_compiler():
+            while self._waiting:
+                try:
+                    (workload, target), build = self._waiting.popleft()
+                except IndexError:  # another thread had the last one
+                    return
+                try:
+                    build.set_result(find_kernel(workload, target))
+                except BaseException as error:
+                    build.set_exception(error)
 
     @property
     def left(self) -> int:
@@ -58,10 +77,9 @@ def prepare(
 
     ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether
     calls pass them, or a model, whose layers say so themselves (``AnyPrecisionLinear``: for the width
-    that each is set to). All kernels compile
-    in parallel, a process each, as many as there are cores. With ``background`` this returns at
-    once: ``Preparation.wait`` waits for them and loads them; a call that comes before waits for its
-    own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
+    that each is set to). All kernels compile in parallel, in as many processes as there are cores.
+    With ``background`` this returns at once: ``Preparation.wait`` waits for them and loads them; a
+    call that comes before waits for its own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
     when a kernel is missing and cannot be built.
     """
     rows = None if m is None else list(m)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,6 +63,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in on_gpu:
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_compilers() -> Iterator[None]:
+    """One compiler for each test process that shares the cores with others, where a program would start one for each core, and kept for the
+    whole run: it takes seconds of a core to start, several kernels' worth."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1:
+        yield
+        return
+    from tilebit.tiles.compiler import kept_workers
+    from tilebit.tiles.compiler.pool import CompilePool
+
+    def of_one_core(pool: CompilePool, jobs: int | None = None, *rest: Any, **options: Any) -> None:
+        made(pool, 1 if jobs is None else jobs, *rest, **options)
+
+    made = CompilePool.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompilePool, "__init__", of_one_core)
+        patch.setattr(kept_workers, "SECONDS", 3600.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

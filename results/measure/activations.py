@@ -13,7 +13,6 @@ L2, where a preceding kernel leaves them. Every kernel passes the gate of
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +31,6 @@ from tilebit.schedules.activations.workload import QuantizeWorkload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.select import explain
 from tilebit.schedules.target import Target, detect_target, file_stem
-from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
@@ -62,7 +60,7 @@ def promising(w: QuantizeWorkload, target: Target, count: int) -> list[Schedule]
 def compiled(cases: Sequence[tuple[QuantizeWorkload, Schedule]], target: Target) -> dict[tuple[QuantizeWorkload, Schedule], LoadedKernel]:
     """Those that compile; what became of the others is printed."""
     requests = [CompileRequest(s.program, w, s, target) for w, s in cases]
-    with CompilePool(os.cpu_count() or 1, cache=ArtifactCache()) as pool:
+    with CompilePool(keep=True) as pool:
         results = dict(zip(cases, pool.compile(requests), strict=True))
     for case, result in results.items():
         if not isinstance(result, Kernel):

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     with ExitStack() as stack:
-        pool = stack.enter_context(CompilePool())
+        pool = stack.enter_context(CompilePool(keep=True))
         worker = stack.enter_context(DeviceWorker("cuda:0" if target.is_cuda else "cpu", pool.cache.root / "locks"))
         store = RecordStore(options.out / "candidates" / f"{name}.jsonl")
         bench = Bench(target, pool, worker, store, begin + options.budget)

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = file_stem(target.name)
     todo = {kind: missing(kind, asked[kind], options.out, target) for kind in kinds}
     with ExitStack() as stack:
-        pool = stack.enter_context(CompilePool())
+        pool = stack.enter_context(CompilePool(keep=True))
         worker = stack.enter_context(DeviceWorker("cuda:0" if target.is_cuda else "cpu", pool.cache.root / "locks"))
         store = RecordStore(options.out / "candidates" / f"{name}.jsonl")
         bench = Bench(target, pool, worker, store, None if options.budget is None else begin + options.budget)

@@ -36,10 +36,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture(scope="session")
 def cpu_kernels() -> None:
-    """The kernels of ``FORMATS`` x ``ROWS`` for this CPU, compiled into the run's cache by two processes."""
+    """The kernels of ``FORMATS`` x ``ROWS`` for this CPU, compiled into the run's cache by the first test process that asks."""
     from door_cases import FORMATS, ROWS, workload
+    from filelock import FileLock
 
     from tilebit.kernels import build
     from tilebit.schedules.target import cpu_target
+    from tilebit.tiles.compiler.cache import ArtifactCache
 
-    build([workload(case, m) for case in FORMATS for m in ROWS], cpu_target(), jobs=2)
+    with FileLock(ArtifactCache().root / "cpu-kernels.lock"):
+        build([workload(case, m) for case in FORMATS for m in ROWS], cpu_target())

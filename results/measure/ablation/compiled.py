@@ -33,7 +33,7 @@ def compiled(
     not compile is named and left out. ``posed`` says what workload a step's kernels are compiled
     for."""
     places = [(i, step, posed(w, step), s) for i, (w, steps) in enumerate(drawings) for step, schedules in steps.items() for s in schedules]
-    with CompilePool() as pool:
+    with CompilePool(keep=True) as pool:
         results = pool.compile([CompileRequest(s.program, w, s, target) for _, _, w, s in places])
     found: list[dict[S, list[Kernel]]] = [{} for _ in drawings]
     for (i, step, _, _), result in zip(places, results, strict=True):

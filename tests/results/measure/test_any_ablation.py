@@ -195,7 +195,7 @@ def test_every_variant_compiles() -> None:
     """Without spills, with the parameters that the benchmark passes."""
     drawings = [(w, drawn(w, HOPPER, [])) for w in workloads("28672x4096")]
     requests = [CompileRequest(s[0].program, w, s[0], HOPPER) for w, steps in drawings for s in steps.values()]
-    with CompilePool(cache=ArtifactCache()) as pool:
+    with CompilePool(cache=ArtifactCache(), keep=True) as pool:
         for request, kernel in zip(requests, pool.compile(requests), strict=True):
             assert isinstance(kernel, Kernel), kernel
             assert kernel.params == params(request.workload, request.schedule, HOPPER) and kernel.resources["spills"] == 0

@@ -4,9 +4,14 @@ results to standard output."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import pickle
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import BinaryIO
 
 from .cache import ArtifactCache
@@ -16,6 +21,29 @@ from .pool import HEADER, READY
 from .request import CompileFailure, CompileRequest
 
 COMPILERS = {"tilelang", "tvm"}
+
+
+class _TvmWithoutTorch:
+    """Imports TVM as where torch is not installed, once: it would import torch for the tensors of
+    calls, of which a compile has none, and for two thirds of the time that its worker takes to start.
+    Afterwards torch is there for whoever imports it; TileLang, which does so first, sees no difference."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "tvm":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None and "torch" not in sys.modules:
+            spec.loader.exec_module = partial(_without_torch, spec.loader.exec_module)
+        return spec
+
+
+def _without_torch(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # an ImportError for whoever asks
+    try:
+        run(module)
+    finally:
+        del sys.modules["torch"]
 
 
 def _answer(request: CompileRequest, cache: ArtifactCache) -> Kernel | CompileFailure:
@@ -45,5 +73,6 @@ def serve(requests: BinaryIO, results: BinaryIO) -> None:
 def main() -> None:
     """A worker's whole life."""
     answers = os.fdopen(os.dup(1), "wb")
+    sys.meta_path.insert(0, _TvmWithoutTorch())
     os.dup2(2, 1)  # whatever a compiler prints must not end up between two answers
     serve(sys.stdin.buffer, answers)

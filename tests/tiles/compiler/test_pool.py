@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,20 @@ def test_scripts_need_no_main_guard(tmp_path: Path) -> None:
 def test_jobs_must_be_positive(cache: ArtifactCache) -> None:
     with pytest.raises(ValueError, match="jobs is 0; accepted: at least 1"):
         CompilePool(jobs=0, cache=cache)
+
+
+def test_a_worker_of_tvm_waits_for_no_torch() -> None:
+    """Which is there afterwards for whoever asks."""
+    if find_spec("tvm") is None:
+        pytest.skip("needs apache-tvm, which compiles for the CPU: pip install tilebit[compile]")
+    code = """
+import sys
+from tilebit.tiles.compiler.pool_worker import _TvmWithoutTorch
+sys.meta_path.insert(0, _TvmWithoutTorch())
+import tvm.tirx
+assert "torch" not in sys.modules
+import torch
+print(torch.zeros(1).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[0.0]", done.stdout + done.stderr

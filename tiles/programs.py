@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import sys
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,14 +50,16 @@ def _source(module: str) -> Path | None:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Of a module, or None for a name inside one. Packages above it are imported, modules are not:
-    those of programs import their compilers, which take seconds and are for other processes."""
+    """Of a module, or None for a name inside one. Nothing is imported, packages above it neither: those of
+    programs import their compilers, and a package of models its library, which takes seconds."""
     above, _, _ = module.rpartition(".")
-    if above and ((package := _spec(above)) is None or package.submodule_search_locations is None):
+    package = _spec(above) if above else None
+    path = package.submodule_search_locations if package is not None else None
+    if above and path is None:
         return None
     try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+        return next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
+    except ImportError:  # of a finder that refuses
         return None
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 
@@ -48,3 +49,14 @@ print([name for name in ("tvm", "tilelang") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_no_package_is_imported_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program of another package may stand beside what imports all of this one, models too."""
+    for name, text in (("__init__", ""), ("rule", "RULE = None"), ("inside/__init__", "raise SystemExit"), ("inside/part", "")):
+        (tmp_path / "apart" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "apart" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert programs._source("apart.inside.part") == tmp_path / "apart/inside/part.py"
+    assert programs._source("apart.inside.part.name") is programs._source("apart.nothing") is None
+    assert "apart" not in sys.modules

@@ -45,7 +45,8 @@ def compile(
     A call under ``torch.no_grad`` with one new token a row, ``batch_sizes`` rows and a filled
     ``TilebitCache`` takes the fused step: q, k and v are one product, gate and up another, norms
     take the residual sum with them, rotary embeddings the write to the cache, and each kernel is
-    launched before the one before it ends. On a GPU the step is captured as a CUDA graph at the
+    launched before the one before it ends. Windows that fill are packed behind all layers: the token
+    that fills one reads it in 16 bits. On a GPU the step is captured as a CUDA graph at the
     second such call with a cache, and replayed from then on: use one cache again (``reset()``)
     rather than making another. A call with more than 16 new tokens in each of any number of rows, a
     prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q

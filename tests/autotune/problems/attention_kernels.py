@@ -14,7 +14,7 @@ from tilebit.tiles.attention.reference import rotate
 
 def right(problem: AttentionProblem, outputs: dict[str, Tensor]) -> None:
     """Write what the operation is defined to write."""
-    {"append": append, "gather": gather}.get(problem.workload.op, attend)(problem, outputs)
+    {"append": append, "pack": pack, "gather": gather}.get(problem.workload.op, attend)(problem, outputs)
 
 
 def attend(problem: AttentionProblem, outputs: dict[str, Tensor]) -> None:
@@ -46,13 +46,28 @@ def append(problem: AttentionProblem, outputs: dict[str, Tensor]) -> None:
                 held[0].append(k[token, head].float().numpy())
                 held[1].append(v[token, head].float().numpy())
                 position += 1
-                if position % RESIDUAL == 0:
-                    scales = tuple(o["head_scales"][:, head].tolist()) if "head_scales" in o else (1.0, 1.0)
-                    group = quantize_group(np.stack(held[0]), np.stack(held[1]), w.format, w.dtype, (scales[0], scales[1]))
+                if position % RESIDUAL == 0 and not w.full_windows:
+                    group = quantize_group(np.stack(held[0]), np.stack(held[1]), w.format, w.dtype, _scales(o.get("head_scales"), head))
                     _store(group, position // RESIDUAL - 1, o["block_tables"][b], head, outputs["pages"], layout)
                     held = [[], []]
             if held[0]:
                 window.copy_(torch.from_numpy(pack_window(np.stack(held[0]), np.stack(held[1]), w.dtype)))
+
+
+def pack(problem: AttentionProblem, outputs: dict[str, Tensor]) -> None:
+    """Each layer's windows that are full, one by one."""
+    w, o = problem.workload, problem.operands
+    scales = o.get("head_scales", [None] * len(o["windows"]))
+    for pages, windows, its in zip(outputs["pages"], o["windows"], scales, strict=True):
+        for b, length in enumerate(problem.lengths):
+            for head in range(w.heads_kv) if length and length % RESIDUAL == 0 else ():
+                k, v = unpack_window(windows[int(o["slots"][b]), head].numpy(), RESIDUAL, w.head_dim, w.dtype)
+                group = quantize_group(k, v, w.format, w.dtype, _scales(its, head))
+                _store(group, length // RESIDUAL - 1, o["block_tables"][b], head, pages, w.layout)
+
+
+def _scales(head_scales: Tensor | None, head: int) -> tuple[float, float]:
+    return (1.0, 1.0) if head_scales is None else (float(head_scales[0, head]), float(head_scales[1, head]))
 
 
 def _store(group: KVGroup, index: int, table: Tensor, head: int, pages: Tensor, layout) -> None:

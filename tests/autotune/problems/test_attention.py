@@ -24,7 +24,7 @@ from tilebit.schedules.target import target_from_name
 
 KV4 = KVFormat.from_name("kv4_channel")
 DECODE = AttentionWorkload("decode", 5, 2, 700, 4, 2, 64, KV4, page_size=32, lse=True)
-PROGRAMS = {"decode": "attention_decode", "append": "attention_append", "gather": "attention_gather", "prefill": "attention_prefill"}
+PROGRAMS = {op: f"attention_{op}" for op in OPS}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -67,6 +67,9 @@ def test_edges_hold_the_lengths_at_which_kernels_go_wrong(op):
     if op == "append":
         rows = problem.operands["cu_seqlens"].diff().tolist()
         assert 0 in rows and max(rows) > 128 and all(new <= length for new, length in zip(rows, problem.lengths, strict=True))
+        late = edge_attention(replace(DECODE, op=op, page_size=64, full_windows=True), 0)
+        new = dict(zip(late.lengths, late.operands["cu_seqlens"].diff().tolist(), strict=True))
+        assert set(new.values()) == {0, 1} and new[128] == 1, "one token a sequence, and a window that it fills"
 
 
 def test_seeds_decide():

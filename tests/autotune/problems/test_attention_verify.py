@@ -22,6 +22,8 @@ FORMATS = [
 DECODE = AttentionWorkload("decode", 3, 2, 300, 4, 2, 64, KV4, page_size=32, lse=True)
 APPEND = AttentionWorkload("append", 3, 40, 300, 2, 2, 64, KV4, page_size=32)
 PREFILL = AttentionWorkload("prefill", 3, 20, 90, 4, 2, 64, KVFormat(), lse=True)
+LATE = replace(APPEND, q_len=1, full_windows=True)
+PACK = AttentionWorkload("pack", 3, 1, 1, 2, 2, 64, KV4, page_size=32)
 GATHER = AttentionWorkload("gather", 3, 0, 300, 2, 2, 64, KV4)
 
 
@@ -36,6 +38,7 @@ def gate_of(workload: AttentionWorkload) -> AttentionGate:
         replace(DECODE, window=70, sink_tokens=3, sinks=True),
         replace(DECODE, soft_cap=20.0, scale=0.3, sinks=True),
         replace(DECODE, heads_q=14, head_dim=128, lse=False),
+        replace(DECODE, full_windows=True),
         replace(PREFILL, window=11, sink_tokens=2, sinks=True),
         replace(PREFILL, soft_cap=5.0, dtype="bfloat16", heads_q=2),
         *(replace(GATHER, format=KVFormat.from_name(name)) for name in ("kv16", "kv2_token", "kvfp8", "k8_channel_v4")),
@@ -55,6 +58,27 @@ def test_the_definition_passes(workload):
 def test_appending_token_by_token_passes(name, page_size):
     verdict = gate_of(replace(APPEND, format=KVFormat.from_name(name), page_size=page_size)).verify(right)
     assert verdict.ok, verdict.reasons
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("kv16", 128), ("kv4_channel", 16), ("kv2_token", 256), ("kvfp8", 64)])
+def test_windows_that_are_packed_behind_pass(name, page_size):
+    for workload in (LATE, PACK):
+        verdict = gate_of(replace(workload, format=KVFormat.from_name(name), page_size=page_size)).verify(right)
+        assert verdict.ok, verdict.reasons
+
+
+def test_windows_that_are_packed_too_early_or_elsewhere_are_seen():
+    def early(problem, outputs):
+        right(replace(problem, workload=replace(problem.workload, full_windows=False)), outputs)
+
+    assert "pages that hold none of the new groups" in " ".join(gate_of(LATE).verify(early).reasons)
+
+    def first_layer_twice(problem, outputs):
+        right(problem, outputs)
+        outputs["pages"][1] = outputs["pages"][0]
+
+    assert "layer 1: packed keys" in " ".join(gate_of(PACK).verify(first_layer_twice).reasons)
+    assert "layer 0: packed keys" in " ".join(gate_of(PACK).verify(lambda problem, outputs: None).reasons)
 
 
 @pytest.mark.parametrize("rotary", ["half", "interleaved"])

@@ -83,7 +83,7 @@ def test_help(command):
 def test_defaults_are_what_a_cache_needs():
     _, workloads = Kind(heads="32/8", target="sm_90a").asked(None, None, None, None)
     base = AttentionWorkload("decode", 1, 1, 4096, 32, 8, 128, KVFormat.from_name("kv4_channel"))
-    lengths = {"decode": 1, "append": 1, "gather": 1, "prefill": 4096}
+    lengths = {"decode": 1, "append": 1, "pack": 1, "gather": 1, "prefill": 4096}
     assert workloads == [replace(base, op=op, batch=batch, q_len=lengths[op]) for op in OPS for batch in (1, 32)]
     target, workloads = Kind(heads="8/8", target="cpu").asked(["prefill"], None, None, None)
     assert target.arch == "cpu" and [(w.batch, w.q_len, w.kv_len) for w in workloads] == [(1, 1024, 1024)]
@@ -137,7 +137,8 @@ def test_explain_lists_every_candidate_and_the_reason(op):
     )
     assert all(row["why"] and row["estimate_us"] > 0 and row["illegal"] == [] for row in rows)
     assert len(parsed("explain", "--heads", "32/8", "--op", op, "--target", "sm_90a", "--limit", "1")) == 1
-    title = f"{op} batch=1 kv_len=4096 q_len={4096 if op == 'prefill' else 1}"
+    sizes = {"prefill": "kv_len=4096 q_len=4096", "pack": "kv_len=128 q_len=128"}.get(op, "kv_len=4096 q_len=1")
+    title = f"{op} batch=1 {sizes}"
     assert title in call("explain", "--heads", "32/8", "--op", op, "--target", "sm_80").output
 
 

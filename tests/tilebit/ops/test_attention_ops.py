@@ -97,6 +97,14 @@ def gather_arguments(p: dict[str, Any]) -> list[Any]:
     return [*named(p, *CACHE, "cu", "head_scales", "format", "page_size")]
 
 
+def pack_arguments(p: dict[str, Any]) -> list[Any]:
+    """Of one layer; the windows of two sequences are full."""
+    scales = None if p["head_scales"] is None else p["head_scales"][None]
+    lengths = torch.tensor([128, 0, 256], dtype=torch.int32)
+    held = [p["pages"][None].clone(), p["windows"][None], p["block_tables"], p["slots"], lengths, scales]
+    return [*held, p["format"], p["page_size"], DIM, torch.float16]
+
+
 def succeeds(op: Any, arguments: list[Any], **options: Any) -> None:
     results = torch.library.opcheck(op, tuple(arguments), options)
     assert set(results.values()) == {"SUCCESS"} and "test_aot_dispatch_dynamic" in results
@@ -125,6 +133,24 @@ def test_opcheck_of_append_and_rotate(kernels):
     arguments[10:10] = [q, None, None]
     succeeds(torch.ops.tilebit.attention_append_and_rotate.default, arguments)
     succeeds(torch.ops.tilebit.attention_append_and_rotate.out, arguments, out=torch.empty_like(arguments[10]))
+
+
+@pytest.mark.parametrize("format", ["kv4_channel", "kvfp8"])
+def test_opcheck_of_full_windows(kernels, format):
+    p = problem(format)
+    succeeds(torch.ops.tilebit.attention_pack.default, pack_arguments(p))
+    succeeds(torch.ops.tilebit.attention_decode.default, decode_arguments(p), full_windows=True)
+    p["cu"] = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    p |= {name: p[name][:2] for name in "kv"}
+    succeeds(torch.ops.tilebit.attention_append.default, append_arguments(p), full_windows=True)
+
+
+def test_wrong_packs_are_named(kernels):
+    first, *rest = pack_arguments(problem())
+    with pytest.raises(ValueError, match=r"pack got pages int32 .*; accepted: pages int32 \[layers, num_pages, heads_kv, page words\]"):
+        attention.pack(first[0], *rest)
+    with pytest.raises(ValueError, match=r"windows is int32 .* with layers = 2"):
+        attention.pack(torch.cat((first, first)), *rest)
 
 
 def test_opcheck_of_gather(kernels):
@@ -369,8 +395,11 @@ def dependent_calls(p: dict[str, Any], dependent: bool) -> dict[str, tuple[Tenso
     """What each op gives, or, of append, leaves behind, by its name."""
     pages, windows, cu_q = p["pages"].clone(), p["windows"].clone(), torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     attention.append(*append_arguments({**p, "pages": pages.zero_(), "windows": windows.zero_()}), dependent=dependent)
+    packed, *cached = pack_arguments(p)
+    attention.pack(packed, *cached, dependent=dependent)
     return {
         "append": (pages, windows),
+        "pack": (packed,),
         "decode": attention.decode(*decode_arguments(p), return_lse=True, dependent=dependent),
         "gather": attention.gather(*gather_arguments(p), total=430, head_dim=DIM, dtype=torch.float16, dependent=dependent),
         "prefill": attention.prefill(p["q"].flatten(0, 1), p["k"], p["v"], cu_q, p["cu"], return_lse=True, dependent=dependent),
@@ -407,6 +436,7 @@ def test_opcheck_with_dependent_launch(kernels, monkeypatch):
     succeeds(torch.ops.tilebit.attention_decode.default, decode_arguments(p), dependent=True)
     succeeds(torch.ops.tilebit.attention_decode.out, decode_arguments(p), dependent=True, out=torch.empty_like(p["q"]))
     succeeds(torch.ops.tilebit.attention_append.default, append_arguments(p), dependent=True)
+    succeeds(torch.ops.tilebit.attention_pack.default, pack_arguments(p), dependent=True)
     succeeds(torch.ops.tilebit.attention_gather.default, [*gather_arguments(p), 430, DIM, torch.float16], dependent=True)
     succeeds(torch.ops.tilebit.attention_gather.out, gather_arguments(p), dependent=True, **rows)
     succeeds(torch.ops.tilebit.attention_prefill.default, prefill, dependent=True)

@@ -54,6 +54,11 @@ def call(op: str, o: dict[str, Any]) -> Any:
     if op == "append":
         rows = (o["k"], o["v"], o["cu"], o["lengths"], o["block_tables"], o["slots"], o["pages"], o["windows"])
         return attention.append(*rows, None, o["cos_sin"], "kv4_channel", PAGE, "half")
+    if op == "pack":
+        return attention.pack(o["pages"][None], o["windows"][None], *cached[2:], None, "kv4_channel", PAGE, DIM, torch.float16)
+    if op == "late":
+        rows = (o["k"], o["v"], o["cu"], o["lengths"], o["block_tables"], o["slots"], o["pages"], o["windows"])
+        return attention.append(*rows, None, o["cos_sin"], "kv4_channel", PAGE, "half", full_windows=True)
     if op == "gather":
         return attention.gather(*cached, o["cu"], None, "kv4_channel", PAGE, TOTAL, DIM, torch.float16)
     return attention.prefill(o["q"], o["k"], o["v"], o["cu_q"], o["cu"])
@@ -69,6 +74,8 @@ WRONG = (
     (("decode", "gather", "append"), "block_tables", (2, 3), -1, "block_tables[2, 3] = -1; accepted: 0 to 8"),
     (("decode", "gather", "append"), "slots", 0, SLOTS, "slots[0] = 4; accepted: 0 to 3"),
     (("decode", "gather", "append"), "slots", 2, -LARGE, "slots[2] = -2147483647; accepted: 0 to 3"),
+    (("pack",), "lengths", 2, -1, "lengths[2] = -1; accepted: "),
+    (("pack",), "lengths", 0, 256, "block_tables[0, 2] = -1; accepted: 0 to 8, a page that sequence 0 of 256 tokens has"),
     (("gather",), "lengths", 0, 131, "lengths[0] = 131; accepted: at most 130, the rows of cu_kv[0] to cu_kv[1]"),
     (("gather",), "cu", 0, -1, "cu_kv[0] = -1; accepted: 0"),
     (("gather",), "cu", 3, TOTAL + 1, "cu_kv[3] = 431; accepted: at most 430, which total is"),
@@ -103,10 +110,39 @@ def test_what_leads_out_of_the_operands_is_refused(kernels: DefinedKernels, op: 
 def test_every_operand_of_every_op_has_a_wrong_value():
     seen = {(op, operand) for op, operand, *_ in CASES}
     cached = {(op, operand) for op in ("decode", "gather", "append") for operand in ("lengths", "block_tables", "slots")}
-    assert seen == cached | {("gather", "cu"), ("append", "cu"), ("prefill", "cu"), ("prefill", "cu_q")}
+    assert seen == cached | {("pack", "lengths")} | {("gather", "cu"), ("append", "cu"), ("prefill", "cu"), ("prefill", "cu_q")}
 
 
-@pytest.mark.parametrize("op", ["append", "decode", "gather", "prefill"])
+@pytest.mark.parametrize(
+    ("operand", "value", "words"), [("block_tables", PAGES, "block_tables[0, 1] = 9"), ("slots", SLOTS, "slots[0] = 4")]
+)
+def test_a_pack_of_a_full_window_is_checked(kernels: DefinedKernels, operand: str, value: int, words: str):
+    o = operands()
+    o["lengths"][0] = 128
+    call("pack", o)
+    o[operand][0 if operand == "slots" else (0, 1)] = value
+    with pytest.raises(ValueError) as refused:
+        call("pack", o)
+    assert words in str(refused.value)
+
+
+def test_full_windows_are_checked_as_they_are_read(kernels: DefinedKernels):
+    """The slot of a sequence whose window is full, not the page that it will go to; one token a sequence."""
+    o = operands()
+    o["lengths"][2] = 256
+    cached = (o["pages"], o["windows"], o["block_tables"], o["slots"], o["lengths"])
+    o["block_tables"][2, 2:] = LARGE
+    attention.decode(o["q"][:3, None], *cached, None, None, "kv4_channel", PAGE, full_windows=True)
+    with pytest.raises(ValueError, match=r"block_tables\[2, 2\] = 2147483647"):
+        attention.decode(o["q"][:3, None], *cached, None, None, "kv4_channel", PAGE)
+    o["slots"][2] = 99
+    with pytest.raises(ValueError, match=r"slots\[2\] = 99"):
+        attention.decode(o["q"][:3, None], *cached, None, None, "kv4_channel", PAGE, full_windows=True)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[1\] = 130; accepted: one new token a sequence at most, with full_windows"):
+        call("late", operands())
+
+
+@pytest.mark.parametrize("op", ["append", "decode", "gather", "pack", "prefill"])
 def test_what_no_kernel_reads_may_be_anything(kernels: DefinedKernels, op: str):
     """Entries beyond a sequence's packed tokens, and the slot of a sequence without a window."""
     o = operands()
@@ -141,11 +177,12 @@ def test_other_mistakes_keep_their_own_words(kernels: DefinedKernels, name: str)
 
 def test_off_nothing_is_looked_at(kernels: DefinedKernels, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_ops, "CHECKED", False)
-    for name in ("check_append", "check_decode", "check_gather", "check_prefill"):
-        monkeypatch.setattr(attention_ops, name, None)
-    for op in ("append", "decode", "gather", "prefill"):
+    ops = ["append", "decode", "pack", "gather", "prefill"]
+    for op in ops:
+        monkeypatch.setattr(attention_ops, f"check_{op}", None)
+    for op in ops:
         call(op, operands())
-    assert kernels.calls == ["append", "decode", "gather", "prefill"]
+    assert kernels.calls == ops
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False)])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilebit import attention
 from tilebit.cache.kvcache import KVCache
+from tilebit.layouts.kv import RESIDUAL
 from tilebit.ops import attention as attention_ops
 from tilebit.ops import plans
 
@@ -54,6 +55,9 @@ def call(op: str, cache: KVCache, o: dict[str, Tensor], raw: bool = False) -> An
     if op == "append":
         kv = (o["k"], o["v"], CU, *tables, cache.pages[0], cache.windows[0])
         return f(*kv, o["head_scales"], o["cos_sin"], "kvfp8", cache.page_size, "half")
+    if op == "pack":  # as if the window were full
+        layered, full = (cache.all_pages, cache.all_windows), torch.full_like(batch.lengths, RESIDUAL)
+        return f(*layered, *held[2:4], full, o["head_scales"][None], "kvfp8", cache.page_size, DIM, torch.float16)
     if op == "gather":
         return f(*held, CU, o["head_scales"], "kvfp8", cache.page_size, 5, DIM, torch.float16)
     return f(o["rows"], o["k"], o["v"], CU, CU, o["sinks"])
@@ -62,6 +66,7 @@ def call(op: str, cache: KVCache, o: dict[str, Tensor], raw: bool = False) -> An
 OPERANDS = [
     *(("decode", name) for name in ("q", "head_scales", "sinks")),
     *(("append", name) for name in ("k", "v", "head_scales", "cos_sin")),
+    ("pack", "head_scales"),
     ("gather", "head_scales"),
     *(("prefill", name) for name in ("rows", "k", "v", "sinks")),
 ]
@@ -129,13 +134,13 @@ def test_the_cache_refuses_too():
 
 @pytest.mark.parametrize(("op", "name"), OPERANDS)
 def test_lazy_signs_are_written_out(op, name):
-    """Decided by the bits that come out, or that lie in the cache after an append."""
+    """Decided by the bits that come out, or that lie in the cache after an append or a pack."""
     for raw in (False, True):
         (cache, operands), (other, same) = made(), made()
         same[name] = torch._neg_view(-same[name])  # pyright: ignore[reportPrivateImportUsage]
         assert same[name].is_neg()
         expected, found = call(op, cache, operands), call(op, other, same, raw)
-        if op == "append":
+        if op in ("append", "pack"):
             expected, found = (cache.pages[0], cache.windows[0]), (other.pages[0], other.windows[0])
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

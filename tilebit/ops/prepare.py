@@ -79,8 +79,8 @@ def prepare(
     calls pass them, or a model, whose layers say so themselves (``AnyPrecisionLinear``: for the width
     that each is set to). All kernels compile in parallel, in as many processes as there are cores.
     With ``background`` this returns at once: ``Preparation.wait`` waits for them and loads them; a
-    call that comes before waits for its own kernel. Raises ``TypeError`` and ``ValueError`` for anything else, and ``KernelUnavailable``
-    when a kernel is missing and cannot be built.
+    call that comes before waits for its own kernel. Raises ``TypeError`` and ``ValueError`` for
+    anything else, and ``KernelUnavailable`` when a kernel is missing and cannot be built.
     """
     rows = None if m is None else list(m)
     if rows is not None and (not rows or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in rows)):

@@ -20,6 +20,7 @@ from ..schedules.attention.workload import ROTARY_STEP, AttentionWorkload
 from .batch import Batch
 from .counts import whole
 from .rotary import KINDS
+from .sequences import SequenceTable
 
 if TYPE_CHECKING:
     from .kvcache import KVCache
@@ -106,11 +107,12 @@ def check_one_each(batch: Batch, counts: list[int] | None) -> None:
         raise ValueError(f"{got} given with full_windows; accepted: a Batch that was advanced by one token each, and pack(batch) behind")
 
 
-def check_packed(batch: Batch) -> None:
-    """That no windows wait for a pack."""
-    if batch.unpacked:
+def check_packed(table: SequenceTable, handles: Sequence[int]) -> None:
+    """That no windows of ``handles`` wait for a pack."""
+    if table.unpacked and not table.unpacked.isdisjoint(handles):
+        waiting = sorted(table.unpacked.intersection(handles))
         raise ValueError(
-            f"layers {sorted(batch.unpacked)[:8]} were appended to with full_windows; accepted: pack(batch) before anything else"
+            f"sequences {waiting[:8]} were appended to with full_windows; accepted: pack of that batch before anything else, or free them"
         )
 
 

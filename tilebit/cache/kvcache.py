@@ -149,6 +149,7 @@ class KVCache(CacheMemory):
     def fork(self, handle: int) -> int:
         """A new sequence with the same tokens. Packed pages are shared; the window is copied, and a
         half-filled page of 256 tokens."""
+        check_packed(self.table, (handle,))
         with self.table.lock:
             new, copies = self.table.fork(handle)
             self.copy_pages(copies)
@@ -159,6 +160,7 @@ class KVCache(CacheMemory):
         """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be
         taken apart: ``length`` must be at least the packed length, or a multiple of 128.
         ``revocable_tokens`` says how many can be appended and dropped again."""
+        check_packed(self.table, (handle,))
         with self.table.lock:  # until the page is copied: who shares it may free it
             self.copy_pages(self.table.truncate(handle, length))
 
@@ -296,6 +298,8 @@ class KVCache(CacheMemory):
         check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
         if full_windows:
             check_one_each(batch, counts)
+        else:
+            check_packed(self.table, batch.handles)
         turning = None
         if q is not None or out is not None or q_norm is not None or k_norm is not None:
             turning = turning_of(self, q, out, given, cos_sin, q_norm, k_norm, norm_eps, norm_offset)
@@ -336,6 +340,8 @@ class KVCache(CacheMemory):
         check_layer(self, layer)
         if full_windows != (layer in batch.unpacked):
             reject_windows(batch, layer, full_windows)
+        if not full_windows:
+            check_packed(self.table, batch.handles)
         q_len = check_query(self, batch, q)
         changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
         early = dependent and not changed and batch.most_new <= q_len
@@ -364,6 +370,7 @@ class KVCache(CacheMemory):
             self.page_size, self.head_dim, self.dtype, dependent,
         )  # fmt: skip
         batch.unpacked.clear()
+        self.table.unpacked.difference_update(batch.handles)
 
     def check_attend(
         self,
@@ -466,7 +473,7 @@ class KVCache(CacheMemory):
         dequantized."""
         batch = self._as_batch(sequences)
         check_layer(self, layer)
-        check_packed(batch)
+        check_packed(self.table, batch.handles)
         batch.refresh()
         lengths = [self.length(handle) for handle in batch.handles]
         bounds = torch.tensor([0, *lengths, *[0] * (batch.size - len(lengths))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -481,6 +488,7 @@ class KVCache(CacheMemory):
     def state(self) -> dict[str, Any]:
         """Everything that ``load_state`` of such a cache needs, with copies of the pages and
         windows in use: fit for ``torch.save``."""
+        check_packed(self.table, self.sequences)
         with self.table.lock:
             return {"config": self.config(), "table": self.table.state(), **self._kept()}
 
@@ -571,7 +579,7 @@ class KVCache(CacheMemory):
         return batch, counts_of(batch, rows, cu_seqlens)
 
     def _advance(self, batch: Batch, counts: list[int], deferred: bool = False) -> Batch:
-        check_packed(batch)
+        check_packed(self.table, batch.handles)
         with self.table.lock:
             self.table.extend(batch.handles, counts)
             batch.update(counts, deferred)
@@ -617,6 +625,7 @@ class KVCache(CacheMemory):
             batch.written.add(layer)
         if full_windows:
             batch.unpacked.add(layer)
+            self.table.unpacked.update(batch.handles)
         return out
 
     def _history(self, batch: Batch, layer: int) -> tuple[Tensor, Tensor] | None:

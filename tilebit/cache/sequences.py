@@ -39,7 +39,8 @@ class SequenceTable:
     """Pages, slots and lengths of every sequence of a cache of ``num_pages`` pages of ``page_size``
     tokens and ``slots`` windows; no sequence takes more than ``max_pages`` pages.
 
-    Handles are integers that are never used twice. Every method does all that it says or raises and
+    Handles are integers that are never used twice; ``unpacked`` are those whose windows wait for
+    ``KVCache.pack``. Every method does all that it says or raises and
     changes nothing. ``version`` grows with every change. Threads that share a table hold ``lock``
     around its methods, and around what must go with them (copies of pages).
     """
@@ -52,6 +53,7 @@ class SequenceTable:
         self._free_slots = list(range(slots))[::-1]
         self._next = 0
         self.version = 0
+        self.unpacked: set[int] = set()
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,6 +196,7 @@ class SequenceTable:
         """Forget a sequence; pages that no fork shares become free."""
         sequence = self.sequence(handle)
         del self.sequences[handle]
+        self.unpacked.discard(handle)
         self._give_back(sequence.pages)
         self._free_slots.append(sequence.slot)
         self.version += 1
@@ -209,6 +212,7 @@ class SequenceTable:
         self.version += 1
         now = self.version
         self.sequences = {handle: CachedSequence(slot, length, pages, now, now) for handle, slot, length, pages in state.rows}
+        self.unpacked.clear()
         self.references = [state.holders.get(page, 0) for page in range(self.num_pages)]
         taken = {slot for _, slot, _, _ in state.rows}
         self._free_pages = [page for page in reversed(range(self.num_pages)) if not self.references[page]]

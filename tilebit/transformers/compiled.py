@@ -301,7 +301,6 @@ def _rehearse(batch: Batch, call: Callable[[], object]) -> None:
     """Compile what ``call`` will launch, in parallel."""
     missing = rehearsed(call)
     batch.written.clear()  # it is all written again
-    batch.unpacked.clear()
     for target in dict.fromkeys(target for _, target in missing):
         build([workload for workload, of in missing if of == target], target, jobs=None)
 

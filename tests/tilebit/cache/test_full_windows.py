@@ -72,20 +72,41 @@ def test_nothing_comes_between_an_append_and_its_pack(kernels):
     cache.advance(batch)
     cache.append(batch, *rows(generator, 3), layer=0, full_windows=True)
     lengths = [cache.length(handle) for handle in batch.handles]
-    refused: dict[str, Callable[[], object]] = {
-        "full_windows is False and layer 0 was appended to with it": lambda: cache.attend(batch, q, layer=0),
-        "full_windows is True and layer 1 was appended to without it": lambda: cache.attend(batch, q, layer=1, full_windows=True),
-        r"layers \[1\] were not appended to with full_windows": lambda: cache.pack(batch),
-        r"layers \[0\] were appended to with full_windows; accepted: pack\(batch\)": lambda: cache.advance(batch),
-        r"layers \[0\] were appended to with full_windows; accepted: pack": lambda: cache.gather(batch),
-    }
-    for words, call in refused.items():
+    first, other = batch.handles[0], cache.batch(batch.handles[1:])
+    waits = r"sequences \[\d.*\] were appended to with full_windows; accepted: pack of that batch before anything else, or free them"
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("full_windows is False and layer 0 was appended to with it", lambda: cache.attend(batch, q, layer=0)),
+        ("full_windows is True and layer 1 was appended to without it", lambda: cache.attend(batch, q, layer=1, full_windows=True)),
+        (r"layers \[1\] were not appended to with full_windows", lambda: cache.pack(batch)),
+        (waits, lambda: cache.advance(batch)),
+        (waits, lambda: cache.gather(batch)),
+        (waits, lambda: cache.attend(batch, q, layer=1)),
+        (waits, lambda: cache.append(batch, *rows(generator, 3), layer=1)),
+        (waits, lambda: cache.attend(other, q[1:3], layer=1)),  # another batch of some of them
+        (waits, lambda: cache.fork(first)),
+        (waits, lambda: cache.truncate(first, 0)),
+        (waits, cache.state),
+    ]
+    for words, call in refused:
         with pytest.raises(ValueError, match=words):
             call()
     assert [cache.length(handle) for handle in batch.handles] == lengths
     cache.append(batch, *rows(generator, 3), layer=1, full_windows=True)
     cache.pack(batch)
     cache.advance(batch)
+
+
+def test_sequences_that_are_freed_wait_for_nothing(kernels):
+    cache, batch = cache_of()
+    cache.advance(batch)
+    cache.append(batch, *rows(torch.Generator().manual_seed(2), 3), layer=0, full_windows=True)
+    for handle in batch.handles:
+        cache.free(handle)
+    batch.assign(cache.allocate(2))
+    cache.advance(batch, [3, 0])
+    for layer in range(LAYERS):
+        cache.append(batch, *rows(torch.Generator().manual_seed(2), 3), layer=layer)
+    assert len(cache.gather(batch)) == 2 and not cache.table.unpacked
 
 
 def test_full_windows_are_for_one_token_each(kernels):

@@ -5,7 +5,7 @@ A cache's tensors, all on one device (``tilebit.KVCache`` makes and keeps them; 
 block manager of its own passes its own):
 
     pages         int32 [num_pages, heads_kv, page words]   packed tokens (layouts/kv.py), page_size of them a page
-    windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits (128: ``full_windows``)
+    windows       int32 [slots, heads_kv, window words]     a sequence's last 0..127 tokens in 16 bits
     block_tables  int32 [batch, max_pages]                  page of tokens page_size * i ..; unread beyond a sequence's packed tokens
     slots         int32 [batch]                             each sequence's row of windows
     lengths       int32 [batch]                             its tokens; the first floor(length / 128) * 128 are packed
@@ -29,8 +29,8 @@ so starts before the end of the kernel before it, which then counts as preceding
 hides the start of a launch, and decode's first requests to the cache, behind the end of the
 preceding kernel.
 Results are the same. Decode's, append's and pack's kernels for sm_90a start early; elsewhere
-(gather, prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the option
-does nothing.
+(gather, prefill, sm_80 to sm_89, CPU), and where an operand but q, k or v must be copied first, the
+option does nothing.
 
 ``full_windows`` of ``append`` and ``decode``, for steps of one new token a sequence through many
 layers: an append leaves a window that it fills as it is, a decode takes all 128 newest tokens of a

@@ -15,8 +15,8 @@ NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, {parts} in products", 
 
 
 def step_section(folder: Path) -> str:
-    """Each device's steps in the newest process that timed them with weights of their format, with peers and
-    without, with shipped records and tuned in steps; "" without rows."""
+    """Each device's steps in the newest process that timed them with weights of their format beside peers, and
+    in one without where that is newer, with shipped records and tuned in steps; "" without rows."""
     newest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     runs: dict[tuple[Any, ...], str] = {}
     rows = [row for _, row in json_rows(folder, FIELDS)]
@@ -27,7 +27,8 @@ def step_section(folder: Path) -> str:
         cases = newest.setdefault(row["gpu"], {})
         if runs.get(case) != row["run"]:
             runs[case] = row["run"]
-            for key in [key for key in cases if (*key[:3], *key[4:7]) == case[1:]]:
+            replaced = case[1:], (*case[1:-1], False)  # also by a newer process with peers those of one without
+            for key in [key for key in cases if (*key[:3], *key[4:7]) in replaced]:
                 del cases[key]
         cases[(*case[1:4], row["impl"], *kind, row["kv_format"])] = row
     parts = []

@@ -9,8 +9,8 @@ Decode (``attention_decode_bulk`` on sm_90a, ``attention_decode`` on sm_80 and l
 ``block_n`` rows through ``num_stages`` stages of each; ``block_k`` is the head's width.
 ``attention_append``, ``attention_pack``, ``attention_gather``: a block moves groups of ``block_n``
 tokens of one kv head. On a CPU the parallel loop runs over sequences and kv heads (gather: over
-groups, pack: over layers, too, prefill: over rows of queries), and a task works on ``block_n`` tokens at a time; ``num_warps``
-threads share the tasks.
+groups, pack: over layers, too, prefill: over rows of queries), and a task works on ``block_n``
+tokens at a time; ``num_warps`` threads share the tasks.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ Q_BUCKETS = (1, 2, 4, 8, 16)  # of q_len in decode: tokens of a sequence that at
 _OF_SCORES = {"window": 0, "sink_tokens": 0, "sinks": False, "soft_cap": 0.0, "scale": None, "lse": False}
 ROTARY_STEP = 32  # of the channels that are turned
 _NO_NORM: dict[str, Any] = {"norm_eps": 0.0, "norm_offset": 0.0}
+_TURNING: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM}
 # Fields that are absent from what was stored before there were any, and where they say nothing.
-_LATER: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM, "full_windows": False}
-_OF_APPEND: dict[str, Any] = {"rotary": "", "queries": False, "rotary_dim": 0, "qk_norm": False, **_NO_NORM}
+_LATER: dict[str, Any] = {**_TURNING, "full_windows": False}
+_OF_APPEND: dict[str, Any] = {"rotary": "", **_TURNING}
 MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 
@@ -32,11 +33,10 @@ class AttentionWorkload:
     ``op`` is "decode" (``q_len`` newest tokens of each sequence attend to its cache), "append"
     (``q_len`` new rows of k and v a sequence join the cache), "pack" (windows that are full go to
     their pages, in all layers), "gather" (the cache's rows, dequantized) or "prefill" (``q_len``
-    query rows over ``kv_len`` 16-bit rows). ``batch``
-    sequences, ``kv_len`` tokens each with the new ones, and ``q_len`` only choose a schedule:
-    kernels take any. ``heads_q`` query heads in groups over ``heads_kv`` heads of the cache,
-    ``head_dim`` 64, 128 or 256, ``dtype`` that of q, k, v and the output. ``format`` and
-    ``page_size`` (tokens) describe the cache.
+    query rows over ``kv_len`` 16-bit rows). ``batch`` sequences, ``kv_len`` tokens each with the new
+    ones, and ``q_len`` only choose a schedule: kernels take any. ``heads_q`` query heads in groups
+    over ``heads_kv`` heads of the cache, ``head_dim`` 64, 128 or 256, ``dtype`` that of q, k, v and
+    the output. ``format`` and ``page_size`` (tokens) describe the cache.
 
     ``window`` tokens are visible up to each query's own (0: all), and the sequence's first
     ``sink_tokens`` besides; ``sinks``: learned logits join the softmax's denominator; ``soft_cap``

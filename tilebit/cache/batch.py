@@ -26,8 +26,7 @@ class Batch:
     captured CUDA graph sees it. ``handles`` are the sequences, ``counts`` and ``past_lengths`` the
     numbers on the host, ``most_new`` the largest of ``counts``; ``written`` are the layers whose
     new rows have been written, ``unpacked`` those of them whose windows wait for ``KVCache.pack``,
-    ``copied`` says that numbers were copied to the device since the last
-    append.
+    ``copied`` says that numbers were copied to the device since the last append.
 
     The tensors say what was so when the batch was made, or when ``KVCache.advance`` (not ``deferred``),
     ``assign``, ``refresh`` or a method of the cache was last given it. One thread at a time uses a batch. A

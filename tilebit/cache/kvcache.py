@@ -47,22 +47,15 @@ from .calls import (
     flat_rows,
     reject_windows,
     turning_of,
-)  # fmt: skip
+)
 from .counts import whole
 from .memory import CacheMemory
 from .rotary import rotated
 from .sequences import SequenceTable
 from .state import table_state
 
-UNCOPIED = (
-    "memory",
-    "all_pages",
-    "all_windows",
-    "pages",
-    "windows",
-    "head_scales",
-    "_latest",
-)  # by name: their contents are, or they are a thread's
+# By name: their contents are, or they are a thread's.
+UNCOPIED = ("memory", "all_pages", "all_windows", "pages", "windows", "head_scales", "_latest")
 
 
 class _Latest(threading.local):
@@ -364,10 +357,9 @@ class KVCache(CacheMemory):
                 f"layers {left[:8]} were not appended to with full_windows in this step; accepted: pack behind all layers' appends"
             )
         batch.refresh()
-        dependent = dependent and (not batch.copied or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
         ops.PACK(
             self.all_pages, self.all_windows, batch.block_tables, batch.slots, batch.lengths, self.head_scales, self.format.name,
-            self.page_size, self.head_dim, self.dtype, dependent,
+            self.page_size, self.head_dim, self.dtype, dependent and self._settled(batch),
         )  # fmt: skip
         batch.unpacked.clear()
         self.table.unpacked.difference_update(batch.handles)
@@ -606,8 +598,7 @@ class KVCache(CacheMemory):
     ) -> Tensor | None:
         """One layer's rows, to their places; the turned queries, if there are any."""
         batch.refresh()
-        # an append reads lengths and tables before the preceding kernel has ended; a graph's copies have, when it is launched
-        dependent = dependent and (not batch.copied or (k.is_cuda and torch.cuda.is_current_stream_capturing()))
+        dependent = dependent and self._settled(batch)
         batch.copied = False
         operands = (
             k, v, batch.cu_seqlens, batch.lengths, batch.block_tables, batch.slots, self.pages[layer], self.windows[layer],
@@ -627,6 +618,12 @@ class KVCache(CacheMemory):
             batch.unpacked.add(layer)
             self.table.unpacked.update(batch.handles)
         return out
+
+    def _settled(self, batch: Batch) -> bool:
+        """Whether lengths and tables are older than the preceding kernel, for a launch that reads them before
+        that has ended: no copies to them came since the last append, or they are a graph's, which have
+        ended when it is launched."""
+        return not batch.copied or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
     def _history(self, batch: Batch, layer: int) -> tuple[Tensor, Tensor] | None:
         """Room for the rows that new tokens attend to, sequence after sequence (``batch.cu_kv``), with what

@@ -40,9 +40,9 @@ class SequenceTable:
     tokens and ``slots`` windows; no sequence takes more than ``max_pages`` pages.
 
     Handles are integers that are never used twice; ``unpacked`` are those whose windows wait for
-    ``KVCache.pack``. Every method does all that it says or raises and
-    changes nothing. ``version`` grows with every change. Threads that share a table hold ``lock``
-    around its methods, and around what must go with them (copies of pages).
+    ``KVCache.pack``. Every method does all that it says or raises and changes nothing. ``version``
+    grows with every change. Threads that share a table hold ``lock`` around its methods, and around
+    what must go with them (copies of pages).
     """
 
     def __init__(self, num_pages: int, slots: int, page_size: int, max_pages: int) -> None:

@@ -37,10 +37,10 @@ class Preparation:
     def _find(self) -> None:
         """One kernel after another, as long as there are any, with a compiler of this thread's."""
         with one_compiler():
-            while self._waiting:
+            while True:
                 try:
                     (workload, target), build = self._waiting.popleft()
-                except IndexError:  # another thread had the last one
+                except IndexError:
                     return
                 try:
                     build.set_result(find_kernel(workload, target))

@@ -59,7 +59,7 @@ def compile(
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
     "gate" (gate and up apply the activation; they hold a second copy of their weights, whose rows
-    lie in turn; on an H200 it saves 2 to 4 % of a step up to 16 sequences), "residual" (o and down
+    lie in turn; on an H200 it saves 1 to 4 % of a step up to 16 sequences), "residual" (o and down
     add to the residual stream) and "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a
     "residual"). The last two save nothing that shows at one sequence, and cost time at 16 and more
     (results/notes/step-parts.md). Sums are then rounded once where they were rounded twice. Packs

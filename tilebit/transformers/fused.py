@@ -72,10 +72,10 @@ def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBl
 class FusedStep(nn.Module):
     """New tokens for each row of a batch: one each (``forward``), or those of a prompt (``prompt``). A step
     takes nine kernels a layer, eleven with norms after attention and MLP, and one behind all layers
-    that packs the windows it filled: until then their tokens are read in 16 bits. Where products take int8 x,
-    norms and gates write its codes: one kernel more, which quantizes what attention gives. Where they
-    do all ``parts`` there are six. Kernels are launched before their
-    predecessors end (``dependent``), weights are read where the model has them.
+    that packs the windows it filled: until then their tokens are read in 16 bits. Where products take
+    int8 x, norms and gates write its codes: one kernel more, which quantizes what attention gives.
+    Where they do all ``parts`` there are six. Kernels are launched before their predecessors end
+    (``dependent``), weights are read where the model has them.
 
     Sums of the residual stream are rounded to the model's dtype, norms and rotary embeddings are
     computed in fp32 and rounded once, codes not before: where the model rounds between, logits differ

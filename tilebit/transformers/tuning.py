@@ -66,10 +66,10 @@ def tune(
     Each product is first tuned by itself, not ``dependent``, as ``tilebit tune`` does: kernels are
     verified, and what has a record is not measured again; ``budget_s`` seconds, shared by the batch
     sizes, ``jobs`` and ``max_candidates`` are for that. Then the fastest few of each take its place in
-    the step, in turn. The fastest of them is said to take what it takes alone, the others as much plus what a step takes longer
-    with them than with that one, for each call of the product. ``store`` (default: the user's records)
-    keeps the records, of the ``dependent`` product: the model's next step uses what was found, and calls
-    of the product by itself do not. Those that are there are measured again in a later call.
+    the step, in turn. The record of the fastest alone keeps its time, the others' say as much plus what
+    a step takes longer with them than with that one, for each call of the product. ``store`` (default:
+    the user's records) keeps the records, of the ``dependent`` product: the model's next step uses what
+    was found, and calls of the product by itself do not. A later call measures them again.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that do not fit, before anything is measured,
     and what the tuner raises (``autotune.tune``)."""

@@ -24,9 +24,9 @@ COMPILERS = {"tilelang", "tvm"}
 
 
 class _TvmWithoutTorch:
-    """Imports TVM as where torch is not installed, once: it would import torch for the tensors of
-    calls, of which a compile has none, and for two thirds of the time that its worker takes to start.
-    Afterwards torch is there for whoever imports it; TileLang, which does so first, sees no difference."""
+    """Imports TVM as where torch is not installed, once. It would import torch for the tensors of calls,
+    of which a compile has none, and that is two thirds of the time that a worker takes to start.
+    Afterwards torch is there for whoever imports it. TileLang imports it before TVM, and has it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != "tvm":

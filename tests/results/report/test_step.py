@@ -41,7 +41,8 @@ def test_a_process_without_peers_replaces_its_like_alone(tmp_path: Path) -> None
     """Ratios stay those of one process; steps tuned where they run are kinds of their own."""
     beside = row("tilebit", 2000.0, "2"), row("vllm_kernels", 5000.0, "2")
     later = row("tilebit", 1990.0, "3"), row("tilebit", 1900.0, "4"), row("tilebit", 1800.0, "5", tuned="step")
-    text = section(tmp_path, *beside, *later)
+    text = section(tmp_path, row("tilebit", 2100.0, "1"), *beside, *later)
+    assert "2.10" not in text, "of a process without peers, before one with them"
     assert "| as shipped | 2.00 | 1.90 | - | 2.50x |" in text and "| as shipped | 1.90 | 1.80 | - | - |" in text
     assert "| in steps | 1.80 | 1.70 | - | - |" in text and "1.99" not in text
 

@@ -211,12 +211,8 @@ class _Operand:
             rounded = v.from_float(x, self.w.dtype, LANES)
             return (rounded if self.w.dtype == "bfloat16" else T.reinterpret("uint16x16", rounded)).astype("int32x16")
         if self.kind == "fp8":
-            return to_e4m3(
-                v.held(
-                    x
-                    / splat(self.arg["head_scales"][self.scales_from + (self.head if self.what == "key" else self.head + self.w.heads_kv)])
-                )
-            )
+            at = self.scales_from + (self.head if self.what == "key" else self.head + self.w.heads_kv)
+            return to_e4m3(v.held(x / splat(self.arg["head_scales"][at])))
         if self.scales == "channel":
             scale, zero = (v.load(buffer, i * LANES, LANES) for buffer in (scales, zeros))
         else:

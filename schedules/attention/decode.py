@@ -3,9 +3,10 @@ copies) and ``attention_decode`` (sm_80 and later: cp.async), see ``tiles/attent
 
 The grid is persistent. Its warps take *units* of ``block_n`` tokens of one kv head through rings of
 their own, ``num_stages`` units deep; ``block_m`` columns, (query, head of the group) pairs, are the
-width of a product. All blocks take equal shares of the units of all sequences (Stream-K, Osama et
-al. 2023), so that a block begins and ends inside a *segment* (a sequence, kv head and pass over
-columns): lengths alone decide who adds up what, in which order.
+width of a product. Blocks are dealt *segments* (a sequence, kv head and pass over columns): whole
+ones, or equal parts of one; where that is not fair all take equal shares of the units of all
+sequences (Stream-K, Osama et al. 2023), so that a block begins and ends inside a segment. Lengths
+alone decide who adds up what, in which order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ BARRIER_BYTES = 8
 SUM_PADDING = 4  # floats a column, which keep the warps' partial sums free of bank conflicts
 SPARE_REGISTERS = 44  # of addresses, codes on their way and running maxima
 SCALED_QUERIES = 12  # and of queries that take the keys' channel scales
+PLAN_WORDS = 3  # of shared memory that say how the blocks share the units
 STATIC_SMEM = 64  # the ticket, and where the block's share begins
 # What is tried. 32 x 4,096 tokens on an H200: at 4 bits 39.0 us with 8 warps and 39.6 with 12, at 8
 # bits 70.2 with 8 and 85.3 with 4. Fewer are for shared memory that is short.
@@ -65,11 +67,11 @@ def ring_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
 def shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
     """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial
     results (which have a place of their own: the next piece is requested while they are added up):
-    per column the channels' sums, a maximum and a denominator."""
+    per column the channels' sums, a maximum and a denominator; then PLAN_WORDS."""
     s = schedule
     results = s.num_warps * s.block_m * (workload.head_dim + SUM_PADDING + 2) * 4
     barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
-    return ring_bytes(workload, s) + barriers + results
+    return ring_bytes(workload, s) + barriers + results + 4 * PLAN_WORDS
 
 
 def grid_blocks(schedule: Schedule, target: Target) -> int:

@@ -4,13 +4,14 @@ KV cache.
     o[b, i, h] = sum_t p_t v_t,   p = softmax over the tokens t that query i sees,   s_t = scale * q[b, i, h] . k_t
 
 A cache streams past once, so its bytes decide. Work is counted in units: ``block_n`` packed tokens
-of one key head, or sixteen of its 16-bit window. All units of all sequences stand in one line, and
-each of the persistent blocks takes an equal share of it (stream-k), whatever the lengths are:
-nothing is planned on the host, and a captured graph follows lengths that change on the device. In a
-block each of ``num_warps`` warps streams its units through a ring of ``num_stages`` slots that no
-other warp touches; slots hold a unit's keys and its values by turns. Where a share cuts a
-(sequence, head), the blocks that hold parts of it leave partial results in a workspace and the last
-to arrive adds them up in order: the same input gives the same bits.
+of one key head, or sixteen of its 16-bit window. The persistent blocks are dealt segments, the
+(sequence, head)s: some whole ones each, or an equal part of one, where sequences are enough and
+alike enough. Else all units stand in one line, and each block takes an equal share of it (stream-k),
+whatever the lengths are. Nothing is planned on the host, and a captured graph follows lengths that
+change on the device. In a block each of ``num_warps`` warps streams its units through a ring of
+``num_stages`` slots that no other warp touches; slots hold a unit's keys and its values by turns.
+Blocks that hold parts of one segment leave partial results in a workspace and the last to arrive
+adds them up in order: the same input gives the same bits.
 
 Codes are the tensor cores' A operand as they lie in the cache; the heads that share a key head, and
 the queries of a call, are its n (BitDecoding V-A), ``block_m`` columns at a time: a pass. S^T = K
@@ -49,6 +50,7 @@ from .ring import (
 
 FUNCTIONS = ("pairs", "granule", "page", "sequences", "decode", "request", "softmax", "score", "weighted_sum", "reduce")
 HEADERS = ("ptx/instructions.cuh", "store/split_k.cuh", "pipeline/dependent.cuh", *(f"kv/{name}.cuh" for name in FUNCTIONS))
+PARTS, BLOCKS, TOTAL_UNITS = range(rules.PLAN_WORDS)  # in shared memory: how units are shared out
 LAUNCH_WORDS = 14  # of 64 bits, of what `tilebit::Decode` keeps of the launch
 
 
@@ -80,6 +82,7 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
     tiles, strips, column_tiles = w.head_dim // 16, s.block_n // 16, s.block_m // 8
     blocks_launched = target.units * s.min_blocks
     sums_at = (rules.ring_bytes(w, s) + (warps * stages * rules.BARRIER_BYTES if bulk else 0)) // 4
+    plan_at = rules.shared_bytes(w, s) // 4 - rules.PLAN_WORDS
     scale = w.softmax_scale / w.soft_cap if w.soft_cap > 0 else w.softmax_scale * log2(e)
     batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))
     num_pages, slots, max_pages = (T.dynamic(name) for name in ("num_pages", "num_slots", "max_pages"))
@@ -128,7 +131,7 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
             queries, query_sums = T.alloc_local((tiles * column_tiles * 2,), "uint32"), T.alloc_local((column_tiles * 2,), "float32")
             scores = T.alloc_local((strips * column_tiles * 4,), "float32")
             state = T.alloc_local((tiles * column_tiles * 4 + column_tiles * 6,), "float32")  # O, maxima, sums, zeros
-            total, blocks, begin, end, x, unit = (T.alloc_var("int32") for _ in range(6))
+            total, blocks, parts, begin, x, unit = (T.alloc_var("int32") for _ in range(6))
             first, shares, sequence = (T.alloc_var("int32") for _ in range(3))
             scaled, waited = T.alloc_var("int32"), T.alloc_var("int32", init=0) if bulk else None
             warp = T.get_thread_binding() // 32
@@ -142,12 +145,19 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                 call("Decode::open_ring", launch)
                 T.sync_warp()
 
-            # the block's share of the line of all units
+            # the block's share: whole segments, or an equal part of one, or of the line of all units
             total = call("Decode::count", launch, line, returns="int32")
-            blocks = call("Decode::sharers", launch, total, returns="int32")
-            begin = share(total, T.min(block, blocks), blocks)
-            end = T.if_then_else(block < blocks, share(total, block + 1, blocks), begin)
-            call("Decode::find", launch, line, begin, end, here)
+            blocks = T.max(1, T.min(blocks_launched, T.truncdiv(total, warps)))  # each has a unit for every warp
+            parts = call("Decode::parts", launch, total, blocks, returns="int32")
+            if parts > 0:
+                begin = call("Decode::deal", launch, block, blocks, parts, here, returns="int32")
+            else:
+                begin = share(total, T.min(block, blocks), blocks)
+                call("Decode::find", launch, line, begin, share(total, T.min(block + 1, blocks), blocks), here)
+            if T.get_thread_binding() == 0:  # for when segments are finished; registers are short
+                shared[plan_at + PARTS] = parts
+                shared[plan_at + BLOCKS] = blocks
+                shared[plan_at + TOTAL_UNITS] = total
 
             # The warp's ring is filled. The preceding kernel of a dependent launch may write the
             # queries, the window, and what the newest q_len tokens fill of the pages; lengths and
@@ -226,8 +236,12 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
                     2 * block + T.Cast("int32", begin <= here[BASE]), out, lse if w.lse else lengths,
                 )  # fmt: skip
                 if not whole:
-                    first = owner(here[BASE], blocks, total)
-                    shares = owner(here[BASE] + here[TOTAL] - 1, blocks, total) - first + 1
+                    if shared[plan_at + PARTS] > 0:
+                        shares = shared[plan_at + PARTS]
+                        first = block - block % shares
+                    else:
+                        first = owner(here[BASE], shared[plan_at + BLOCKS], shared[plan_at + TOTAL_UNITS])
+                        shares = owner(here[BASE] + here[TOTAL] - 1, shared[plan_at + BLOCKS], shared[plan_at + TOTAL_UNITS]) - first + 1
                     if call("Reduce::last_of", workspace, first, shares, returns="bool"):
                         call("Reduce::add_blocks", launch, here, workspace, first, shares, out, lse if w.lse else lengths)
                 for i in T.unroll(CURSOR_WORDS):

@@ -7,6 +7,7 @@ and what they will overwrite is spoilt when they are issued. What the cache does
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -14,17 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from emulation.device_code import needs_host_compiler
+from emulation.device_code import KernelFault, needs_host_compiler
+from emulation.emulated_program import Edits
 from emulation.generated_attention import GeneratedAttention
 from emulation.planted_attention import once
 from kv_cases import FORMATS, poisoned_problem
 from lanes import one_of_each
 
+from tilebit.autotune.problems import Verdict
 from tilebit.autotune.problems.attention import AttentionProblem
 from tilebit.autotune.problems.attention_verify import AttentionGate
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.decode import ASYNC, BULK
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
@@ -161,3 +165,59 @@ def test_more_blocks_share_a_sequence_than_are_added_at_once(bug: str):
 
     verdict = AttentionGate(*(poisoned_problem(workload, [length], [0], seed) for seed, length in enumerate((1900, 1234)))).verify(run)
     assert verdict.ok == (bug == "as it is"), verdict.reasons
+
+
+SHARED_OUT = {  # lengths of sequences, blocks: partial results that blocks write
+    "a segment a block": ((300, 290), 4, 0),
+    "two segments a block": ((300, 300, 257, 310), 4, 0),
+    "three segments a block, of two sequences": ((300, 300, 290), 2, 0),
+    "two blocks a segment": ((513, 520), 8, 8),
+    "one sequence is much longer": ((513, 40), 4, 5),
+    "blocks would have nothing": ((300, 300, 300), 8, 12),
+    "a segment has fewer units than parts": ((254, 20), 12, 14),
+    "a sequence has nothing": ((300, 0), 4, 4),
+}
+
+
+TWO, THREE, HALVES = "two segments a block", "three segments a block, of two sequences", "two blocks a segment"
+WRONGLY_DEALT = {  # how segments are shared out, a file, what it says and what it would say
+    "the next block's segment": (TWO, "device", "int segment = block / parts * each", "int segment = (block + 1) / parts * each"),
+    "the last segment left out": (TWO, "device", "left = min(each, segments - segment)", "left = min(each, segments - segment - 1)"),
+    "another sequence's left out": (THREE, "device", "left -= here;", "left = 0;"),
+    "a unit that both parts have": (HALVES, "device", "(block % parts + 1) / parts;", "(block % parts + 1) / parts + 1;"),
+    "a part of nothing": ("a segment has fewer units than parts", "device", "units >= found", "units > 0"),
+    "whose ticket it is": (HALVES, "decode.py", "first = block - block % shares", "first = block"),
+}
+
+
+def verdict_of(name: str, edits: Edits | None = None) -> tuple[Verdict, int]:
+    """What the gate says of a kernel that shares ``SHARED_OUT[name]`` out, and the partial results that its last launch left."""
+    lengths, blocks, _ = SHARED_OUT[name]
+    workload = AttentionWorkload("decode", len(lengths), 1, 300, 8, 2, 64, KVFormat.from_name("kv4_channel"), page_size=64, lse=True)
+    schedule = Schedule(BULK, 32, 8, 64, 2, 2)
+    kernel = GeneratedAttention(workload, schedule, replace(target_from_name("sm_90a"), units=blocks), edits, seed=1)
+
+    def run(problem: AttentionProblem, outputs: dict[str, torch.Tensor]) -> None:
+        kernel(problem.named(outputs))
+        if kernel.tickets_left:
+            raise KernelFault("tickets are left behind")
+
+    verdict = AttentionGate(*(poisoned_problem(workload, lengths, [0] * len(lengths), seed) for seed in (5, 6))).verify(run)
+    (workspace,) = kernel.workspaces.values()
+    parts = workspace[TICKETS:].view(2 * blocks, schedule.block_m * (workload.head_dim + 2))
+    return verdict, int((parts != -1).any(1).sum())
+
+
+@pytest.mark.parametrize("name", SHARED_OUT)
+def test_segments_are_cut_where_whole_ones_would_be_unfair(name: str):
+    verdict, parts = verdict_of(name)
+    assert verdict.ok, verdict.reasons
+    assert parts == SHARED_OUT[name][2]
+
+
+@pytest.mark.parametrize("bug", one_of_each(tuple(WRONGLY_DEALT), lambda bug: WRONGLY_DEALT[bug][1]))
+def test_segments_wrongly_dealt_are_found(bug: str):
+    name, file, right, wrong = WRONGLY_DEALT[bug]
+    with suppress(KernelFault):  # is found, too
+        verdict, _ = verdict_of(name, {file: once((right, wrong))})
+        assert not verdict.ok

@@ -180,6 +180,17 @@ const char* run_fibers(Body& work, int blocks) {
 Index index_of(const int32_t* v) { return {v[0], v[1], v[2]}; }
 }  // namespace tilebit_host
 void __syncthreads() { tilebit_host::meet(tilebit_host::meetings[tilebit_host::rank()][0], tilebit_host::block_threads); }
+int __syncthreads_and(int vote) {
+  static bool against[tilebit_host::MAX_BLOCKS];
+  bool& one = against[tilebit_host::rank()];
+  one = false;
+  __syncthreads();
+  one |= vote == 0;
+  __syncthreads();
+  const bool found = one;
+  __syncthreads();  // all have read it
+  return !found;
+}
 void __syncwarp(uint32_t mask) { tilebit_host::collective("syncwarp", nullptr, [](void**) {}, mask); }
 void __threadfence() { tilebit_host::unpublished[tilebit_host::rank()] = tilebit_host::unread[tilebit_host::rank()] = false; }
 uint32_t __ballot_sync(uint32_t mask, int vote) { return tilebit_host::ballot("ballot", mask, vote != 0); }

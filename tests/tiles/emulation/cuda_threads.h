@@ -185,6 +185,7 @@ Index index_of(const int32_t* v);
 
 // Every thread of the block waits for all others.
 void __syncthreads();
+int __syncthreads_and(int vote);  // whether all threads vote for it
 void __syncwarp(uint32_t mask = ~0u);
 // A ticket says that what was stored before is there, and that what others stored may be read: a fence before it, and one after it.
 void __threadfence();

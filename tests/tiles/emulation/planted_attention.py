@@ -164,7 +164,7 @@ BUGS = (
         ("first, shares - 1, threadIdx.x) == shares - 1", "first, shares, threadIdx.x) == shares - 1"), sign="tickets",
     ),
     loop("a unit that no block has", KV4, BULK,
-        ("share(total, block + 1, blocks), begin)", 'share(total, block + 1, blocks) - T.Cast("int32", block == 1), begin)'),
+        ("T.min(block + 1, blocks), blocks), here)", 'T.min(block + 1, blocks), blocks) - T.Cast("int32", block == 1), here)'),
     ),
     loop("nothing to see, no answer", KV4, BULK, ('returns="int32") == 0:', 'returns="int32") < 0:'), sign="length 0"),
     # append

@@ -35,6 +35,8 @@ void votes(uint32_t* out) {
   out[96 + t] = __all_sync(0xffffffffu, t < 32);
   out[128 + t] = __all_sync(0xffffffffu, t != 4);
   out[160 + t] = t & 1 ? __ballot_sync(0xaaaaaaaau, t > 15) : 7u;
+  out[192 + t] = __syncthreads_and(t != 9);
+  out[224 + t] = __syncthreads_and(t < 32);
 }
 void apart() {  // half of the warp at another instruction
   if (threadIdx.x < 16) __shfl_xor_sync(0xffffffffu, 0, 1);
@@ -133,10 +135,10 @@ def test_shuffles(device: DeviceCode):
 
 
 def test_votes(device: DeviceCode):
-    out = np.zeros((6, 32), np.uint32)
+    out = np.zeros((8, 32), np.uint32)
     run(device, "votes", out)
     thirds, odd = sum(1 << i for i in range(0, 32, 3)), sum(1 << i for i in range(17, 32, 2))
-    for row, expected in zip(out, (thirds, 1, 0, 1, 0, np.where(LANES % 2, odd, 7)), strict=True):
+    for row, expected in zip(out, (thirds, 1, 0, 1, 0, np.where(LANES % 2, odd, 7), 0, 1), strict=True):
         assert (row == expected).all()
 
 

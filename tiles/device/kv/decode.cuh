@@ -119,16 +119,46 @@ struct Decode : S {
     view<Line>(line) = line_up<THREADS>(d.batch, [&](int b) { return d.units(d.lengths[b]).total * d.heads * d.passes; });
     return view<Line>(line).total;
   }
-  // How many blocks share `total` units. All at least have a unit for every warp. Where all
-  // sequences are alike, a few fewer blocks than the grid has are taken if none of them then cuts a
-  // segment that it could have had as a whole, or in equal parts with others (128 x 1,024 tokens at
-  // 4 bits, with queries that are loaded a piece ahead: 57 us, so 43; H200).
-  __device__ __forceinline__ static int sharers(const void* launch, int total) {
+  // How many of `blocks` blocks share a segment, where each is dealt one part of one segment or some
+  // whole ones, so that none has parts of two; 0: they take equal shares instead, because too many
+  // of them would have nothing, or one would have SLACK turns of its warps more than the mean. A cut
+  // costs a meeting of a block's warps, and a ticket (16 x about 4,096 tokens at 4 bits, a segment a
+  // block: 26.3 us, so 23.2; H200).
+  static constexpr int SLACK = 2;
+  __device__ __forceinline__ static int parts(const void* launch, int total, int blocks) {
     const Decode& d = view<Decode>(launch);
-    const int most = max(1, min(int(gridDim.x), total / WARPS)), segments = d.batch * d.heads * d.passes;
-    if (segments == 0 || total % segments != 0) return most;
-    const int each = (segments + most - 1) / most, even = segments <= most ? most - most % segments : segments / each;
-    return segments % each == 0 && even * 8 >= most * 7 ? even : most;
+    const int segments = d.batch * d.heads * d.passes;
+    if (segments == 0) return 0;
+    const int found = max(1, blocks / segments), each = (segments + blocks - 1) / blocks, used = segments * found / each;
+    if (used * 8 < blocks * 7) return 0;
+    bool fair = true;
+    for (int b = threadIdx.x; b < d.batch; b += THREADS) {
+      const int units = d.units(d.lengths[b]).total;
+      fair = fair && units >= found && int64_t((units + found - 1) / found * each - SLACK * WARPS) * used <= total;
+    }
+    return __syncthreads_and(fair) ? found : 0;
+  }
+  // The first segment that `block` is dealt of those that are in `parts` parts each; the units of
+  // its share, the first of which is returned, are counted from this segment on.
+  __device__ __forceinline__ static int deal(const void* launch, int block, int blocks, int parts, int* cursor) {
+    const Decode& d = view<Decode>(launch);
+    const int of_sequence = d.heads * d.passes, segments = d.batch * of_sequence, each = (segments + blocks - 1) / blocks;
+    int segment = block / parts * each, left = min(each, segments - segment), from = 0;
+    Cursor c = {};
+    if (left > 0) {
+      c.sequence = segment / of_sequence, segment %= of_sequence;
+      c.head = segment / d.passes, c.pass = segment % d.passes, c.u = d.units(d.lengths[c.sequence]);
+      if (parts > 1) {
+        from = c.u.total * (block % parts) / parts, c.end = c.u.total * (block % parts + 1) / parts;
+      } else {
+        for (int b = c.sequence; left > 0; ++b, segment = 0) {
+          const int here = min(left, of_sequence - segment);
+          c.end += here * d.units(d.lengths[b]).total, left -= here;
+        }
+      }
+    }
+    view<Cursor>(cursor) = c;
+    return from;
   }
   // The segment of unit `begin`, of a share that ends with unit `end`.
   __device__ __forceinline__ static void find(const void* launch, const int* line, int begin, int end, int* cursor) {

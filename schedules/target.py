@@ -55,6 +55,11 @@ class Target:
         """That an SM holds at once, however small they are."""
         return {"sm_86": 16, "sm_89": 24}.get(self.arch, 32)
 
+    def smem_alone(self, blocks: int) -> int:
+        """Fewest bytes of shared memory, a multiple of 16, that a block asks for so that no more than
+        ``blocks`` of its kind are on an SM at once."""
+        return -(-(self.smem_per_sm // (blocks + 1) - self.BLOCK_SMEM + 1) // 16) * 16
+
     @property
     def is_cuda(self) -> bool:
         return self.arch.startswith("sm_")

@@ -39,7 +39,9 @@ STATIC_SMEM = 64  # the ticket, and where the block's share begins
 # bits 70.2 with 8 and 85.3 with 4. Fewer are for shared memory that is short.
 WARPS_PER_SM = ((8, 12), (4, 16), (1, 4))
 IN_FLIGHT = (64 << 10, 80 << 10, 104 << 10, 144 << 10)  # bytes of the cache requested per SM; the knee lies in the first ones (H200)
-MIN_BLOCKS = (1, 2, 3, 4)
+# 64 x about 4,096 tokens at 4 bits behind an append that is launched early: three blocks an SM take
+# 92.9 us, two 75.2, four 73.8 (H200).
+MIN_BLOCKS = (1, 2, 4)
 NUM_WARPS = (4, 8, 2, 6, 12, 16)
 ENOUGH = 8  # candidates
 
@@ -64,14 +66,19 @@ def ring_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
     return schedule.num_warps * schedule.num_stages * slot_bytes(workload, schedule)
 
 
-def shared_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
+def shared_bytes(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
     """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial
     results (which have a place of their own: the next piece is requested while they are added up):
-    per column the channels' sums, a maximum and a denominator; then PLAN_WORDS."""
+    per column the channels' sums, a maximum and a denominator; then PLAN_WORDS.
+
+    ``attention_decode_bulk`` asks for so much that no more than ``min_blocks`` blocks fit on an SM:
+    those of a dependent launch start early, and the kernel waits for the SM that got the most.
+    """
     s = schedule
     results = s.num_warps * s.block_m * (workload.head_dim + SUM_PADDING + 2) * 4
     barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
-    return ring_bytes(workload, s) + barriers + results + 4 * PLAN_WORDS
+    needed = ring_bytes(workload, s) + barriers + results + 4 * PLAN_WORDS
+    return max(needed, target.smem_alone(s.min_blocks)) if s.program == BULK else needed
 
 
 def grid_blocks(schedule: Schedule, target: Target) -> int:
@@ -108,7 +115,7 @@ def decode_legal(workload: AttentionWorkload, schedule: Schedule, target: Target
     s = schedule
     ranges = {"num_stages": STAGES, "num_warps": (1, MAX_WARPS), "min_blocks": (1, MAX_MIN_BLOCKS)}
     reasons = field_reasons(workload, s, {"block_n": BLOCK_N, "block_m": BLOCK_M}, ranges)
-    return reasons or resource_reasons(s, target, shared_bytes(workload, s) + STATIC_SMEM, registers_needed(workload, s), 255)
+    return reasons or resource_reasons(s, target, shared_bytes(workload, s, target) + STATIC_SMEM, registers_needed(workload, s), 255)
 
 
 def decode_candidates(program: str, workload: AttentionWorkload, target: Target) -> list[Schedule]:

@@ -163,8 +163,8 @@ def shared_words(workload: Workload, schedule: Schedule, target: Target) -> int:
     s = schedule
     quads = quads_of_block(workload, s) + squares_quads(workload, s)
     exchanged = 16 + s.split_k * quads * 16 if s.program == BULK and s.split_k > 1 else 0
-    alone = target.smem_per_sm // (s.min_blocks + 1) - target.BLOCK_SMEM + 16 if s.program == BULK else 0
-    return max(exchange_at(workload, s) + exchanged // 4, -(-alone // 16) * 4)
+    alone = target.smem_alone(s.min_blocks) if s.program == BULK else 0
+    return max(exchange_at(workload, s) + exchanged // 4, alone // 4)
 
 
 def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:

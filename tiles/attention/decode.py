@@ -82,7 +82,7 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
     tiles, strips, column_tiles = w.head_dim // 16, s.block_n // 16, s.block_m // 8
     blocks_launched = target.units * s.min_blocks
     sums_at = (rules.ring_bytes(w, s) + (warps * stages * rules.BARRIER_BYTES if bulk else 0)) // 4
-    plan_at = rules.shared_bytes(w, s) // 4 - rules.PLAN_WORDS
+    plan_at = rules.shared_bytes(w, s, target) // 4 - rules.PLAN_WORDS
     scale = w.softmax_scale / w.soft_cap if w.soft_cap > 0 else w.softmax_scale * log2(e)
     batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))
     num_pages, slots, max_pages = (T.dynamic(name) for name in ("num_pages", "num_slots", "max_pages"))
@@ -124,7 +124,7 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
         with T.Kernel(blocks_launched, threads=warps * 32) as block:
             T.import_source(f"{functions}\n{decode_source(w, s)}")
             T.annotate_min_blocks_per_sm(s.min_blocks)
-            shared = T.alloc_shared((rules.shared_bytes(w, s) // 4,), "int32")  # rings, barriers, sums of the warps
+            shared = T.alloc_shared((rules.shared_bytes(w, s, target) // 4,), "int32")  # rings, barriers, sums of the warps
             launch, line = T.alloc_local((LAUNCH_WORDS,), "int64"), T.alloc_local((2,), "int32")
             here, ahead, after = (T.alloc_local((CURSOR_WORDS,), "int32") for _ in range(3))
             wanted, ring = T.alloc_local((WANTED_WORDS,), "int32"), T.alloc_local((RING_WORDS,), "int32")

@@ -128,8 +128,8 @@ def test_slots_hold_units_and_windows(name, block_n):
     assert slot >= max(attention_decode.unit_bytes(workload, schedule)) and slot % 16 == 0
     assert slot >= 16 * 128 * 2, "sixteen keys or values of the residual window"
     ring = attention_decode.ring_bytes(workload, schedule)
-    assert ring == 4 * 4 * slot <= attention_decode.shared_bytes(workload, schedule)
-    assert attention_decode.shared_bytes(workload, replace(schedule, block_m=32)) - ring >= 4 * 32 * (128 + 4) * 4
+    assert ring == 4 * 4 * slot <= attention_decode.shared_bytes(workload, schedule, H200)
+    assert attention_decode.shared_bytes(workload, replace(schedule, block_m=32), H200) - ring >= 4 * 32 * (128 + 4) * 4
 
 
 def test_workspaces_do_not_depend_on_sizes():

@@ -127,7 +127,7 @@ def clustered_split(schedule: Schedule) -> bool:
 
     ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without
     one (4096 x 14336 at m = 64, 32 of them: 37.8 us, two waves; 22.7 through a workspace, H200);
-    for two it saves up to 15 % (4096 x 4096, m = 256: 20.8 us, so 17.5)."""
+    for two it saves up to 15 % (4096 x 4096, m = 256: from 20.8 us to 17.5)."""
     return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == WGMMA.program and schedule.split_k == 2))
 
 

@@ -24,10 +24,10 @@ ARCHES = {ASYNC: ("sm_80", "sm_86", "sm_89", "sm_90a"), BULK: ("sm_90a",)}
 # Of W that one warp holds: the first that divides block_n (at 64, sums and products for 16 rows of
 # x take 64 registers). A warp of 80, 112 or 48 reads from two packed records of 64 rows or three.
 # So n with a factor of five or three fills a wave by blocks of one warp's rows (in alternation, m =
-# 1, H200: 10240 x 8192 13.7 us, so 12.6; 6144 x 4096 6.8, so 5.9; 5120 x 27648 20.8, so 20.0, and
-# 27.6 where warps of 16 share 80), n with a factor of seven by one or two warps' rows (57344 x
-# 8192, m = 16: beside other kernels, at the power limit, 71.4 us by blocks of 224 and 75.5 of 512,
-# but alone 69.4 and 63.6).
+# 1, H200: 10240 x 8192 from 13.7 us to 12.6; 6144 x 4096 from 6.8 to 5.9; 5120 x 27648 from 20.8
+# to 20.0, but 27.6 where warps of 16 share 80), n with a factor of seven by one or two warps' rows
+# (57344 x 8192, m = 16: beside other kernels, at the power limit, 71.4 us by blocks of 224 and 75.5
+# of 512, but alone 69.4 and 63.6).
 WARP_ROWS = (64, 80, 112, 48, 32, 16)
 MAX_M = 16  # largest m for which these programs are tried: beyond it a tile reads W again
 MAX_BLOCK_N = 512

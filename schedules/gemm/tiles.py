@@ -46,8 +46,8 @@ MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
 # Strips of the tiles of a last wave, where there are not many whole ones before it. Beside
-# stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 197.7 us, so 193.0; 10240 x
-# 8192, m = 1024: 265.2, so 260.1, but m = 512, a wave and a fifth: 133.0, so 141.2.
+# stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 193.0 us where stream_k takes
+# 197.7; 10240 x 8192, m = 1024: 260.1 and 265.2, but m = 512, a wave and a fifth: 141.2 and 133.0.
 TAIL_WAVES = 8
 SHARED_INT8_M = 128  # columns of a tile of int32 sums that stream_k shares; of more, and of two blocks an SM, 101 of 103 kernels spilled
 NARROW = 64  # rows of W of the narrowest tile

@@ -27,7 +27,7 @@ class Own:
     cache policy of bulk copies.
 
     Found anew for every step, requests were 146 of a step's 711 instructions (5120 x 27648 at m =
-    16: 28.6 us, so 26.6, with copies by an elected lane and scales by ldmatrix; H200).
+    16: 28.6 us, now 26.6, with copies by an elected lane and scales by ldmatrix; H200).
     """
 
     lane: Any
@@ -46,7 +46,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
 
     ``shared`` is the block's one buffer of 32-bit words. One, because TileLang starts buffers at
     any multiple of 16 bytes, and bulk copies to places off a line of 128 are slow (57344 x 8192 at
-    m = 1 with weights 272 bytes into a slot: 64.7 us, so 58.5; H200).
+    m = 1: 64.7 us with weights 272 bytes into a slot, 58.5 at a line; H200).
     """
     import tilelang.language as T
 
@@ -146,7 +146,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     @T.macro
     def request_parameters(scales, zeros, shared, own, step, slot):
         """The warp's scales and zero points of a step. Not by bulk copies: so small ones cost the
-        weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, so 63.9, H200). The last step may
+        weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, not 63.9; H200). The last step may
         reach past k: no scale is there, and what is could be a NaN."""
         if groups:
             group = step * s.block_k // workload.format.group_size

@@ -123,7 +123,7 @@ struct Decode : S {
   // whole ones, so that none has parts of two; 0: they take equal shares instead, because too many
   // of them would have nothing, or one would have SLACK turns of its warps more than the mean. A cut
   // costs a meeting of a block's warps, and a ticket (16 x about 4,096 tokens at 4 bits, a segment a
-  // block: 26.3 us, so 23.2; H200).
+  // block: 23.2 us, cut 26.3; H200).
   static constexpr int SLACK = 2;
   __device__ __forceinline__ static int parts(const void* launch, int total, int blocks) {
     const Decode& d = view<Decode>(launch);

@@ -28,7 +28,7 @@ struct Granule {
   // Of integer codes, the highest, about the middle one, and minus that as an A operand: what sums
   // must be centered on. Sums of plain codes are hundreds of times what remains of them when the
   // zeros are added, and the tensor cores cut off what they round (131,072 tokens, 8 bits: error
-  // 7.7e-3, so 4e-4).
+  // 7.7e-3 without, 4e-4 with it).
   static constexpr bool CENTERED = has_zero(KIND);
   static constexpr int HIGHEST = CENTERED ? (1 << (BITS % 16)) - 1 : 0, MIDDLE = (HIGHEST + 1) / 2;
   __device__ __forceinline__ static constexpr uint32_t minus_middle(int i) {

@@ -69,6 +69,18 @@ def test_each_block_costs_a_kilobyte_more(workload: Workload | AttentionWorkload
         assert f"{schedule.min_blocks} blocks need {least} bytes of an SM's shared memory, {few} are there" in reason
 
 
+EARLY = ("gemm_stream_bulk", "attention_decode_bulk")  # programs whose blocks start early, and would crowd an SM that is free
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("program", EARLY)
+def test_one_block_more_than_meant_does_not_fit(program: str, blocks: int):
+    workload, schedule = next((w, replace(s, num_stages=2, num_warps=2, min_blocks=blocks)) for w, s in CASES if s.program == program)
+    assert legal(workload, schedule, H200) == []
+    asked = ASKED[program](workload, schedule, H200) + 1024
+    assert blocks * asked <= H200.smem_per_sm < (blocks + 1) * asked
+
+
 def test_every_program_that_shares_an_sm_has_a_case():
     # append and gather take what memory they take: their schedules have no min_blocks
     rest = {name for name, rule in programs(arch="sm_90a").items() if "min_blocks" in rule.reads}

@@ -27,7 +27,7 @@ class Own:
     cache policy of bulk copies.
 
     Found anew for every step, requests were 146 of a step's 711 instructions (5120 x 27648 at m =
-    16: 28.6 us, now 26.6, with copies by an elected lane and scales by ldmatrix; H200).
+    16: 28.6 us; found once, with copies by an elected lane and scales by ldmatrix, 26.6; H200).
     """
 
     lane: Any
@@ -146,8 +146,8 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     @T.macro
     def request_parameters(scales, zeros, shared, own, step, slot):
         """The warp's scales and zero points of a step. Not by bulk copies: so small ones cost the
-        weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us, not 63.9; H200). The last step may
-        reach past k: no scale is there, and what is could be a NaN."""
+        weights 5 % of their rate (57344 x 8192 at m = 1: 67.7 us with them, 63.9 without; H200). The
+        last step may reach past k: no scale is there, and what is could be a NaN."""
         if groups:
             group = step * s.block_k // workload.format.group_size
             for i in T.unroll(-(-chunks // 32)):

@@ -66,6 +66,14 @@ def ring_bytes(workload: AttentionWorkload, schedule: Schedule) -> int:
     return schedule.num_warps * schedule.num_stages * slot_bytes(workload, schedule)
 
 
+def results_at(workload: AttentionWorkload, schedule: Schedule) -> int:
+    """The byte of shared memory from which on the warps' partial results lie: behind the rings and a
+    barrier for every slot, where loads of 16 bytes may begin."""
+    s = schedule
+    barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
+    return -(-(ring_bytes(workload, s) + barriers) // 16) * 16
+
+
 def shared_bytes(workload: AttentionWorkload, schedule: Schedule, target: Target) -> int:
     """Dynamic shared memory of a block: the rings, a barrier for every slot, and the warps' partial
     results (which have a place of their own: the next piece is requested while they are added up):
@@ -76,8 +84,7 @@ def shared_bytes(workload: AttentionWorkload, schedule: Schedule, target: Target
     """
     s = schedule
     results = s.num_warps * s.block_m * (workload.head_dim + SUM_PADDING + 2) * 4
-    barriers = s.num_warps * s.num_stages * BARRIER_BYTES if s.program == BULK else 0
-    needed = ring_bytes(workload, s) + barriers + results + 4 * PLAN_WORDS
+    needed = results_at(workload, s) + results + 4 * PLAN_WORDS
     return max(needed, target.smem_alone(s.min_blocks)) if s.program == BULK else needed
 
 

@@ -81,7 +81,7 @@ def build_with(functions: str, workload: AttentionWorkload, schedule: Schedule, 
     warps, stages, bulk = s.num_warps, s.num_stages, s.program == rules.BULK
     tiles, strips, column_tiles = w.head_dim // 16, s.block_n // 16, s.block_m // 8
     blocks_launched = target.units * s.min_blocks
-    sums_at = (rules.ring_bytes(w, s) + (warps * stages * rules.BARRIER_BYTES if bulk else 0)) // 4
+    sums_at = rules.results_at(w, s) // 4
     plan_at = rules.shared_bytes(w, s, target) // 4 - rules.PLAN_WORDS
     scale = w.softmax_scale / w.soft_cap if w.soft_cap > 0 else w.softmax_scale * log2(e)
     batch, q_len, words = (T.dynamic(name) for name in ("batch", "q_len", "words"))

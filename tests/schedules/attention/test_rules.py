@@ -132,6 +132,15 @@ def test_slots_hold_units_and_windows(name, block_n):
     assert attention_decode.shared_bytes(workload, replace(schedule, block_m=32), H200) - ring >= 4 * 32 * (128 + 4) * 4
 
 
+@pytest.mark.parametrize(("warps", "stages"), [(3, 3), (1, 5), (4, 3), (9, 2)])
+def test_results_lie_where_loads_of_16_bytes_may_begin(warps, stages):
+    """Behind the barriers, of which odd numbers of warps and stages have an odd number."""
+    schedule = replace(GOOD, program=attention_decode.BULK, num_warps=warps, num_stages=stages)
+    ring, at = attention_decode.ring_bytes(W, schedule), attention_decode.results_at(W, schedule)
+    assert at % 16 == 0 and ring + 8 * warps * stages <= at < ring + 8 * warps * stages + 16
+    assert attention_decode.results_at(W, replace(schedule, program=attention_decode.ASYNC)) == ring
+
+
 def test_workspaces_do_not_depend_on_sizes():
     words = workspace_words(W, replace(GOOD, min_blocks=2), H200)
     assert words == TICKETS + 132 * 2 * 2 * 8 * (128 + 2)

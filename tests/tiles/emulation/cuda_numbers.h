@@ -65,7 +65,7 @@ inline double fused(double a, double b, double c) {
 }
 
 template <typename T>
-struct Pair {
+struct alignas(4) Pair {
   T x, y;
 };
 
@@ -75,22 +75,23 @@ using half = tilebit_host::Float16<10, -14, 0x7c00>;
 using __nv_bfloat16 = tilebit_host::Float16<7, -126, 0x7f80>;
 using half2 = tilebit_host::Pair<half>;
 using __nv_bfloat162 = tilebit_host::Pair<__nv_bfloat16>;
-struct uint2 {
+// As wide as CUDA aligns them: a pointer to one that is not is a fault (cuda_shim.cc).
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct int2 {
+struct alignas(8) int2 {
   int32_t x, y;
 };
-struct int4 {
+struct alignas(16) int4 {
   int32_t x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
 

@@ -22,7 +22,8 @@ from .ptx import host_source
 SHIM = Path(__file__).with_name("cuda_shim.h")
 # Hidden: else an inline variable of two libraries is one, and a planted bug's constant the sound kernel's.
 FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-fvisibility=hidden")
-OURS, THEIRS = "-O2", "-O0"  # the shim is compiled once and runs all the time; device code is compiled anew for each bug and runs little
+# The shim is compiled once and runs all the time; device code is compiled anew for each bug and runs little.
+OURS, THEIRS = ("-O2",), ("-O0", "-fsanitize=alignment")
 EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 # __CUDA_ARCH__ of the paths that each program's kernels take
 CUDA_ARCH = {
@@ -122,8 +123,8 @@ def _shim() -> tuple[Path, Path]:
     with alone_at(header):
         if not bodies.exists():
             header.write_text(f'#include "{SHIM}"\n')
-            _run(THEIRS, "-x", "c++-header", str(header), "-o", f"{header}.gch")
-            _run(OURS, "-c", str(SHIM.with_suffix(".cc")), "-o", f"{bodies}.new")
+            _run(*THEIRS, "-x", "c++-header", str(header), "-o", f"{header}.gch")
+            _run(*OURS, "-c", str(SHIM.with_suffix(".cc")), "-o", f"{bodies}.new")
             os.replace(f"{bodies}.new", bodies)  # last and whole: it says that the others are there
     return header, bodies
 
@@ -143,7 +144,8 @@ def build(source: str) -> ctypes.CDLL:
         if not library.exists():
             own = library.with_suffix(".cc")
             own.write_text(host_source(source.replace("#pragma once", "")).replace('extern "C" ', f"{EXPORTED} "))
-            _run(THEIRS, "-shared", *_linker(), "-include", str(header), str(own), str(bodies), "-o", f"{own}.so")
+            _run(*THEIRS, "-c", "-include", str(header), str(own), "-o", f"{own}.o")
+            _run("-shared", *_linker(), f"{own}.o", str(bodies), "-o", f"{own}.so")  # without the sanitizer, whose library is not needed
             os.replace(f"{own}.so", library)
     return ctypes.CDLL(str(library))
 

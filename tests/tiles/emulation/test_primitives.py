@@ -90,6 +90,11 @@ void loads(const uint4* in, uint32_t* out, int first) {
   out[threadIdx.x] = v.x + v.y + v.z + v.w;
 }
 void stores(float4* out, int first) { __stcg(out + first + threadIdx.x, make_float4(1, 2, 3, float(threadIdx.x))); }
+void four_floats(float* to, int at) { *reinterpret_cast<float4*>(to + at + threadIdx.x * 4) = make_float4(1, 2, 3, 4); }
+void two_floats(const float* from, float* to, int at) {
+  const float2 v = *reinterpret_cast<const float2*>(from + at + threadIdx.x * 2);
+  to[threadIdx.x] = v.x + v.y;
+}
 void matrix_row(const void* in, uint32_t* out, int shift) {
   const uint32_t address = uint32_t(__cvta_generic_to_shared(in)) + (threadIdx.x & 7) * 16 + shift;
   uint32_t r[4];
@@ -100,7 +105,7 @@ void matrix_row(const void* in, uint32_t* out, int shift) {
 """
 NAMES = (
     "shuffles", "votes", "apart", "outside", "foreign", "endless", "missing", "transpose", "counted", "turned", "functions", "rounded",
-    "pairs", "loads", "stores", "matrix_row",
+    "pairs", "loads", "stores", "four_floats", "two_floats", "matrix_row",
 )  # fmt: skip
 VALUES = np.array([-3.75, -1.5, -2.5, -0.5, 0.5, 1.5, 2.5, 0.1, 0.3, 7, 60, -60, 1e-3, 3.5e4, 1e-6, 2.0**-20, *np.linspace(-9, 9, 16)])
 
@@ -254,6 +259,18 @@ def test_global_memory_ends_where_its_tensors_end(device: DeviceCode):
     for name, arguments in (("loads", (words, out, 1)), ("stores", (words, 1))):
         with pytest.raises(KernelFault, match="past the ends"):
             run(device, name, *arguments, place=inside)
+
+
+def test_vectors_are_aligned_as_a_gpu_wants_them(device: DeviceCode):
+    memory, out = np.zeros(256, np.float32), np.zeros(32, np.float32)
+    memory = memory[-memory.ctypes.data % 16 // 4 :]
+    run(device, "four_floats", memory, 4)
+    np.testing.assert_array_equal(memory[:136].reshape(34, 4)[1:33], [[1, 2, 3, 4]] * 32)
+    run(device, "two_floats", memory, out, 6)
+    np.testing.assert_array_equal(out, [7, 3] * 16)
+    for name, arguments in (("four_floats", (memory, 6)), ("two_floats", (memory, out, 7))):
+        with pytest.raises(KernelFault, match="not aligned to its type"):
+            run(device, name, *arguments)
 
 
 def test_shared_addresses_are_aligned(device: DeviceCode):

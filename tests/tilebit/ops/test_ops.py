@@ -562,15 +562,19 @@ def test_peak_memory_is_the_output_and_the_workspace():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (512, 4096)])
 def test_host_time_of_a_call(n, k):
-    """With and without a workspace: the longer k is split."""
+    """With and without a workspace (the longer k is split), in turn with torch's product of these sizes, which a busy machine slows down,
+    too."""
     x, packed, _, _ = exact(workload(FORMATS[0], 1, n, k), arch=gpu_arch(), device="cuda")
+    dense = torch.zeros(n, k, dtype=x.dtype, device="cuda")
     tilebit.prepare(packed, m=[1])
-    tilebit.gemm(x, packed)
-    best = float("inf")
+    calls = {"tilebit": lambda: tilebit.gemm(x, packed), "torch": lambda: torch.nn.functional.linear(x, dense)}
+    best = dict.fromkeys(calls, float("inf"))
     for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):
-            tilebit.gemm(x, packed)
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best <= 10e-6, f"{best * 1e6:.1f} us"
+        for name, call in calls.items():
+            call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - start) / 200)
+    assert best["tilebit"] <= best["torch"], best

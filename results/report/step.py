@@ -15,20 +15,22 @@ NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, {parts} in products", 
 
 
 def step_section(folder: Path) -> str:
-    """Each device's steps in the newest process that timed them with weights of their format beside peers, and
-    in one without where that is newer, with shipped records and tuned in steps; "" without rows."""
+    """Each device's steps over each cache in the newest process that timed them with weights of their format
+    beside peers, and in one without where that is newer, with shipped records and tuned in steps; "" without
+    rows."""
     newest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     runs: dict[tuple[Any, ...], str] = {}
     rows = [row for _, row in json_rows(folder, FIELDS)]
-    beside = {row["run"] for row in rows if row["impl"] not in OURS}
+    peers = {(row["run"], row["layers"], row["batch"], row["kv_len"], row["impl"]): row for row in rows if row["impl"] not in OURS}
+    beside = {run for run, *_ in peers}
     for row in rows:
         kind = row["format"], row.get("tuned", ""), row["run"] in beside
         case = row["gpu"], row["layers"], row["batch"], row["kv_len"], *kind
         cases = newest.setdefault(row["gpu"], {})
         if runs.get(case) != row["run"]:
             runs[case] = row["run"]
-            replaced = case[1:], (*case[1:-1], False)  # also by a newer process with peers those of one without
-            for key in [key for key in cases if (*key[:3], *key[4:7]) in replaced]:
+            replaced = (*case[1:-1], False)  # by a newer process with peers those of one without
+            for key in [key for key in cases if case[-1] and (*key[:3], *key[4:7]) == replaced]:
                 del cases[key]
         cases[(*case[1:4], row["impl"], *kind, row["kv_format"])] = row
     parts = []
@@ -48,7 +50,7 @@ def step_section(folder: Path) -> str:
             "batch", "tokens in the cache", "layers", "kernels", "weights", "cache", "tuned", "ms a step", "its graph alone, ms",
             "16 bits take", "vLLM's kernels take", "commit",
         ]  # fmt: skip
-        parts += [f"## {gpu}", about, table(header, [_line(row, cases) for row in sorted(rows, key=_order)])]
+        parts += [f"## {gpu}", about, table(header, [_line(row, peers) for row in sorted(rows, key=_order)])]
     return "\n\n".join(parts)
 
 
@@ -56,11 +58,10 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["kv_len"], row["batch"], -row["us"]
 
 
-def _line(row: dict[str, Any], cases: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:
-    place = row["layers"], row["batch"], row["kv_len"]
+def _line(row: dict[str, Any], peers: dict[tuple[Any, ...], dict[str, Any]]) -> list[str]:
     ratios = []
     for impl in ("cublas_fa3", "vllm_kernels"):
-        peer = next((r for key, r in cases.items() if key[:4] == (*place, impl) and r["run"] == row["run"]), None)
+        peer = peers.get((row["run"], row["layers"], row["batch"], row["kv_len"], impl))
         ratios.append("-" if peer is None or row["impl"] not in OURS else f"{peer['us'] / row['us']:.2f}x")
     name = NAMES[row["impl"]].format(parts=row.get("parts"))
     graph = number(row["graph_us"] / 1e3) if row["impl"] in OURS else "-"

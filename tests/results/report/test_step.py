@@ -22,7 +22,7 @@ def section(tmp_path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_each_step_stands_beside_its_peers_of_the_newest_process(tmp_path: Path) -> None:
-    old = row("tilebit", 9000.0), row("vllm_kernels", 9000.0)
+    old = row("tilebit", 9000.0, kv_format="kv4_channel"), row("vllm_kernels", 9000.0), row("tilebit", 4500.0, kv_format="kv8_channel")
     new = (
         row("tilebit", 2000.0, "2", kv_format="kv4_channel"),
         row("cublas_fa3", 6000.0, "2", format="fp16"),
@@ -32,6 +32,7 @@ def test_each_step_stands_beside_its_peers_of_the_newest_process(tmp_path: Path)
     assert "| 16 | 4096 | 32 | tilebit | w4a16_g128 | kv4_channel | as shipped | 2.00 | 1.90 | 3.00x | 2.50x | aaaaaaa |" in text
     assert "| 16 | 4096 | 32 | cuBLAS, FA3 | fp16 | kv16 | - | 6.00 | - | - | - | aaaaaaa |" in text
     assert "9.00" not in text
+    assert "| kv8_channel | as shipped | 4.50 | 4.40 | - | 2.00x |" in text, "a cache that the newer process did not time, beside its own peers"
     assert "| 1 | 4096 | 32 | tilebit | w4a16_g128 | kv16 | as shipped | 2.00 | 1.90 | - | - | aaaaaaa |" in section(
         tmp_path, *new, row("tilebit", 2000.0, "3", batch=1)
     )

@@ -32,7 +32,9 @@ def test_each_step_stands_beside_its_peers_of_the_newest_process(tmp_path: Path)
     assert "| 16 | 4096 | 32 | tilebit | w4a16_g128 | kv4_channel | as shipped | 2.00 | 1.90 | 3.00x | 2.50x | aaaaaaa |" in text
     assert "| 16 | 4096 | 32 | cuBLAS, FA3 | fp16 | kv16 | - | 6.00 | - | - | - | aaaaaaa |" in text
     assert "9.00" not in text
-    assert "| kv8_channel | as shipped | 4.50 | 4.40 | - | 2.00x |" in text, "a cache that the newer process did not time, beside its own peers"
+    assert "| kv8_channel | as shipped | 4.50 | 4.40 | - | 2.00x |" in text, (
+        "a cache that the newer process did not time, beside its own peers"
+    )
     assert "| 1 | 4096 | 32 | tilebit | w4a16_g128 | kv16 | as shipped | 2.00 | 1.90 | - | - | aaaaaaa |" in section(
         tmp_path, *new, row("tilebit", 2000.0, "3", batch=1)
     )

@@ -98,7 +98,12 @@ def weight_bytes(format: GemmFormat, schedule: Schedule) -> int:
 
 def warp_rows(schedule: Schedule) -> int:
     """Rows of W that one warp holds."""
-    return next((rows for rows in WARP_ROWS if schedule.block_n % rows == 0), WARP_ROWS[-1])
+    return _warp_rows(schedule.block_n)
+
+
+@cache
+def _warp_rows(block_n: int) -> int:
+    return next((rows for rows in WARP_ROWS if block_n % rows == 0), WARP_ROWS[-1])
 
 
 def warps_n(schedule: Schedule) -> int:

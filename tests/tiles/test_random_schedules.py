@@ -118,10 +118,11 @@ def verdict(case: Case, random: Random) -> Verdict:
 @pytest.mark.timeout(120 + 60 * MINUTES)
 @pytest.mark.parametrize("program", GEMM + ATTENTION)
 def test_a_legal_schedule_is_right(program: str):
-    random = Random(time.time_ns() if MINUTES else SEED)
+    seed = time.time_ns() if MINUTES else SEED
+    random = Random(seed)
     until = time.monotonic() + 60 * MINUTES / len(GEMM + ATTENTION)
     for done, case in enumerate(cases(program, random)):
         if time.monotonic() >= until and (MINUTES or done >= CASES):
             break
         found = verdict(case, random)
-        assert found.ok, (case, found.reasons)
+        assert found.ok, (seed, case, found.reasons)

@@ -565,7 +565,7 @@ def test_host_time_of_a_call(n, k):
     """With and without a workspace (the longer k is split), in turn with torch's product of these sizes, which a busy machine slows down,
     too."""
     x, packed, _, _ = exact(workload(FORMATS[0], 1, n, k), arch=gpu_arch(), device="cuda")
-    dense = torch.zeros(n, k, dtype=x.dtype, device="cuda")
+    dense = torch.randn(n, k, dtype=x.dtype, device="cuda")
     tilebit.prepare(packed, m=[1])
     calls = {"tilebit": lambda: tilebit.gemm(x, packed), "torch": lambda: torch.nn.functional.linear(x, dense)}
     best = dict.fromkeys(calls, float("inf"))

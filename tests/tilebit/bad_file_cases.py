@@ -216,7 +216,7 @@ def packed() -> Iterator[Bad]:
     yield Bad("pack: nowhere", lambda folder: packs.load(folder / "none"), ("no pack directory", "none"), FileNotFoundError)
     yield bad("no manifest", damaged(lambda p: (p / "pack.json").unlink()), "pack.json")
     yield bad("a torn manifest", damaged(cut("pack.json", 0.5)), "pack.json")
-    yield bad("another schema", lambda folder: packs.load(pack(folder, schema=7)), "7", "1")
+    yield bad("another schema", lambda folder: packs.load(pack(folder, schema=7)), "schema 7", "reads 2")
     yield bad("no kernels", lambda folder: packs.load(pack(folder, kernels=None)), "kernels")
     yield bad("a kernel without key", lambda folder: packs.load(pack(folder, kernels=[{}])), "no files for the kernel None")
     yield bad("no files", lambda folder: packs.load(pack(folder, files=None)), "files")

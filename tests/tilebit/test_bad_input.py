@@ -88,7 +88,7 @@ def test_an_invalid_call_raises_one_clear_error_before_any_launch(case: Bad, lau
     before = tree(default_root())
     with pytest.raises(case.error) as caught:
         case.call(tmp_path)
-    message = str(caught.value)
+    message = str(caught.value).replace(str(tmp_path), "")  # the test's own folder has numbers in its name
     for text in case.says:
         assert text in message, f"{text!r} is not said in: {message}"
     assert ADVICE.search(message), f"nothing to go by in: {message}"

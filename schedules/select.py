@@ -303,6 +303,11 @@ def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> boo
     return alike and operation(workload.op).twins(record.workload, workload)
 
 
+@lru_cache(maxsize=1024)
+def _options(workload: AnyWorkload, target: Target) -> tuple[Schedule, ...]:
+    return tuple(candidates(workload, target) or ())
+
+
 def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranker | None) -> Choice:
     failed = {r.schedule: r for r in records.here(workload, target) if not r.ok}
     works = cache(lambda schedule: schedule not in failed and not legal(workload, schedule, target))  # many records are of one schedule
@@ -312,7 +317,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranke
     if first is not None and first[0] == 0:
         return Choice(first[1].schedule, "tuned", first[1])
     near = [(d, r) for d, r in found if works(r.schedule)]
-    options = candidates(workload, target) or []
+    options = _options(workload, target)
     served = ranker is not None and ranker.serves(workload, options)
     taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
     if taken_over:

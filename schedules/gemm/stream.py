@@ -272,15 +272,16 @@ def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Sched
     """Warps and stages for a block of ``base``, with the deepest steps that are legal: no more than
     WARPS[1] and few stages first."""
     fewest, usual, most = WARPS
+    counts = [rings_k for rings_k in RINGS if fewest <= warps_n(base) * rings_k * base.min_blocks <= most]
     for block_k in sorted(BLOCK_K, reverse=True):
-        found = []
-        for in_flight, rings_k in product(IN_FLIGHT, RINGS):
-            s = replace(base, block_k=block_k, num_warps=warps_n(base) * rings_k)
-            turns = -(-workload.k // (block_k * s.split_k * rings_k))
-            stages = min(round(in_flight / (s.min_blocks * rings_k * weight_bytes(workload.format, s))), turns)
-            if fewest <= s.num_warps * s.min_blocks <= most:
-                found.append(replace(s, num_stages=min(max(stages, STAGES[0]), STAGES[1])))
-        found = [s for s in dict.fromkeys(found) if not stream_legal(workload, s, target)]
+        of_k = replace(base, block_k=block_k)
+        step, pipelines = weight_bytes(workload.format, of_k), []
+        for in_flight, rings_k in product(IN_FLIGHT, counts):
+            turns = -(-workload.k // (block_k * base.split_k * rings_k))
+            stages = min(round(in_flight / (base.min_blocks * rings_k * step)), turns)
+            pipelines.append((warps_n(base) * rings_k, min(max(stages, STAGES[0]), STAGES[1])))
+        tried = (replace(of_k, num_warps=warps, num_stages=stages) for warps, stages in dict.fromkeys(pipelines))
+        found = [s for s in tried if not stream_legal(workload, s, target)]
         if found:
             return sorted(found, key=lambda s: s.num_warps * s.min_blocks > usual)
     return []

@@ -27,7 +27,7 @@ EVERY = [r for r in shipped_records() if r.workload.op == "gemm" and r.measured_
 TUNED = [r for r in EVERY if not r.dependent]
 IN_STEPS = [r for r in EVERY if r.dependent]
 SHAPES = list(dict.fromkeys(r.workload.static() for r in TUNED if isinstance(r.workload, Workload)))
-SOME = SHAPES[::20]
+SOME, CHECKED = SHAPES[::20], SHAPES[::4]  # each portfolio takes a good part of a second
 SIBLING = replace(H200, name="NVIDIA H100 80GB HBM3")
 THERE = list(dict.fromkeys(r.workload for r in shipped_records() if isinstance(r.workload, Workload) and r.measured_on(SIBLING)))
 # Of which an H100 has no records, nor of a twin, which would say more than an H200's.
@@ -79,7 +79,7 @@ def rest_are_slow(some: list[Workload], every: list[Workload]) -> list:
     return [pytest.param(s, id=s.served, marks=() if s in some else pytest.mark.slow) for s in every]
 
 
-@pytest.mark.parametrize("shape", rest_are_slow(SOME, SHAPES))
+@pytest.mark.parametrize("shape", rest_are_slow(SOME, CHECKED))
 def test_a_recorded_m_is_served_by_the_fastest_recorded_there(shape: Workload, shipped: None) -> None:
     best: dict[Workload, TuningRecord] = {}
     for r in last_by_shape()[shape]:
@@ -188,7 +188,7 @@ def test_times_in_a_step_say_nothing_of_what_is_launched_alone_or_does_other_thi
     ]  # fmt: skip
     asked = [(w, H200) for w in others] + [(w, SIBLING) for w in others[:2]]
     before = [choose(w, target).schedule for w, target in asked]
-    shapes = [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16]
+    shapes = [portfolio(w, H200) for w in others[:2]]
     options = sorted(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
     placed = next(s for s in options if s not in before)  # near enough to be taken over by whatever asks
     used = next(
@@ -197,7 +197,7 @@ def test_times_in_a_step_say_nothing_of_what_is_launched_alone_or_does_other_thi
     write(mine, timed(here, (placed, 0.5), (used, 0.51)))
     assert choose(here, H200).schedule == placed
     assert [choose(w, target).schedule for w, target in asked] == before
-    assert [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16] == shapes
+    assert [portfolio(w, H200) for w in others[:2]] == shapes
     for twin, target in ((replace(here, dtype="bfloat16"), H200), (here, SIBLING)):
         choice, shape = choose(twin, target), portfolio(twin, target)
         assert (choice.schedule, choice.source) == (placed, "nearest") and shape is not None and shape.at(16) == placed

@@ -15,15 +15,19 @@ from random import Random
 
 import pytest
 from emulation.device_code import needs_host_compiler
+from emulation.emulated_gemm import EmulatedGemm
 from emulation.generated_attention import GeneratedAttention
 from emulation.generated_gemm import GeneratedGemm
+from emulation.generated_glue import GeneratedGlue
+from emulation.generated_quantize import GeneratedQuantize
 from kv_cases import FORMATS as KV_FORMATS
-from kv_cases import poisoned_problem
+from kv_cases import poisoned_problem, prefill_problem
 
-from tilebit.autotune.problems import Verdict
+from tilebit.autotune.problems import Verdict, gate_of
 from tilebit.autotune.problems.attention_verify import AttentionGate
-from tilebit.autotune.problems.verify import gate
 from tilebit.layouts.formats import FORMATS
+from tilebit.schedules.activations.glue import GlueWorkload
+from tilebit.schedules.activations.workload import GROUPS, OUTS, QuantizeWorkload
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.parts import ACTIVATIONS
 from tilebit.schedules.gemm.workload import DTYPES, Workload
@@ -34,31 +38,57 @@ from tilebit.schedules.target import Target, target_from_name
 pytestmark = needs_host_compiler
 MINUTES = float(os.environ.get("TILEBIT_SCHEDULES_MINUTES", "0"))
 CASES, SEED = 2, 4  # of a program, else: decode's by bulk copies have odd numbers of warps and stages, whose results lay unaligned once
-GEMM = ("gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_binary", "gemm_any_wgmma")
-ATTENTION = ("attention_decode", "attention_decode_bulk", "attention_append", "attention_pack", "attention_gather")
+TILED = ("gemm_wgmma", "gemm_mma")  # run from their own text
+GEMM = ("gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_binary", "gemm_any_wgmma", *TILED)
+CACHE = ("attention_decode", "attention_decode_bulk", "attention_append", "attention_pack", "attention_gather")
+PREFILL = ("attention_prefill", "attention_prefill_mma")
+ROWS = ("quantize_rows", "norm_rows", "gated_rows")
+PROGRAMS = GEMM + CACHE + PREFILL + ROWS
 HOPPER = target_from_name("sm_90a")
 MOST_WARPS = 32  # of a cluster, for which the emulation has room
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 300, 384, 391, 513)
-Case = tuple[Workload | AttentionWorkload, Schedule, Target]
+Asked = Workload | AttentionWorkload | QuantizeWorkload | GlueWorkload
+Case = tuple[Asked, Schedule, Target]
 
 
-def drawn_product(random: Random) -> Workload:
+def drawn_product(random: Random, program: str) -> Workload:
     """Raises ``ValueError`` for what no product is."""
     n, k = random.choice((64, 96, 100, 160, 192, 224, 250, 320, 448)), random.choice((64, 96, 128, 200, 320, 500, 512, 640))
     parts: tuple[dict[str, object], ...] = (
         {}, {}, {"bias": True}, {"residual": True}, {"gate": random.choice(ACTIVATIONS)}, {"width": n + 40}, {"norm": True, "eps": 1e-5},
     )  # fmt: skip
-    sizes = random.choice((1, 2, 3, 5, 8, 13, 16, 17, 33, 64)), n, k
+    sizes = random.choice((1, 2, 3, 5, 8, 13, 16, 17, 33, 64, *((100, 130, 200, 290) if program in TILED else ()))), n, k
     return Workload(*sizes, random.choice(list(FORMATS.values())), random.choice(DTYPES), **random.choice(parts))  # type: ignore[arg-type]
 
 
-def near(random: Random, schedule: Schedule, workload: Workload) -> Schedule:
+def drawn_rows(random: Random, program: str) -> QuantizeWorkload | GlueWorkload:
+    """Raises ``ValueError`` for what none is."""
+    m, dtype, activation = random.choice((1, 2, 3, 7, 17)), random.choice(DTYPES), random.choice(ACTIVATIONS)
+    k, flags = random.choice((1, 8, 72, 127, 129, 264, 1000, 1025, 2048, 4104)), [random.random() < 0.5 for _ in range(3)]
+    if program == "quantize_rows":
+        gate = activation if random.random() < 0.3 else ""
+        return QuantizeWorkload(m, k, dtype, random.choice(OUTS), random.choice(GROUPS), flags[0], 1e-5, flags[1], flags[2], 1.0, gate)
+    return GlueWorkload(program.split("_")[0], m, k, dtype, flags[0], 1e-5, float(flags[1]), activation)
+
+
+def drawn_prefill(random: Random, program: str) -> Case:
+    """Of what its program tries."""
+    heads, width = random.choice(((1, 1), (3, 3), (4, 2), (7, 1))), random.choice((64, 128, 256))
+    workload = AttentionWorkload(
+        "prefill", 4, 128, 256, *heads, width, KV_FORMATS[0], random.choice(DTYPES), window=random.choice((0, 1, 70, 200)),
+        sink_tokens=random.choice((0, 4, 20)), sinks=random.random() < 0.3, soft_cap=random.choice((0.0, 3.0)), lse=random.random() < 0.5,
+    )  # fmt: skip
+    return workload, random.choice(find_rule(program).candidates(workload, HOPPER)), HOPPER
+
+
+def near(random: Random, schedule: Schedule, workload: Asked, target: Target) -> Schedule:
     """A legal schedule not far from this one, which its program tries."""
-    for name in random.sample(sorted(find_rule(schedule.program).reads), 3):
+    reads = find_rule(schedule.program).reads
+    for name in random.sample(sorted(reads), min(3, len(reads))):
         value = getattr(schedule, name)
         others = (not value,) if isinstance(value, bool) else (value // 2, value - 1, value + 1, value * 3 // 2, value * 2)
         other = replace(schedule, **{name: random.choice(others)})
-        schedule = schedule if legal(workload, other, HOPPER) else other
+        schedule = schedule if legal(workload, other, target) else other
     return schedule
 
 
@@ -89,12 +119,15 @@ def cases(program: str, random: Random) -> Iterator[Case]:
     rule = find_rule(program)
     while True:
         try:
-            if program in ATTENTION:
+            if program in CACHE:
                 case = drawn_attention(random, program)
+            elif program in PREFILL:
+                case = drawn_prefill(random, program)
             else:
-                workload = drawn_product(random)
-                tried = [] if rule.unserved(workload, HOPPER.arch) else rule.candidates(workload, HOPPER)
-                case = workload, near(random, random.choice(tried), workload), HOPPER
+                workload = drawn_rows(random, program) if program in ROWS else drawn_product(random, program)
+                target = HOPPER if program in GEMM and program not in TILED else replace(HOPPER, units=random.choice((1, 2, 3, 5, 7)))
+                tried = [] if rule.unserved(workload, HOPPER.arch) else rule.candidates(workload, target)
+                case = workload, near(random, random.choice(tried), workload, target), target
         except (ValueError, IndexError):  # no such workload, or none of this program
             continue
         if case[1].split_k * case[1].num_warps <= MOST_WARPS and not legal(*case):
@@ -105,22 +138,29 @@ def verdict(case: Case, random: Random) -> Verdict:
     workload, schedule, target = case
     seed = random.randrange(1 << 20)
     if isinstance(workload, Workload):
-        return gate(workload, seed, target.arch, "cpu").verify(GeneratedGemm(workload, schedule, target))
+        run = EmulatedGemm if schedule.program in TILED else GeneratedGemm
+        return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target=target))
+    if isinstance(workload, QuantizeWorkload | GlueWorkload):
+        run = GeneratedQuantize if isinstance(workload, QuantizeWorkload) else GeneratedGlue
+        return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target, seed=1))
     kernel = GeneratedAttention(workload, schedule, target, seed=1)
     problems = []
     for count in (4, 2):
         lengths = [random.choice(LENGTHS) for _ in range(count)]
+        if workload.op == "prefill":
+            problems.append(prefill_problem(workload, [(length, random.randrange(min(length, 260) + 3)) for length in lengths], seed))
+            continue
         new = [min(length, 1) if workload.full_windows else random.randrange(min(length, 140) + 1) for length in lengths]
         problems.append(poisoned_problem(workload, lengths, new if workload.op == "append" else [0] * count, seed))
     return AttentionGate(*problems).verify(lambda problem, outputs: kernel(problem.named(outputs)))
 
 
 @pytest.mark.timeout(120 + 60 * MINUTES)
-@pytest.mark.parametrize("program", GEMM + ATTENTION)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_legal_schedule_is_right(program: str):
     seed = time.time_ns() if MINUTES else SEED
     random = Random(seed)
-    until = time.monotonic() + 60 * MINUTES / len(GEMM + ATTENTION)
+    until = time.monotonic() + 60 * MINUTES / len(PROGRAMS)
     for done, case in enumerate(cases(program, random)):
         if time.monotonic() >= until and (MINUTES or done >= CASES):
             break

@@ -17,6 +17,7 @@ from ..layouts.outside import stated
 from .activations.glue import GATING, NORMED
 from .activations.operation import QUANTIZE
 from .attention.operation import APPEND, DECODE, GATHER, PACK, PREFILL
+from .gemm.dense import DENSE
 from .gemm.expand import EXPAND
 from .gemm.operation import GEMM
 from .operands import Operand, kernel_params
@@ -30,7 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
-OPERATIONS: dict[str, Operation] = {o.name: o for o in (GEMM, DECODE, APPEND, PACK, GATHER, PREFILL, QUANTIZE, NORMED, GATING, EXPAND)}
+_ALL = (GEMM, DECODE, APPEND, PACK, GATHER, PREFILL, QUANTIZE, NORMED, GATING, EXPAND, DENSE)
+OPERATIONS: dict[str, Operation] = {o.name: o for o in _ALL}
 
 
 def operation(name: str) -> Operation:

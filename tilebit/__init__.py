@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .layouts.formats import QuantFormat
     from .layouts.kv_formats import KVFormat
     from .ops.gemm import gemm
+    from .ops.linear import linear
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
     from .ops.rows import add_norm, gated
@@ -52,6 +53,7 @@ _HOME = {
     "gated": "ops.rows",
     "gemm": "ops.gemm",
     "gptq": "weights.gptq",
+    "linear": "ops.linear",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
     "precision_view": "weights.any_modules",
@@ -84,6 +86,7 @@ __all__ = [
     "gated",
     "gemm",
     "gptq",
+    "linear",
     "load_checkpoint",
     "pack",
     "precision_view",

@@ -14,6 +14,7 @@ from itertools import product
 from ...layouts.planes import CUDA_TILE_K, CUDA_TILE_N
 from ..schedule import Schedule
 from ..target import Target
+from .residence import crowding
 from .rules import TICKETS
 from .workload import Workload
 
@@ -97,14 +98,7 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target, table: int
     if s.split_k > 1 and tiles > TICKETS:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
     smem = shared_bytes(workload, s, table) + STATIC_SMEM
-    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
-    if resident > target.smem_per_sm or smem > target.smem:
-        reasons.append(
-            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
-            "use fewer num_stages, num_warps, min_blocks or a smaller block_n."
-        )
-    if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
-        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
+    reasons += crowding(s, smem, s.num_warps * 32, target, "num_stages, num_warps, min_blocks or a smaller block_n")
     needed, share = registers_needed(workload, s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):
         reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")

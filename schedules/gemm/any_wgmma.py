@@ -16,6 +16,7 @@ from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
 from ..target import Target
 from .any import ENTRY, STEP_K, steps
+from .residence import crowding
 from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, handed_on, row_bytes, staged_columns
 from .workload import Workload
 
@@ -125,16 +126,10 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
     if s.split_k > 1 and tiles > TICKETS:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
-    smem = shared_bytes(workload, s)
-    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
-    if resident > target.smem_per_sm or smem > target.smem:
-        reasons.append(
-            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
-            "use fewer num_stages, min_blocks or a smaller tile."
-        )
-    threads = s.min_blocks * (s.num_warps * 32 + PRODUCERS)
+    threads = s.num_warps * 32 + PRODUCERS
+    reasons += crowding(s, shared_bytes(workload, s), threads, target, "num_stages, min_blocks or a smaller tile")
+    threads *= s.min_blocks
     if threads > target.threads_per_sm:
-        reasons.append(f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}.")
         return reasons
     share, one = Target.REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
     if share < one:

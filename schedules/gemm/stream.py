@@ -16,6 +16,7 @@ from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ..schedule import Schedule, in_turn
 from ..target import Target
 from .parts import GATE_ROWS
+from .residence import crowding
 from .workload import Workload
 
 ASYNC, BULK = "gemm_stream", "gemm_stream_bulk"
@@ -215,14 +216,7 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
     if reasons:
         return reasons
     smem = shared_words(workload, s, target) * 4 + STATIC_SMEM
-    resident = s.min_blocks * (smem + target.BLOCK_SMEM)
-    if resident > target.smem_per_sm or smem > target.smem:
-        reasons.append(
-            f"{s.min_blocks} blocks need {resident} bytes of an SM's shared memory, {target.smem_per_sm} are there; "
-            "use fewer num_stages, num_warps or min_blocks."
-        )
-    if s.min_blocks * s.num_warps * 32 > target.threads_per_sm:
-        reasons.append(f"{s.min_blocks} blocks have {s.min_blocks * s.num_warps * 32} threads, an SM holds {target.threads_per_sm}.")
+    reasons += crowding(s, smem, s.num_warps * 32, target, "num_stages, num_warps or min_blocks")
     needed, share = registers_needed(s) + NORM_SPARE * workload.norm, target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):
         reasons.append(f"a thread needs about {needed} registers, {min(share, 255)} are free; use fewer num_warps or min_blocks.")

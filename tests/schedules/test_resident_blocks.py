@@ -17,6 +17,7 @@ from tilebit.schedules.attention import rules as attention_rules
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm import any as any_rules
 from tilebit.schedules.gemm import any_wgmma as any_wgmma_rules
+from tilebit.schedules.gemm import dense as dense_rules
 from tilebit.schedules.gemm import rules as gemm_rules
 from tilebit.schedules.gemm import stream as stream_rules
 from tilebit.schedules.gemm.workload import Workload
@@ -36,6 +37,7 @@ ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
     "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "gemm_any": lambda w, s, _: any_rules.shared_bytes(w, s) + any_rules.STATIC_SMEM,
     "gemm_any_wgmma": lambda w, s, _: any_wgmma_rules.shared_bytes(w, s),
+    "gemm_dense": lambda w, s, _: s.num_stages * dense_rules.stage_bytes(s) + dense_rules.STATIC_SMEM,
     "attention_decode": lambda w, s, t: decode_rules.shared_bytes(w, s, t) + decode_rules.STATIC_SMEM,
     "attention_decode_bulk": lambda w, s, t: decode_rules.shared_bytes(w, s, t) + decode_rules.STATIC_SMEM,
     "quantize_rows": lambda w, s, _: quantize_rules.kept_bytes(w, s),
@@ -50,6 +52,7 @@ CASES = (
     (W4, Schedule("gemm_stream_bulk", 64, 8, 64, 3, 4, min_blocks=3)),
     (replace(W4, format=QuantFormat.parse("w3a16_any")), Schedule("gemm_any", 16, 8, 1, 2, 4, min_blocks=2)),
     (replace(W4, m=64, format=QuantFormat.parse("w4a16_any")), Schedule("gemm_any_wgmma", 64, 64, 256, 4, 4, min_blocks=2)),
+    (dense_rules.DenseWorkload(8, 4096, 4096), Schedule("gemm_dense", 64, 16, 64, 4, 4, min_blocks=3)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 3, 4, min_blocks=2)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 3, 4, min_blocks=3)),
     (QuantizeWorkload(64, 4096, norm=True, smooth=True), Schedule("quantize_rows", 1, 1, 1, 2, 8, min_blocks=2)),

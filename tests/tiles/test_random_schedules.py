@@ -17,6 +17,7 @@ import pytest
 from emulation.device_code import needs_host_compiler
 from emulation.emulated_gemm import EmulatedGemm
 from emulation.generated_attention import GeneratedAttention
+from emulation.generated_dense import GeneratedDense
 from emulation.generated_gemm import GeneratedGemm
 from emulation.generated_glue import GeneratedGlue
 from emulation.generated_quantize import GeneratedQuantize
@@ -29,6 +30,7 @@ from tilebit.layouts.formats import FORMATS
 from tilebit.schedules.activations.glue import GlueWorkload
 from tilebit.schedules.activations.workload import GROUPS, OUTS, QuantizeWorkload
 from tilebit.schedules.attention.workload import AttentionWorkload
+from tilebit.schedules.gemm.dense import DenseWorkload
 from tilebit.schedules.gemm.parts import ACTIVATIONS
 from tilebit.schedules.gemm.workload import DTYPES, Workload
 from tilebit.schedules.operations import find_rule, legal
@@ -43,11 +45,12 @@ GEMM = ("gemm_stream", "gemm_stream_bulk", "gemm_any", "gemm_any_binary", "gemm_
 CACHE = ("attention_decode", "attention_decode_bulk", "attention_append", "attention_pack", "attention_gather")
 PREFILL = ("attention_prefill", "attention_prefill_mma")
 ROWS = ("quantize_rows", "norm_rows", "gated_rows")
-PROGRAMS = GEMM + CACHE + PREFILL + ROWS
+DENSE = ("gemm_dense",)
+PROGRAMS = GEMM + DENSE + CACHE + PREFILL + ROWS
 HOPPER = target_from_name("sm_90a")
 MOST_WARPS = 32  # of a cluster, for which the emulation has room
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 300, 384, 391, 513)
-Asked = Workload | AttentionWorkload | QuantizeWorkload | GlueWorkload
+Asked = Workload | DenseWorkload | AttentionWorkload | QuantizeWorkload | GlueWorkload
 Case = tuple[Asked, Schedule, Target]
 
 
@@ -69,6 +72,14 @@ def drawn_rows(random: Random, program: str) -> QuantizeWorkload | GlueWorkload:
         gate = activation if random.random() < 0.3 else ""
         return QuantizeWorkload(m, k, dtype, random.choice(OUTS), random.choice(GROUPS), flags[0], 1e-5, flags[1], flags[2], 1.0, gate)
     return GlueWorkload(program.split("_")[0], m, k, dtype, flags[0], 1e-5, float(flags[1]), activation)
+
+
+def drawn(random: Random, program: str) -> Workload | DenseWorkload | QuantizeWorkload | GlueWorkload:
+    """Raises ``ValueError`` for what none is."""
+    if program in ROWS:
+        return drawn_rows(random, program)
+    product = drawn_product(random, program)
+    return DenseWorkload(product.m, product.n, product.k, product.dtype) if program in DENSE else product
 
 
 def drawn_prefill(random: Random, program: str) -> Case:
@@ -124,7 +135,7 @@ def cases(program: str, random: Random) -> Iterator[Case]:
             elif program in PREFILL:
                 case = drawn_prefill(random, program)
             else:
-                workload = drawn_rows(random, program) if program in ROWS else drawn_product(random, program)
+                workload = drawn(random, program)
                 target = HOPPER if program in GEMM and program not in TILED else replace(HOPPER, units=random.choice((1, 2, 3, 5, 7)))
                 tried = [] if rule.unserved(workload, HOPPER.arch) else rule.candidates(workload, target)
                 case = workload, near(random, random.choice(tried), workload, target), target
@@ -140,8 +151,8 @@ def verdict(case: Case, random: Random) -> Verdict:
     if isinstance(workload, Workload):
         run = EmulatedGemm if schedule.program in TILED else GeneratedGemm
         return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target=target))
-    if isinstance(workload, QuantizeWorkload | GlueWorkload):
-        run = GeneratedQuantize if isinstance(workload, QuantizeWorkload) else GeneratedGlue
+    if isinstance(workload, DenseWorkload | QuantizeWorkload | GlueWorkload):
+        run = {DenseWorkload: GeneratedDense, QuantizeWorkload: GeneratedQuantize, GlueWorkload: GeneratedGlue}[type(workload)]
         return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target, seed=1))
     kernel = GeneratedAttention(workload, schedule, target, seed=1)
     problems = []

@@ -17,6 +17,7 @@ from ..ops.rows import add_norm, gated
 from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
 from .anatomy import Anatomy, Block, Norm, rotary_table
+from .output_layer import logits_of
 from .parted import Part, Parted, Rows, parted
 from .parted import gated as gated_product
 
@@ -136,7 +137,8 @@ class FusedStep(nn.Module):
         return residual, added
 
     def _logits(self, residual: Tensor, added: Tensor | None) -> Tensor:
-        logits = _product(self._of.head, _before(added, residual, self._of.norm, self._of.head))
+        rows = _before(added, residual, self._of.norm, self._of.head)
+        logits = logits_of(self._of.head, rows) if isinstance(rows, Tensor) else _product(self._of.head, rows)
         return self._of.logit_cap * torch.tanh(logits / self._of.logit_cap) if self._of.logit_cap else logits
 
     def _attended(self, block: FusedBlock, qkv: Tensor, cache: KVCache, batch: Batch, layer: int) -> Tensor:

@@ -13,6 +13,7 @@ from ..layouts.formats import FP8
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
 from ..ops.gemm_int8 import OUTS
+from ..ops.linear import served
 from ..schedules.activations.glue import CHUNK, GATED, NORM, GlueWorkload
 from ..schedules.activations.workload import QuantizeWorkload
 from ..schedules.attention.workload import Q_BUCKETS, AttentionWorkload
@@ -26,6 +27,7 @@ from .attend import MOST_AT_ONCE
 from .cache import PAGE_SIZE
 from .fused import FusedBlock, fused_blocks, x_group
 from .outline import MixedOutline
+from .output_layer import workload_of
 
 
 def kernels_of(
@@ -60,6 +62,8 @@ def kernels_of(
             found += [product.with_m(m) for m in (*batches, *prompts)]
         for rows in (*batches, *(batch * max_tokens for batch in batches)):
             found += _between(parts, blocks, rows, dtype, target.is_cuda)
+        heads = (workload_of(parts.head, rows, dtype, target) for rows in batches)
+        found += [workload for workload in heads if workload is not None and served(workload, target)]
         turned = rotary_table(type(parts.rotary)(config=model.config), 1, parts.blocks[0].head_dim, torch.device("cpu")).shape[-1]
         found += [
             workload

@@ -22,7 +22,7 @@ from ..kernels import KernelUnavailable
 from ..layouts.kv import RESIDUAL
 from ..layouts.kv_formats import KVFormat
 from ..ops import dispatch
-from ..ops.dispatch import Plan, bound
+from ..ops.dispatch import DTYPE_NAMES, Plan, bound
 from ..ops.launchers import Launcher
 from ..schedules.gemm.workload import Workload
 from ..schedules.operations import alone
@@ -30,8 +30,10 @@ from ..schedules.records import TuningRecord, latest, shipped_records
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh, select
 from ..schedules.target import Target
+from .anatomy import anatomy
 from .cache import TilebitCache
 from .compiled import DecodeSteps
+from .output_layer import workload_of
 
 if TYPE_CHECKING:
     from ..autotune.store import RecordStore
@@ -65,7 +67,8 @@ def tune(
 
     Each product is first tuned by itself, not ``dependent``, as ``tilebit tune`` does: kernels are
     verified, and what has a record is not measured again; ``budget_s`` seconds, shared by the batch
-    sizes, ``jobs`` and ``max_candidates`` are for that. Then the fastest few of each take its place in
+    sizes, ``jobs`` and ``max_candidates`` are for that. So is the output layer's product where it is not
+    quantized (``tilebit.linear``), and no more than that. Then the fastest few of each take its place in
     the step, in turn. The record of the fastest alone keeps its time, the others' say as much plus what
     a step takes longer with them than with that one, for each call of the product. ``store`` (default:
     the user's records) keeps the records, of the ``dependent`` product: the model's next step uses what
@@ -99,7 +102,9 @@ def tune(
         if calls:
             target = next(iter(calls)).target
             options: dict[str, Any] = {"jobs": jobs, "max_candidates": max_candidates, "progress": progress}
-            tune_alone(map(alone, workloads.values()), target, budget_s=budget, store=kept, **options)
+            head = workload_of(anatomy(model).head, rows, DTYPE_NAMES[model.dtype], target)
+            asked = [*map(alone, workloads.values()), *([] if head is None else [head])]
+            tune_alone(asked, target, budget_s=budget, store=kept, **options)
         known = latest([*shipped_records(), *kept.records()]).values()
         for plan, workload in workloads.items():
             tried = _in_place(place, plan, _finalists(known, workload, plan.target, before[plan]), calls[plan])

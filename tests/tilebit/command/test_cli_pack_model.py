@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTra
 
 import tilebit
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.ops import dispatch, plans
+from tilebit.ops import dispatch, linear, plans
 from tilebit.schedules.activations.glue import GATED, NORM, GlueWorkload
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused
+from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused, needed
 from tilebit.transformers.needed import kernels_of
 from tilebit.transformers.outline import outline
 from tilebit.transformers.synthetic import write_model
@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any], str, str
     "groups": (Qwen3Config, {"head_dim": 64}, "w8a8_g128", "k8_channel_v4"),
     "gemma2": (Gemma2Config, {"head_dim": 64, "sliding_window": 24, "query_pre_attn_scalar": 50}, "w8a16_channel", "kv2_channel"),
 }
+HEAD_SERVED = "llama"
 
 
 def call(*arguments: str) -> Any:
@@ -53,6 +54,8 @@ def call(*arguments: str) -> Any:
 def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Prompts, short and long, chunks of them and fused steps of the model run here as on an sm_90a, nothing launched: whatever asks for a
     kernel there finds one among those that are listed."""
+    for module in (linear, needed):
+        monkeypatch.setattr(module, "served", lambda workload, target: kind == HEAD_SERVED)  # as if its output layer had a record
     made, options, format, cache_format = KINDS[kind]
     config, target = made(**{**SIZES, **options}), target_from_name("sm_90a")
     folder = tmp_path / "model"
@@ -81,6 +84,7 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
         plans.rehearsed(lambda: model.tilebit_steps.step.prompt(torch.full((ROWS * 20,), 5), cache.pool.cache, prompt.batch))
     kinds = {workload.op for workload in asked}
     assert {"decode", "append", "prefill", "gather", "gemm", NORM} <= kinds and ("quantize" in kinds) == ("a8" in format)
+    assert ("dense" in kinds) == (kind == HEAD_SERVED)
     assert not [workload for workload in asked if workload.static() not in held]
     in_steps = {workload for workload in asked if getattr(workload, "dependent", False) and workload.m == ROWS}
     assert in_steps and in_steps <= set(listed), "chosen as they are in steps"
@@ -100,7 +104,7 @@ def _asked_on(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(workload)
         self.guarded, self.launch, self.dependent = False, lambda *_: None, lambda *_: None
 
-    for module in (dispatch, plans):
+    for module in (dispatch, plans, linear):
         monkeypatch.setattr(module, "device_target", lambda _: target)
     monkeypatch.setattr(dispatch.Plan, "launcher", launch)
     monkeypatch.setattr(dispatch.Plan, "missing", lambda *_: [])

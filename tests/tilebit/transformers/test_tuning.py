@@ -16,6 +16,7 @@ import tilebit.transformers
 from tilebit.autotune import tune as tuner
 from tilebit.autotune.measure import Timing
 from tilebit.autotune.store import RecordStore
+from tilebit.schedules.gemm.dense import DenseWorkload
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.records import TuningRecord, load_records
@@ -105,6 +106,20 @@ def test_a_product_that_nothing_was_measured_for_is_named(alone: Path, monkeypat
     monkeypatch.setattr(tuning, "shipped_records", lambda: [])
     found = tilebit.transformers.tune(model(), tokens=TOKENS, budget_s=1.0, progress=False)
     assert [(p.us, p.before_us, p.tried) for p in found] == [(None, None, 0)] * 2 and not alone.exists()
+
+
+def test_an_output_layer_that_is_not_quantized_is_tuned_alone(alone: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+
+    def workload_of(layer: torch.nn.Linear, rows: int, dtype: str, target: Target) -> DenseWorkload:
+        return DenseWorkload(rows, layer.out_features, layer.in_features, dtype)
+
+    monkeypatch.setattr(tuning, "workload_of", workload_of)
+    monkeypatch.setattr(tuner, "tune", lambda workloads, *_, **__: asked.extend(workloads))
+    of = model()
+    found = tilebit.transformers.tune(of, tokens=TOKENS, progress=False)
+    assert len(found) == 2 and asked[-1] == DenseWorkload(ROWS, of.config.vocab_size, of.config.hidden_size)
+    assert [w.op for w in asked] == ["gemm", "gemm", "dense"]
 
 
 def test_a_place_counts_calls_and_puts_everything_back(monkeypatch: pytest.MonkeyPatch):

@@ -28,7 +28,7 @@ EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 # __CUDA_ARCH__ of the paths that each program's kernels take
 CUDA_ARCH = {
     "gemm_wgmma": 900, "gemm_mma": 800, "gemm_stream": 800, "gemm_stream_bulk": 900, "gemm_any": 800,
-    "gemm_any_binary": 800, "gemm_any_wgmma": 900, "expand_any": 800,
+    "gemm_any_binary": 800, "gemm_any_wgmma": 900, "gemm_dense": 900, "expand_any": 800,
     "attention_prefill": 900, "attention_prefill_mma": 800,
     "attention_decode": 800, "attention_decode_bulk": 900, "attention_append": 800, "attention_pack": 800,
     "attention_gather": 800,

@@ -1,4 +1,5 @@
-"""What a rule calls legal is right: random workloads and schedules, each judged by the tuner's gate on the emulated kernel.
+"""What a rule calls legal is right: random workloads and schedules, each judged by the tuner's gate on the emulated kernel, of CPUs
+on the kernel itself.
 
     TILEBIT_SCHEDULES_MINUTES=10 python -m pytest tests/tiles/test_random_schedules.py
 
@@ -9,11 +10,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
+from cpu_cases import FEATURES, INTEGER_FEATURES, built, runs_here
+from cpu_cases import target as cpu_target
 from emulation.device_code import needs_host_compiler
 from emulation.emulated_gemm import EmulatedGemm
 from emulation.generated_attention import GeneratedAttention
@@ -26,6 +31,8 @@ from kv_cases import poisoned_problem, prefill_problem
 
 from tilebit.autotune.problems import Verdict, gate_of
 from tilebit.autotune.problems.attention_verify import AttentionGate
+from tilebit.autotune.problems.gemm import split_workspace
+from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import FORMATS
 from tilebit.schedules.activations.glue import GlueWorkload
 from tilebit.schedules.activations.workload import GROUPS, OUTS, QuantizeWorkload
@@ -33,9 +40,10 @@ from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.dense import DenseWorkload
 from tilebit.schedules.gemm.parts import ACTIVATIONS
 from tilebit.schedules.gemm.workload import DTYPES, Workload
-from tilebit.schedules.operations import find_rule, legal
+from tilebit.schedules.operations import find_rule, legal, programs
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target, target_from_name
+from tilebit.tiles.compiler.compile import CompileRequest
 
 pytestmark = needs_host_compiler
 MINUTES = float(os.environ.get("TILEBIT_SCHEDULES_MINUTES", "0"))
@@ -46,7 +54,9 @@ CACHE = ("attention_decode", "attention_decode_bulk", "attention_append", "atten
 PREFILL = ("attention_prefill", "attention_prefill_mma")
 ROWS = ("quantize_rows", "norm_rows", "gated_rows")
 DENSE = ("gemm_dense",)
-PROGRAMS = GEMM + DENSE + CACHE + PREFILL + ROWS
+CPU = tuple(programs(arch="cpu"))
+PROGRAMS = GEMM + DENSE + CACHE + PREFILL + ROWS + CPU
+ISAS = [isa for isa in (*FEATURES, *INTEGER_FEATURES) if runs_here(isa)]  # of this machine
 HOPPER = target_from_name("sm_90a")
 MOST_WARPS = 32  # of a cluster, for which the emulation has room
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 300, 384, 391, 513)
@@ -68,28 +78,18 @@ def drawn_rows(random: Random, program: str) -> QuantizeWorkload | GlueWorkload:
     """Raises ``ValueError`` for what none is."""
     m, dtype, activation = random.choice((1, 2, 3, 7, 17)), random.choice(DTYPES), random.choice(ACTIVATIONS)
     k, flags = random.choice((1, 8, 72, 127, 129, 264, 1000, 1025, 2048, 4104)), [random.random() < 0.5 for _ in range(3)]
-    if program == "quantize_rows":
+    if program.startswith("quantize"):
         gate = activation if random.random() < 0.3 else ""
         return QuantizeWorkload(m, k, dtype, random.choice(OUTS), random.choice(GROUPS), flags[0], 1e-5, flags[1], flags[2], 1.0, gate)
     return GlueWorkload(program.split("_")[0], m, k, dtype, flags[0], 1e-5, float(flags[1]), activation)
 
 
-def drawn(random: Random, program: str) -> Workload | DenseWorkload | QuantizeWorkload | GlueWorkload:
-    """Raises ``ValueError`` for what none is."""
-    if program in ROWS:
-        return drawn_rows(random, program)
-    product = drawn_product(random, program)
-    return DenseWorkload(product.m, product.n, product.k, product.dtype) if program in DENSE else product
-
-
-def drawn_prefill(random: Random, program: str) -> Case:
-    """Of what its program tries."""
+def drawn_prefill(random: Random) -> AttentionWorkload:
     heads, width = random.choice(((1, 1), (3, 3), (4, 2), (7, 1))), random.choice((64, 128, 256))
-    workload = AttentionWorkload(
+    return AttentionWorkload(
         "prefill", 4, 128, 256, *heads, width, KV_FORMATS[0], random.choice(DTYPES), window=random.choice((0, 1, 70, 200)),
         sink_tokens=random.choice((0, 4, 20)), sinks=random.random() < 0.3, soft_cap=random.choice((0.0, 3.0)), lse=random.random() < 0.5,
     )  # fmt: skip
-    return workload, random.choice(find_rule(program).candidates(workload, HOPPER)), HOPPER
 
 
 def near(random: Random, schedule: Schedule, workload: Asked, target: Target) -> Schedule:
@@ -126,35 +126,58 @@ def drawn_attention(random: Random, program: str) -> Case:
     return workload, schedule, replace(HOPPER, units=random.choice((1, 2, 3, 5, 7)))
 
 
+def drawn(random: Random, program: str) -> Asked:
+    """Raises ``ValueError`` for what none is."""
+    if program.startswith("attention"):
+        op = program.split("_")[1]
+        return drawn_prefill(random) if op == "prefill" else drawn_attention(random, f"attention_{op}")[0]
+    if program in ROWS or program.startswith("quantize"):
+        return drawn_rows(random, program)
+    product = drawn_product(random, program)
+    return DenseWorkload(product.m, product.n, product.k, product.dtype) if program in DENSE else product
+
+
 def cases(program: str, random: Random) -> Iterator[Case]:
     rule = find_rule(program)
     while True:
         try:
             if program in CACHE:
                 case = drawn_attention(random, program)
-            elif program in PREFILL:
-                case = drawn_prefill(random, program)
             else:
-                workload = drawn(random, program)
-                target = HOPPER if program in GEMM and program not in TILED else replace(HOPPER, units=random.choice((1, 2, 3, 5, 7)))
-                tried = [] if rule.unserved(workload, HOPPER.arch) else rule.candidates(workload, target)
+                workload, target = drawn(random, program), HOPPER
+                if program in CPU:
+                    target = replace(cpu_target(random.choice(ISAS)), units=random.choice((1, 2, 3)))
+                elif program in TILED + DENSE + ROWS:
+                    target = replace(HOPPER, units=random.choice((1, 2, 3, 5, 7)))
+                tried = [] if rule.unserved(workload, target.arch) else rule.candidates(workload, target)
                 case = workload, near(random, random.choice(tried), workload, target), target
         except (ValueError, IndexError):  # no such workload, or none of this program
             continue
-        if case[1].split_k * case[1].num_warps <= MOST_WARPS and not legal(*case):
+        fits = program in CPU or case[1].split_k * case[1].num_warps <= MOST_WARPS
+        if fits and not legal(*case):
             yield case
 
 
-def verdict(case: Case, random: Random) -> Verdict:
+def kernel_of(case: Case) -> Callable[[Any, Any], None]:
+    """``run(problem, outputs)``: emulated, on a CPU compiled."""
     workload, schedule, target = case
-    seed = random.randrange(1 << 20)
+    if schedule.program in CPU:
+        kernel = built(CompileRequest(schedule.program, workload, schedule, target)).load()
+        return partial(launch, kernel, split_workspace(workload, schedule, target, "cpu"))
+    if isinstance(workload, AttentionWorkload):
+        emulated = GeneratedAttention(workload, schedule, target, seed=1)
+        return lambda problem, outputs: emulated(problem.named(outputs))
     if isinstance(workload, Workload):
-        run = EmulatedGemm if schedule.program in TILED else GeneratedGemm
-        return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target=target))
-    if isinstance(workload, DenseWorkload | QuantizeWorkload | GlueWorkload):
-        run = {DenseWorkload: GeneratedDense, QuantizeWorkload: GeneratedQuantize, GlueWorkload: GeneratedGlue}[type(workload)]
-        return gate_of(workload, seed, target.arch, "cpu").verify(run(workload, schedule, target, seed=1))
-    kernel = GeneratedAttention(workload, schedule, target, seed=1)
+        return (EmulatedGemm if schedule.program in TILED else GeneratedGemm)(workload, schedule, target=target)
+    made = {DenseWorkload: GeneratedDense, QuantizeWorkload: GeneratedQuantize, GlueWorkload: GeneratedGlue}
+    return made[type(workload)](workload, schedule, target, seed=1)
+
+
+def verdict(case: Case, random: Random) -> Verdict:
+    workload, _, target = case
+    run, seed = kernel_of(case), random.randrange(1 << 20)
+    if not isinstance(workload, AttentionWorkload):
+        return gate_of(workload, seed, target.arch, "cpu").verify(run)
     problems = []
     for count in (4, 2):
         lengths = [random.choice(LENGTHS) for _ in range(count)]
@@ -163,7 +186,7 @@ def verdict(case: Case, random: Random) -> Verdict:
             continue
         new = [min(length, 1) if workload.full_windows else random.randrange(min(length, 140) + 1) for length in lengths]
         problems.append(poisoned_problem(workload, lengths, new if workload.op == "append" else [0] * count, seed))
-    return AttentionGate(*problems).verify(lambda problem, outputs: kernel(problem.named(outputs)))
+    return AttentionGate(*problems).verify(run)
 
 
 @pytest.mark.timeout(120 + 60 * MINUTES)

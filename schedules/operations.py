@@ -121,7 +121,6 @@ def candidates(workload: AnyWorkload, target: Target) -> list[Schedule] | None:
     return in_turn([rule.candidates(workload, target) for rule in tried])[:MAX_CANDIDATES] or None
 
 
-@lru_cache(maxsize=16384)  # a portfolio asks for the same ones at many numbers of rows
 def estimate(workload: AnyWorkload, schedule: Schedule, target: Target) -> Estimate:
     """The analytic model's expectation for ``schedule``."""
     return find_rule(schedule.program).estimate(workload, schedule, target)

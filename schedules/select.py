@@ -37,6 +37,7 @@ GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
 # Fields of a product's workload that say what is done beside it: what was measured in a step says
 # nothing about twins that do other things there.
 BESIDE = ("width", "residual", "gate", "norm")
+_candidates = lru_cache(maxsize=1024)(candidates)  # asked again and again of one workload; nobody changes the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +304,6 @@ def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> boo
     return alike and operation(workload.op).twins(record.workload, workload)
 
 
-@lru_cache(maxsize=1024)
-def _options(workload: AnyWorkload, target: Target) -> tuple[Schedule, ...]:
-    return tuple(candidates(workload, target) or ())
-
-
 def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranker | None) -> Choice:
     failed = {r.schedule: r for r in records.here(workload, target) if not r.ok}
     works = cache(lambda schedule: schedule not in failed and not legal(workload, schedule, target))  # many records are of one schedule
@@ -317,7 +313,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranke
     if first is not None and first[0] == 0:
         return Choice(first[1].schedule, "tuned", first[1])
     near = [(d, r) for d, r in found if works(r.schedule)]
-    options = _options(workload, target)
+    options = _candidates(workload, target) or []
     served = ranker is not None and ranker.serves(workload, options)
     taken_over = [(d, r) for d, r in near if not served or _is_twin(r, workload, target)]
     if taken_over:

@@ -35,7 +35,8 @@ MAX_M = BLOCK_M[-1]  # of more rows the weight is read again
 # What is tried: (block_n, min_blocks); bytes of the weight on their way to an SM.
 TILES = ((128, 1), (128, 2), (64, 2), (256, 1), (64, 3), (192, 1))
 IN_FLIGHT = (64 << 10, 96 << 10, 144 << 10, 192 << 10)
-LAUNCH_US, FILL_US, WAVE_US = 2.5, 1.5, 1.0  # a launch; the first bytes of a block; a block after another
+# Guesses until a GPU has timed it: a launch; a block's first bytes; a block after another.
+LAUNCH_US, FILL_US, WAVE_US = 2.5, 1.5, 1.0
 
 
 @dataclass(frozen=True, slots=True)

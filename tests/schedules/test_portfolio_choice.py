@@ -188,7 +188,7 @@ def test_times_in_a_step_say_nothing_of_what_is_launched_alone_or_does_other_thi
     ]  # fmt: skip
     asked = [(w, H200) for w in others] + [(w, SIBLING) for w in others[:2]]
     before = [choose(w, target).schedule for w, target in asked]
-    shapes = [portfolio(w, H200) for w in others[:2]]
+    shapes = [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16]
     options = sorted(candidates(here, H200) or [], key=lambda s: estimate(here, s, H200).us)
     placed = next(s for s in options if s not in before)  # near enough to be taken over by whatever asks
     used = next(
@@ -197,7 +197,7 @@ def test_times_in_a_step_say_nothing_of_what_is_launched_alone_or_does_other_thi
     write(mine, timed(here, (placed, 0.5), (used, 0.51)))
     assert choose(here, H200).schedule == placed
     assert [choose(w, target).schedule for w, target in asked] == before
-    assert [portfolio(w, H200) for w in others[:2]] == shapes
+    assert [portfolio(replace(w, m=1), H200) for w in others if w.n == here.n and w.m == 16] == shapes
     for twin, target in ((replace(here, dtype="bfloat16"), H200), (here, SIBLING)):
         choice, shape = choose(twin, target), portfolio(twin, target)
         assert (choice.schedule, choice.source) == (placed, "nearest") and shape is not None and shape.at(16) == placed

@@ -54,9 +54,9 @@ CACHE = ("attention_decode", "attention_decode_bulk", "attention_append", "atten
 PREFILL = ("attention_prefill", "attention_prefill_mma")
 ROWS = ("quantize_rows", "norm_rows", "gated_rows")
 DENSE = ("gemm_dense",)
-CPU = tuple(programs(arch="cpu"))
-PROGRAMS = GEMM + DENSE + CACHE + PREFILL + ROWS + CPU
 ISAS = [isa for isa in (*FEATURES, *INTEGER_FEATURES) if runs_here(isa)]  # of this machine
+CPU = tuple(programs(arch="cpu")) if ISAS else ()
+PROGRAMS = GEMM + DENSE + CACHE + PREFILL + ROWS + CPU
 HOPPER = target_from_name("sm_90a")
 MOST_WARPS = 32  # of a cluster, for which the emulation has room
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 300, 384, 391, 513)
@@ -85,6 +85,7 @@ def drawn_rows(random: Random, program: str) -> QuantizeWorkload | GlueWorkload:
 
 
 def drawn_prefill(random: Random) -> AttentionWorkload:
+    """Of 16-bit rows."""
     heads, width = random.choice(((1, 1), (3, 3), (4, 2), (7, 1))), random.choice((64, 128, 256))
     return AttentionWorkload(
         "prefill", 4, 128, 256, *heads, width, KV_FORMATS[0], random.choice(DTYPES), window=random.choice((0, 1, 70, 200)),
@@ -138,6 +139,7 @@ def drawn(random: Random, program: str) -> Asked:
 
 
 def cases(program: str, random: Random) -> Iterator[Case]:
+    """Legal ones of ``program``, without end."""
     rule = find_rule(program)
     while True:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..ops import known
 from ..ops.linear import linear
 from ..schedules.gemm.dense import MAX_M, RULE, DenseWorkload
 from ..schedules.gemm.workload import X_COLUMNS
@@ -11,9 +12,9 @@ from ..schedules.target import Target
 
 
 def plain(layer: nn.Module) -> bool:
-    """Whether ``layer`` computes x @ weight^T and nothing else."""
+    """Whether ``layer`` computes x @ weight^T and nothing else, with a weight that is an ordinary tensor."""
     own = type(layer) is nn.Linear and layer.bias is None and "forward" not in vars(layer)
-    return own and not layer._forward_hooks and not layer._forward_pre_hooks
+    return own and not layer._forward_hooks and not layer._forward_pre_hooks and known.plain(layer.weight)  # type: ignore[arg-type]
 
 
 def logits_of(layer: nn.Module, rows: Tensor) -> Tensor:

@@ -67,12 +67,13 @@ def tune(
 
     Each product is first tuned by itself, not ``dependent``, as ``tilebit tune`` does: kernels are
     verified, and what has a record is not measured again; ``budget_s`` seconds, shared by the batch
-    sizes, ``jobs`` and ``max_candidates`` are for that. So is the output layer's product where it is not
-    quantized (``tilebit.linear``), and no more than that. Then the fastest few of each take its place in
-    the step, in turn. The record of the fastest alone keeps its time, the others' say as much plus what
-    a step takes longer with them than with that one, for each call of the product. ``store`` (default:
-    the user's records) keeps the records, of the ``dependent`` product: the model's next step uses what
-    was found, and calls of the product by itself do not. A later call measures them again.
+    sizes, ``jobs`` and ``max_candidates`` are for that. The output layer's product, where it is not
+    quantized (``tilebit.linear``), is tuned by itself as well, and not tried in the step. Of the others
+    the fastest few take their product's place in the step, in turn. The record of the fastest alone
+    keeps its time, the others' say as much plus what a step takes longer with them than with that one,
+    for each call of the product. ``store`` (default: the user's records) keeps the records, of the
+    ``dependent`` product: the model's next step uses what was found, and calls of the product by itself
+    do not. A later call measures them again.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that do not fit, before anything is measured,
     and what the tuner raises (``autotune.tune``)."""

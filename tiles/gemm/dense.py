@@ -10,8 +10,8 @@ a block's threads have three roles,
     warp 1                 x      ->  Xs
     warpgroups 1, 2, ...   multiply, store
 
-``full`` hands a slot to the computing warps, ``empty`` hands it back when the product after its own has
-been issued. The last columns of k, rows of x and output channels that are not there are zeros of TMA's.
+``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
+while the next one runs. TMA writes zeros for columns of k, rows of x and output channels that are not there.
 """
 
 from typing import Any
@@ -24,9 +24,7 @@ from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .any import PASS_CONFIGS
 
-HEADERS = (
-    "ptx/instructions.cuh", "codecs/dequant.cuh", "store/epilogue.cuh", "store/columns.cuh", "pipeline/dependent.cuh", "order/tiles.cuh",
-)  # fmt: skip
+HEADERS = ("ptx/instructions.cuh", "store/columns.cuh", "pipeline/dependent.cuh", "order/tiles.cuh")
 
 
 def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:

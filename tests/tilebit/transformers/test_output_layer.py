@@ -36,11 +36,25 @@ class Other(nn.Linear):
     """Computes whatever it likes."""
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(64, 8), hooked(), in_fp32(), Other(64, 8, bias=False), nn.Identity()], ids=lambda _: "")
-def test_what_does_more_than_a_product_is_called_as_it_is(layer: nn.Module):
+class Watched(Tensor):
+    """Of another package: an operator that is not torch's would fail."""
+
+
+def of_another_package() -> nn.Linear:
+    layer = nn.Linear(64, 8, bias=False)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Watched))
+    return layer
+
+
+LAYERS = (nn.Linear(64, 8), hooked(), in_fp32(), Other(64, 8, bias=False), of_another_package(), nn.Identity())
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=("bias", "hook", "forward", "subclass", "weight", "other"))
+def test_what_does_more_than_a_product_is_called_as_it_is(layer: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_layer, "linear", lambda *_, **__: pytest.fail("not by a call of the layer"))
     assert not plain(layer) and workload_of(layer, 1, "float16", H200) is None
-    layer.forward = lambda rows: "called"  # type: ignore[method-assign]
-    assert logits_of(layer, torch.zeros(1, 64)) == "called"
+    rows = torch.randn(1, 64).to(next((p.dtype for p in layer.parameters()), torch.float32))
+    assert torch.equal(logits_of(layer, rows), layer(rows))
 
 
 def test_what_a_plain_one_asks_for():

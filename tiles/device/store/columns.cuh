@@ -1,12 +1,12 @@
 // A tile of sums to y, transposed, straight from registers: where y is little beside the weight.
-// Comes after store/epilogue.cuh, for pack_pair.
+// Comes after ptx/instructions.cuh, for from_float.
 #pragma once
 #include <stdint.h>
 
 namespace tilebit {
 
-// A computing warp's 16 output channels of COLUMNS rows of x, sums in the order of MMA: y [m][n] at its
-// first row and the block's first channel, of which `rows` and `channels` are there.
+// The sums of a warp's 16 output channels and COLUMNS rows of x, in the order of MMA. y: of [m][n], where
+// the block's first row and first channel meet, from which on `rows` and `channels` are there.
 template <typename T, int COLUMNS>
 __device__ __forceinline__ void store_columns(const float* sums, void* y, int n, int rows, int channels, int thread) {
   const int lane = thread & 31, channel = thread / 32 * 16 + lane / 4;

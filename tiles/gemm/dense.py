@@ -10,7 +10,7 @@ a block's threads have three roles,
     warp 1                 x      ->  Xs
     warpgroups 1, 2, ...   multiply, store
 
-``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
+The weight is the first to leave the second cache. ``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
 while the next one runs. TMA writes zeros for columns of k, rows of x and output channels that are not there.
 """
 
@@ -23,8 +23,9 @@ from ...schedules.target import Target
 from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .any import PASS_CONFIGS
+from .operands import BARRIER
 
-HEADERS = ("ptx/instructions.cuh", "store/columns.cuh", "pipeline/dependent.cuh", "order/tiles.cuh")
+HEADERS = ("ptx/instructions.cuh", "store/epilogue.cuh", "store/rows.cuh", "pipeline/dependent.cuh", "order/tiles.cuh")
 
 
 def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:
@@ -38,10 +39,12 @@ def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:
     m = T.dynamic("m")
 
     @T.macro
-    def bring(rows, slots, full, empty, first, count):
+    def bring(rows, slots, full, empty, first, count, policy):
         for i in T.serial(steps):
             T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
-            T.tma_copy(rows[first : first + count, i * bk : i * bk + bk], slots[i % stages, :, :], barrier=full[i % stages])
+            T.tma_copy(
+                rows[first : first + count, i * bk : i * bk + bk], slots[i % stages, :, :], barrier=full[i % stages], eviction_policy=policy
+            )
             T.barrier_arrive(full[i % stages])
 
     @T.macro
@@ -63,7 +66,7 @@ def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:
             full = T.alloc_barrier([64] * stages)  # the lanes of the two loading warps
             empty = T.alloc_barrier([s.num_warps] * stages)
             Y = T.alloc_fragment((bn, bm), "float32")
-            T.import_source(device_source(HEADERS))
+            T.import_source("#define STAGES_ARE_COPIED\n" + device_source(HEADERS))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             T.disable_warp_group_reg_alloc()
             thread = T.get_thread_binding()
@@ -72,17 +75,22 @@ def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:
             if thread < rules.PRODUCERS:
                 T.set_max_nreg(producer_registers, 0)
                 if thread < 32:
-                    bring(weight, Ws, full, empty, bx * bn, bn)
+                    bring(weight, Ws, full, empty, bx * bn, bn, "evict_first")
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
-                    bring(x, Xs, full, empty, by * bm, bm)
+                    bring(x, Xs, full, empty, by * bm, bm, None)
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 multiply(Ws, Xs, Y, full, empty, thread - rules.PRODUCERS)
+                staging = T.address_of(Ws[0, 0, 0])  # all slots have been read
                 T.call_extern(
-                    "handle", f"tilebit::store_columns<{TYPES[dtype]}, {bm}>", Y.access_ptr("r"), T.address_of(y[by * bm, bx * bn]),
-                    w.n, m - by * bm, w.n - bx * bn, thread - rules.PRODUCERS,
+                    "handle", f"tilebit::stage_transposed<{TYPES[dtype]}, 1, {bm}, {consumers}, {BARRIER}>", Y.access_ptr("r"), staging,
+                    thread - rules.PRODUCERS,
+                )  # fmt: skip
+                T.call_extern(
+                    "handle", f"tilebit::store_staged_rows<{TYPES[dtype]}, {w.n}, {bn}, {bm}, {consumers}>", staging,
+                    T.address_of(y[by * bm, bx * bn]), m - by * bm, w.n - bx * bn, thread - rules.PRODUCERS,
                 )  # fmt: skip
 
     return main

@@ -92,7 +92,8 @@ void mma_sync(float* d, const unsigned* a, const unsigned* b) {
 
 // ---- tensor maps and wgmma ----
 inline void prefetch_tma_descriptor(const CUtensorMap*) {}
-template <typename... Corner>
+enum class CacheHintSm90 { EVICT_NORMAL, EVICT_FIRST };
+template <CacheHintSm90 = CacheHintSm90::EVICT_NORMAL, typename... Corner>
 void tma_load(const CUtensorMap* map, Barrier& barrier, void* to, Corner... corner) {
   tilebit_host::load_box(*map, &barrier, to, {int(corner)...});
 }

@@ -39,7 +39,7 @@ def schedule(block_n: int, block_m: int, stages: int, min_blocks: int = 1) -> Sc
 # n, k and m that no tile divides; fewer steps than slots; several tiles of rows; one step
 CASES: tuple[Case, ...] = (
     (DenseWorkload(13, 200, 520, HALF), schedule(128, 16, 4)),
-    (DenseWorkload(1, 100, 1000, BFLOAT), schedule(64, 16, 6, 3)),
+    (DenseWorkload(9, 101, 1000, BFLOAT), schedule(64, 16, 6, 3)),
     (DenseWorkload(50, 320, 136, BFLOAT), schedule(256, 64, 5)),
     (DenseWorkload(70, 130, 328, HALF), schedule(64, 32, 2)),
     (DenseWorkload(48, 192, 64, HALF), schedule(192, 48, 3)),
@@ -66,6 +66,7 @@ def test_right_in_every_order(case: Case, order: str):
 
 
 OF_ROWS, RAGGED = (DenseWorkload(40, 64, 320, HALF), schedule(64, 16, 2)), (DenseWorkload(13, 200, 520, HALF), schedule(128, 16, 2))
+RAGGED_N = (DenseWorkload(13, 101, 520, HALF), schedule(64, 16, 2))
 BUGS: dict[str, tuple[Case, str, Edit]] = {
     "a slot released before its product": (
         RAGGED, "dense.py", swap(("empty[(i + stages - 1) % stages]), own, i > 0", "empty[i % stages]), own, True")),
@@ -73,13 +74,16 @@ BUGS: dict[str, tuple[Case, str, Edit]] = {
     "the last product not awaited": (RAGGED, "dense.py", swap(("        T.wait_wgmma(0)\n", ""))),
     "a slot filled that is still read": (RAGGED, "dense.py", swap(("(i // stages & 1) ^ 1)", "i // stages & 1)"))),
     "sums of the tile before": (RAGGED, "dense.py", swap(("clear_accum=i == 0", "clear_accum=False"))),
-    "rows of the first tile": (OF_ROWS, "dense.py", swap(("empty, by * bm, bm)", "empty, 0, bm)"))),
-    "channels of the first tile": (RAGGED, "dense.py", swap(("empty, bx * bn, bn)", "empty, 0, bn)"))),
+    "rows of the first tile": (OF_ROWS, "dense.py", swap(("empty, by * bm, bm, None)", "empty, 0, bm, None)"))),
+    "channels of the first tile": (RAGGED, "dense.py", swap(("empty, bx * bn, bn, ", "empty, 0, bn, "))),
     "columns of the first step": (RAGGED, "dense.py", swap(("i * bk : i * bk + bk], slots", "0:bk], slots"))),
-    "rows past the last": (RAGGED, "device", swap(("if (row < rows && at < channels)", "if (at < channels)"))),
-    "channels past the last": (RAGGED, "device", swap(("if (row < rows && at < channels)", "if (row < rows)"))),
-    "halves of a warp's rows exchanged": (RAGGED, "device", swap(("at = channel + i / 2 * 8", "at = channel + (1 - i / 2) * 8"))),
-    "neighbouring columns exchanged": (RAGGED, "device", swap(("lane % 4 * 2 + i % 2, at", "lane % 4 * 2 + 1 - i % 2, at"))),
+    "rows past the last": (RAGGED, "device", swap(("if (row >= rows || at >= channels)", "if (at >= channels)"))),
+    "channels past the last": (RAGGED, "device", swap(("if (row >= rows || at >= channels)", "if (row >= rows)"))),
+    "channels past the last of a ragged row": (RAGGED_N, "device", swap(("min(8, channels - at)", "8"))),
+    "rows in another distance": (RAGGED, "device", swap(("row * (BLOCK_N + 8) + at", "row * BLOCK_N + at"))),
+    "staged while a product still reads": (
+        RAGGED, "device", swap(("sync_group<BARRIER, THREADS>(0);\n  const int lane", "const int lane")),
+    ),
 }  # fmt: skip
 
 

@@ -119,7 +119,10 @@ __device__ __forceinline__ bool tl_shuffle_elect() {
 }
 
 // ---- tiles by tensor maps, two or three coordinates, the innermost first ----
-constexpr uint64_t EVICT_NORMAL = 0x1000000000000000;  // in the second cache, as createpolicy would encode it
+enum class CacheHintSm90 : uint64_t {  // in the second cache, as createpolicy would encode it
+  EVICT_NORMAL = 0x1000000000000000,
+  EVICT_FIRST = 0x12F0000000000000,
+};
 __device__ __forceinline__ void prefetch_tma_descriptor(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
@@ -128,20 +131,22 @@ __device__ __forceinline__ void prefetch_tma_descriptor(const CUtensorMap& map) 
 #else
 #define TILEBIT_OWN_SHARED "shared::cluster"
 #endif
+template <CacheHintSm90 HINT = CacheHintSm90::EVICT_NORMAL>
 __device__ __forceinline__ void tma_load(const CUtensorMap& map, Barrier& barrier, const void* to, int32_t c0, int32_t c1) {
   const uint64_t from = reinterpret_cast<uint64_t>(&map);
   const uint32_t arrives = shared_address(&barrier), there = shared_address(to);
   asm volatile("cp.async.bulk.tensor.2d." TILEBIT_OWN_SHARED
                ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(there),
-               "l"(from), "r"(arrives), "r"(c0), "r"(c1), "l"(EVICT_NORMAL)
+               "l"(from), "r"(arrives), "r"(c0), "r"(c1), "l"(static_cast<uint64_t>(HINT))
                : "memory");
 }
+template <CacheHintSm90 HINT = CacheHintSm90::EVICT_NORMAL>
 __device__ __forceinline__ void tma_load(const CUtensorMap& map, Barrier& barrier, const void* to, int32_t c0, int32_t c1, int32_t c2) {
   const uint64_t from = reinterpret_cast<uint64_t>(&map);
   const uint32_t arrives = shared_address(&barrier), there = shared_address(to);
   asm volatile("cp.async.bulk.tensor.3d." TILEBIT_OWN_SHARED
                ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(there),
-               "l"(from), "r"(arrives), "r"(c0), "r"(c1), "r"(c2), "l"(EVICT_NORMAL)
+               "l"(from), "r"(arrives), "r"(c0), "r"(c1), "r"(c2), "l"(static_cast<uint64_t>(HINT))
                : "memory");
 }
 #undef TILEBIT_OWN_SHARED
@@ -151,7 +156,7 @@ __device__ __forceinline__ void tma_load_multicast(const CUtensorMap& map, Barri
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(there),
-      "l"(from), "r"(arrives), "r"(c0), "r"(c1), "h"(blocks), "l"(EVICT_NORMAL)
+      "l"(from), "r"(arrives), "r"(c0), "r"(c1), "h"(blocks), "l"(static_cast<uint64_t>(CacheHintSm90::EVICT_NORMAL))
       : "memory");
 }
 

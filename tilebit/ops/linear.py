@@ -7,6 +7,7 @@ be, that kernel runs; else torch's product.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from .dispatch import DTYPE_NAMES, device_target
 from .operands import describe
 from .plans import Key, launcher
 
-# Of memory's rate: what cuBLAS reaches for 128256 x 4096 and one row of x (251 us, H200; 263 for 16, 280 for 64).
-LIBRARY_RATE = 0.89
+# The least that cuBLAS was seen to take (32000 x 4096 to 128256 x 8192, 1 to 64 rows, H200): a launch and
+# its fill, then bytes at this share of memory's rate, and so much more for each row of x.
+LIBRARY_US, LIBRARY_RATE, LIBRARY_ROW = 6.5, 0.93, 0.0007
+
 
 
 def linear(x: Tensor, weight: Tensor, dependent: bool = False) -> Tensor:
@@ -54,8 +57,12 @@ def served(workload: DenseWorkload, target: Target) -> bool:
         return True
     asked = workload.bucketed()
     choice = choose(asked, target)
-    library_us = asked.bytes / (LIBRARY_RATE * target.read_gbps * 1e3)
-    return choice.source == "tuned" and choice.record is not None and (choice.record.us or library_us) < library_us
+    return choice.source == "tuned" and choice.record is not None and (choice.record.us or inf) < library_us(asked, target)
+
+
+def library_us(workload: DenseWorkload, target: Target) -> float:
+    """What torch's product is known to take at least."""
+    return LIBRARY_US + workload.bytes * (1 + LIBRARY_ROW * workload.m) / (LIBRARY_RATE * target.read_gbps * 1e3)
 
 
 def _workload(key: Key) -> DenseWorkload:

@@ -10,8 +10,9 @@ a block's threads have three roles,
     warp 1                 x      ->  Xs
     warpgroups 1, 2, ...   multiply, store
 
-The weight is the first to leave the second cache. ``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
-while the next one runs. TMA writes zeros for columns of k, rows of x and output channels that are not there.
+``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
+while the next one runs. TMA writes zeros for columns of k, rows of x and output channels that are not
+there. The weight is the first to leave the second cache (results/notes/evict-first.md).
 """
 
 from typing import Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import tilebit
 from tilebit import packs
 from tilebit.ops import linear as linear_ops
 from tilebit.ops import plans
-from tilebit.ops.linear import LIBRARY_RATE, served
+from tilebit.ops.linear import library_us, served
 from tilebit.schedules.gemm.dense import DenseWorkload
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.records import TuningRecord
@@ -40,7 +41,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def write(workload: DenseWorkload, share: float) -> None:
         schedule = (candidates(workload, H200) or [])[0]
-        us = share * workload.bytes / (LIBRARY_RATE * H200.read_gbps * 1e3)
+        us = share * library_us(workload, H200)
         with path.open("a") as file:
             file.write(json.dumps(TuningRecord(workload, schedule, H200.name, H200.arch, H200.units, us=us).to_json()) + "\n")
         refresh()
@@ -68,6 +69,16 @@ def test_a_kernel_serves_where_it_is_faster_than_the_library_is_known_to_be(reco
     assert not served(HEAD, target_from_name("sm_80")) and not served(HEAD, target_from_name("cpu"))
     monkeypatch.setattr(packs, "entries", lambda workload, target: [workload] if workload.static() == HEAD.static() else [])
     assert served(HEAD.with_m(1), H200) and not served(DenseWorkload(1, 96, 64), H200)
+
+
+# us of cuBLAS on an H200, cold weights
+CUBLAS = {(1, 32000, 4096): 67.3, (64, 32000, 4096): 70.4, (1, 128256, 2048): 127.5, (64, 151936, 2560): 198.0, (1, 128256, 4096): 249.8,
+          (16, 128256, 4096): 254.8, (64, 128256, 4096): 283.0, (32, 151936, 4096): 306.7, (1, 128256, 8192): 489.8}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", CUBLAS)
+def test_the_library_is_not_thought_slower_than_it_is(sizes: tuple[int, int, int]):
+    assert 0.92 < library_us(DenseWorkload(*sizes), replace(H200, name="NVIDIA H200")) / CUBLAS[sizes] < 1
 
 
 @pytest.mark.parametrize("rows", [16, 5])

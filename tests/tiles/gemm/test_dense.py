@@ -114,6 +114,8 @@ def test_compiles_as_promised(case: Case):
     assert isinstance(kernel, Kernel), kernel
     assert kernel.manifest["lint"] == [] and kernel.params == params(*case, H200) == ("x", "weight", "y")
     assert kernel.manifest["prelude"] == "tilebit"
+    source = (Path(kernel.path) / "kernel.cu").read_text()
+    assert "EVICT_FIRST>(weight_desc" in source and "tl::tma_load(x_desc" in source
     assert kernel.resources["spills"] == kernel.resources["stack"] == 0
     assert kernel.resources["smem"] + kernel.resources["static_smem"] <= case[1].num_stages * stage_bytes(case[1]) + STATIC_SMEM
 

@@ -73,8 +73,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             for plane in planes_of_step:
                 row = plane * p.n_tiles + bx * (bn // 64)
                 T.tma_copy(
-                    halves[row : row + bn // 64, step * 2 : step * 2 + 2, 0:256], Ps[i % held, plane, :, :, :], barrier=full[i % held],
-                    eviction_policy="evict_first",
+                    halves[row : row + bn // 64, step * 2 : step * 2 + 2, 0:256], Ps[i % held, plane, :, :, :], barrier=full[i % held]
                 )  # fmt: skip
             T.barrier_arrive(full[i % held])
             step, left = step + 1, left - 1

@@ -39,9 +39,8 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
         def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
             rows, line, group = bx * (bn // 64), (step * parts + part) * lines, p.group_of(step)
             T.tma_copy(
-                halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part],
-                eviction_policy="evict_first",  # x and y stay in the second cache (results/notes/evict-first.md)
-            )  # fmt: skip
+                halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
+            )
             if part == plan.scales_part:
                 T.tma_copy(
                     scales[group : group + p.step_groups, bx * bn : bx * bn + bn],

@@ -30,7 +30,6 @@ from .plans import Key, launcher
 LIBRARY_US, LIBRARY_RATE, LIBRARY_ROW = 6.5, 0.93, 0.0007
 
 
-
 def linear(x: Tensor, weight: Tensor, dependent: bool = False) -> Tensor:
     """y [..., n] = x [..., k] @ weight [n, k]^T, fp16 or bf16, as ``torch.nn.functional.linear`` without a
     bias; sums are fp32 and rounded once where tilebit's own kernel runs.

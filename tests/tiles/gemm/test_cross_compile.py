@@ -322,7 +322,7 @@ def check_pipeline(source: str, step_sums: bool, of_groups: bool) -> None:
     assert received.count("await_stage(") == received.count("tilebit::store_chunk<") and bool(sending) == ("store_chunk<" in received)
     dequantize = "tilebit::dequantize_bytes<" if "tilebit::dequantize_bytes<" in computing else "tilebit::dequantize<"
     parts = computing.count(dequantize)
-    load_weight = ("].wait(", ".expect_transaction(", "tma_load<tl::CacheHintSm90::EVICT_FIRST>(halves_desc")
+    load_weight = ("].wait(", ".expect_transaction(", "tma_load(halves_desc")
     load_x = ("].wait(", ".expect_transaction(", "(x_desc")
     assert step_sums == ("tilebit::add_group<" in computing) and of_groups == ("tilebit::bring_token_scales<" in x)
     if step_sums:  # scales are those of sums, and come with the last part

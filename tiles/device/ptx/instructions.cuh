@@ -143,7 +143,6 @@ __device__ __forceinline__ uint64_t evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t evict_normal() { return 0x1000000000000000; }
 
 // ---- clusters ----
 // Barriers that were initialized are seen by the cluster once it has met.

@@ -40,12 +40,13 @@ def build(workload: DenseWorkload, schedule: Schedule, target: Target) -> Any:
     m = T.dynamic("m")
 
     @T.macro
-    def bring(rows, slots, full, empty, first, count, policy):
+    def bring(rows, slots, full, empty, first, count, eviction):
         for i in T.serial(steps):
             T.mbarrier_wait_parity(empty[i % stages], (i // stages & 1) ^ 1)
             T.tma_copy(
-                rows[first : first + count, i * bk : i * bk + bk], slots[i % stages, :, :], barrier=full[i % stages], eviction_policy=policy
-            )
+                rows[first : first + count, i * bk : i * bk + bk], slots[i % stages, :, :],
+                barrier=full[i % stages], eviction_policy=eviction,
+            )  # fmt: skip
             T.barrier_arrive(full[i % stages])
 
     @T.macro

@@ -35,7 +35,7 @@ MAX_M = BLOCK_M[-1]  # of more rows the weight is read again
 # What is tried: (block_n, min_blocks); bytes of the weight on their way to an SM.
 TILES = ((128, 1), (128, 2), (64, 2), (192, 1), (256, 1), (64, 3))
 IN_FLIGHT = (144 << 10, 160 << 10, 96 << 10, 192 << 10)
-# A launch; a block's first bytes; a block after another (128256 x 4096, H200).
+# A launch; a block's first bytes; a block after another. Estimates are 5 % below the median record (H200).
 LAUNCH_US, FILL_US, WAVE_US = 2.5, 1.5, 1.0
 STORED = 2.2  # what a byte of y costs, in bytes that are read (64 rows: 8 us for 16 MB)
 

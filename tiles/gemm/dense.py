@@ -12,7 +12,7 @@ a block's threads have three roles,
 
 ``full`` hands a slot to the computing warps; ``empty`` hands it back when the slot's product has ended,
 while the next one runs. TMA writes zeros for columns of k, rows of x and output channels that are not
-there. The weight is the first to leave the second cache (results/notes/evict-first.md).
+there. The weight is the first to leave the L2 cache (results/notes/evict-first.md).
 """
 
 from typing import Any

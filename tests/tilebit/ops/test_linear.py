@@ -23,7 +23,7 @@ from tilebit.ops import plans
 from tilebit.ops.linear import library_us, served
 from tilebit.schedules.gemm.dense import DenseWorkload
 from tilebit.schedules.operations import candidates
-from tilebit.schedules.records import TuningRecord
+from tilebit.schedules.records import TuningRecord, shipped_records
 from tilebit.schedules.select import refresh
 from tilebit.schedules.target import target_from_name
 
@@ -79,6 +79,14 @@ CUBLAS = {(1, 32000, 4096): 67.3, (64, 32000, 4096): 70.4, (1, 128256, 2048): 12
 @pytest.mark.parametrize("sizes", CUBLAS)
 def test_the_library_is_not_thought_slower_than_it_is(sizes: tuple[int, int, int]):
     assert 0.92 < library_us(DenseWorkload(*sizes), replace(H200, name="NVIDIA H200")) / CUBLAS[sizes] < 1
+
+
+def test_shipped_records_serve():
+    """All but one, whose time is above what the library takes at least."""
+    device = replace(H200, name="NVIDIA H200")
+    tuned = {r.workload for r in shipped_records() if isinstance(r.workload, DenseWorkload)}
+    above = [w for w in tuned if not served(w, device)]
+    assert len(tuned) == 40 and above == [DenseWorkload(64, 128256, 8192, "bfloat16")]
 
 
 @pytest.mark.parametrize("rows", [16, 5])

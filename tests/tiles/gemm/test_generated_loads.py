@@ -39,7 +39,7 @@ def loads(schedule: Schedule) -> tuple[set[str], set[str]]:
     """The tensor maps that the generated source of a schedule loads through for a whole cluster, and for a block alone."""
     assert legal(LARGE, schedule, HOPPER) == []
     source = lower(LARGE, schedule, HOPPER).cuda
-    together, alone = (set(re.findall(rf"\btl::{name}(?:<[\w:]+>)?\((\w+),", source)) for name in ("tma_load_multicast", "tma_load"))
+    together, alone = (set(re.findall(rf"\btl::{name}\((\w+),", source)) for name in ("tma_load_multicast", "tma_load"))
     return together, alone
 
 

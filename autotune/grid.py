@@ -49,8 +49,9 @@ def tiles(workload: Workload, target: Target) -> list[Schedule]:
     """Every tile of ``gemm_wgmma`` that is legal for ``workload``, as deep as shared memory allows,
     in all ways to divide a grid; then the rules' own candidates."""
     found = []
-    for (bn, warps), bm, resident in product(BLOCKS_N, BLOCKS_M, MIN_BLOCKS):
-        base = Schedule("gemm_wgmma", bn, bm, 128, 1, warps, min_blocks=resident)
+    ways = (False, True) if workload.nibbles else (False,)
+    for (bn, warps), bm, resident, joined in product(BLOCKS_N, BLOCKS_M, MIN_BLOCKS, ways):
+        base = Schedule("gemm_wgmma", bn, bm, 128, 1, warps, min_blocks=resident, joined=joined)
         grids = [replace(base, split_k=s) for s in (1, 2, 3, 4)]
         grids += [replace(base, stream_k=True), replace(base, tail=2), replace(base, tail=4)]
         for grid, cluster in product(grids, (1, 2)):
@@ -129,7 +130,7 @@ def measure(
 def name(s: Schedule) -> str:
     """A schedule of ``gemm_wgmma`` in few characters."""
     extra = [f"{f}{getattr(s, f)}" for f in ("split_k", "min_blocks", "cluster", "tail") if getattr(s, f) > 1]
-    extra += [f"raster{s.raster}"] * bool(s.raster) + ["stream_k"] * s.stream_k
+    extra += [f"raster{s.raster}"] * bool(s.raster) + ["stream_k"] * s.stream_k + ["joined"] * s.joined
     return " ".join([f"{s.block_n}x{s.block_m}/{s.num_warps}", *extra])
 
 

@@ -21,7 +21,8 @@ class Schedule:
     ``stream_k`` whether blocks take equal shares of all tiles' steps, across tile borders, instead
     of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which one of
     them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are
-    cut into (1: they are whole). What a field means on a device, and which values are legal there,
+    cut into (1: they are whole), ``joined`` whether output channels whose bytes are nibbles in two rows
+    are multiplied as bytes, in tiles of their own. What a field means on a device, and which values are legal there,
     is said by the program's rule in ``schedules``.
     """
 
@@ -37,6 +38,7 @@ class Schedule:
     stream_k: bool = False
     cluster: int = 1
     tail: int = 1
+    joined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _TYPES}
@@ -50,7 +52,7 @@ class Schedule:
         known = {name: data[name] for name in _TYPES if name in data}
         wrong = [f"{name} is {value!r:.80}" for name, value in known.items() if type(value) is not _TYPES[name]]
         if wrong:
-            raise ValueError(f"{', '.join(wrong)}; accepted: whole numbers, a program's name, and true or false for stream_k")
+            raise ValueError(f"{', '.join(wrong)}; accepted: whole numbers, a program's name, and true or false for stream_k and joined")
         try:
             return cls(**known)
         except TypeError as error:

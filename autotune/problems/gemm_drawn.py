@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.formats import E4M3, FP8, GemmFormat
+from ...layouts.formats import E4M3, FP8, OFFSET_ZERO, GemmFormat
 from ...layouts.planes import pack_planes
 from ...schedules.gemm.codecs import codec_of, packed_layout
-from ...schedules.gemm.parts import ADDED, CHANNELS, GATE_ROWS, NOWHERE, RESIDUAL, TOKEN_SCALES
+from ...schedules.gemm.joined import MOST_PADDING
+from ...schedules.gemm.parts import ADDED, CHANNELS, GATE_ROWS, NIBBLE, NOWHERE, RESIDUAL, TOKEN_SCALES
 from ...schedules.gemm.workload import Workload
 from ...schedules.operands import present
 from .gemm import NORM_WEIGHT, NORM_WEIGHTS, Problem
@@ -93,6 +94,8 @@ def random_problem(workload: Workload, seed: int, arch: str = "cpu", device: str
 def _drawn_index(workload: Workload, generator: torch.Generator) -> Tensor:
     """int32 [n]: of the rows that may be ADDED about half or as many as there are too many of, one
     NOWHERE, and the others columns of y, in no order."""
+    if workload.nibbles:
+        return _nibbles_index(workload, generator, in_order=False)
     n, width, device = workload.n, workload.width, generator.device
     rows = torch.arange(n, device=device)
     may = rows[rows % (2 * GATE_ROWS) >= GATE_ROWS]
@@ -111,6 +114,8 @@ def _drawn_index(workload: Workload, generator: torch.Generator) -> Tensor:
 def layer_index(workload: Workload, generator: torch.Generator) -> Tensor:
     """int32 [n] as a mixed layer has it (``weights.paired``): columns drawn and ascending, of the last
     rows two for each column where there are more rows than columns."""
+    if workload.nibbles:
+        return _nibbles_index(workload, generator, in_order=True)
     n, width, device = workload.n, workload.width, generator.device
     groups = max(0, -(-(n - width) // GATE_ROWS))  # of 16 rows, whose last 8 are added to the first
     rows = torch.arange(n, device=device)
@@ -121,6 +126,49 @@ def layer_index(workload: Workload, generator: torch.Generator) -> Tensor:
     index = torch.full((n,), ADDED, dtype=torch.int32, device=device)
     index[~pairs], index[pairs & half] = (part.sort().values for part in drawn.split(counts))
     return index.where(index < width, NOWHERE)
+
+
+def _nibbles_index(workload: Workload, generator: torch.Generator, in_order: bool) -> Tensor:
+    """int32 [n] of rows whose pairs are nibbles of bytes: one of the numbers of pairs that so many rows and
+    columns may have, with the padding that this leaves; columns ascending ``in_order``, else in none."""
+    n, width, device = workload.n, workload.width, generator.device
+
+    def one_of(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator, device=device))
+
+    spare = max(0, n - width)
+    most = min(spare // GATE_ROWS, n // (2 * GATE_ROWS))
+    least = -(-(spare - MOST_PADDING) // GATE_ROWS) if spare > MOST_PADDING else int(spare >= 2 * GATE_ROWS)
+    pairs = one_of(min(least, most), most)
+    rest, singles = spare - GATE_ROWS * pairs, n - pairs * 2 * GATE_ROWS
+    behind = one_of(max(0, rest - (2 * GATE_ROWS - 1)), min(GATE_ROWS - 1, rest)) if pairs else 0  # of both rows of the last pairs
+    padding = rest - behind
+    counts = [singles - padding, pairs * GATE_ROWS - behind]
+    drawn = torch.randperm(width, generator=generator, device=device)[: sum(counts)].to(torch.int32)
+    parts = [part.sort().values if in_order else part for part in drawn.split(counts)]
+    index = torch.full((n,), NOWHERE, dtype=torch.int32, device=device)
+    of_pairs = torch.arange(singles, n, device=device).view(pairs, 2, GATE_ROWS)
+    index[: counts[0]] = parts[0]
+    index[of_pairs[:, 0].flatten()[: counts[1]]] = parts[1]
+    index[of_pairs[:, 1].flatten()[: counts[1]]] = ADDED
+    return index
+
+
+def _make_nibbles(workload: Workload, operands: dict[str, Tensor]) -> None:
+    """Scales and zero points of pairs of rows as nibbles of bytes have them (``weights.paired``), from those
+    of the second row."""
+    low = (operands[CHANNELS] == ADDED).nonzero().flatten()
+    high, f = low - GATE_ROWS, workload.format
+    if f.offset:
+        operands["scales"][..., low], operands["scales"][..., high] = 1, NIBBLE
+        operands["zeros"][..., low], operands["zeros"][..., high] = OFFSET_ZERO, 0
+    else:
+        operands["scales"][..., high] = operands["scales"][..., low] * NIBBLE
+        operands["zeros"][..., low], operands["zeros"][..., high] = 0, f.symmetric_zero_point
+    if f.row_scaled:
+        operands["row_scales"][high] = operands["row_scales"][low]
+    if workload.bias:
+        operands["bias"][low] = 0
 
 
 def _exact_ranges(workload: Workload) -> tuple[int, tuple[float, ...]]:
@@ -157,7 +205,7 @@ def _exact_integers(workload: Workload) -> tuple[int, float, int]:
     unit that scales make, and where possible results that fp16 holds. All of int8 where k is short
     enough. Of groups, whose scales differ, sums are multiples of the least of them."""
     f, smallest = workload.format, min(_EXACT_ROW_SCALES) ** 2
-    scaled, widest = f.step_sums, LARGEST_FP8 if f.x == FP8 else f.largest
+    scaled, widest = f.step_sums, LARGEST_FP8 if f.x == FP8 else 128 if workload.nibbles else f.largest
     tried = [(largest, 1) for largest in ((LARGEST_FP8,) if f.x == FP8 else (LARGEST_INT8, 31, 7)) + (4, 2, 1)]
     for largest, apart in tried + [(1, apart) for apart in _APART if scaled or f.short_sums]:
         most = -(-workload.k // apart) * largest * (widest / smallest if scaled else widest if f.x == FP8 else 128)
@@ -270,4 +318,6 @@ def _problem(
         operands[RESIDUAL] = bias[picked].to(dtype)
     if workload.width:
         operands[CHANNELS] = index(workload, generator)
+    if workload.nibbles:
+        _make_nibbles(workload, operands)
     return Problem(workload, layout, x.to(getattr(torch, workload.x_dtype)), operands)

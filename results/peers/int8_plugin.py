@@ -99,7 +99,7 @@ class MixedPeer(Int8Peer):
     def workload(self, m: int, n: int, k: int) -> Workload:
         """What a call asks for."""
         high = self.high_channels(n)
-        return Workload(m, row_count(n - high, high), k, self.format, self.x_dtype, width=n)
+        return Workload(m, row_count(n - high, high), k, self.format, self.x_dtype, width=n, nibbles=True)
 
     def prepare(self, sh: Any) -> None:
         """Quantize and pack the rows, copy them as often as the harness wants, compile every m's kernels."""
@@ -118,7 +118,18 @@ class MixedPeer(Int8Peer):
         """As the harness asks."""
         (x, tokens), channels, packed = self.activations(sh, m), self.layer.channels, self.layer.rows.packed
         op, latest = torch.ops.tilebit.gemm_mixed.default, {}
-        rest = (packed.scales, packed.zeros, packed.row_scales, None, channels, sh.N, sh.K, packed.format_name, packed.dtype)
+        rest = (
+            packed.scales,
+            packed.zeros,
+            packed.row_scales,
+            None,
+            channels,
+            sh.N,
+            sh.K,
+            packed.format_name,
+            packed.dtype,
+            self.layer.nibbles,
+        )
 
         def call(weight: Tensor) -> None:
             latest["y"] = op(x, tokens, weight, *rest)

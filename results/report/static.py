@@ -16,7 +16,7 @@ from .rows import json_rows
 
 KIB = 1024
 SHOWN = ("program", "block_n", "block_m", "block_k", "num_stages", "num_warps")
-SHORT = {"split_k": "k{}", "min_blocks": "b{}", "raster": "r{}", "stream_k": "stream-k", "tail": "tail {}"}
+SHORT = {"split_k": "k{}", "min_blocks": "b{}", "raster": "r{}", "stream_k": "stream-k", "tail": "tail {}", "joined": "joined"}
 COLUMNS = (
     "m", "schedule", "from", "regs", "spills", "smem KiB", "blocks / SM", "KiB in flight",
     "instr / KiB", "bits", "arith", "mma", "shared", "global", "other", "issue", "bit pipe", "tensor", "conflicts",

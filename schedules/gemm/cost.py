@@ -21,7 +21,7 @@ or known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 
 from ...layouts.formats import FP8, PER_CHANNEL
@@ -30,6 +30,7 @@ from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
 from .codecs import codec_of
+from .joined import first_joined, n_blocks
 from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes, x_stage_bytes
 from .waves import cut_places, shared_places
 from .workload import Workload
@@ -128,13 +129,15 @@ def _flow(in_flight: float) -> float:
 
 def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     """The GEMMs whose blocks multiply whole tiles stage by stage."""
-    m_tiles, n_tiles = _ceil(max(w.m, 1), s.block_m), _ceil(w.n, s.block_n)
+    m_tiles, n_tiles = _ceil(max(w.m, 1), s.block_m), n_blocks(w, s)
     k_steps = _ceil(w.k, s.block_k)
     n, k, sms, clock = n_tiles * s.block_n, k_steps * s.block_k, target.units, target.dequant_gops / target.units / LANES
+    rows = n + s.joined * (n - first_joined(w, s))  # of the weight: of a tile of bytes two for each channel
     grid = spread(m_tiles * n_tiles, k_steps, s, target)
 
-    stage = stage_bytes(w.format, s)
-    copied = stage - x_stage_bytes(w.format, s) * (1 - 1 / s.cluster)  # what a stage takes from the last cache
+    x_stage = x_stage_bytes(w.format, s)
+    stage = x_stage + (stage_bytes(w.format, replace(s, joined=False)) - x_stage) * rows / n
+    copied = stage - x_stage * (1 - 1 / s.cluster)  # what a stage takes from the last cache
     cached = grid.blocks * grid.steps * sms * copied
     x = m_tiles * s.block_m * k * w.x_bytes
     # Blocks that share tiles are not at the same k: of x, what the cache does not hold comes from
@@ -144,17 +147,17 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
     # cache does not hold comes from memory again (57344 x 8192, m = 256, 8 bits, H100: 341 us in two
     # passes, 199 in one), unless all tiles run side by side, at the same k (10240 x 8192, m = 128: 37
     # us, 61 in shares).
-    weight, passes = _weight_bytes(w, n, k), _ceil(m_tiles, max(1, s.raster))
+    weight, passes = _weight_bytes(w, rows, k), _ceil(m_tiles, max(1, s.raster))
     if s.stream_k or m_tiles * n_tiles * s.split_k > sms * s.min_blocks:
         far += (passes - 1) * weight * max(0.0, 1 - target.l2 * NEAR_CACHE / weight)
     # So does a group's x, for each wave of its tiles, where the cache does not hold it.
-    rows = min(m_tiles, max(1, s.raster))
-    group = rows * s.block_m * k * w.x_bytes
-    far += passes * max(0.0, rows * n_tiles / (sms * s.min_blocks) - 1) * group * max(0.0, 1 - target.l2 * NEAR_CACHE / group)
+    together = min(m_tiles, max(1, s.raster))
+    group = together * s.block_m * k * w.x_bytes
+    far += passes * max(0.0, together * n_tiles / (sms * s.min_blocks) - 1) * group * max(0.0, 1 - target.l2 * NEAR_CACHE / group)
     memory = (weight + far) / (target.read_gbps * 1e3) / grid.utilization  # GB/s = 1e3 bytes per us
     load = max(memory, cached / (target.read_gbps * 1e3 * L2_SPEEDUP)) / _flow(min(s.num_stages, grid.steps) * stage * grid.resident)
 
-    dequant = codec_of(w.format).ops_per_weight[w.format.bits] * m_tiles * n * k / (target.dequant_gops * 1e3) / grid.utilization
+    dequant = codec_of(w.format).ops_per_weight[w.format.bits] * m_tiles * rows * k / (target.dequant_gops * 1e3) / grid.utilization
     dequant *= grid.decoded / grid.steps
     tflops = target.mma_tflops * (BYTES_OVER_HALF if w.format.x else 1)
     mma = 2.0 * s.block_m * m_tiles * n * k / (tflops * MMA_BURST * 1e6) / min(1.0, grid.utilization * MMA_SPARE)

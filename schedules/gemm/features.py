@@ -16,6 +16,7 @@ from ...layouts.formats import PER_CHANNEL
 from ..schedule import Schedule
 from ..target import Target
 from .cost import Estimate
+from .joined import n_blocks
 from .rules import stage_bytes
 from .stream import ARCHES, rings
 from .workload import Workload
@@ -30,7 +31,7 @@ def features(workload: Workload, schedule: Schedule, target: Target, expected: E
     """The named values of one schedule; ``expected`` is its estimate. What does not apply (a
     pipeline's bytes on a CPU) is left out."""
     m, s = max(workload.m, 1), schedule
-    m_tiles, n_tiles = ceil(m / s.block_m), ceil(workload.n / s.block_n)
+    m_tiles, n_tiles = ceil(m / s.block_m), n_blocks(workload, s) if s.joined else ceil(workload.n / s.block_n)
     steps = ceil(ceil(workload.k / s.block_k) / s.split_k)
     places = target.units * s.min_blocks if target.is_cuda else s.num_warps
     waves = m_tiles * n_tiles * (s.split_k if target.is_cuda else 1) / places

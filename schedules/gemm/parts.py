@@ -27,6 +27,7 @@ GATE_ROWS = 8  # of the weight that are gates, which are followed by as many tha
 TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
 CHANNELS = "channels"  # of products that store by an index: the column of y of each output channel, or one of these two
 ADDED = -1  # of a row GATE_ROWS behind another of its 16: what it makes is added to what that one makes, in fp32
+NIBBLE = 16  # what a high nibble counts
 NOWHERE = -2  # of a row that pads: it is not stored (nor is any other number that is no column of y)
 RESIDUAL = "residual"  # of products that are added to what has y's shape
 SCALES = "scales"  # per-channel ones are a part; those of groups, and codebooks, are the weight's own, and the same operand

@@ -17,11 +17,12 @@ from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
+from .joined import SLAB_ROWS, first_joined, n_blocks, stage_rows
 from .parts import parts
 from .waves import TAILS
 from .workload import Workload
 
-SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
+SLAB_N = SLAB_ROWS  # of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
 WIDEST_K = 128  # values of k in a step of 16-bit x: two parts of a row are two swizzled lines; of int8 twice as many
 TMA_ALIGNMENT = 128  # bytes, of the places in shared memory that it writes to
@@ -33,6 +34,7 @@ WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses ker
 ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 144, 192 x 192, H200: ptxas serializes the products, C7512)
 GROUP_SPARE = 12  # registers that scaling a group's sums takes (128 x 176 by eight warps spills 76 bytes)
 LARGEST_M = 256  # rows of x of a tile
+MOST_JOINED = 128  # output channels of a tile of bytes whose nibbles are rows of their own: TMA loads at most 256 rows' scales
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
 
@@ -101,8 +103,7 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
         return TICKETS + 2 * grid_blocks(s, target) * tile
     if s.split_k == 1 or clustered_split(s):
         return 0
-    n_pad = -(-workload.n // SLAB_N) * SLAB_N
-    tiles = -(-workload.m // s.block_m) * -(-n_pad // s.block_n)
+    tiles = -(-workload.m // s.block_m) * n_blocks(workload, s)
     return TICKETS + tiles * s.split_k * tile
 
 
@@ -145,10 +146,10 @@ def grid_blocks(schedule: Schedule, target: Target) -> int:
 def stage_bytes(format: GemmFormat, schedule: Schedule) -> int:
     """Shared memory of one pipeline stage in bytes: packed weight tile, x tile, and the group
     parameters of the tile."""
-    parameters = schedule.block_n * stage_groups(format, schedule) * format.group_bytes
+    parameters = stage_rows(schedule) * stage_groups(format, schedule) * format.group_bytes
     if format.x_grouped:
         parameters += schedule.block_m * -(-schedule.block_k // format.x_group) * 4
-    return schedule.block_n * schedule.block_k * format.bits // 8 + x_stage_bytes(format, schedule) + parameters
+    return stage_rows(schedule) * schedule.block_k * format.bits // 8 + x_stage_bytes(format, schedule) + parameters
 
 
 def stage_groups(format: GemmFormat, schedule: Schedule) -> int:
@@ -260,6 +261,8 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
     whole = s.block_n if rule.b_fragment else 1  # TMA fills what a tile of gemm_wgmma has beyond the last row with zeros
     if n_pad % whole:
         reasons.append(f"block_n is {s.block_n}; accepted by {rule.program} for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if s.joined:
+        reasons += _joined_reasons(workload, s)
     if -(-n_pad // s.block_n) % s.cluster:
         reasons.append(f"cluster is {s.cluster}; accepted for {-(-n_pad // s.block_n)} tiles of {s.block_n} rows: divisors of that.")
     if s.block_k > WIDEST_K and not workload.format.x:
@@ -284,6 +287,21 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         reasons.append(f"block_m is {s.block_m}; accepted where two blocks share a tile: {LEAST_STAGED}, and multiples of {pair}.")
     if s.split_k > steps:
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps} steps of {s.block_k}: a split would be empty.")
+    return reasons
+
+
+def _joined_reasons(workload: Workload, schedule: Schedule) -> list[str]:
+    s, reasons = schedule, []
+    if not workload.nibbles:
+        reasons.append("joined is true; accepted for a weight whose rows are not nibbles of bytes: false.")
+    elif first_joined(workload, s) >= workload.n:
+        reasons.append(f"joined is true; accepted for {workload.n} rows and {workload.width} columns in tiles of {s.block_n}: false.")
+    if s.block_n // SLAB_N != s.num_warps // 4 or s.block_n > MOST_JOINED:
+        reasons.append(
+            f"joined goes with block_n {s.block_n} and {s.num_warps} warps; accepted: up to {MOST_JOINED}, {SLAB_N} for each group of four."
+        )
+    if s.cluster > 1:
+        reasons.append(f"joined goes with cluster {s.cluster}; accepted: 1.")
     return reasons
 
 

@@ -16,6 +16,7 @@ from itertools import product
 
 from ..schedule import Schedule, in_turn
 from ..target import Target
+from .joined import n_blocks
 from .waves import TAILS, cut_places
 from .workload import Workload
 
@@ -54,6 +55,7 @@ NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
 # of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
 WASTED, WASTED_WAVES = 16, 1
+JOINED_M = 128  # from this m on nibbles of bytes are joined, too: below, a weight's bytes decide, which are as many
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
 FEW_RASTER_M = 129  # and, of x in 8 bits, from this on all at once, where half of the cache does not hold the weight
@@ -74,7 +76,7 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
             grids.insert(1, replace(base, stream_k=True))
         if program == "gemm_wgmma" and workload.m >= MANY_ROWS:
             grids += [replace(base, tail=tail) for tail in _tails(workload, base, target)]
-        group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks), [])
+        group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks, base.joined), [])
         for grid, raster, cluster in product(grids, RASTERS, (1, 2)):
             at_once = large and workload.m >= FEW_RASTER_M and raster >= m_tiles and grid.split_k == cluster == 1
             wanted = workload.m >= (RASTER_M if raster else 0) and workload.m >= (MANY_ROWS if cluster > 1 else 0)
@@ -89,7 +91,7 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
 def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
     """The cut into strips that leaves the shortest last wave, if there is one that is a good part
     of the time."""
-    tiles, places = -(-workload.n // base.block_n) * -(-workload.m // base.block_m), target.units * base.min_blocks
+    tiles, places = n_blocks(workload, base) * -(-workload.m // base.block_m), target.units * base.min_blocks
     waves = {tail: -(-cut_places(tiles, places, tail) * tail // places) / tail for tail in TAILS}
     found = [tail for tail in TAILS if 0 < waves[tail] < 1]
     return sorted(found, key=waves.__getitem__)[:1] if tiles < TAIL_WAVES * places else []
@@ -100,10 +102,12 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
     rows, SHALLOWER too."""
     n_pad = -(-workload.n // NARROW) * NARROW
     sizes = product(_block_ms(program, workload.m), MIN_BLOCKS)
+    joins = workload.nibbles and workload.m >= JOINED_M
     for (block_m, min_blocks), (block_n, num_warps) in product(sizes, TILES[program]):
         odd = n_pad % TILES[program][0][0] != 0  # the narrowest tile wastes nothing
         lacking, tiles = -n_pad % block_n, -(-n_pad // block_n) * -(-workload.m // block_m)
-        if lacking and (lacking * WASTED > n_pad or tiles > WASTED_WAVES * target.units * min_blocks):
+        wasteful = lacking and (lacking * WASTED > n_pad or tiles > WASTED_WAVES * target.units * min_blocks)
+        if wasteful and not joins:
             continue
         pairs = program == "gemm_wgmma" and block_n == NARROW and target.units / 2 < 2 * tiles <= target.units
         if not odd and ((num_warps * min_blocks < FEWEST_WARPS and not pairs) or (block_n == NARROW and workload.m >= MANY_ROWS)):
@@ -114,11 +118,15 @@ def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> I
             if not left or legal(workload, shallowest, target):  # a deeper one needs more of all
                 continue
             left -= 1
-            deepest = next(s for depth in STAGES if not legal(workload, s := replace(shallowest, num_stages=depth), target))
-            yield deepest
-            shallower = replace(deepest, num_stages=SHALLOWER)
-            if workload.m in SHALLOWER_M and deepest.num_stages > SHALLOWER and not legal(workload, shallower, target):
-                yield shallower
+            for joined in (False,) * (not wasteful) + (True,) * joins:
+                depths = (replace(shallowest, num_stages=depth, joined=joined) for depth in STAGES)
+                deepest = next((s for s in depths if not legal(workload, s, target)), None)
+                if deepest is None:  # a tile of bytes takes more shared memory, and not every tile can be one
+                    continue
+                yield deepest
+                shallower = replace(deepest, num_stages=SHALLOWER)
+                if workload.m in SHALLOWER_M and deepest.num_stages > SHALLOWER and not legal(workload, shallower, target):
+                    yield shallower
 
 
 def _block_ms(program: str, m: int) -> list[int]:
@@ -139,7 +147,7 @@ def _block_ms(program: str, m: int) -> list[int]:
 def _splits(workload: Workload, base: Schedule, target: Target) -> list[int]:
     """The fullest grids of ``base`` with the fewest parts, at most two of them, the fuller one
     first; then, one block an SM, no split."""
-    tiles = -(-workload.n // base.block_n) * -(-max(workload.m, 1) // base.block_m)
+    tiles = n_blocks(workload, base) * -(-max(workload.m, 1) // base.block_m)
     steps = -(-workload.k // base.block_k)
     places = target.units * base.min_blocks
     found, best = [], 0.0

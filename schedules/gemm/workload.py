@@ -32,6 +32,9 @@ class Workload:
     each 16 rows any of the last 8 may be ADDED (``parts.py``): what it makes, after scales and bias, is
     added in fp32 to what the row 8 before it makes, and both together are one column. A row that is
     NOWHERE is not stored.
+    ``nibbles``: of such a weight with int8 x the ADDED rows lie at its end, as ``weights.paired`` makes
+    them: low nibbles of bytes whose high ones the row 8 before holds, with zero points 0 and 8 and, of the
+    high ones, 16 times the scales; biases of the low ones are 0.
     ``residual``: y is the fp32 sum with it, rounded once; it may lie where y does.
     ``gate`` ("", "silu", "gelu_tanh", "gelu"): y [m, n / 2] is activation(gate) * up in fp32, rounded
     once; of each 16 rows of the weight the first 8 are gates, the others what these gate
@@ -56,6 +59,7 @@ class Workload:
     bias: bool = False
     token_scales: bool = False
     width: int = 0
+    nibbles: bool = False
     residual: bool = False
     gate: str = ""
     norm: bool = False
@@ -68,6 +72,11 @@ class Workload:
         most = 2 * (self.width + 2 * GATE_ROWS)  # two rows for each column, both parts padded to 16 rows
         if self.width < 0 or (self.width and self.n > most):
             raise ValueError(f"width is {self.width} with n = {self.n}; accepted: 0, or columns with at most two rows each, and 32 rows")
+        if self.nibbles and not (self.width and self.format.bits == 4 and self.format.integer_sums and self.n % (2 * GATE_ROWS) == 0):
+            raise ValueError(
+                f"nibbles goes with n = {self.n}, width {self.width} and {self.format.name}; accepted: multiples of {2 * GATE_ROWS} rows "
+                "with a width, in a format of 4 bits with int8 x"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; accepted: {DTYPES}")
         if self.gate not in ("", *ACTIVATIONS):
@@ -159,7 +168,7 @@ class Workload:
     def options(self) -> str:
         """The command line's words for this workload."""
         bias = (" --bias" if self.bias else "") + (f" --width {self.width}" if self.width else "")
-        bias += " --residual" * self.residual + (f" --gate {self.gate}" if self.gate else "")
+        bias += " --nibbles" * self.nibbles + " --residual" * self.residual + (f" --gate {self.gate}" if self.gate else "")
         bias += (f" --norm-eps {self.eps!r}" if self.norm else "") + " --dependent" * self.dependent
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
@@ -183,7 +192,7 @@ class Workload:
     def served(self) -> str:
         """``title`` without what a compiled kernel does not depend on, and with the dtype."""
         tokens = self.token_scales and not self.format.x  # with codes for x they go without saying
-        after = f" in {self.width} columns" if self.width else ""
+        after = f" in {self.width} columns" + " of nibbles" * self.nibbles if self.width else ""
         after += " with a residual" * self.residual + (f" with a gate ({self.gate})" if self.gate else "")
         shape = f"{self.n}x{self.k} {self.format.name} {self.dtype}" + f" after a norm ({self.eps:g})" * self.norm
         return f"{shape}{' with bias' * self.bias}{' with token scales' * tokens}{after}"
@@ -200,6 +209,7 @@ class Workload:
             # absent, as in what was stored before there were any
             **({"token_scales": True} if self.token_scales and not self.format.x else {}),
             **({"width": self.width} if self.width else {}),
+            **({"nibbles": True} if self.nibbles else {}),
             **({"residual": True} if self.residual else {}),
             **({"gate": self.gate} if self.gate else {}),
             **({"norm": True, "eps": self.eps} if self.norm else {}),
@@ -212,7 +222,7 @@ class Workload:
             raise ValueError(f"op is {data['op']!r}; accepted: 'gemm'")
         return cls(
             m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
-            token_scales=data.get("token_scales", False), width=data.get("width", 0), residual=data.get("residual", False),
-            gate=data.get("gate", ""), norm=data.get("norm", False), eps=data.get("eps", 0.0),
+            token_scales=data.get("token_scales", False), width=data.get("width", 0), nibbles=data.get("nibbles", False),
+            residual=data.get("residual", False), gate=data.get("gate", ""), norm=data.get("norm", False), eps=data.get("eps", 0.0),
             dependent=data.get("dependent", False),
         )  # fmt: skip

@@ -108,6 +108,8 @@ CASES: tuple[Case, ...] = (
     (Workload(5, 505, 1001, W8_GROUPS, bias=True), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
     (Workload(16, 505, 1001, W4_GROUPS, bias=True, width=600), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
     (Workload(5, 505, 1001, W8_GROUPS, "bfloat16", width=600), Schedule("gemm_stream", 128, 8, 64, 2, 4, split_k=3)),
+    (Workload(130, 496, 1001, W4_GROUPS, bias=True, width=350, nibbles=True), Schedule("gemm_wgmma", 128, 128, 128, 4, 8, joined=True)),
+    (Workload(130, 496, 1001, LQQ, "bfloat16", width=350, nibbles=True), Schedule("gemm_wgmma", 64, 64, 128, 3, 4, tail=2, joined=True)),
     (DECODE, Schedule("attention_decode", 64, 8, 128, 2, 4)),
     (DECODE, Schedule("attention_decode_bulk", 64, 8, 128, 2, 4)),
     (APPEND, Schedule("attention_append", RESIDUAL, 1, 128, num_warps=8)),

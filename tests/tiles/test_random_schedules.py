@@ -70,6 +70,9 @@ def drawn_product(random: Random, program: str) -> Workload:
     parts: tuple[dict[str, object], ...] = (
         {}, {}, {"bias": True}, {"residual": True}, {"gate": random.choice(ACTIVATIONS)}, {"width": n + 40}, {"norm": True, "eps": 1e-5},
     )  # fmt: skip
+    if program == "gemm_wgmma" and random.random() < 0.2:  # tiles of bytes whose nibbles are rows
+        n = n // 32 * 32
+        parts = ({"width": random.choice(range(n // 2, n)), "nibbles": True, "bias": random.random() < 0.5},)
     sizes = random.choice((1, 2, 3, 5, 8, 13, 16, 17, 33, 64, *((100, 130, 200, 290) if program in TILED else ()))), n, k
     return Workload(*sizes, random.choice(list(FORMATS.values())), random.choice(DTYPES), **random.choice(parts))  # type: ignore[arg-type]
 

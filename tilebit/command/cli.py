@@ -85,6 +85,9 @@ Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates 
 NormEps = Annotated[float | None, typer.Option("--norm-eps", help="x is normed first (RMSNorm), with this eps.")]
 Dependent = Annotated[bool, typer.Option("--dependent", help="Launched while the kernel before it still runs, as in a model's step.")]
 Width = Annotated[int, typer.Option("--width", help="Columns of y that an index stores n rows to, two for some; 0: n, in order.")]
+Nibbles = Annotated[
+    bool, typer.Option("--nibbles", help="With --width: rows that make a channel together are nibbles of bytes, as in a mixed layer.")
+]
 
 DEFAULT_MS = {True: (1, 16, 64, 256, 4096), False: (1, 32)}  # by Target.is_cuda
 
@@ -117,6 +120,7 @@ def compile_command(
     dtype: Dtype = "float16",
     bias: Bias = False,
     width: Width = 0,
+    nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
@@ -126,7 +130,7 @@ def compile_command(
     as_json: Json = False,
 ) -> None:
     """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, residual, gate, norm_eps, dependent)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, nibbles, residual, gate, norm_eps, dependent)
     compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
 
 
@@ -139,6 +143,7 @@ def tune(
     dtype: TunedDtype = None,
     bias: Bias = False,
     width: Width = 0,
+    nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
@@ -157,7 +162,7 @@ def tune(
     if (model is None) == (n is None or k is None):
         raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
     of_products = {"--m": m, "--bias": bias, "--width": width, "--residual": residual, "--gate": gate, "--norm-eps": norm_eps is not None}
-    of_products["--target"] = target != "auto"
+    of_products |= {"--target": target != "auto", "--nibbles": nibbles}
     of_models = {"--batch": batch, "--kv-format": kv_format, "--tokens": tokens, "--part": part}
     strange = [name for name, given in (of_models if model is None else of_products).items() if given]
     if strange:
@@ -167,7 +172,7 @@ def tune(
         tune_whole(model, format, kv_format or "kv4_channel", batch, tokens, part, budget, jobs, dtype or "auto", as_json)
         return
     assert n is not None and k is not None
-    chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, residual, gate, norm_eps)
+    chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, nibbles, residual, gate, norm_eps)
     tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
 
 
@@ -234,6 +239,7 @@ def explain(
     dtype: Dtype = "float16",
     bias: Bias = False,
     width: Width = 0,
+    nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
@@ -243,7 +249,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
-    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, residual, gate, norm_eps, dependent)
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, nibbles, residual, gate, norm_eps, dependent)
     explain_schedules(workload, chosen, limit, as_json)
 
 
@@ -304,6 +310,7 @@ def pack(
     ] = None,
     bias: Bias = False,
     width: Width = 0,
+    nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
     norm_eps: NormEps = None,
@@ -325,7 +332,7 @@ def pack(
         pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
         return
     assert n is not None and k is not None
-    product = (format or "w4a16_g128", dtype or "float16", bias, target, width, residual, gate, norm_eps, dependent)
+    product = (format or "w4a16_g128", dtype or "float16", bias, target, width, nibbles, residual, gate, norm_eps, dependent)
     chosen, workloads = _asked(n, k, m, *product)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
@@ -355,7 +362,8 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _asked(
-    n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0, residual: bool = False,
+    n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0,
+    nibbles: bool = False, residual: bool = False,
     gate: str = "", norm_eps: float | None = None, dependent: bool = False,
 ) -> tuple[Target, list[Workload]]:  # fmt: skip
     """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
@@ -366,7 +374,9 @@ def _asked(
     with usage():
         parsed = QuantFormat.parse(format)
         norm = {} if norm_eps is None else {"norm": True, "eps": norm_eps}
-        asked = Workload(1, n, k, parsed, dtype, bias, width=width, residual=residual, gate=gate, dependent=dependent, **norm)
+        asked = Workload(
+            1, n, k, parsed, dtype, bias, width=width, nibbles=nibbles, residual=residual, gate=gate, dependent=dependent, **norm
+        )
         return target, [asked.with_m(m) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
 
 

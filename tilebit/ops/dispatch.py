@@ -207,7 +207,7 @@ def plan_for(
     **parts: Any,
 ) -> Plan:
     """The plan of such calls (with ``width`` of those that write some columns of a wider y; ``parts``:
-    the workload's residual, gate, norm, eps), made and checked on first use. Raises ``ValueError`` for
+    the workload's nibbles, residual, gate, norm, eps), made and checked on first use. Raises ``ValueError`` for
     a format, shape, dtype or device that is not supported."""
     key = (n, k, format, bias, dtype, device, dependent, width, *parts.items())
     plan = plans.get(key)

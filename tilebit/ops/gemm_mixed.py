@@ -19,7 +19,7 @@ from .gemm_int8 import as_read, check_x, launch, reject_x
 _library = torch.library.Library("tilebit", "FRAGMENT")
 _library.define(
     "gemm_mixed(Tensor x, Tensor token_scales, Tensor weight, Tensor scales, Tensor? zeros, Tensor? row_scales, Tensor? bias, "
-    "Tensor channels, int n, int k, str format, ScalarType dtype) -> Tensor"
+    "Tensor channels, int n, int k, str format, ScalarType dtype, bool nibbles=False) -> Tensor"
 )
 
 
@@ -36,6 +36,7 @@ def _gemm_mixed(
     k: int,
     format: str,
     dtype: torch.dtype,
+    nibbles: bool = False,
 ) -> Tensor:
     """y[..., n] in ``dtype`` (fp16 or bf16): of the product ``torch.ops.tilebit.gemm_int8`` with a
     weight [rows, k] of ``format``, column j goes to y[..., channels[j]]. Where ``channels[j]`` is -1 it
@@ -45,14 +46,16 @@ def _gemm_mixed(
     ``PackedWeight`` of so many rows as the int32 ``channels`` are; ``bias`` [rows] counts for each row, so
     that it is 0 where ``channels`` are negative. ``channels`` hold each of 0 to n - 1 once, in any
     order, and -1 only in the last 8 of 16 rows, 8 behind a channel (``TILEBIT_CHECK`` compares; else
-    other channels are garbage, never other memory). One kernel, one launch. Raises ``ValueError`` for
+    other channels are garbage, never other memory). With ``nibbles`` rows are as ``split_nibbles`` gives
+    them, and kernels may multiply bytes (else such y are garbage): from some hundred rows of x on that
+    takes less time. One kernel, one launch. Raises ``ValueError`` for
     what does not fit and ``KernelUnavailable``, before a launch.
     """
     check_x(x, dtype, weight.device)
     _check_format(format)
     if CHECKED or not 0 < n <= channels.numel():
         check_channels(channels, n)
-    plan = dispatch.plan_for(x.device, channels.numel(), k, format, dtype, bias is not None, False, n)
+    plan = dispatch.plan_for(x.device, channels.numel(), k, format, dtype, bias is not None, False, n, nibbles=nibbles)
     *leading, columns = x.shape
     if columns not in (k, plan.kx):
         reject_x(x, weight.device, k)
@@ -111,6 +114,7 @@ def _fake(
     k: int,
     format: str,
     dtype: torch.dtype,
+    nibbles: bool = False,
 ) -> Tensor:
     check_x(x, dtype, weight.device)
     _check_format(format)

@@ -108,7 +108,7 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
         return [
             *(_plan(layer.packed, layer.bias is not None, layer.dependent) for layer in layers),
             *(_plan(layer.packed.view(layer.bits), layer.bias is not None, False) for layer in of_widths),
-            *(_plan(layer.rows.packed, layer.rows.bias is not None, False, layer.out_features) for layer in mixed),
+            *(_plan(layer.rows.packed, layer.rows.bias is not None, False, layer.out_features, nibbles=layer.nibbles) for layer in mixed),
         ]
     found = [weights] if isinstance(weights, PackedWeight) else list(weights) if isinstance(weights, Iterable) else []
     if not found or not all(isinstance(packed, PackedWeight) for packed in found):
@@ -119,5 +119,5 @@ def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bia
     return [_plan(packed, bias, dependent) for packed in found]
 
 
-def _plan(packed: PackedWeight, bias: bool, dependent: bool, width: int = 0) -> Plan:
-    return dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent, width)
+def _plan(packed: PackedWeight, bias: bool, dependent: bool, width: int = 0, **parts: bool) -> Plan:
+    return dispatch.plan_for(packed.device, packed.n, packed.k, packed.format_name, packed.dtype, bias, dependent, width, **parts)

@@ -78,7 +78,7 @@ def kernels_of(
 def _products(layer: nn.Module, dtype: str) -> list[Workload]:
     """Of one row each."""
     if isinstance(layer, MixedOutline):
-        return [Workload(1, layer.rows, layer.k, layer.format, dtype, layer.bias, width=layer.n)]
+        return [Workload(1, layer.rows, layer.k, layer.format, dtype, layer.bias, width=layer.n, nibbles=True)]
     if isinstance(layer, QuantLinear):
         return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None, dependent=layer.dependent)]
     return []

@@ -20,13 +20,14 @@ from ..schedules.gemm.parts import ADDED, GATE_ROWS
 from .mixed_tensor import MixedTensor, split_channels
 from .modules import QuantLinear
 from .packed import DTYPES, WEIGHTS, PackedWeight, pack
-from .paired import HIGH_OF, check_pair, dequantize_rows, split_nibbles
+from .paired import HIGH_OF, check_pair, dequantize_rows, holds_nibbles, split_nibbles
 from .precision import LayerPrecision, PrecisionPlan
 from .quantize import QuantizedTensor, quantize
 
 JOINT = "+"  # between the names of a layer's two formats
 LOW, HIGH = QuantFormat.parse("w4a8_g128_asym"), QuantFormat.parse("w8a8_g128")
 ROWS = "rows"  # the part of a layer's name that its packed rows have
+HELD = (*WEIGHTS, "bias")  # of the rows
 # Entries of layers that were saved as two packed weights, one of each format.
 FORMER = ("low_channels", "high_channels")
 AGAIN = "quantize the model again, and save that"
@@ -37,10 +38,12 @@ class MixedLinear(nn.Module):
     others in 4, as one product in the 4-bit format: x is quantized once, and one kernel sums and
     stores. An 8-bit channel is two rows of 4 bits, its codes' high nibbles and their low ones
     (``split_nibbles``): the memory that is read is that of 8 bits, the operations are those of two
-    channels.
+    channels, or, in kernels for many rows of x that join nibbles, of one.
 
     ``rows`` is a ``QuantLinear`` of all rows with their bias, and ``channels`` int32 [rows] says which
-    channel of y each makes, -1 of one that is added to the row 8 before it, -2 of padding.
+    channel of y each makes, -1 of one that is added to the row 8 before it, -2 of padding. ``nibbles`` says
+    whether rows are as ``split_nibbles`` gives them; kernels may then multiply bytes, where there are many
+    rows of x.
     ``state_dict`` holds both, and moving, casting and loading are those of ``QuantLinear``;
     ``load_state_dict`` also refuses channels that are not each of y's once, and then changes
     nothing. No derivatives, as of any int8 x. Raises ``TypeError`` and ``ValueError`` for rows that
@@ -49,6 +52,7 @@ class MixedLinear(nn.Module):
 
     channels: Tensor
     rows: QuantLinear
+    nibbles: bool
 
     def __init__(self, rows: PackedWeight, channels: Tensor, n: int, bias: Tensor | None = None) -> None:
         """``rows``: a packed weight [rows, k] in a 4-bit format of ``paired.HIGH_OF``; ``channels`` [rows],
@@ -74,6 +78,7 @@ class MixedLinear(nn.Module):
         if bias is not None:
             of_rows = bias.detach().to(rows.device)[channels.clamp(min=0)].masked_fill_(channels < 0, 0)
         self.rows = QuantLinear(rows, of_rows)
+        self.nibbles = holds_nibbles(rows.format, channels, n, self._held())
 
     @classmethod
     def from_float(
@@ -117,7 +122,11 @@ class MixedLinear(nn.Module):
         layer = cls(rows.packed, channels, n)
         if rows.bias is not None:
             layer.rows = QuantLinear(rows.packed, rows.bias)
+            layer.nibbles = holds_nibbles(rows.format, layer.channels, n, layer._held())
         return layer
+
+    def _held(self) -> dict[str, Tensor | None]:
+        return {name: self.rows._buffers.get(name) for name in HELD}
 
     @property
     def high_channels(self) -> Tensor:
@@ -170,7 +179,7 @@ class MixedLinear(nn.Module):
         held: dict[str, Any] = rows._buffers
         return gemm_mixed(
             codes, token_scales, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
-            self._buffers["channels"], self.out_features, self.in_features, rows._format_name, rows.dtype,
+            self._buffers["channels"], self.out_features, self.in_features, rows._format_name, rows.dtype, self.nibbles,
         )  # fmt: skip
 
     def dequantize(self) -> Tensor:
@@ -197,6 +206,10 @@ class MixedLinear(nn.Module):
             for name in [name for name in state_dict if name.startswith(f"{prefix}{ROWS}.")]:
                 del state_dict[name]  # of this call alone: no rows are loaded where their index is not
             return
+        channels = state_dict.get(f"{prefix}channels")
+        if channels is not None and not channels.is_meta:
+            held = {name: state_dict.get(f"{prefix}{ROWS}.{name}") for name in HELD}
+            self.nibbles = holds_nibbles(self.rows.format, channels, self.out_features, held)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def _misfits(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> list[str]:

@@ -7,6 +7,8 @@ With q = 16 h + l and the middle 128 as zero point, (q - 128) s = (h - 8) 16 s +
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from ..accepted import expect, expect_tensors
 from ..layouts.formats import FORMATS, OFFSET_ZERO, GemmFormat
 from ..ops.gemm_mixed import check_channels
 from ..ops.operands import describe
-from ..schedules.gemm.parts import ADDED, GATE_ROWS, NOWHERE
+from ..schedules.gemm.parts import ADDED, GATE_ROWS, NIBBLE, NOWHERE
 from .gated import in_turn
 from .mixed_tensor import MixedTensor
 from .quantize import QuantizedTensor
@@ -28,7 +30,6 @@ HIGH_OF = {
     FORMATS["w4a8_lqq_g128"]: FORMATS["w8a8_channel"],
 }
 BLOCK_ROWS = 2 * GATE_ROWS  # of rows, high nibbles and their low nibbles
-NIBBLE = 16  # what a high nibble counts
 _FIELDS = ("codes", "scales", "zeros", "row_scales")
 
 
@@ -81,6 +82,31 @@ def dequantize_rows(rows: QuantizedTensor, channels: Tensor) -> Tensor:
     w = rows.dequantize()
     w[added - GATE_ROWS] += w[added]
     return torch.empty(len(stored), rows.k, device=w.device).index_copy_(0, channels[stored].long(), w[stored])
+
+
+def holds_nibbles(format: GemmFormat, channels: Tensor, n: int, held: Mapping[str, Tensor | None]) -> bool:
+    """Whether rows of the 4-bit ``format`` and ``channels`` [rows], which are right for ``n`` output
+    channels, are as ``split_nibbles`` gives them, so that kernels may put the nibbles of a byte together.
+    ``held``: the packed weight's scales and zero points [groups, rows or more] and row scales, and the
+    rows' bias. Waits for the device."""
+    low, rows = (channels == ADDED).nonzero().flatten(), len(channels)
+    high, first = low - GATE_ROWS, int(low[0]) // BLOCK_ROWS * BLOCK_ROWS if len(low) else rows
+    if rows % BLOCK_ROWS or not 0 <= first - (n - len(low)) < BLOCK_ROWS:  # the single rows, padded
+        return False
+    upper, lower = channels[first:].view(-1, 2, GATE_ROWS).unbind(1)
+    if bool(((upper >= 0) != (lower == ADDED)).any()) or len(upper) * GATE_ROWS - len(low) >= GATE_ROWS:
+        return False
+    there = {name: tensor.to(channels.device) for name, tensor in held.items() if tensor is not None}
+    scales, zeros = there["scales"], there["zeros"]
+    if format.offset:
+        stored = [(scales, high, NIBBLE), (scales, low, 1), (zeros, high, 0), (zeros, low, OFFSET_ZERO)]
+    else:
+        stored = [(scales, high, scales[..., low] * NIBBLE), (zeros, high, format.symmetric_zero_point), (zeros, low, 0)]
+    if "row_scales" in there:
+        stored.append((there["row_scales"], high, there["row_scales"][low]))
+    if "bias" in there:
+        stored.append((there["bias"], low, 0))
+    return all(bool((tensor[..., where] == value).all()) for tensor, where, value in stored)
 
 
 def row_count(low: int, high: int) -> int:

@@ -132,7 +132,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if stepped:
                     T.call_extern(
                         "handle", add_group, Y.access_ptr("rw"), sums.access_ptr("r"), T.address_of(Ss[0, 0]),
-                        T.address_of(As[0, 0]) if grouped else T.address_of(Ss[0, 0]), True,
+                        T.address_of(As[0, 0]) if grouped else T.address_of(Ss[0, 0]), True, False,
                         thread,
                     )  # fmt: skip
 

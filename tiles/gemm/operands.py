@@ -9,6 +9,7 @@ from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.joined import first_joined, stage_rows
 from ...schedules.gemm.parts import GATE_ROWS, Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, clustered_split, stage_groups, staged_columns
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
@@ -178,7 +179,7 @@ class Operands:
         w, s, codec = self.workload, self.schedule, codec_of(self.workload.format)
         if w.format.x:
             k32_steps = min(s.block_k, w.format.group_size) // 32 if self.grouped else s.block_k // 32
-            of_bytes = (codec.device(w.format), self.slabs, part, self.records // parts, k32_steps, s.block_n)
+            of_bytes = (codec.device(w.format), self.slabs, part, self.records // parts, k32_steps, stage_rows(s))
             return f"{codec.dequantize or 'tilebit::dequantize_bytes'}<{', '.join(map(str, of_bytes))}>"
         k16_steps = s.block_k // 16
         group_steps = min(k16_steps, w.format.group_size // 16) if self.grouped else k16_steps
@@ -187,6 +188,15 @@ class Operands:
             group_steps, s.block_n, _cpp(self.grouped),
         )  # fmt: skip
         return f"{codec.dequantize or 'tilebit::dequantize'}<{', '.join(map(str, arguments))}>"
+
+    def join_call(self, part: int, parts: int) -> str:
+        """``tilebit::join_nibbles`` of a part of a step (``device/codecs/nibble_pairs.cuh``)."""
+        return f"tilebit::join_nibbles<{self.slabs}, {part}, {self.records // parts}, {stage_rows(self.schedule)}>"
+
+    @property
+    def first_joined(self) -> int:
+        """The row with which the tiles of bytes begin; without any the end."""
+        return first_joined(self.workload, self.schedule)
 
     def add_group_call(self, rows: int) -> str:
         """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
@@ -219,7 +229,7 @@ class Operands:
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
         other = f"{self.sum_type() or ', float'}, {w.width}" if w.width or w.gate else self.sum_type()
-        gate = f", {GATES[w.gate]}" if w.gate else ""
+        gate = f", {GATES[w.gate]}" if w.gate else f", void, {self.first_joined}" if s.joined else ""
         return f"tilebit::Store<{', '.join(map(str, arguments))}{other}{gate}>"
 
     def sum_type(self) -> str:

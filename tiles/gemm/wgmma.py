@@ -33,6 +33,11 @@ instead, which repeat the dequantization and need no sums. ``cluster`` blocks wo
 tiles of the same rows of x, in step, and the first loads x for all (TMA multicast): at 128 x 256 a
 step's weights are 8 KB and its x 64 KB.
 
+With ``joined`` the last tiles along n are of bytes whose nibbles are two rows of the weight each
+(MixLLM's layers of both; ``schedules/gemm/joined.py``): they load twice the rows, put them together
+in registers and multiply as often as a tile of codes does. Each row of tiles begins with another
+one, so that these, which take longer to store, fall to all blocks alike (mixed-joined.md).
+
 What bounds it is in wgmma-cycles.md and wgmma-power.md, what did not help in wgmma-in-vain.md.
 
 The pipeline is written out: TileLang's automatic specialization gives each operand a pair of
@@ -44,6 +49,7 @@ from typing import Any
 
 from ...schedules.gemm import rules as rules
 from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.joined import n_blocks, stage_rows
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -56,6 +62,7 @@ from .wgmma_plan import PRODUCERS, Plan
 HEADERS = (
     "ptx/instructions.cuh",
     "codecs/dequant.cuh",
+    "codecs/nibble_pairs.cuh",
     "store/split_k.cuh",
     "store/epilogue.cuh",
     "store/gate.cuh",
@@ -88,13 +95,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     consumers, columns = plan.consumers, p.staged_columns
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
     kinds = tuple(range(len(plan.heights)))
+    ways = (0, 1)[: 1 + schedule.joined]  # of output channels: codes of a row, and bytes of two
 
     m, words = T.dynamic("m"), T.dynamic("words")
     Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
         T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", "channels", m=m
     )
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
-    tiles = -(-p.n_pad // bn) * T.ceildiv(m, bm)
+    rows, tiles = stage_rows(schedule), n_blocks(workload, schedule) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
     load = load_macros(plan, m)
 
@@ -113,13 +121,20 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def release(barrier, thread, condition):
         return T.call_extern("handle", plan.release, T.address_of(barrier), thread, condition)
 
-    def multiplication(part, height):
-        @T.macro
-        def multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, clear):
+    @T.macro
+    def dequantize(part, W, Ws, Ss, Zs, thread, stage, joined):
+        if joined:
+            T.call_extern("handle", plan.join(part), W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), thread - PRODUCERS)
+        else:
             T.call_extern(
                 "handle", plan.dequantize(part), W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
                 T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
             )  # fmt: skip
+
+    def multiplication(part, height):
+        @T.macro
+        def multiply(W, Xs, Y, Ws, Ss, Zs, thread, stage, joined, clear):
+            dequantize(part, W, Ws, Ss, Zs, thread, stage, joined)
             T.wgmma_gemm(W, Xs[stage, part, 0:height, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=clear)
             T.wait_wgmma(parts - 1)  # the other part's product, whose weights are overwritten next
 
@@ -129,18 +144,18 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     def multiplication_of_group(kind):
         @T.macro
-        def multiply(W, W_rest, Xs, As, products, Y, Ws, Ss, Zs, full, empty, thread, stage, last, phase, j):
+        def multiply(W, W_rest, Xs, As, products, Y, Ws, Ss, Zs, full, empty, thread, stage, last, phase, joined, j):
             """A step, which is a group. The sums of the one before are scaled and added when this
             one's first weights are dequantized: its stage is read until then."""
             await_full(full[stage * parts], phase)
-            dequantize(0, W, Ws, Ss, Zs, thread, stage)
-            add_group(kind, products, Y, Ss, As, thread, last, j > 0)
+            dequantize(0, W, Ws, Ss, Zs, thread, stage, joined)
+            add_group(kind, products, Y, Ss, As, thread, last, joined, j > 0)
             release(empty[last * parts + 1], thread, j)
             T.wgmma_gemm(
                 W, Xs[stage, 0, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
             )
             await_full(full[stage * parts + 1], phase)
-            dequantize(1, W_rest, Ws, Ss, Zs, thread, stage)
+            dequantize(1, W_rest, Ws, Ss, Zs, thread, stage, joined)
             T.wgmma_gemm(W_rest, Xs[stage, 1, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             T.wait_wgmma(1)
             release(empty[stage * parts], thread, 1)
@@ -148,18 +163,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         return multiply
 
     @T.macro
-    def dequantize(part, W, Ws, Ss, Zs, thread, stage):
-        T.call_extern(
-            "handle", plan.dequantize(part), W.access_ptr("w"), T.address_of(Ws[stage, 0, 0, 0, 0]), T.address_of(Ss[stage, 0, 0]),
-            T.address_of(Zs[stage, 0, 0]), thread - PRODUCERS,
-        )  # fmt: skip
-
-    @T.macro
-    def add_group(kind, products, Y, Ss, As, thread, stage, there):
+    def add_group(kind, products, Y, Ss, As, thread, stage, joined, there):
         T.wait_wgmma(0)
         T.call_extern(
             "handle", plan.add_group(kind), T.address_of(Y[0]), products.access_ptr("r"), T.address_of(Ss[stage, 0, 0]),
-            T.address_of(As[stage, 0]) if p.x_grouped else T.address_of(Ss[stage, 0, 0]), there, thread - PRODUCERS,
+            T.address_of(As[stage, 0]) if p.x_grouped else T.address_of(Ss[stage, 0, 0]), there, joined, thread - PRODUCERS,
         )  # fmt: skip
 
     multiply_group = [multiplication_of_group(kind) for kind in kinds] if p.step_sums else []
@@ -172,39 +180,59 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
         steps = T.alloc_var("int32")
+        joined = T.alloc_var("int32", init=0) if schedule.joined else 0  # whether the tile's channels are bytes of two rows
         for kind in kinds:
             for piece in T.serial(ask("strips" if kind else "pieces", block)):
                 steps = p.steps if kind else ask("length", block, piece)
+                if schedule.joined:
+                    joined = T.if_then_else(ask("tile", block, last_of(block, piece, kind)) < plan.whole_tiles, 0, 1)
                 if p.step_sums:
                     T.call_extern("handle", plan.clear(kind), T.address_of(sums[kind][0]))
-                for j in T.serial(steps):
-                    if p.step_sums:
-                        multiply_group[kind](
-                            W, W_rest, Xs, As, products[kind], sums[kind], Ws, Ss, Zs, full, empty, thread, stage, last, phase, j
-                        )
-                        last = stage
-                    else:
-                        await_full(full[stage * parts], phase)
-                        multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)
-                    if p.step_sums:
-                        pass
-                    elif parts == 2:
-                        release(empty[last * parts + 1], thread, j)  # the second part of the step before
-                        await_full(full[stage * parts + 1], phase)
-                        multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)
-                        release(empty[stage * parts], thread, 1)
-                        last = stage
-                    else:
-                        last = stage
-                        release(empty[last], thread, 1)
-                    phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
-                    stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                for of_bytes in ways:  # a loop for each, of which one multiplies: a step's instructions stay together
+                    for j in T.serial(T.if_then_else(joined == of_bytes, steps, 0) if schedule.joined else steps):
+                        if p.step_sums:
+                            multiply_group[kind](
+                                W,
+                                W_rest,
+                                Xs,
+                                As,
+                                products[kind],
+                                sums[kind],
+                                Ws,
+                                Ss,
+                                Zs,
+                                full,
+                                empty,
+                                thread,
+                                stage,
+                                last,
+                                phase,
+                                of_bytes,
+                                j,
+                            )
+                            last = stage
+                        else:
+                            await_full(full[stage * parts], phase)
+                            multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, j == 0)
+                        if p.step_sums:
+                            pass
+                        elif parts == 2:
+                            release(empty[last * parts + 1], thread, j)  # the second part of the step before
+                            await_full(full[stage * parts + 1], phase)
+                            multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, False)
+                            release(empty[stage * parts], thread, 1)
+                            last = stage
+                        else:
+                            last = stage
+                            release(empty[last], thread, 1)
+                        phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
+                        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
                 T.call_extern(
                     "handle", plan.ask_end(kind), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
                     m, last_of(block, piece, kind), block, thread - PRODUCERS, *addresses(T, after),
                 )  # fmt: skip
                 if p.step_sums:
-                    add_group(kind, products[kind], sums[kind], Ss, As, thread, last, True)
+                    add_group(kind, products[kind], sums[kind], Ss, As, thread, last, joined, True)
                     # Loads of scales may still be on their way, and the arrival would not wait for them
                     # (results/notes/arrivals-loads.md).
                     T.call_extern("handle", "tilebit::fence_before_bulk_copies")
@@ -264,9 +292,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             )
             halves = T.reshape(weight, p.halves(T))
             Xs = T.alloc_shared((stages, parts, bm, bk // parts), x_dtype)
-            Ws = T.alloc_shared((stages, parts, bn // 64, plan.lines, 256), "int32")
-            Ss = T.alloc_shared((stages, p.stage_groups, bn), parameter_dtype)
-            Zs = T.alloc_shared((stages, p.stage_groups, bn), p.zero_dtype) if p.asymmetric else Ss
+            Ws = T.alloc_shared((stages, parts, rows // 64, plan.lines, 256), "int32")
+            Ss = T.alloc_shared((stages, p.stage_groups, rows), parameter_dtype)
+            Zs = T.alloc_shared((stages, p.stage_groups, rows), p.zero_dtype) if p.asymmetric else Ss
             As = T.alloc_shared((stages, bm), "float32") if p.x_grouped else None
             staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps

@@ -30,6 +30,8 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
 
     p, s, parts, lines = plan.operands, plan.operands.schedule, plan.parts, plan.lines
     bn, bk, stages, cluster = s.block_n, s.block_k, s.num_stages, s.cluster
+    together = 1 if s.joined else p.step_groups  # rows of parameters that lie one behind the other in a stage
+    rows_of_parameters = tuple(range(0, p.step_groups, together))
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -37,22 +39,54 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
     def weight_part(part):
         @T.macro
         def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
-            rows, line, group = bx * (bn // 64), (step * parts + part) * lines, p.group_of(step)
+            slab, line, group = bx * (bn // 64), (step * parts + part) * lines, p.group_of(step)
             T.tma_copy(
-                halves[rows : rows + bn // 64, line : line + lines, 0:256], Ws[stage, part, :, :, :], barrier=full[stage * parts + part]
-            )
-            if part == plan.scales_part:
+                halves[slab : slab + bn // 64, line : line + lines, 0:256], Ws[stage, part, 0 : bn // 64, :, :],
+                barrier=full[stage * parts + part],
+            )  # fmt: skip
+            for first in rows_of_parameters:
+                if part == plan.scales_part:
+                    T.tma_copy(
+                        scales[group + first : group + first + together, bx * bn : bx * bn + bn],
+                        Ss[stage, first : first + together, 0:bn],
+                        barrier=full[stage * parts + part],
+                    )
+                if part == 0 and p.asymmetric:  # for all parts, the last of which is dequantized before the first is released
+                    T.tma_copy(
+                        zeros[group + first : group + first + together, bx * bn : bx * bn + bn],
+                        Zs[stage, first : first + together, 0:bn],
+                        barrier=full[stage * parts],
+                    )
+
+        return load
+
+    def joined_part(part):
+        @T.macro
+        def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
+            """Of a tile of bytes: their nibbles, two rows each, which need no zero points; their scales
+            if those are of groups' sums."""
+            row, line = p.first_joined + (bx - plan.whole_tiles) * (2 * bn), (step * parts + part) * lines
+            T.tma_copy(
+                halves[row // 64 : row // 64 + bn // 32, line : line + lines, 0:256], Ws[stage, part, :, :, :],
+                barrier=full[stage * parts + part],
+            )  # fmt: skip
+            if p.step_sums and part == plan.scales_part:
                 T.tma_copy(
-                    scales[group : group + p.step_groups, bx * bn : bx * bn + bn],
-                    Ss[stage, 0 : p.step_groups, :],
+                    scales[p.group_of(step) : p.group_of(step) + 1, row : row + 2 * bn], Ss[stage, 0:1, :],
                     barrier=full[stage * parts + part],
-                )
-            if part == 0 and p.asymmetric:  # for all parts, the last of which is dequantized before the first is released
-                T.tma_copy(
-                    zeros[group : group + p.step_groups, bx * bn : bx * bn + bn],
-                    Zs[stage, 0 : p.step_groups, :],
-                    barrier=full[stage * parts],
-                )
+                )  # fmt: skip
+
+        return load
+
+    def part_of_either(part):
+        of_codes, of_bytes = weight_part(part), joined_part(part)
+
+        @T.macro
+        def load(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage):
+            if bx < plan.whole_tiles:
+                of_codes(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage)
+            else:
+                of_bytes(halves, scales, zeros, Ws, Ss, Zs, full, step, bx, stage)
 
         return load
 
@@ -90,7 +124,7 @@ def load_macros(plan: Plan, m: Any) -> SimpleNamespace:
 
     each_part = tuple(range(parts))
     kinds = tuple(range(len(plan.heights)))
-    load_weights = [weight_part(part) for part in each_part]
+    load_weights = [(part_of_either if s.joined else weight_part)(part) for part in each_part]
     load_x = [[x_part(part, height) for part in each_part] for height in plan.heights]
 
     @T.macro

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...schedules.gemm import rules as rules
+from ...schedules.gemm.joined import n_blocks
 from .operands import BARRIER, Operands
 
 PRODUCERS = rules.WGMMA.producer_threads  # of the warpgroup that loads: registers are handed from warpgroup to warpgroup
@@ -62,11 +63,19 @@ class Plan:
     def order(self) -> str:
         """The type whose functions say which steps of which tiles a block takes."""
         p, s = self.operands, self.operands.schedule
-        n_blocks = -(-p.n_pad // s.block_n)
-        return f"tilebit::Order<{n_blocks}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}>"
+        along, turned = n_blocks(p.workload, s), ", true" if s.joined else ""
+        return f"tilebit::Order<{along}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}{turned}>"
 
     def dequantize(self, part: int) -> str:
         return self.operands.dequantize_call(part, self.parts)
+
+    def join(self, part: int) -> str:
+        return self.operands.join_call(part, self.parts)
+
+    @property
+    def whole_tiles(self) -> int:
+        """Along n, before those of bytes whose nibbles are rows of their own."""
+        return -(-self.operands.first_joined // self.operands.schedule.block_n)
 
     def alloc_sums(self, T: Any, kind: int) -> Any:
         """A thread's sums of a tile: a product's own accumulators, or what groups are added to, in the
@@ -95,7 +104,9 @@ class Plan:
 
     def alloc_asked(self, T: Any, parts: int) -> tuple[Any, Any]:
         """Where a tile lies, and numbers of ``parts`` parts for a thread's output channels of it."""
-        return T.alloc_local((2,), "int32"), T.alloc_local((2 * self.operands.slabs * max(1, parts),), "int32")
+        p = self.operands
+        places = -(-p.slabs * 64 // 128) if p.workload.width else 0  # rows of the weight that a thread stores
+        return T.alloc_local((2,), "int32"), T.alloc_local((2 * p.slabs * max(1, parts) + places,), "int32")
 
     @property
     def own_chunks(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from lanes import one_of_each
@@ -11,7 +12,7 @@ from tilebit.layouts.formats import PER_CHANNEL, GemmFormat, QuantFormat
 from tilebit.schedules.gemm.stream import cluster_sms, stream_candidates
 from tilebit.schedules.gemm.tiles import in_turn, tile_candidates
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import MAX_CANDIDATES, candidates, legal
+from tilebit.schedules.operations import MAX_CANDIDATES, candidates, estimate, legal
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 
@@ -143,6 +144,20 @@ def test_a_wide_weight_without_large_divisors_is_streamed_too(m):
 
 def test_clusters_take_less_than_all_sms():
     assert [cluster_sms(size, H200) for size in (1, 2, 4, 8)] == [132, 132, 124, 120]
+
+
+@pytest.mark.parametrize("name", ["w4a8_g128_asym", "w4a8_lqq_g128"])
+def test_nibbles_are_joined_too_where_operations_count(name: str):
+    rows = Workload(1024, 31552, 4096, QuantFormat.parse(name), width=28672)
+    nibbles, tried = replace(rows, nibbles=True), {}
+    for m in (64, 128, 1024, 4096):
+        tried[m] = candidates(nibbles.with_m(m), H200) or []
+        assert not any(s.joined for s in candidates(rows.with_m(m), H200) or [])
+        joined = [s for s in tried[m] if s.joined]
+        assert bool(joined) == (m >= 128) and [s for s in tried[m] if not s.joined]
+        assert all(s.block_n == 16 * s.num_warps and s.program == "gemm_wgmma" for s in joined)
+    best = {way: min(estimate(nibbles, s, H200).us for s in tried[1024] if s.joined == way) for way in (False, True)}
+    assert 0.6 < best[True] / best[False] < 0.95  # a tenth less to multiply, in whole tiles
 
 
 def test_in_turn():

@@ -79,6 +79,9 @@ def test_a_gate_halves_y_and_a_norm_has_its_weight():
         ({"gate": "silu", "n": 104}, "n is 104 with a gate; accepted: multiples of 16"),
         ({"gate": "silu", "residual": True}, "accepted: one of them"),
         ({"width": 200, "residual": True}, "accepted: one of them"),
+        ({"nibbles": True}, "nibbles goes with n = 96, width 0 and w4a16_g128; accepted: multiples of 16 rows with a width"),
+        ({"nibbles": True, "width": 60}, "in a format of 4 bits with int8 x"),
+        ({"nibbles": True, "width": 60, "n": 104, "format": GemmFormat.parse("w4a8_g128_asym")}, "accepted: multiples of 16 rows"),
         (
             {"norm": True, "format": GemmFormat.parse("w4a8_lqq_g128")},
             "a norm goes with w4a8_lqq_g128; accepted: formats with x of 16 bits",
@@ -90,6 +93,17 @@ def test_a_gate_halves_y_and_a_norm_has_its_weight():
 def test_what_no_product_has(changed: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=re.escape(says)):
         Workload(**{"m": 3, "n": 96, "k": 256, "format": GROUPS, **changed})
+
+
+def test_nibbles_of_bytes_are_a_product_of_their_own():
+    """What was stored of products whose rows may be anything says the same of them."""
+    rows = Workload(3, 96, 256, GemmFormat.parse("w4a8_g128_asym"), width=60)
+    nibbles = replace(rows, nibbles=True)
+    assert rows != nibbles and rows.served != nibbles.served and nibbles.options() == f"{rows.options()} --nibbles"
+    assert "nibbles" not in rows.to_json()
+    for workload in (rows, nibbles):
+        assert Workload.from_json(workload.to_json()) == workload
+    assert [o.name for o in rows.operands("sm_90a")] == [o.name for o in nibbles.operands("sm_90a")] and rows.bytes == nibbles.bytes
 
 
 @pytest.mark.parametrize("applied", [(), ("scales",), ("bias", "scales")])

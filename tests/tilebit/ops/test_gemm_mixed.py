@@ -20,7 +20,7 @@ def test_kernels_are_prepared(launches) -> None:
     layer, x = made(10)[0], torch.randn(M, K).half()
     dispatch.forget()
     prepare(nn.Sequential(layer), m=[M])
-    assert [(w.n, w.width, w.format) for w, _ in launches.seen] == [(128, N, LOW)]
+    assert [(w.n, w.width, w.nibbles, w.format) for w, _ in launches.seen] == [(128, N, True, LOW)]
     launches.seen.clear()
     layer(x)
     assert launches.seen == []
@@ -33,6 +33,20 @@ def test_a_call_is_one_launch(launches) -> None:
     launches.seen.clear()
     layer.of_codes(*quantize_activations(x, group=128))
     assert [(w.width, rows) for w, rows in launches.seen if w.op == "gemm"] == [(N, M)]
+
+
+def test_kernels_may_join_nibbles_where_the_caller_says_that_rows_are_such(launches) -> None:
+    """A layer whose rows are as ``split_nibbles`` gives them does; one in another order, and an operator's caller who says nothing, do
+    not, and get the same."""
+    for order in ("drawn", "scattered"):
+        layer, x = made(10, order)[0], torch.randn(M, K).half()
+        dispatch.forget()
+        launches.seen.clear()
+        y, packed = layer(x), layer.rows.packed
+        assert layer.nibbles == (order == "drawn") == next(w.nibbles for w, _ in launches.seen if w.op == "gemm")
+        operands = packed.weight, packed.scales, packed.zeros, None, layer.rows.bias, layer.channels
+        said = torch.ops.tilebit.gemm_mixed(*quantize_activations(x, group=128), *operands, N, K, LOW.name, torch.float16)
+        assert torch.equal(said, y) and not launches.seen[-1][0].nibbles
 
 
 @pytest.mark.parametrize(
@@ -84,7 +98,7 @@ def test_a_pack_serves_the_kernel(tmp_path, launches) -> None:
     """As where nothing may be compiled: the pack has the kernel, with its index, and no other is looked for."""
     layer, x = made(10)[0], torch.randn(M, K).half()
     expected = layer(x)
-    plan = dispatch.plan_for(layer.channels.device, 128, K, LOW.name, x.dtype, True, False, N)
+    plan = dispatch.plan_for(layer.channels.device, 128, K, LOW.name, x.dtype, True, False, N, nibbles=True)
     packs.export(tmp_path / "pack", build([plan.workload.with_m(M)], plan.target))
     loaded = packs.load(tmp_path / "pack")
     try:

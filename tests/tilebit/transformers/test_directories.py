@@ -296,7 +296,7 @@ def test_layers_in_two_formats_come_back(tmp_path: Path):
     index = entries[f"{mixed}.channels"]
     described, layer = outline(tmp_path, None, None, "cpu"), read.get_submodule(mixed)
     shape, bias = (len(index), layer.in_features), layer.rows.bias is not None
-    plan = plan_for(index.device, *shape, low.name, layer.dtype, bias, False, layer.out_features)
+    plan = plan_for(index.device, *shape, low.name, layer.dtype, bias, False, layer.out_features, nibbles=True)
     wanted = {w.static() for w in kernels_of(described, [], [1], 8, plan.target) if isinstance(w, Workload)}
     assert plan.workload.static() in wanted and x_group(described.get_submodule(mixed)) == layer.x_group
     unpaired = next(row for row, channel in enumerate(index.tolist()) if channel == -2 and row % 16 < 8)

@@ -132,6 +132,16 @@ def test_state_dict_round_trips_through_safetensors(tmp_path) -> None:
     assert torch.equal(source(x), target(x)) and torch.equal(copy.deepcopy(target)(x), source(x))
 
 
+@pytest.mark.parametrize("order", ["drawn", "scattered"])
+def test_what_is_loaded_says_whether_its_rows_are_nibbles(order: str) -> None:
+    source, target = made(10, order)[0], made(10, "scattered" if order == "drawn" else "drawn")[0]
+    assert source.nibbles != target.nibbles
+    target.load_state_dict(source.state_dict())
+    assert source.nibbles == target.nibbles == (order == "drawn")
+    x = torch.randn(M, K).half()
+    assert torch.equal(source(x), target(x))
+
+
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:
     return lambda state: state.update({name: change(state[name].clone())})
 

@@ -12,7 +12,7 @@ from tilebit.layouts.formats import FORMATS, GemmFormat
 from tilebit.schedules.gemm.parts import ADDED, NOWHERE
 from tilebit.weights.mixed_tensor import MixedTensor
 from tilebit.weights.packed import pack
-from tilebit.weights.paired import HIGH_OF, check_pair, dequantize_rows, row_count, split_nibbles
+from tilebit.weights.paired import HIGH_OF, check_pair, dequantize_rows, holds_nibbles, row_count, split_nibbles
 from tilebit.weights.quantize import QuantizedTensor
 
 K = 256
@@ -61,6 +61,32 @@ def test_all_channels_come_back_in_order(low: GemmFormat, high: GemmFormat, coun
     rows, channels = split_nibbles(weight, low)
     assert rows.n == len(channels) == row_count(*counts) and channels.dtype == torch.int32
     assert torch.equal(dequantize_rows(rows, channels), weight.dequantize())
+
+
+@pytest.mark.parametrize(("low", "high"), PAIRS)
+@pytest.mark.parametrize("counts", [(16, 8), (1, 1), (19, 0), (0, 11), (40, 23)])
+def test_rows_of_nibbles_are_told_from_others(low: GemmFormat, high: GemmFormat, counts: tuple[int, int]) -> None:
+    """From what kernels read: everything that joining them takes for granted."""
+    rows, channels = split_nibbles(mixed(low, high, counts), low)
+    packed, n = pack(rows, torch.float16), sum(counts)
+
+    def held(channels: torch.Tensor = channels, **changed: torch.Tensor | None) -> bool:
+        return holds_nibbles(low, channels, n, {"scales": packed.scales, "zeros": packed.zeros, "row_scales": packed.row_scales, **changed})
+
+    assert held()
+    added = (channels == ADDED).nonzero().flatten()
+    assert not held(torch.cat([channels, channels.new_full((16,), NOWHERE)]))  # more padding than a part's
+    for row in added[[0, -1]].tolist() if len(added) else ():
+        for where in (row, row - 8):
+            for name in ("scales", "zeros", "row_scales"):
+                tensor = getattr(packed, name)
+                if tensor is not None and not (name == "row_scales" and where == row):
+                    other = tensor.clone()
+                    other[..., where] += 1
+                    assert not held(**{name: other}), name
+        assert not held(channels.index_fill(0, torch.tensor([row]), NOWHERE))
+    if counts[0] and len(added):
+        assert not held(torch.cat([channels[-16:], channels[:-16]]))  # pairs before single rows
 
 
 def test_rows_lie_as_kernels_take_them() -> None:

@@ -82,6 +82,14 @@ CASES = (
     ("sm_90a", Workload(4096, 4096, 14336, W4_GROUPS, HALF), Schedule("gemm_wgmma", 128, 128, 128, 5, 8)),
     ("sm_90a", Workload(96, 505, 1001, W8_GROUPS, BFLOAT, bias=True), Schedule("gemm_wgmma", 192, 80, 128, 4, 12, stream_k=True)),
     ("sm_90a", Workload(250, 505, 1001, W4_GROUPS, HALF, bias=True, width=600), Schedule("gemm_wgmma", 128, 128, 128, 4, 8)),
+    (
+        "sm_90a", Workload(1024, 31552, 4096, W4_GROUPS, HALF, width=28672, nibbles=True),
+        Schedule("gemm_wgmma", 128, 128, 128, 6, 8, stream_k=True, joined=True),
+    ),
+    (
+        "sm_90a", Workload(300, 496, 1001, LQQ128, BFLOAT, bias=True, width=400, nibbles=True),
+        Schedule("gemm_wgmma", 64, 128, 128, 4, 4, split_k=2, joined=True),
+    ),
     ("sm_90a", Workload(16, 505, 4096, W8_GROUPS, BFLOAT, width=4096), Schedule("gemm_wgmma", 64, 16, 128, 6, 4, split_k=2)),
     ("sm_90a", Workload(4096, 4096, 14336, FP8, BFLOAT), Schedule("gemm_wgmma", 128, 128, 128, 5, 8, raster=8)),
     ("sm_90a", Workload(300, 505, 1001, FP8_GROUPS, HALF, bias=True), Schedule("gemm_wgmma", 128, 96, 128, 4, 8, stream_k=True)),
@@ -229,7 +237,9 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
         check_integer_products(kernel, schedule)
     if workload.format.x == FP8.x:
         check_float_products(kernel, schedule)
-    if schedule.program == "gemm_wgmma":
+    if schedule.joined:
+        check_both_ways((kernel.path / "kernel.cu").read_text(), workload.format.step_sums)
+    elif schedule.program == "gemm_wgmma":
         check_pipeline((kernel.path / "kernel.cu").read_text(), workload.format.step_sums, workload.format.x_grouped)
     if schedule.program == "gemm_wgmma" and workload.format.step_sums:  # scales are read when products are done, from TMA's places
         assert early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin")) == []
@@ -308,6 +318,28 @@ def test_an_arrival_without_a_fence_is_found(tmp_path: Path):
     (tmp_path / "kernel.cu").write_text(before + unfenced)
     run_nvcc(tmp_path, arch)
     assert early_arrivals(encoded_machine_code(tmp_path / "kernel.cubin"))
+
+
+def check_both_ways(source: str, step_sums: bool) -> None:
+    """Of tiles of codes and of tiles of bytes: a loop for each, in which the same waits, products and releases follow one another in two
+    parts, and loads for each part of either."""
+    body = source[source.rindex("main_kernel(") :]
+    _, weights, _, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    _, *loops = re.split(r"for \(int j\w* = 0;", computing)
+    assert (
+        len(loops) == 2
+        and weights.count("tma_load(halves_desc") == 4
+        and weights.count("tma_load(scales_desc") in ((2,) if step_sums else (1, 2))
+    )
+    for loop, operand in zip(loops, ("tilebit::dequantize_bytes<", "tilebit::join_nibbles<"), strict=True):
+        loop = loop.split("tilebit::ask_end<")[0]
+        product = (operand, "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", "wait_wgmma<1>()")
+        first = (operand, "wait_wgmma<0>()", "tilebit::add_group<", "tilebit::release<", *product[1:4]) if step_sums else product
+        check_order(
+            loop, "await_stage(", *first, *(() if step_sums else ("tilebit::release<",)), "await_stage(", *product, "tilebit::release<"
+        )
+        assert [loop.count(what) for what in ("await_stage(", operand, "wgmma_rs<", "tilebit::release<")] == [2, 2, 2, 2]
+        assert sum(loop.count(other) for other in ("tilebit::dequantize_bytes<", "tilebit::join_nibbles<")) == 2
 
 
 def check_pipeline(source: str, step_sums: bool, of_groups: bool) -> None:

@@ -98,7 +98,7 @@ def test_long_sums_of_whole_rows_keep_fourteen_bits(program: str):
     assert torch.equal(y, torch.full_like(y, 65536 / 64)) and not torch.equal(y, expected)
 
 
-ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, j > 0)", "thread, last, True)"
+ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, joined, j > 0)", "thread, last, joined, True)"
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "registers of rows r and r + 8 are exchanged": (CASES[0], "device", (("a[i] = words[i];", "a[i ^ 1] = words[i];"),)),
     "a nibble's sign is left out": (CASES[2], "device", (("below * 0x81u", "below"),)),

@@ -116,7 +116,7 @@ END_OF_STEP = "            release(empty[stage * parts], thread, 1)\n\n        r
 RELEASE = "release(empty[last * parts + 1], thread, "
 WAIT = "T.wait_wgmma(0)\n        "
 FENCE = 'T.call_extern("handle", "tilebit::fence_before_bulk_copies")\n                    '
-ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, j > 0)", "thread, last, True)"
+ADD, ADD_LAST = "add_group(kind, products, Y, Ss, As, thread, last, joined, j > 0)", "thread, last, joined, True)"
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "the scale of the neighbour group": (CASES[2], "operands.py", (("return step * self.sch", "return (step ^ 1) * self.sch"),)),
     "token scales of the neighbour group": (CASES[2], "wgmma_load.py", (("step, top, m, T.addr", "step ^ 1, top, m, T.addr"),)),

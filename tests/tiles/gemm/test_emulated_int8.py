@@ -178,7 +178,7 @@ PLANTED = {
     "zero points are added": (ASYM_CASE, "device", "(128u - z) * 0x01010101u", "(128u + z) * 0x01010101u"),
     "a zero point reaches one weight of four": (ASYM_CASE, "device", "(128u - z) * 0x01010101u", "0x80808080u - z"),
     "zero points of the step's group": (CASES[13], "operands.py", "return 0\n        return step", "return step\n        return step"),
-    "places of zero points that TMA cannot write to": (CASES[14], "wgmma.py", "p.stage_groups, bn), p.zero", "1, bn), p.zero"),
+    "places of zero points that TMA cannot write to": (CASES[14], "wgmma.py", "p.stage_groups, rows), p.zero", "1, rows), p.zero"),
     "a channel's scale is its neighbour's": (
         CASES[3],
         "device",
@@ -208,7 +208,7 @@ PLANTED = {
         "of_bits(float bits, int& v) { v = __float_as_int(bits); }",
         "of_bits(float bits, int& v) { v = int(bits); }",
     ),
-    "places that TMA cannot write to": (CASES[5], "wgmma.py", "p.stage_groups, bn", "p.step_groups, bn"),
+    "places that TMA cannot write to": (CASES[5], "wgmma.py", "p.stage_groups, rows", "p.step_groups, rows"),
     "sums are floats already": (
         LQQ_CASE,
         "device",

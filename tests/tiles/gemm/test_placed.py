@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, gu
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import stream
+from tilebit.schedules.gemm.joined import first_joined, n_blocks
 from tilebit.schedules.gemm.parts import ADDED, NOWHERE
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
@@ -25,6 +27,7 @@ from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
+from tilebit.weights.paired import row_count
 
 sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import KernelFault, needs_host_compiler
@@ -61,6 +64,18 @@ CUDA_CASES = (
     (Workload(9, 144, 512, LQQ, "bfloat16", bias=True, width=80), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 4)),
     (Workload(20, 144, 256, ASYM, width=90), Schedule("gemm_wgmma", 128, 16, 128, 3, 8)),
     (Workload(20, 144, 256, ASYM, bias=True, width=90), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
+)
+# Tiles of bytes whose nibbles are rows of their own: of groups' sums, with a short last tile, shared in both ways, cut, and of channels.
+NIBBLE_CASES = (
+    (Workload(40, 320, 576, NIBBLES, "bfloat16", True, width=208, nibbles=True), Schedule("gemm_wgmma", 64, 32, 128, 3, 4)),
+    (Workload(33, 480, 256, NIBBLES, width=300, nibbles=True), Schedule("gemm_wgmma", 128, 48, 128, 2, 8)),
+    (Workload(60, 400, 640, NIBBLES, width=217, nibbles=True), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True)),
+    (Workload(40, 320, 576, NIBBLES, width=160, nibbles=True), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, split_k=2)),
+    (Workload(40, 320, 576, NIBBLES, width=170, nibbles=True), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, split_k=3)),
+    (Workload(100, 336, 512, NIBBLES, width=200, nibbles=True), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),
+    (Workload(20, 320, 512, LQQ, bias=True, width=200, nibbles=True), Schedule("gemm_wgmma", 64, 16, 128, 3, 4)),
+    (Workload(20, 400, 256, ASYM, bias=True, width=240, nibbles=True), Schedule("gemm_wgmma", 128, 16, 256, 2, 8)),
+    (Workload(20, 320, 256, ASYM, width=180, nibbles=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4)),
 )
 TILED_CASES = tuple(case for case in CUDA_CASES if case[1].program not in STREAMS)
 CPU_CASES = (
@@ -125,15 +140,107 @@ def test_programs_without_an_index_say_so():
     assert "by an index; accepted: gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma" in reason
 
 
+def joined(case: Case) -> EmulatedGemm:
+    """Of one of NIBBLE_CASES, with tiles of bytes."""
+    return EmulatedGemm(case[0], replace(case[1], joined=True), target=HOPPER)
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("case", NIBBLE_CASES, ids=label)
+def test_nibbles_of_bytes_are_multiplied_as_bytes(case: Case):
+    """In tiles of their own, behind those of single rows, wherever between them the pairs begin: exact, as pairs of products are."""
+    workload, schedule = case[0], replace(case[1], joined=True)
+    assert legal(workload, schedule, HOPPER) == legal(*case, HOPPER) == []
+    first = first_joined(workload, schedule)
+    assert (
+        first < workload.n and first % schedule.block_n == 0 and n_blocks(*case) > n_blocks(workload, schedule) > first // schedule.block_n
+    )
+    begin = set()
+    for seed in range(3):
+        problem = exact_problem(workload, seed, "sm_90a")
+        begin.add(int((problem.operands["channels"] == ADDED).nonzero()[0]) - 8)
+        assert check(joined(case), problem) == []
+        assert seed or check(emulated(case), problem) == []
+    assert max(begin) <= first
+
+
+def test_where_the_tiles_of_bytes_begin_no_row_is_single():
+    """For every number of channels in 4 and in 8 bits, as a layer stores them."""
+    schedule = Schedule("gemm_wgmma", 64, 16, 128, 2, 4, joined=True)
+    for low in range(0, 200, 3):
+        for high in range(1, 130, 2):
+            n, begin = row_count(low, high), -(-low // 16) * 16
+            first = first_joined(Workload(1, n, 128, NIBBLES, width=low + high, nibbles=True), schedule)
+            assert begin <= first <= min(-(-n // 64) * 64, -(-(begin + 32) // 64) * 64)
+
+
+@pytest.mark.parametrize(
+    ("workload", "changes", "reason"),
+    [
+        (replace(NIBBLE_CASES[0][0], nibbles=False), {}, "accepted for a weight whose rows are not nibbles of bytes: false"),
+        (Workload(40, 320, 576, NIBBLES, width=319, nibbles=True), {}, "accepted for 320 rows and 319 columns in tiles of 64: false"),
+        (
+            NIBBLE_CASES[0][0],
+            {"num_warps": 8, "block_n": 256},
+            "joined goes with block_n 256 and 8 warps; accepted: up to 128, 64 for each",
+        ),
+        (NIBBLE_CASES[0][0], {"block_n": 128}, "joined goes with block_n 128 and 4 warps"),
+        (NIBBLE_CASES[0][0], {"cluster": 2}, "joined goes with cluster 2; accepted: 1"),
+        (NIBBLE_CASES[0][0], {"program": "gemm_mma"}, "joined is True; accepted"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(workload: Workload, changes: dict[str, Any], reason: str):
+    found = legal(workload, replace(NIBBLE_CASES[0][1], **{"joined": True, **changes}), HOPPER)
+    assert any(reason in said for said in found), found
+
+
+PLANTED_JOINED: dict[str, tuple[int, str, tuple[tuple[str, str], ...]]] = {
+    "the high nibble's scale": (0, "device", (("+ own + 8 :", "+ own :"),)),
+    "rows r + 8 of the slab of rows r": (0, "device", (("slab * 128 + low * 64", "slab * 128 + low * 8"),)),
+    "slabs the other way round": (1, "device", (("+ i % 2 * 2 + half", "+ i % 2 * 2 + 1 - half"),)),
+    "k the other way round": (1, "device", (("+ i % 2 * 2 + half", "+ (1 - i % 2) * 2 + half"),)),
+    "nibbles that are not swapped": (1, "device", (("((word << 4 & 0xf0f0f0f0u) | (word >> 4 & 0x0f0f0f0fu))", "word"),)),
+    "bytes that are not centered": (1, "device", (("(word >> 4 & 0x0f0f0f0fu)) ^ 0x80808080u", "(word >> 4 & 0x0f0f0f0fu))"),)),
+    "the first part's bytes for the second": (1, "device", (("(PART * (STRIDE / 64) + 2", "(0 * (STRIDE / 64) + 2"),)),
+    "the index of the low nibbles": (1, "device", (("row / 16 * 16 + row % 8 : row)", "row / 16 * 16 + row % 8 + 8 : row)"),)),
+    "the index of the first slab twice": (1, "device", (("row % 16 / 8 * JOINED_APART + row / 16", "row / 16"),)),
+    "the warpgroup's index of single rows": (1, "device", (("thread / OWN * OWN_ROWS * (joined(n0) ? 2 : 1)", "thread / OWN * OWN_ROWS"),)),
+    "tiles of bytes one after another": (0, "device", (("* (2 * BLOCK_N) : tile", "* BLOCK_N : tile"),)),
+    "sums of bytes are added up once more": (0, "device", (("    if (joined(n0)) return;\n", ""),)),
+    "rows behind the last": (0, "device", (("row < OWN_ROWS && of_weight < N ?", "row < OWN_ROWS ?"),)),
+    "a channel's scale: the high nibble's": (7, "device", (("JOINED_APART - (added ? 8 : 0)", "JOINED_APART - 8"),)),
+    "a channel's bias: the low nibble's": (7, "device", (("JOINED_APART - (added ? 8 : 0)", "JOINED_APART"),)),
+    "weights of the tile before": (0, "wgmma_load.py", (("(bx - plan.whole_tiles) * (2 * bn)", "(bx - plan.whole_tiles) * bn"),)),
+    "the first tile of bytes is loaded as codes": (1, "wgmma_load.py", (("if bx < plan.whole_tiles:", "if bx <= plan.whole_tiles:"),)),
+    "scales of codes alone": (1, "wgmma_load.py", (("if p.step_sums and part == plan.scales_part:", "if False:"),)),
+    "all tiles as codes": (1, "wgmma.py", (("plan.whole_tiles, 0, 1)", "plan.whole_tiles, 0, 0)"),)),
+    "all tiles as bytes": (5, "wgmma.py", (("plan.whole_tiles, 0, 1)", "plan.whole_tiles, 1, 1)"),)),
+}  # fmt: skip
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("bug", PLANTED_JOINED)
+def test_bugs_planted_in_tiles_of_bytes_are_caught(bug: str):
+    number, file, edits = PLANTED_JOINED[bug]
+    workload, schedule = NIBBLE_CASES[number]
+    try:
+        run = EmulatedGemm(workload, replace(schedule, joined=True), {file: swap(*edits)}, target=HOPPER)
+        found = check(run, exact_problem(workload, 1, "sm_90a"))
+    except KernelFault:
+        return
+    assert found
+
+
+AT = "(channels)[of_weight]"
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
-    "the index of the next channel": (CUDA_CASES[1], "device", (("channels[N - rows + row]", "channels[(N - rows + row + 1) % N]"),)),
-    "the index of the neighbour tile": (CUDA_CASES[0], "device", (("channels[N - rows + row]", "channels[(N - rows + row) ^ 64]"),)),
-    "the index of the first warpgroup": (CUDA_CASES[0], "device", (("channels[N - rows + row]", "channels[row]"),)),
-    "no index": (CUDA_CASES[1], "device", (("= channels[N - rows + row]", "= N - rows + row"),)),
-    "the last channel is left out": (CUDA_CASES[3], "device", (("row < min(OWN_ROWS, rows)", "row < min(OWN_ROWS, rows - 1)"),)),
-    "rows of x past the last": (CUDA_CASES[1], "device", (("if (chunk * COLUMNS + column < columns) y[", "y["),)),
-    "rows of the product's own n": (CUDA_CASES[2], "device", (("+ column) * WIDTH + to]", "+ column) * N + to]"),)),
-    "every second row of x": (CUDA_CASES[1], "device", (("int column = TOGETHER > 1 ? own / OWN_ROWS : 0", "int column = 0"),)),
+    "the index of the next channel": (CUDA_CASES[1], "device", ((AT, "(channels)[(of_weight + 1) % N]"),)),
+    "the index of the neighbour tile": (CUDA_CASES[0], "device", ((AT, "(channels)[of_weight ^ 64]"),)),
+    "the index of the first warpgroup": (CUDA_CASES[0], "device", ((AT, "(channels)[of_weight - first]"),)),
+    "no index": (CUDA_CASES[1], "device", (("static_cast<const volatile int*>(channels)[of_weight]", "of_weight"),)),
+    "the last channel is left out": (CUDA_CASES[3], "device", (("of_weight < N ?", "of_weight < N - 1 ?"),)),
+    "rows of x past the last": (CUDA_CASES[1], "device", (("if (chunk * COLUMNS + first + column < columns) to", "to"),)),
+    "rows of the product's own n": (CUDA_CASES[2], "device", (("to[int64_t(column) * WIDTH]", "to[int64_t(column) * N]"),)),
+    "every second row of x": (CUDA_CASES[1], "device", (("const int first = TOGETHER > 1 ? own / OWN_ROWS : 0", "const int first = 0"),)),
     "mma.sync: the index of the next channel": (
         CUDA_CASES[8], "operands.py", (("tensor[channel] for", "tensor[(channel + 1) % tensor.shape[0]] for"),),
     ),

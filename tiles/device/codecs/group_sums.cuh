@@ -33,18 +33,21 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 // Sums in MMA order: [slab][column / 8][row half][column parity], of SLABS slabs and BLOCK_M
 // columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT;
 // token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
-// group to add.
+// group to add; ``joined`` that two of the block's rows are one of the
+// sums' (store/pairs.cuh), whose scale is that of the second.
 template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool COLUMNS = true, int UNIT = 1>
-__device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, int thread) {
+__device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, bool joined,
+                                          int thread) {
   if (!there) return;
-  const int lane = thread & 31, warp = (thread >> 5) & 3, first = (thread >> 7) * (SLABS * 64) + warp * 16 + (lane >> 2);
+  const int lane = thread & 31, warp = (thread >> 5) & 3, own = warp * 16 + (lane >> 2);
+  const int first = joined ? (thread >> 7) * (SLABS * 128) + own + 8 : (thread >> 7) * (SLABS * 64) + own;
   const T* of_rows = static_cast<const T*>(scales) + first;
   const float* of_columns = static_cast<const float*>(token_scales) + (lane & 3) * 2;
   float rows[SLABS][2];
 #pragma unroll
   for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
-    for (int low = 0; low < 2; ++low) rows[slab][low] = float(of_rows[slab * 64 + low * 8]) * UNIT;
+    for (int low = 0; low < 2; ++low) rows[slab][low] = float(of_rows[joined ? slab * 128 + low * 64 : slab * 64 + low * 8]) * UNIT;
 #pragma unroll
   for (int c = 0; c < BLOCK_M / 8; ++c) {
     const float2 columns = COLUMNS ? *reinterpret_cast<const float2*>(of_columns + c * 8) : float2{1.0f, 1.0f};

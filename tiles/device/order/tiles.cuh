@@ -13,8 +13,9 @@ namespace tilebit {
 // shared: their steps are cut into equal shares, the first `extra` of them one longer. None is
 // where the last wave is nearly full. With TAIL > 1 none is shared: the last `cut` places, too few
 // for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where that takes fewer
-// than TAIL rounds.
-template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1>
+// than TAIL rounds. With TURNED each row tile begins with another tile along n than the one before, so that
+// tiles which take longer do not fall to the same blocks again and again.
+template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1, bool TURNED = false>
 struct Order {
   static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER;
   int m_blocks, places, teams, shared, quota, extra, cut;
@@ -81,7 +82,8 @@ struct Order {
   __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
-    return (height == GROUP ? inside / GROUP : inside / height) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
+    const int along = (height == GROUP ? inside / GROUP : inside / height) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
+    return TURNED ? (along + m_block(block, i)) % N_BLOCKS : along;
   }
   __device__ __forceinline__ int m_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
@@ -111,6 +113,8 @@ struct Order {
     const Order o = kept();
     return o.shared_pieces(block / CLUSTER) + o.whole(block / CLUSTER);
   }
+  // The tile along n that iteration i multiplies.
+  __device__ __forceinline__ static int tile(int m, int block, int i) { return kept().n_block(fresh(block), i); }
   __device__ __forceinline__ static int strips(int m, int block) { return kept().strips(block / CLUSTER); }
   __device__ __forceinline__ static int length(int m, int block, int piece) {
     if constexpr (SPLITS > 1) return iterations(m, block);

@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
   using H = Halves<S>;
   if constexpr (I == 0) await_rows<S, Parts...>(thread);
   if (!stores_chunk<O, S>(m, block, I)) return;
-  const int n0 = O::n_block(m, block, 0) * S::ROWS, m0 = O::first_row(m, block, 0);
+  const int n0 = S::first_row_of(O::n_block(m, block, 0)), m0 = O::first_row(m, block, 0);
   const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
   const typename S::Sum* chunk = sums + I * H::COUNT;
   const int own = 2 * I + block % O::SPLIT;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
     for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
   }
   S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, operands...);
+  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, channels.places_of(n0, thread, operands...));
 }
 
 }  // namespace tilebit

@@ -71,20 +71,29 @@ __device__ __forceinline__ void add_shares(A* values, void* workspace, int start
 // What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH], or (GATE, an activation of gate.cuh: of 16 rows the first 8
 // are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8]
 // [row half][column parity]) through `staging`: numbers of rows of x where a part has some, fp32 [warpgroup][LARGEST_M], then T
-// [warpgroup][COLUMNS][rows of a warpgroup]. Warpgroups do not wait for each other.
+// [warpgroup][COLUMNS][rows of a warpgroup]. Warpgroups do not wait for each other. From row JOINED of the weight on, a multiple of
+// BLOCK_N, tiles are BLOCK_N bytes of 2 BLOCK_N rows of nibbles.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0,
-          typename GATE = void>
+          typename GATE = void, int JOINED = 1 << 30>
 struct Store {
   using Sum = A;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
   static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
   static constexpr int MEETING = BARRIER + 1;  // named barriers of warpgroups, from here on
+  static constexpr bool JOINS = JOINED < N;
+  static_assert(!JOINS || (SLABS == 1 && WIDTH > 0 && JOINED % BLOCK_N == 0), "pairs of rows are two slabs of a warpgroup's tile of one");
   static constexpr bool GATED = !std::is_same_v<GATE, void>;
   static constexpr int OF_Y = GATED ? 2 : 1, Y = N / OF_Y, STORED = PIECES / OF_Y;  // rows for each column of y; its columns; pieces that are stored
   static constexpr bool SPARE = COLUMNS * STORED % OWN != 0;                       // threads that store nothing in a last pass
   static constexpr int PASSES = (COLUMNS * STORED + OWN - 1) / OWN;  // of a warpgroup over what it has staged, 16 bytes a thread
   static_assert(COLUMNS % 16 == 0 && COLUMNS * PIECES % OWN == 0, "two matrices of eight columns are staged, every thread stores as many pieces");
+
+  // The first row of the weight of a tile; whether two of its rows are one channel.
+  __device__ __forceinline__ static int first_row_of(int tile) {
+    return JOINS && tile > JOINED / BLOCK_N ? JOINED + (tile - JOINED / BLOCK_N) * (2 * BLOCK_N) : tile * BLOCK_N;
+  }
+  __device__ __forceinline__ static bool joined(int row) { return JOINS && row >= JOINED; }
 
   // The thread's first accumulator of a slab's columns `chunk`.
   __device__ __forceinline__ static constexpr int start(int slab, int chunk) { return slab * SLAB_REGISTERS + chunk * COUNT; }
@@ -108,7 +117,7 @@ struct Store {
     T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
     staged = mine + place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1));
     source = mine + place(column, OF_Y * at);
-    const int row = (n0 + group * OWN_ROWS) / OF_Y + at * 8;
+    const int row = (n0 + group * OWN_ROWS * (joined(n0) ? 2 : 1)) / OF_Y + at * 8;
     y = static_cast<T*>(whole) + (WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * Y + row);
     columns = m - m0 - column, rows = Y - row;
   }
@@ -117,18 +126,42 @@ struct Store {
   // under way (of two, 256 x 128 x 256: 64 bytes of spills).
   static constexpr bool EARLY = SLABS == 1;
 
+  // Where a thread stores what it finds staged, by the index: the columns of y of its rows of the weight,
+  // -1 of none.
+  struct Places {
+    static constexpr int COUNT = WIDTH > 0 ? (OWN_ROWS + OWN - 1) / OWN : 0;
+    int to[COUNT > 0 ? COUNT : 1];
+
+    __device__ __forceinline__ void ask(int n0, int thread, const void* channels) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        const int row = thread % OWN % OWN_ROWS + i * OWN, first = n0 + thread / OWN * OWN_ROWS * (joined(n0) ? 2 : 1);
+        const int of_weight = first + (joined(n0) ? row % 16 / 8 * JOINED_APART + row / 16 * 16 + row % 8 : row);
+        to[i] = row < OWN_ROWS && of_weight < N ? static_cast<const volatile int*>(channels)[of_weight] : -1;
+      }
+    }
+  };
+
   // Numbers of the parts for a thread's output channels of a tile.
   template <typename... Parts>
   struct Channels {
     static constexpr int PARTS = sizeof...(Parts), WORDS = SLABS * 2 * (PARTS > 0 ? PARTS : 1);
     uint32_t bits[WORDS];
+    Places places;
 
     __device__ __forceinline__ void ask(int n0, int thread, typename Parts::Operand... operands) {
 #pragma unroll
       for (int i = 0; i < SLABS * 2; ++i) {
         int part = 0;
-        ((bits[i * PARTS + part++] = OF_CHANNEL<Parts> ? bits_of<Parts>(operands, channel(n0, i / 2, i % 2, thread)) : 0u), ...);
+        ((bits[i * PARTS + part++] = OF_CHANNEL<Parts> ? bits_of<Parts>(operands, channel(n0, i / 2, i % 2, thread, ADDS<Parts>)) : 0u), ...);
       }
+      if constexpr (WIDTH > 0) places.ask(n0, thread, last_operand(operands...));
+    }
+    __device__ __forceinline__ Places places_of(int n0, int thread, typename Parts::Operand... operands) const {
+      Places found{};
+      if constexpr (WIDTH > 0 && EARLY) found = places;
+      if constexpr (WIDTH > 0 && !EARLY) found.ask(n0, thread, last_operand(operands...));
+      return found;
     }
     template <typename P>
     __device__ __forceinline__ float of(int slab, int low, int part) const {
@@ -136,8 +169,10 @@ struct Store {
     }
   };
 
-  __device__ __forceinline__ static int channel(int n0, int slab, int low, int thread) {
+  // Of two rows that are one channel scales are those of the second, and what is added belongs to the first.
+  __device__ __forceinline__ static int channel(int n0, int slab, int low, int thread, bool added = false) {
     const int lane = thread & 31, warp = (thread >> 5) & 3, group = thread >> 7;
+    if (joined(n0)) return min(n0 + joined_row<SLABS>(thread) + low * JOINED_APART - (added ? 8 : 0), N - 1);
     return min(n0 + (group * SLABS + slab) * 64 + warp * 16 + low * 8 + (lane >> 2), N - 1);
   }
 
@@ -187,14 +222,14 @@ struct Store {
       }
     }
     if constexpr (GATED) gate_sums<GATE, SLABS * COUNT>(values);
+    if (joined(n0)) return;
     if constexpr (WIDTH > 0 && EARLY)
       add_pair<COUNT>(values, N % 16 == 0 || second_row<SLABS>(n0, thread) < N ? static_cast<int>(channels.bits[channels.WORDS - 1]) : 0);
     if constexpr (WIDTH > 0 && !EARLY) add_pairs<SLABS, COUNT, N>(values, last_operand(operands...), n0, thread);
   }
 
-  // values: [slab][COUNT], of the columns `chunk` of the tile; operands: of the parts.
-  template <typename... Operands>
-  __device__ __forceinline__ void store(const float* values, int chunk, Operands... operands) const {
+  // values: [slab][COUNT], of the columns `chunk` of the tile.
+  __device__ __forceinline__ void store(const float* values, int chunk, const Places& places) const {
     sync_group<MEETING, OWN>(group);  // all have read what lay there
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
@@ -208,7 +243,7 @@ struct Store {
       }
     sync_group<MEETING, OWN>(group);
     if constexpr (WIDTH > 0)
-      place_channels(chunk, last_operand(operands...));
+      place_channels(chunk, places);
     else
       place_rows(chunk);
   }
@@ -232,14 +267,17 @@ struct Store {
   // Stores what is staged of the columns `chunk` by the index: a thread the numbers of one output
   // channel, 2 bytes each, for all rows of x, so that a warp's lie near each other where the index
   // is sorted. What would lie outside of y is not stored.
-  __device__ __forceinline__ void place_channels(int chunk, const int* channels) const {
+  __device__ __forceinline__ void place_channels(int chunk, const Places& places) const {
     constexpr int TOGETHER = OWN_ROWS < OWN ? OWN / OWN_ROWS : 1;  // columns
-    for (int row = own % OWN_ROWS; row < min(OWN_ROWS, rows); row += OWN) {
-      const int to = channels[N - rows + row];
-      if (static_cast<unsigned>(to) >= static_cast<unsigned>(WIDTH)) continue;
-#pragma unroll 4
-      for (int column = TOGETHER > 1 ? own / OWN_ROWS : 0; column < COLUMNS; column += TOGETHER)
-        if (chunk * COLUMNS + column < columns) y[int64_t(chunk * COLUMNS + column) * WIDTH + to] = source[place(column, row / 8) + row % 8];
+    const int first = TOGETHER > 1 ? own / OWN_ROWS : 0;
+#pragma unroll
+    for (int i = 0; i < Places::COUNT; ++i) {
+      const int row = own % OWN_ROWS + i * OWN;
+      if (static_cast<unsigned>(places.to[i]) >= static_cast<unsigned>(WIDTH)) continue;
+      T* to = y + int64_t(chunk * COLUMNS + first) * WIDTH + places.to[i];
+#pragma unroll 8
+      for (int column = 0; column < COLUMNS; column += TOGETHER)
+        if (chunk * COLUMNS + first + column < columns) to[int64_t(column) * WIDTH] = source[place(first + column, row / 8) + row % 8];
     }
   }
 };
@@ -257,7 +295,7 @@ __device__ __forceinline__ void ask_end(int* where, void* channels, void* stagin
   if constexpr (S::EARLY || HAS_ROWS<Parts...>) where[1] = order.first_row(block, iteration);
   ((Parts::AXIS == Axis::ROW ? S::ask_rows(staging, operands, where[1], m, thread) : void()), ...);
   if constexpr (S::EARLY) {
-    where[0] = order.n_block(block, iteration) * S::ROWS;
+    where[0] = S::first_row_of(order.n_block(block, iteration));
     static_cast<typename S::template Channels<Parts...>*>(channels)->ask(where[0], thread, operands...);
   }
 }
@@ -292,7 +330,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
   await_rows<S, Parts...>(thread);
   float values[SLABS * COUNT];
   if (!SHARED || first == last) {
-    const int n0 = S::EARLY ? where[0] : O::kept().n_block(block, iteration) * S::ROWS;
+    const int n0 = S::EARLY ? where[0] : S::first_row_of(O::kept().n_block(block, iteration));
     const int m0 = S::EARLY ? where[1] : O::kept().first_row(block, iteration);
     const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread);
     const auto& channels = *static_cast<const typename S::template Channels<Parts...>*>(asked);
@@ -304,13 +342,13 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[slab * COUNT + i] = sum_of(accumulators[S::start(slab, chunk) + i]);
       S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-      store.store(values, chunk, operands...);
+      store.store(values, chunk, channels.places_of(n0, thread, operands...));
     }
     return;
   }
   // Where it lies is found anew: registers are few here.
   const O order = O::kept();
-  const int n0 = order.n_block(block, iteration) * S::ROWS, m0 = order.first_row(block, iteration);
+  const int n0 = S::first_row_of(order.n_block(block, iteration)), m0 = order.first_row(block, iteration);
   const int shares = (last - first) / O::TEAM + 1;
   const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, shares, block, block == first, thread);
   if (part == Part::NOTHING) return;
@@ -350,7 +388,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
     if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
     S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
     const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, AHEAD ? thread : fresh(thread));  // without registers to spare, found anew
-    store.store(values, chunk, operands...);
+    store.store(values, chunk, channels.places_of(n0, thread, operands...));
   }
 }
 

@@ -45,6 +45,10 @@ __device__ __forceinline__ float to_float(int v) { return __int2float_rn(v); }
 // A part reads a number of each output channel; one of the parts reads numbers of rows of x.
 template <typename P>
 constexpr bool OF_CHANNEL = P::AXIS == Axis::CHANNEL;
+template <typename P>
+constexpr bool ADDS = false;  // its number to a sum
+template <typename T>
+constexpr bool ADDS<Add<T>> = true;
 template <typename... Parts>
 constexpr bool HAS_ROWS = ((Parts::AXIS == Axis::ROW) || ...);
 template <typename P>

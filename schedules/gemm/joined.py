@@ -1,0 +1,42 @@
+"""Tiles of bytes in a weight of nibbles: where the rows begin that ``gemm_wgmma`` multiplies as 8-bit
+channels, and how many tiles a weight has with them.
+
+A mixed layer's weight (``Workload.nibbles``) holds a byte's nibbles in two rows, r and r + 8 of 16.
+As they are they multiply twice for one channel. Joined, a tile of ``block_n`` channels is made of
+twice as many rows: the warpgroup's slab s of slabs 2 s and 2 s + 1, whose pairs are rows r and r + 8
+of a tensor core's operand. How many rows are pairs is what n and the number of columns leave, but for
+their padding, so the tiles begin behind the rows that may be single.
+"""
+
+from __future__ import annotations
+
+from ..schedule import Schedule
+from .parts import GATE_ROWS
+from .workload import Workload
+
+SLAB_ROWS = 64  # of the packed weight
+PAIR = 2 * GATE_ROWS  # rows that hold the nibbles of GATE_ROWS channels
+MOST_PADDING = (PAIR - 1) + (GATE_ROWS - 1)  # rows of no channel: behind the single ones, and of one nibble behind the pairs
+
+
+def first_joined(workload: Workload, schedule: Schedule) -> int:
+    """The row with which the tiles of bytes begin, a multiple of ``block_n``; all rows of the padded weight
+    where there are none."""
+    n_pad = -(-workload.n // SLAB_ROWS) * SLAB_ROWS
+    if not schedule.joined:
+        return n_pad
+    # Of n rows and as many columns as ``width``, n - width = 8 pairs + padding.
+    pairs = max(0, -(-(workload.n - workload.width - MOST_PADDING) // GATE_ROWS))
+    first = workload.n - pairs * PAIR
+    return min(n_pad, -(-first // schedule.block_n) * schedule.block_n)
+
+
+def n_blocks(workload: Workload, schedule: Schedule) -> int:
+    """Tiles along n, those of bytes last."""
+    n_pad, first = -(-workload.n // SLAB_ROWS) * SLAB_ROWS, first_joined(workload, schedule)
+    return -(-first // schedule.block_n) + -(-(n_pad - first) // (2 * schedule.block_n))
+
+
+def stage_rows(schedule: Schedule) -> int:
+    """Rows of the weight that a pipeline stage has room for."""
+    return schedule.block_n * (2 if schedule.joined else 1)

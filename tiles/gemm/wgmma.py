@@ -192,24 +192,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     for j in T.serial(T.if_then_else(joined == of_bytes, steps, 0) if schedule.joined else steps):
                         if p.step_sums:
                             multiply_group[kind](
-                                W,
-                                W_rest,
-                                Xs,
-                                As,
-                                products[kind],
-                                sums[kind],
-                                Ws,
-                                Ss,
-                                Zs,
-                                full,
-                                empty,
-                                thread,
-                                stage,
-                                last,
-                                phase,
-                                of_bytes,
-                                j,
-                            )
+                                W, W_rest, Xs, As, products[kind], sums[kind], Ws, Ss, Zs, full, empty, thread, stage, last, phase,
+                                of_bytes, j,
+                            )  # fmt: skip
                             last = stage
                         else:
                             await_full(full[stage * parts], phase)

@@ -17,6 +17,7 @@ import tilebit
 from tilebit import packs
 from tilebit.command import cli
 from tilebit.command.cli import app
+from tilebit.layouts.formats import QuantFormat
 from tilebit.ops import dispatch
 from tilebit.schedules.gemm.workload import Workload
 
@@ -63,6 +64,7 @@ def test_explain_lists_every_candidate_and_the_reason():
     "parts",
     [
         {"width": 200},
+        {"width": 60, "nibbles": True, "format": QuantFormat.parse("w4a8_g128_asym")},
         {"residual": True, "dependent": True},
         {"gate": "gelu_tanh", "norm": True, "eps": 1.5e-6},
         {"norm": True, "eps": 0.0},

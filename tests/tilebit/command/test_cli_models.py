@@ -363,6 +363,7 @@ def test_what_tune_refuses(dense: Path):
         ("--m", "1"),
         ("--bias",),
         ("--width", "64"),
+        ("--nibbles",),
         ("--residual",),
         ("--gate", "silu"),
         ("--norm-eps", "0"),

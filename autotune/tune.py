@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -114,7 +115,8 @@ def tune(
     ``max_candidates`` are tried per workload; by default as many as ``search.places`` allows: fewer
     where a ranker orders them. What ``select`` gives without these measurements is the first of
     them. ``budget_s`` seconds are shared evenly among the workloads still to come; a candidate in
-    flight is finished. ``jobs`` compile at once. ``compiler`` and ``measurer`` default to a
+    flight is finished, and of a workload whose turn comes before they are over the first is measured,
+    even if its share was shorter than compiling it takes. ``jobs`` compile at once. ``compiler`` and ``measurer`` default to a
     ``CompilePool`` on ``cache`` and a ``DeviceWorker`` on this machine's device. ``progress`` shows
     a bar on a terminal. Raises ``ValueError`` for arguments or a target that cannot be tuned here, and
     for ``dependent`` workloads, which are timed in a model's step (``tilebit.transformers.tune``);
@@ -141,12 +143,11 @@ def tune(
         bar = stack.enter_context(TuningBar(progress))
         ahead = stack.enter_context(ThreadPoolExecutor(1)) if target.is_cuda else None
         run = _Run(target, store or RecordStore(), compiler, measurer, bar, ahead, jobs or os.cpu_count() or 1, max_candidates, patience)
+        end = inf if budget_s is None else begin + budget_s
         for position, workload in enumerate(todo):
-            deadline = None
-            if budget_s is not None:
-                present = time.monotonic()
-                deadline = present + max(0.0, begin + budget_s - present) / (len(todo) - position)
-            results.append(run.tune(workload, todo[position + 1 : position + 2], deadline))
+            present = time.monotonic()
+            share = max(0.0, end - present) / (len(todo) - position)
+            results.append(run.tune(workload, todo[position + 1 : position + 2], present + share, end))
     refresh()
     return TuneReport(tuple(results), time.monotonic() - begin)
 
@@ -190,18 +191,19 @@ class _Run:
         self.driver = driver_version() if target.is_cuda else None
         self.known = {(r.workload, r.schedule, r.key, r.driver): r for r in store.records() if r.measured_on(target) and not r.of_machine}
 
-    def tune(self, workload: AnyWorkload, following: list[AnyWorkload], deadline: float | None) -> TunedWorkload:
-        """Search one workload until its candidates, its patience or its time are used up; the first
-        batch of the ``following`` one, if any, compiles as soon as the last of this one is."""
+    def tune(self, workload: AnyWorkload, following: list[AnyWorkload], deadline: float, end: float) -> TunedWorkload:
+        """Search one workload until its candidates, its patience or its time are used up: its share
+        until ``deadline``, before it has a measurement all until ``end``; the first batch of the
+        ``following`` one, if any, compiles as soon as the last of this one is."""
         found, first = self.started.pop(workload, (None, None))
         schedules = self._searched(workload) if found is None else found.result()
         self.bar.begin(workload, len(schedules))
         patience, records = Patience(self.patience), []
         self.kernels.clear()
         measured, stopped = 0, "done"
-        for request, known, compiled in self._prepared(workload, schedules, first, following, deadline):
+        for request, known, compiled in self._prepared(workload, schedules, first, following, deadline, end):
             if known is None:
-                if deadline is not None and time.monotonic() >= deadline:
+                if time.monotonic() >= (deadline if records else end):
                     stopped = "budget"
                     break
                 known = self._record(request, compiled)
@@ -271,12 +273,16 @@ class _Run:
         pairs = [(r, self.known.get((workload, r.schedule, r.key, self.driver))) for r in requests]
         return [pairs[start : start + self.batch] for start in range(0, len(pairs), self.batch)]
 
-    def _compiled(self, batch: _Batch, deadline: float | None = None) -> _Compiled:
+    def _compiled(self, batch: _Batch, until: float = inf) -> _Compiled:
         """What becomes of the requests of ``batch`` that have no record; nothing once it is late."""
         missing = [request for request, record in batch if record is None]
-        late = deadline is not None and time.monotonic() >= deadline
-        made = self.compiler.compile(missing) if missing and not late else []
+        made = self.compiler.compile(missing) if missing and time.monotonic() < until else []
         return {request.schedule: kernel for request, kernel in zip(missing, made, strict=False)}
+
+    def _at_once(self, batch: _Batch, until: float) -> _Compiled:
+        """``_compiled``, behind what compiles ahead: a search that ended early may have left some on its way, and
+        a compiler does one thing at a time."""
+        return self._compiled(batch, until) if self.ahead is None else self.ahead.submit(self._compiled, batch, until).result()
 
     def _start(self, workload: AnyWorkload, ahead: Executor) -> None:
         found = ahead.submit(self._searched, workload)
@@ -289,7 +295,8 @@ class _Run:
         schedules: list[Schedule],
         first: Future[_Compiled] | None,
         following: list[AnyWorkload],
-        deadline: float | None,
+        deadline: float,
+        end: float,
     ) -> Iterator[tuple[CompileRequest, TuningRecord | None, Kernel | CompileFailure | None]]:
         """(request, known record, else what became of compiling it), a batch at a time. On a GPU
         what comes next compiles while a batch is measured: the next batch, after the last one the
@@ -297,7 +304,7 @@ class _Run:
         batches = self._batches(workload, schedules)
         future = first
         for index, batch in enumerate(batches):
-            made = self._compiled(batch, deadline) if future is None else future.result()
+            made = self._at_once(batch, deadline if index else end) if future is None else future.result()
             future = None
             if self.ahead is not None:
                 if index + 1 < len(batches):

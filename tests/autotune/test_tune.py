@@ -12,8 +12,10 @@ import threading
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -285,14 +287,15 @@ def test_patience_ends_a_search_and_resumes_to_the_same_end(cache, store):
     assert not measurer.seen and not compiler.compiled and (again.results[0].reused, again.results[0].failure) == (4, "")
 
 
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def test_budget_is_kept_and_shared(cache, store, monkeypatch):
     """By a clock that only measurements move: a quarter of a second each, and half of two seconds for either workload."""
-
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
 
     class Slow(Scripted):
         def measure(self, kernel, workload, schedule, target) -> Outcome:
@@ -305,6 +308,65 @@ def test_budget_is_kept_and_shared(cache, store, monkeypatch):
     report = tune(workloads, CPU, store=store, compiler=FaultyCompiler(cache), measurer=slow, progress=False, budget_s=2.0, patience=99)
     assert report.seconds == clock.now == 2.0 and not report.complete
     assert [(r.stopped, r.measured, r.left) for r in report.results] == [("budget", 4, 12)] * 2, "the second workload had its share"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_share_shorter_than_compiling_takes_is_not_lost(cache, store, monkeypatch, ahead: bool):
+    """Of eight workloads half a second each, where compiling takes one: as many as there is time for get a measurement each, and no
+    other is compiled for. With one that compiles ahead, as on a GPU, too."""
+
+    class Slow(Scripted):
+        def measure(self, kernel, workload, schedule, target) -> Outcome:
+            clock.now += 0.25
+            return super().measure(kernel, workload, schedule, target)
+
+    class SlowCompiler(FaultyCompiler):
+        def compile(self, requests):
+            clock.now += 1.0 if requests else 0.0
+            return super().compile(requests)
+
+    class AtOnce:
+        """Runs what it is given when it is given."""
+
+        def submit(self, call, *given) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(call(*given))
+            return future
+
+    monkeypatch.setattr(tuning, "time", clock := Clock())
+    compiler, slow = SlowCompiler(cache), Slow({})
+    if ahead:
+        real = tuning._Run.__init__
+        monkeypatch.setattr(tuning._Run, "__init__", lambda run, *given: (real(run, *given), setattr(run, "ahead", AtOnce()))[0])
+    workloads = [WORKLOAD.with_m(m) for m in range(1, 9)]
+    report = tune(workloads, CPU, store=store, compiler=compiler, measurer=slow, progress=False, budget_s=4.0, patience=99, jobs=2)
+    measured = [r.measured for r in report.results]
+    assert measured == [1, 1, 1] + [0] * 5 and [r.best is not None for r in report.results] == [bool(count) for count in measured]
+    assert {r.stopped for r in report.results} == {"budget"} and not report.complete and len(store.records()) == 3
+    assert report.seconds <= 4.0 + 1.25, "one that is in flight is finished"
+
+
+def test_a_search_that_ends_early_shares_no_compiler_with_the_next(cache, store, monkeypatch):
+    """What it had started to compile ahead is on its way when the next one asks: a pool that two ask at once would mix up answers."""
+    busy = threading.Lock()
+
+    class OneAtATime(FaultyCompiler):
+        def compile(self, requests):
+            assert busy.acquire(blocking=False), "two at once"
+            try:
+                time.sleep(0.2 if requests else 0.0)
+                return super().compile(requests)
+            finally:
+                busy.release()
+
+    workloads = [WORKLOAD.with_m(m) for m in (1, 2)]
+    given = {"store": store, "measurer": Scripted({}), "progress": False, "patience": 1, "jobs": 2}
+    tune(workloads[:1], CPU, compiler=FaultyCompiler(cache), max_candidates=2, **given)
+    real = tuning._Run.__init__
+    with ThreadPoolExecutor(1) as ahead:
+        monkeypatch.setattr(tuning._Run, "__init__", lambda run, *given: (real(run, *given), setattr(run, "ahead", ahead))[0])
+        report = tune(workloads, CPU, compiler=OneAtATime(cache), max_candidates=6, **given)
+    assert [(r.stopped, r.measured, r.reused) for r in report.results] == [("patience", 0, 2), ("patience", 2, 0)]
 
 
 def test_another_artifact_or_driver_is_measured_again(cache, store):

@@ -19,14 +19,14 @@ HALVES = Schedule("gemm_wgmma", 64, 16, 128, 2, 4)  # a step in two parts: a pro
 BUSY = work(W4, m=60, n=192, k=1472)  # with 5 SMs: a wave of whole tiles, and shares that begin in the middle of others
 
 TRIPS = "T.min(steps, p.steps - bz * steps)"
-RELEASE = "last = stage\n" + " " * 24 + "release(empty[last], thread, 1)\n"
+RELEASE = "last = stage\n" + " " * 28 + "release(empty[last], thread, 1)\n"
 AWAIT = "await_full(full[stage * parts], phase)\n"
 RELEASE_LAST = "release(empty[last * parts + 1], thread, j)"
 RELEASE_FIRST = "release(empty[stage * parts], thread, 1)\n"
-REST = "multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, False)\n"
+REST = "multiply_rest[kind](W_rest, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, False)\n"
 DRAIN = "T.wait_wgmma(0)\n"
 LAST_RELEASE = DRAIN + " " * 20 + RELEASE_LAST.replace("j)", "1)")
-PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, j == 0)\n"
+PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, j == 0)\n"
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weights[part](halves,"
 LEFT = "meet_cluster()  # has left its stages\n"
@@ -56,14 +56,14 @@ BUGS = (
     loop("split's own k forgotten", work(W4, k=576), SPLIT, ("x[by * bm, step * bk]", "x[by * bm, i * bk]")),
     loop("n tail not masked, mma.sync", work(W4, n=100), MMA, ("bx * bn + r < p.n", "bx * bn + r < p.n_pad"), sign="after the output"),
     # wgmma: the pipeline
-    loop("sum never starts from zero", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, False)")),
-    loop("sum starts anew at every step", work(W4), RING, ("thread, stage, j == 0)", "thread, stage, True)")),
+    loop("sum never starts from zero", work(W4), RING, ("stage, of_bytes, j == 0)", "stage, of_bytes, False)")),
+    loop("sum starts anew at every step", work(W4), RING, ("stage, of_bytes, j == 0)", "stage, of_bytes, True)")),
     loop(
         "stage released before the product",
         work(W4),
         RING,
         (RELEASE, "pass\n"),
-        (PRODUCT, RELEASE.replace(" " * 24, " " * 20) + " " * 20 + PRODUCT),
+        (PRODUCT, RELEASE + " " * 28 + PRODUCT),
     ),
     loop(
         "stage released before the product, in parts",
@@ -99,8 +99,8 @@ BUGS = (
         "first part released before the last is dequantized",
         work(W4, k=512),
         HALVES,
-        (REST, RELEASE_FIRST + " " * 24 + REST),
-        (REST + " " * 24 + RELEASE_FIRST, REST),
+        (REST, RELEASE_FIRST + " " * 28 + REST),
+        (REST + " " * 28 + RELEASE_FIRST, REST),
         sign="",
     ),
     loop("full stage not waited for", work(W4), RING, (AWAIT, "pass\n"), sign=""),
@@ -189,7 +189,7 @@ BUGS = (
         "columns of a cluster's tile lost",
         work(W4, m=40),
         CLUSTERED,
-        (".store(values, own, operands...)", ".store(values, 2 * I, operands...)"),
+        (".store(values, own, channels", ".store(values, 2 * I, channels"),
         sign="NaN",
     ),
     device(

@@ -112,7 +112,7 @@ def test_the_largest_sum_of_a_group_is_exact(conversion: tuple[tuple[str, str], 
     assert torch.equal(y, expected)
 
 
-END_OF_STEP = "            release(empty[stage * parts], thread, 1)\n\n        return multiply\n\n    @T.macro\n    def dequantize"
+END_OF_STEP = "            release(empty[stage * parts], thread, 1)\n\n        return multiply\n\n    @T.macro\n    def add_group"
 RELEASE = "release(empty[last * parts + 1], thread, "
 WAIT = "T.wait_wgmma(0)\n        "
 FENCE = 'T.call_extern("handle", "tilebit::fence_before_bulk_copies")\n                    '

@@ -119,17 +119,9 @@ class MixedPeer(Int8Peer):
         (x, tokens), channels, packed = self.activations(sh, m), self.layer.channels, self.layer.rows.packed
         op, latest = torch.ops.tilebit.gemm_mixed.default, {}
         rest = (
-            packed.scales,
-            packed.zeros,
-            packed.row_scales,
-            None,
-            channels,
-            sh.N,
-            sh.K,
-            packed.format_name,
-            packed.dtype,
+            packed.scales, packed.zeros, packed.row_scales, None, channels, sh.N, sh.K, packed.format_name, packed.dtype,
             self.layer.nibbles,
-        )
+        )  # fmt: skip
 
         def call(weight: Tensor) -> None:
             latest["y"] = op(x, tokens, weight, *rest)

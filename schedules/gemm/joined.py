@@ -14,7 +14,7 @@ from ..schedule import Schedule
 from .parts import GATE_ROWS
 from .workload import Workload
 
-SLAB_ROWS = 64  # of the packed weight
+SLAB_N = 64  # rows of W that four warps hold: one wgmma m64, or four mma.m16
 PAIR = 2 * GATE_ROWS  # rows that hold the nibbles of GATE_ROWS channels
 MOST_PADDING = (PAIR - 1) + (GATE_ROWS - 1)  # rows of no channel: behind the single ones, and of one nibble behind the pairs
 
@@ -22,7 +22,7 @@ MOST_PADDING = (PAIR - 1) + (GATE_ROWS - 1)  # rows of no channel: behind the si
 def first_joined(workload: Workload, schedule: Schedule) -> int:
     """The row with which the tiles of bytes begin, a multiple of ``block_n``; all rows of the padded weight
     where there are none."""
-    n_pad = -(-workload.n // SLAB_ROWS) * SLAB_ROWS
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
     if not schedule.joined:
         return n_pad
     # Of n rows and as many columns as ``width``, n - width = 8 pairs + padding.
@@ -33,7 +33,7 @@ def first_joined(workload: Workload, schedule: Schedule) -> int:
 
 def n_blocks(workload: Workload, schedule: Schedule) -> int:
     """Tiles along n, those of bytes last."""
-    n_pad, first = -(-workload.n // SLAB_ROWS) * SLAB_ROWS, first_joined(workload, schedule)
+    n_pad, first = -(-workload.n // SLAB_N) * SLAB_N, first_joined(workload, schedule)
     return -(-first // schedule.block_n) + -(-(n_pad - first) // (2 * schedule.block_n))
 
 

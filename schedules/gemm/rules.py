@@ -17,12 +17,11 @@ from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
-from .joined import SLAB_ROWS, first_joined, n_blocks, stage_rows
+from .joined import SLAB_N, first_joined, n_blocks, stage_rows
 from .parts import parts
 from .waves import TAILS
 from .workload import Workload
 
-SLAB_N = SLAB_ROWS  # of W that four warps hold: one wgmma m64, or four mma.m16
 PACKED_K = {4: 64, 8: 32}  # values of k in one packed tile (2 KiB): a stage is a whole number of tiles
 WIDEST_K = 128  # values of k in a step of 16-bit x: two parts of a row are two swizzled lines; of int8 twice as many
 TMA_ALIGNMENT = 128  # bytes, of the places in shared memory that it writes to

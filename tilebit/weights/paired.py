@@ -94,7 +94,7 @@ def holds_nibbles(format: GemmFormat, channels: Tensor, n: int, held: Mapping[st
     if rows % BLOCK_ROWS or not 0 <= first - (n - len(low)) < BLOCK_ROWS:  # the single rows, padded
         return False
     upper, lower = channels[first:].view(-1, 2, GATE_ROWS).unbind(1)
-    if bool(((upper >= 0) != (lower == ADDED)).any()) or len(upper) * GATE_ROWS - len(low) >= GATE_ROWS:
+    if bool(((upper >= 0) != (lower == ADDED)).any()) or bool((lower >= 0).any()) or len(upper) * GATE_ROWS - len(low) >= GATE_ROWS:
         return False
     there = {name: tensor.to(channels.device) for name, tensor in held.items() if tensor is not None}
     scales, zeros = there["scales"], there["zeros"]

@@ -87,6 +87,10 @@ def test_rows_of_nibbles_are_told_from_others(low: GemmFormat, high: GemmFormat,
         assert not held(channels.index_fill(0, torch.tensor([row]), NOWHERE))
     if counts[0] and len(added):
         assert not held(torch.cat([channels[-16:], channels[:-16]]))  # pairs before single rows
+    if counts == (1, 1):  # a single row where padding of low nibbles was: no number of rows is another
+        moved = channels.clone()
+        moved[-1], moved[0] = channels[0], NOWHERE
+        assert not held(moved)
 
 
 def test_rows_lie_as_kernels_take_them() -> None:

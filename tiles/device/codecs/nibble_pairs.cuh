@@ -1,6 +1,6 @@
 // Output channels of 8 bits whose nibbles are rows r and r + 8 of a packed 4-bit weight (schedules/gemm/joined.py),
 // as operand registers of an integer MMA: the pairs of slab 2 s are rows r of slab s of the tile, those
-// of slab 2 s + 1 rows r + 8. Comes after codecs/int8.cuh.
+// of slab 2 s + 1 rows r + 8. Storage and registers are those of codecs/int8.cuh.
 #pragma once
 #include <stdint.h>
 

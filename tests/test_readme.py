@@ -14,6 +14,7 @@ import torch
 
 from results.report.render import texts
 from results.report.support import attention_claims, claims
+from results.report.targets_page import NAME as TARGETS_PAGE
 from results.studies import STUDIES
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.attention.workload import AttentionWorkload
@@ -24,7 +25,7 @@ from tilebit.schedules.target import ARCHES, target_from_name
 from tilebit.tiles.programs import program
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = tuple(f"results/pages/{study.name}.md" for study in STUDIES)
+GENERATED = (*(f"results/pages/{study.name}.md" for study in STUDIES), f"results/pages/{TARGETS_PAGE}")
 NOTES = tuple(f"results/notes/{path.name}" for path in sorted((ROOT / "results" / "notes").glob("*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md", *GENERATED, *NOTES)
 

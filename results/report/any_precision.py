@@ -9,9 +9,11 @@ from typing import Any
 from .cells import commits_of
 from .markdown import number, table
 from .rows import json_rows
+from .targets import AT_ONE_ROW
 
 FIELDS = ("gpu", "impl", "format", "m", "n", "k", "us", "rel_err", "run", "commit")
-ASKED = {"w3a16_any": 3.4, "w4a16_any": 2.8, "w5a16_any": 2.4, "w6a16_any": 2.0, "w7a16_any": 1.75, "w8a16_any": 1.55}  # m = 1, H200
+ASKED = {f"w{bits}a16_any": asked for bits, (asked, _) in AT_ONE_ROW.items()}  # m = 1, H200
+DENSE = ("fp16", "bf16")
 LLAMA = ((4 * 32, 4096, 4096), (2 * 32, 11008, 4096), (32, 4096, 11008))  # layers, n and k of Llama-2-7B
 LLAMA_OTHER = 2 * 2 * 32000 * 4096  # bytes of its embedding and output layer, in 16 bits
 FAMILIES = {  # table 1 of the paper: GB in one store, GB apart, saved
@@ -42,7 +44,7 @@ def any_precision_section(folder: Path) -> str:
         if row["impl"] == "tilebit":
             held = row
             newest.setdefault(row["gpu"], {})[row["m"], row["n"], row["k"], row["format"]] = [row]
-        elif held:  # the 16-bit product that was timed in turn with it
+        elif held and row["format"] in DENSE:  # the 16-bit product that was timed in turn with it
             newest[row["gpu"]][held["m"], held["n"], held["k"], held["format"]].append(row)
     parts = []
     for gpu, cases in sorted(newest.items()):

@@ -20,6 +20,8 @@ from .rows import Row, rates
 from .selection import judged_selection
 from .summary import bars_table
 from .sweep import judged_sweep
+from .target_found import Found
+from .targets_page import targets_sentence
 
 INTRODUCTION = """# Measured results
 
@@ -34,10 +36,18 @@ QUALITY = (
 CHOICES = "How much slower the schedules that are used are than the best ones known; asked: at most."
 
 
-def front_page(rows: Path, studies: Sequence[Study], devices: Mapping[str, list[Row]], attention: Mapping[str, list[AttentionRow]]) -> str:
+def front_page(
+    rows: Path,
+    studies: Sequence[Study],
+    devices: Mapping[str, list[Row]],
+    attention: Mapping[str, list[AttentionRow]],
+    targets: Sequence[Found],
+) -> str:
     """The whole page. ``rows`` holds the studies' rows, ``devices`` and ``attention`` are those of
     products and attention."""
     parts = [INTRODUCTION, "## What decides", results_table(devices, attention)]
+    if said := targets_sentence(targets):
+        parts.append(said)
     parts += _products(devices)
     parts += _decode(attention)
     if quality := quality_table(rows / "kv_cache"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from .formats import points_of, times
 from .markdown import short_commit, slug, table
-from .problems import geometric_mean
+from .problems import geometric_mean, newest_beside
 from .rows import OURS, Row
 
 BANDS = (("m <= 64", 1, 64), ("m = 128 to 512", 65, 1023), ("m >= 1024", 1024, 1 << 30))
@@ -69,5 +69,5 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
 def _ratio(processes: Iterable[Mapping[str, Row]], name: str, compared: Callable[[Row], bool]) -> float | None:
     """How many times as fast ``name`` is as the fastest of what it is compared with, by each one's newest
     process that timed both; None: none did."""
-    newest = {row.series: row.us / found[name].us for found in processes if name in found for row in found.values() if compared(row)}
-    return min(newest.values(), default=None)
+    pairs = newest_beside(processes, name).values()
+    return min((theirs.us / own.us for own, theirs in pairs if compared(theirs)), default=None)

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .rows import OURS, Row
+
+Name = TypeVar("Name", bound=Hashable)
+Timed = TypeVar("Timed")
 
 BASELINES = ("cublas", "torch")  # impl names that ratios are quoted against, the first that is there
 SLOWER = 0.95  # a ratio below this is a loss; what lies between it and 1 is noise of the clocks
@@ -134,6 +138,11 @@ def comparisons(rows: Sequence[Row]) -> dict[str, list[Comparison]]:
     for found in sorted(newest.values(), key=lambda c: (c.ours.dtype != "float16", c.ours.series, c.ours.n * c.ours.k, c.ours.n, c.ours.m)):
         result.setdefault(f"{found.ours.series.removeprefix(OURS + ' ')}, {found.ours.dtype}", []).append(found)
     return result
+
+
+def newest_beside(processes: Iterable[Mapping[Name, Timed]], name: Name) -> dict[Name, tuple[Timed, Timed]]:
+    """(that of ``name``, the other's) of every other one, of the newest process that timed both; the newest comes last."""
+    return {other: (times[name], time) for times in processes if name in times for other, time in times.items() if other != name}
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

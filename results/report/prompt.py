@@ -8,9 +8,9 @@ from typing import Any
 from .cells import commits_of
 from .markdown import table
 from .rows import json_rows
+from .targets import OF_A_PROMPT
 
 FIELDS = ("gpu", "impl", "format", "kv_format", "batch", "prompt", "us", "run", "commit")
-ASKED = {"w4a16_g128": 0.97, "w4a8_lqq_g128": 1.5}  # of 16 bits, for one prompt of 8192 tokens
 NAMES = {"cublas": "fp16, fused likewise", "transformers": "fp16, as transformers runs it"}
 
 
@@ -33,7 +33,7 @@ def prompt_section(folder: Path) -> str:
         for row in rows:
             name = NAMES.get(row["impl"]) or f"{row['format']}, {row['kv_format']}"
             ratios = [f"{dense[impl] / row['us']:.2f}x" if impl in dense else "-" for impl in NAMES]
-            asked = ASKED.get(row["format"]) if (batch, tokens) == (1, 8192) else None
+            asked = OF_A_PROMPT.get(row["format"]) if (batch, tokens) == (1, 8192) else None
             lines.append([name, f"{row['us'] / 1e3:.1f}", *ratios, "-" if asked is None else f"{asked}x"])
         header = ["", "ms", "against fused 16 bits", "against transformers", "asked, fused 16 bits"]
         parts += [f"## {gpu}, {batch} x {tokens}", about, table(header, lines)]

@@ -23,6 +23,10 @@ from .quality import read_language_quality
 from .quality_formats import read_formats
 from .rows import read_rows
 from .support import support_table
+from .target_found import found_of
+from .targets import TARGETS
+from .targets_page import NAME as TARGETS_PAGE
+from .targets_page import targets_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -48,7 +52,9 @@ def texts(root: Path) -> dict[Path, str]:
     for name, content in (("support", support_table()), ("results", results_table(devices, attention))):
         readme = between_markers(readme, name, content)
     pages = {results / "pages" / f"{study.name}.md": study_page(study, rows) for study in STUDIES}
-    return {root / "README.md": readme, results / "README.md": front_page(rows, STUDIES, devices, attention), **pages}
+    found = found_of(TARGETS, rows)
+    pages[results / "pages" / TARGETS_PAGE] = targets_page(found)
+    return {root / "README.md": readme, results / "README.md": front_page(rows, STUDIES, devices, attention, found), **pages}
 
 
 def study_page(study: Study, rows: Path) -> str:

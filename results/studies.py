@@ -45,8 +45,10 @@ from .report.int8 import int8_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
 from .report.liquid_model import liquid_model_section
+from .report.liquid_variants import liquid_variants_section
 from .report.loading import FIELDS as LOADING_FIELDS
 from .report.loading import loading_section
+from .report.markdown import joined
 from .report.overheads import FIELDS as OVERHEADS_FIELDS
 from .report.overheads import overheads_section
 from .report.prompt import FIELDS as PROMPT_FIELDS
@@ -182,7 +184,7 @@ STUDIES = (
         "Products of 8-bit activations beside other kernels",
         "How fast are W4A8 products beside other W4A8 kernels, and beside 16-bit activations?",
         Row,
-        lambda rows: (found := int8_section(read_rows(rows / "int8"))) and f"{found}\n\n{liquid_model_section()}",
+        lambda rows: joined(int8_section(found := read_rows(rows / "int8")), liquid_model_section(found) if found else ""),
         ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4.4a8,w4a16,w16a16 --out results/rows/int8",),
     ),
     Study(
@@ -270,7 +272,10 @@ STUDIES = (
         "What LiquidGEMM's ideas are worth",
         "How much slower is a W4A8 product without each of LiquidGEMM's ideas?",
         ABLATION_FIELDS,
-        lambda rows: liquid_ablation_section(read_ablation(rows / "ablation_int8")),
+        lambda rows: joined(
+            liquid_ablation_section(read_ablation(rows / "ablation_int8")),
+            liquid_variants_section(rows / "ablation_int8", read_rows(rows / "int8")),
+        ),
         ("python -m results.measure.ablation.liquid",),
     ),
     Study(

@@ -11,6 +11,11 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], numbers: bool =
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])
 
 
+def joined(*parts: str) -> str:
+    """Those of ``parts`` that say something, one below the other."""
+    return "\n\n".join(filter(None, parts))
+
+
 def details(summary: str, *parts: str) -> str:
     """``parts`` folded away under the line ``summary``."""
     return "\n\n".join([f"<details><summary>{summary}</summary>", *parts, "</details>"])

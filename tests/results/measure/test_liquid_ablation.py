@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from emulation.emulated_gemm import EmulatedGemm
 from emulation.planted import swap
-from toolchain import needs_nvcc
+from toolchain import machine_code, needs_nvcc
 
 from results.measure.ablation import by_lanes, coarse, plain_nibbles
 from results.measure.ablation.liquid import LQQ, STEPS, TRIED, WORKLOADS, drawn
+from results.report.liquid_variants import VARIANTS
 from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import GemmFormat
 from tilebit.schedules.gemm.workload import Workload
@@ -20,6 +24,8 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
 from tilebit.tiles.compiler.compile import CompileRequest
+from tilebit.tiles.compiler.cuda import find_nvcc
+from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
@@ -57,6 +63,52 @@ def test_every_step_has_kernels():
     with CompilePool(cache=ArtifactCache(), keep=True) as pool:
         found = pool.compile(requests)
     assert [str(f) for f in found if not isinstance(f, Kernel)] == [] and len(found) == len(STEPS)
+
+
+NEEDED = ("ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/int8.cuh")
+KERNEL = """
+extern "C" __global__ void kernel(uint32_t* to) {{
+  extern __shared__ uint4 memory[];
+  {registers}
+  tilebit::{leaf}({a}, memory, memory + 4096, memory + 4160, threadIdx.x);
+  {store}
+}}
+"""
+REGISTERS = {
+    "registers": "uint32_t a[16 * {slabs}];",
+    "a": "a",
+    "store": "for (int i = 0; i < 16 * {slabs}; ++i) to[i * 128 + threadIdx.x] = a[i];",
+}
+SHARED = {"registers": "", "a": "memory + 2048", "store": ""}
+LEAVES = {  # by step: the function, its headers, and where it puts operands
+    0: ("dequantize_to_shared<tilebit::Lqq, {slabs}, 2, 4, 256>", (coarse.LEAVES,), SHARED),
+    1: ("dequantize_bytes<tilebit::LqqByLanes, {slabs}, 0, 2, 4, 256>", by_lanes.CODEC.headers[-1:], REGISTERS),
+    2: ("dequantize_row_by_row<tilebit::LqqRowByRow, {slabs}, 0, 2, 4, 256>", plain_nibbles.CODEC.headers[-1:], REGISTERS),
+    3: ("dequantize_bytes<tilebit::Lqq, {slabs}, 0, 2, 4, 256>", (), REGISTERS),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("step", VARIANTS)
+def test_the_model_counts_the_instructions_of_the_machine_code(tmp_path: Path, step: int):
+    """What two slabs more (64 weights a thread each, of one group) add to a variant's function, its stores to memory apart."""
+    few, many = (instructions(tmp_path, step, slabs) for slabs in (2, 4))
+    assert (many - few) / (2 * 64) == pytest.approx(VARIANTS[step].alpha, abs=0.02)
+
+
+def instructions(folder: Path, step: int, slabs: int) -> int:
+    leaf, headers, where = LEAVES[step]
+    source, cubin = folder / f"{slabs}.cu", folder / f"{slabs}.cubin"
+    body = KERNEL.format(leaf=leaf.format(slabs=slabs), **{name: text.format(slabs=slabs) for name, text in where.items()})
+    source.write_text(device_source((*NEEDED, *headers)) + body)
+    subprocess.run([find_nvcc(), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source)], check=True, capture_output=True)
+    listing = machine_code(cubin).partition("EXIT")[0]
+    return sum(not name.startswith("STG") for name in re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\d\s+)?([A-Z][\w.]*)", listing))
+
+
+def test_the_model_knows_every_step():
+    assert {step.number for step in STEPS} == set(VARIANTS)
+    assert all(VARIANTS[step.number].apart == (step.program == coarse.NAME) for step in STEPS)
 
 
 def _firsts(workload: Workload):

@@ -23,6 +23,7 @@ def _induced(arch: str, format: GemmFormat) -> PackedLayout:
     return gemm_layout(arch, format.bits, bool(format.x))
 
 
+CONVERSIONS = ("INSTRUCTION", "MAGIC_ADD", "MAGIC_START")
 UNPACKING = frozenset({"gemm_mma", "gemm_wgmma"})  # programs that call a codec's ``dequantize``
 
 
@@ -39,7 +40,9 @@ class Codec:
     ``group_sizes`` are the groups of the inner scales that kernels take, ``largest_scale`` the
     largest of these scales. ``ops_per_weight`` is what dequantizing costs a lane, by bits of a code
     (the cost model's alpha, LiquidGEMM eq. 4); ``cpu_ops_per_weight`` on a CPU. ``arches`` have the instruction, empty:
-    all; elsewhere users are told of ``instead``."""
+    all; elsewhere users are told of ``instead``. ``conversion``: how a group's int32 sums become fp32, one of
+    CONVERSIONS (``Conversion`` in ``device/codecs/group_sums.cuh``); all but the first are of sums of
+    STEP_K products of bytes, which stay below 2^22. Raises ``ValueError`` elsewhere."""
 
     kind: str
     device: Callable[[GemmFormat], str]
@@ -55,12 +58,19 @@ class Codec:
     x_group: int = PER_CHANNEL
     arches: tuple[str, ...] = ()
     instead: str = ""
+    conversion: str = CONVERSIONS[0]
 
     def __post_init__(self) -> None:
         if self.dequantize and not self.programs <= UNPACKING:
             without = ", ".join(sorted(self.programs - UNPACKING))
             raise ValueError(
                 f"dequantize is {self.dequantize!r}, which {without} would not call; accepted: programs {', '.join(sorted(UNPACKING))}"
+            )
+        accepted = CONVERSIONS if self.x == INT8 and self.x_group == STEP_K else CONVERSIONS[:1]
+        if self.conversion not in accepted:
+            raise ValueError(
+                f"conversion is {self.conversion!r}; accepted for x {self.x!r} with scales of {self.x_group} k: {', '.join(accepted)} "
+                f"(int32 sums of {STEP_K} k may be converted by all of {', '.join(CONVERSIONS)})"
             )
 
     def unserved(self, format: GemmFormat, program: str, arch: str) -> list[str]:

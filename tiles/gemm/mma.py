@@ -128,7 +128,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     T.address_of(Zs[0, 0]),
                     thread,
                 )
-                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=stepped)
+                if p.magic_start:
+                    T.call_extern("handle", p.start_sums_call(bm), sums.access_ptr("w"))
+                T.gemm(W, Xs, sums, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=stepped and not p.magic_start)
                 if stepped:
                     T.call_extern(
                         "handle", add_group, Y.access_ptr("rw"), sums.access_ptr("r"), T.address_of(Ss[0, 0]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
-from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.codecs import CONVERSIONS, codec_of
 from ...schedules.gemm.joined import first_joined, stage_rows
 from ...schedules.gemm.parts import GATE_ROWS, Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, clustered_split, stage_groups, staged_columns
@@ -201,9 +201,20 @@ class Operands:
     def add_group_call(self, rows: int) -> str:
         """``tilebit::add_group`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
         floats = () if self.workload.format.integer_sums else ("float", _cpp(self.x_grouped))
-        unit = (f"{codec_of(self.workload.format).device(self.workload.format)}::UNIT",) if floats else ()
-        arguments = (TYPES[self.parameter_dtype], self.slabs, rows, *floats, *unit)
+        codec = codec_of(self.workload.format)
+        unit = (f"{codec.device(self.workload.format)}::UNIT",) if floats else ()
+        how = () if codec.conversion == CONVERSIONS[0] else ("int", "true", 1, f"tilebit::Conversion::{codec.conversion}")
+        arguments = (TYPES[self.parameter_dtype], self.slabs, rows, *floats, *unit, *how)
         return f"tilebit::add_group<{', '.join(map(str, arguments))}>"
+
+    @property
+    def magic_start(self) -> bool:
+        """A step's int32 sums start at the bits of a number, which is taken away from them as floats."""
+        return codec_of(self.workload.format).conversion == "MAGIC_START"
+
+    def start_sums_call(self, rows: int) -> str:
+        """``tilebit::start_sums`` of a tile of so many rows of x (``device/codecs/group_sums.cuh``)."""
+        return f"tilebit::start_sums<{self.schedule.block_n * rows // (self.schedule.num_warps * 32)}>"
 
     def stage_call(self) -> str:
         """``tilebit::stage_transposed`` with its template arguments

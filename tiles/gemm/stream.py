@@ -39,7 +39,7 @@ from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm import stream as rules
-from ...schedules.gemm.codecs import codec_of
+from ...schedules.gemm.codecs import CONVERSIONS, codec_of
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -71,7 +71,11 @@ def product_type(workload: Workload, schedule: Schedule) -> str:
     (``group_product.cuh``)."""
     f, s = workload.format, schedule
     if f.x_grouped:
-        of_groups = (TYPES[workload.dtype], codec_of(f).device(f), rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256)
+        how = codec_of(f).conversion
+        of_groups = (
+            TYPES[workload.dtype], codec_of(f).device(f), rules.warp_rows(s) // 16, s.block_m, s.block_k * f.bits // 256,
+            *(() if how == CONVERSIONS[0] else (f"tilebit::Conversion::{how}",)),
+        )  # fmt: skip
         return f"tilebit::GroupProduct<{', '.join(map(str, of_groups))}>"
     if f.x:
         k32_steps = 0 if f.group_size == PER_CHANNEL else f.group_size // 32

@@ -151,9 +151,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             dequantize(0, W, Ws, Ss, Zs, thread, stage, joined)
             add_group(kind, products, Y, Ss, As, thread, last, joined, j > 0)
             release(empty[last * parts + 1], thread, j)
+            if p.magic_start:
+                T.call_extern("handle", plan.start_sums(kind), products.access_ptr("w"))
             T.wgmma_gemm(
-                W, Xs[stage, 0, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
-            )
+                W, Xs[stage, 0, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
+                clear_accum=not p.magic_start,
+            )  # fmt: skip
             await_full(full[stage * parts + 1], phase)
             dequantize(1, W_rest, Ws, Ss, Zs, thread, stage, joined)
             T.wgmma_gemm(W_rest, Xs[stage, 1, 0 : plan.heights[kind], :], products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)

@@ -91,6 +91,9 @@ class Plan:
     def add_group(self, kind: int) -> str:
         return self.operands.add_group_call(self.heights[kind])
 
+    def start_sums(self, kind: int) -> str:
+        return self.operands.start_sums_call(self.heights[kind])
+
     def bring_token_scales(self, kind: int) -> str:
         return f"tilebit::bring_token_scales<{self.heights[kind]}>"
 

@@ -1,59 +1,22 @@
 """What LiquidGEMM's ideas are worth: ``python -m results.measure.ablation.liquid`` times ``w4a8_lqq_g128``
-on tensor cores with one of them taken away at a time (section 7.4, figure 13), and whole.
-
-Every variant computes the same numbers and passes the gate of ``autotune.problems.verify`` first. Each is
-the fastest of a few schedules: ``gemm_wgmma``'s are those of the whole, tuned ones first. One process
-times everything; the winners of a product are timed once more side by side, and only those times are
-written.
+on tensor cores with one of them taken away at a time (section 7.4, figure 13), and whole, as
+``variants.py`` says. Schedules of ``gemm_wgmma`` are those of the whole, tuned ones first.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from tilebit.autotune.measure import Timing, copies_needed, time_calls
-from tilebit.autotune.problems.gemm import split_workspace
-from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
-from tilebit.autotune.problems.verify import Gate
-from tilebit.command.bench import process_fields, write_rows
-from tilebit.layouts.formats import GemmFormat
-from tilebit.schedules.gemm.cost import estimate
-from tilebit.schedules.gemm.rules import WGMMA
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import candidates
-from tilebit.schedules.records import shipped_records
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import Target, detect_target
-from tilebit.tiles.compiler.kernel import Kernel
+from tilebit.schedules.target import Target
 
 from ...report.rows import ROWS
 from . import by_lanes, coarse, plain_nibbles
-from .compiled import compiled
-from .gemm import folder_file, format_row
+from .variants import Step, measure, of_wgmma
 
-DEVICE = "cuda:0"
 LQQ = by_lanes.LQQ
 WORKLOADS = tuple(
     Workload(m, n, k, LQQ, "float16") for n, k, ms in ((28672, 4096, (32, 64, 256, 1024, 4096)), (4096, 14336, (256, 4096))) for m in ms
 )
-TRIED = 4  # schedules of a variant of gemm_wgmma
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A variant: a format whose codec has it, or a program."""
-
-    number: int
-    idea: str
-    format: GemmFormat
-    program: str = WGMMA.program
-
-
 STEPS = (
     Step(0, "coarse pipeline: a warpgroup dequantizes into shared memory, others multiply from there", LQQ, coarse.NAME),
     Step(1, "QServe's arithmetic in place of LQQ's: bytes added lane by lane", by_lanes.FORMAT),
@@ -64,87 +27,9 @@ STEPS = (
 
 def drawn(workload: Workload, target: Target) -> dict[Step, list[Schedule]]:
     """The schedules that each step tries."""
-    ours = [s for s in candidates(workload, target) or [] if s.program == WGMMA.program]
-    tuned = sorted(
-        (r for r in shipped_records() if r.ok and r.workload == workload and r.schedule.program == WGMMA.program and r.measured_on(target)),
-        key=lambda r: r.us or 0.0,
-    )
-    rest = sorted(ours, key=lambda s: estimate(workload, s, target).us)
-    of_wgmma = [*dict.fromkeys((*(r.schedule for r in tuned[: TRIED - 1]), *rest))][:TRIED]
-    return {step: coarse.candidates(workload, target) if step.program == coarse.NAME else of_wgmma for step in STEPS}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Contender:
-    """A step's kernel that passed the gate, and calls of it on operands in other places."""
-
-    step: Step
-    schedule: Schedule
-    rel_err: float
-    calls: list[partial[Any]]
-
-
-def contenders(workload: Workload, target: Target, step: Step, made: Sequence[Kernel], gate: Gate) -> list[Contender]:
-    """Those of ``made`` that pass ``gate``, of a workload of the step's format; what does not is named."""
-    found = []
-    problems = [gate.random, *(gate.random.copied() for _ in range(copies_needed(workload.bytes, target.l2) - 1))]
-    for kernel in made:
-        loaded, workspace = kernel.load(), split_workspace(workload, kernel.schedule, target, DEVICE)
-
-        def call(problem: Any, y: Any, loaded: Any = loaded, workspace: Mapping[str, Any] = workspace) -> partial[Any]:
-            named = {**problem.named(y), **workspace}
-            return partial(loaded.run, *(named[name] for name in loaded.params))
-
-        verdict = gate.verify(lambda problem, y, call=call: call(problem, y)())
-        if verdict.ok and verdict.rel_err is not None:
-            found.append(Contender(step, kernel.schedule, verdict.rel_err, [call(p, p.outputs()) for p in problems]))
-        else:
-            print(f"  wrong, left out: step {step.number}, {kernel.schedule}: {' '.join(verdict.reasons)}", flush=True)
-    return found
-
-
-def timed(found: Sequence[Contender]) -> list[Timing]:
-    """Times side by side, in order."""
-    timings = time_calls({str(i): c.calls for i, c in enumerate(found)}, DEVICE)
-    return [timings[str(i)] for i in range(len(found))]
-
-
-def winners(workload: Workload, target: Target, kernels: Mapping[Step, Sequence[Kernel]]) -> list[dict[str, Any]]:
-    """The rows of one product, one a step with a working kernel."""
-    best, tried = [], {}
-    for step, made in kernels.items():
-        posed = replace(workload, format=step.format)
-        gate = Gate(*(make(posed, 0, target.arch, DEVICE) for make in (exact_problem, random_problem)))
-        right = contenders(posed, target, step, made, gate)
-        tried[step] = len(right)
-        if right:
-            times = timed(right)
-            best.append(min(zip(right, times, strict=True), key=lambda pair: pair[1].us)[0])
-    if not best:
-        return []
-    return [
-        format_row("ablation", workload, c.step.number, c.step.idea, c.schedule, timing, c.rel_err, tried[c.step])
-        for c, timing in zip(best, timed(best), strict=True)
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROWS / "ablation_int8", help="folder to append <device>.jsonl in")
-    options = parser.parse_args()
-    target = detect_target()
-    if target.arch not in WGMMA.arches:
-        parser.error(f"this machine's device is {target.name} ({target.arch}); accepted: an NVIDIA GPU, {', '.join(WGMMA.arches)}")
-    common = process_fields(target)
-    path = folder_file(options.out, target)
-    kernels = compiled([(w, drawn(w, target)) for w in WORKLOADS], target, lambda w, step: replace(w, format=step.format))
-    for workload, made in zip(WORKLOADS, kernels, strict=True):
-        print(f"n {workload.n}, k {workload.k}, m {workload.m}", flush=True)
-        rows = [{**common, **found} for found in winners(workload, target, made)]
-        write_rows(path, rows)
-        for r in rows:
-            print(f"  {r['step']}  {r['us']:9.2f} us  {r['idea']}  ({r['tried']} tried)", flush=True)
+    ours = of_wgmma(workload, target)
+    return {step: coarse.candidates(workload, target) if step.program == coarse.NAME else ours for step in STEPS}
 
 
 if __name__ == "__main__":
-    main()
+    measure(__doc__, WORKLOADS, drawn, ROWS / "ablation_int8")

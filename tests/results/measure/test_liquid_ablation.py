@@ -14,7 +14,8 @@ from emulation.planted import swap
 from toolchain import machine_code, needs_nvcc
 
 from results.measure.ablation import by_lanes, coarse, plain_nibbles
-from results.measure.ablation.liquid import LQQ, STEPS, TRIED, WORKLOADS, drawn
+from results.measure.ablation.liquid import LQQ, STEPS, WORKLOADS, drawn
+from results.measure.ablation.variants import TRIED
 from results.report.liquid_variants import VARIANTS
 from tilebit.autotune.problems.gemm_drawn import exact_problem
 from tilebit.layouts.formats import GemmFormat

@@ -107,7 +107,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "the scale of the neighbour group": (CASES[2], "operands.py", (("return step * self.sch", "return (step ^ 1) * self.sch"),)),
     "token scales of the neighbour group": (CASES[7], "wgmma_load.py", (("step, top, m, T.addr", "step ^ 1, top, m, T.addr"),)),
     "the scales of the stage to come": (CASES[2], "wgmma.py", ((ADD, ADD.replace("last", "stage")),)),
-    "a stale step": (CASES[2], "wgmma.py", (("clear_accum=True", "clear_accum=j == 0"),)),
+    "a stale step": (CASES[2], "wgmma.py", (("clear_accum=not p.magic_start", "clear_accum=j == 0"),)),
     "the last step is left out": (CASES[2], "wgmma.py", ((ADD_LAST, ADD_LAST.replace("True", "False")),)),
     "a step before the first": (CASES[2], "wgmma.py", ((ADD, ADD.replace("j > 0", "True")),)),
     "mma.sync: a stale step": (MMA_CASES[1], "mma.py", (("clear_accum=stepped", "clear_accum=False"),)),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
+from results.measure.ablation.sums_variants import magic_add, magic_start
 from tilebit.autotune.problems.gemm_drawn import exact_problem, random_problem
 from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, guarded_output
+from tilebit.layouts.formats import INT8
+from tilebit.schedules.gemm.codecs import CODECS, CONVERSIONS, GROUPED_BYTES
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import legal
 from tilebit.schedules.schedule import Schedule
@@ -92,26 +97,44 @@ def test_the_tuner_s_gate_accepts(case: Case):
     assert verdict.ok, verdict.reasons
 
 
-MAGIC_ADD = ("CONVERSION = Conversion::INSTRUCTION", "CONVERSION = Conversion::MAGIC_ADD")
-
-
-@pytest.mark.parametrize("conversion", [(), (MAGIC_ADD,)], ids=["instruction", "magic_add"])
-def test_the_largest_sum_of_a_group_is_exact(conversion: tuple[tuple[str, str], ...]):
-    """128 x 128 x 127, negative and positive: below 2^22, where both ways to fp32 are exact."""
-    case = CASES[1]
-    problem = random_problem(case[0], 1, "sm_90a")
-    problem.x.fill_(127)
-    problem.x[1] = -127
-    problem.operands["weight"].fill_(0)  # -128
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("case", (CASES[1], pytest.param(MMA_CASES[2], marks=pytest.mark.slow)), ids=label)
+def test_the_largest_sum_of_a_group_is_exact(case: Case, conversion: str, monkeypatch: pytest.MonkeyPatch):
+    """Sums of 2^21 - 255 and 2^21 - 384, negative and positive, of which no bit may be lost: their sum and a bias leave 1 and -1."""
+    monkeypatch.setitem(CODECS, ("uint", INT8, 128), replace(GROUPED_BYTES, conversion=conversion))
+    w, schedule = replace(case[0], dtype="float16", k=256, bias=True), replace(case[1], split_k=1)
+    problem = random_problem(w, 1, "sm_90a")
+    codes = np.zeros((w.n, w.k), np.uint8)  # -128
+    codes[:, 0] = 255
+    problem.operands["weight"] = torch.from_numpy(problem.layout.pack(codes).view(np.int32))
     problem.operands["scales"].fill_(1.0)
-    problem.operands["token_scales"].fill_(2.0**-14)
-    y = torch.empty(case[0].m, case[0].n, dtype=torch.float16)
-    emulated(case, edits={"device": swap(*conversion)} if conversion else None)(problem, y)
-    expected = torch.full_like(y, -127 * 128 * case[0].k / 2.0**14)
-    expected[1] *= -1
-    assert torch.equal(y, expected)
+    problem.operands["token_scales"].fill_(1.0)
+    problem.operands["bias"].fill_(-16128.0)
+    problem.x[:, :128], problem.x[:, 128:], problem.x[:, 0] = -128, 127, 127
+    problem.x[1, :128], problem.x[1, 0], problem.x[1, 128:131], problem.x[1, 131:] = 127, -127, -127, -128
+    output = torch.empty(w.m, w.n, dtype=torch.float16)
+    EmulatedGemm(w, schedule, target=TARGET[schedule.program])(problem, output)
+    expected = torch.ones_like(output)
+    expected[1] = -1
+    assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("variant", (magic_add, magic_start), ids=("magic_add", "magic_start"))
+@pytest.mark.parametrize(
+    "case", one_of_each((*CASES[:1], *CASES[6:7], *CASES[10:], *MMA_CASES[:1], *MMA_CASES[4:]), lambda case: case[1].program), ids=label
+)
+def test_conversions_of_sums_are_exact(case: Case, variant: ModuleType):
+    """Tiles, tiles in parts, strips: each group's sums start anew."""
+    posed = (replace(case[0], format=variant.FORMAT), case[1])
+    problem = exact_problem(posed[0], ALL.index(case), "sm_90a")
+    output = guarded_output((case[0].m, case[0].n), getattr(torch, case[0].dtype))
+    EmulatedGemm(*posed, target=TARGET[case[1].program])(problem, output.y)
+    assert check_guards(output) == []
+    assert check_exact(output.y, problem.reference()) == []
+
+
+ADDED, STARTED = ((replace(CASES[0][0], format=variant.FORMAT), CASES[0][1]) for variant in (magic_add, magic_start))
+STARTED_MMA = (replace(MMA_CASES[0][0], format=magic_start.FORMAT), MMA_CASES[0][1])
 END_OF_STEP = "            release(empty[stage * parts], thread, 1)\n\n        return multiply\n\n    @T.macro\n    def add_group"
 RELEASE = "release(empty[last * parts + 1], thread, "
 WAIT = "T.wait_wgmma(0)\n        "
@@ -127,13 +150,17 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "a row's scale is that of the row 8 above": (CASES[1], "device", (("rows[slab][i >> 1]", "rows[slab][0]"),)),
     "a column's scale is its neighbour's": (CASES[1], "device", (("i & 1 ? columns.y : columns.x", "columns.x"),)),
     "a slab's scales are another's": (CASES[0], "device", (("(thread >> 7) * (SLABS * 64)", "0"),)),
-    "a stale group accumulator": (CASES[1], "wgmma.py", (("clear_accum=True", "clear_accum=j == 0"),)),
+    "a stale group accumulator": (CASES[1], "wgmma.py", (("clear_accum=not p.magic_start", "clear_accum=j == 0"),)),
     "stale sums of the tile before": (CASES[7], "device", (("sums[i] = 0.0f;", ";"),)),
     "the last group is left out": (CASES[1], "wgmma.py", ((ADD_LAST, ADD_LAST.replace("True", "False")),)),
     "no group but the last": (CASES[1], "wgmma.py", ((ADD, ADD.replace("j > 0", "False")),)),
     "a group before the first": (CASES[1], "wgmma.py", ((ADD, ADD.replace("j > 0", "True")),)),
-    "the magic number's bias stays": (CASES[1], "device", (MAGIC_ADD, ("+ MAGIC_BITS) - MAGIC", "+ MAGIC_BITS)"))),
-    "bits are taken for a number": (CASES[1], "device", (MAGIC_ADD, ("(v + MAGIC_BITS) - MAGIC", "(v)"))),
+    "the magic number's bias stays": (ADDED, "device", ((": v) - MAGIC", ": v)"),)),
+    "bits are taken for a number": (ADDED, "device", (("MAGIC_ADD ? v + MAGIC_BITS", "MAGIC_ADD ? v"),)),
+    "sums start at nothing": (STARTED, "device", (("sums[i] = MAGIC_BITS", "sums[i] = 0"),)),
+    "sums start once": (STARTED, "wgmma.py", (("if p.magic_start:", "if p.magic_start and kind > 0:"),)),
+    "sums start and are cleared": (STARTED, "wgmma.py", (("clear_accum=not p.magic_start", "clear_accum=True"),)),
+    "mma.sync: sums start and are cleared": (STARTED_MMA, "mma.py", (("stepped and not p.magic_start", "stepped"),)),
     "zero points are added": (CASES[0], "device", (("(128u - z) * 0x01010101u", "(128u + z) * 0x01010101u"),)),
     "the exclusive or of zero points is missing": (CASES[0], "device", (("(codes + offsets) ^ 0x80808080u", "codes + offsets"),)),
     "added before the product is there": (CASES[0], "wgmma.py", ((WAIT + "T.call_extern(", "T.call_extern("),)),
@@ -152,7 +179,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         "wgmma.py",
         (
             (END_OF_STEP, f"            T.wait_wgmma(0)\n            release(empty[stage * parts + 1], thread, 1)\n{END_OF_STEP}"),
-            (f"{RELEASE}j)\n            T.wgmma", f"{RELEASE}0)\n            T.wgmma"),
+            (f"{RELEASE}j)\n            if p", f"{RELEASE}0)\n            if p"),
             (f"{FENCE}{RELEASE}1)", f"{FENCE}{RELEASE}0)"),
         ),
     ),

@@ -8,7 +8,7 @@ namespace tilebit {
 
 // TILES tiles of 16 rows, COLUMNS columns (rows of x), RECORDS packed records a step. A thread keeps
 // sums [TILES][NT][4].
-template <typename T, typename CODE, int TILES, int COLUMNS, int RECORDS>
+template <typename T, typename CODE, int TILES, int COLUMNS, int RECORDS, Conversion HOW = Conversion::INSTRUCTION>
 struct GroupProduct {
   using Step = ByteProduct<CODE, 0, TILES, COLUMNS, RECORDS>;
   static constexpr int NT = Step::NT, ROWS = Step::ROWS;
@@ -29,6 +29,7 @@ struct GroupProduct {
         of_columns[c][i] = *reinterpret_cast<const float*>(static_cast<const char*>(x) + column * Step::PITCH + Step::STEP_K);
       }
     typename Step::Sums group = {};
+    if constexpr (HOW == Conversion::MAGIC_START) start_sums<TILES * NT * 4>(&group[0][0][0]);
     Step::template multiply<SHARED_X>(x, weights, static_cast<const T*>(parameters) + ROWS, &group[0][0][0], lane, x_read);
     uint32_t of_rows[(2 * TILES + 3) / 4 * 4];  // of 8 rows each, twice (RawProduct::load_pairs)
 #pragma unroll
@@ -40,7 +41,7 @@ struct GroupProduct {
       for (int c = 0; c < NT; ++c)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          sums[t][c][i] += group_to_float(group[t][c][i]) * of_columns[c][i & 1] * to_float(*reinterpret_cast<const T*>(of_rows + 2 * t + (i >> 1)));
+          sums[t][c][i] += group_to_float<HOW>(group[t][c][i]) * of_columns[c][i & 1] * to_float(*reinterpret_cast<const T*>(of_rows + 2 * t + (i >> 1)));
   }
 };
 

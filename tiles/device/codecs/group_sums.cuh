@@ -11,18 +11,30 @@
 
 namespace tilebit {
 
-// How an integer becomes fp32: by I2FP, or by the bits of 1.5 * 2^23 added to it, where a step of
-// fp32 is 1 (exact below 2^22), and that number taken away again (MixLLM section 3.3).
-enum class Conversion { INSTRUCTION, MAGIC_ADD };
-constexpr Conversion CONVERSION = Conversion::INSTRUCTION;
+// How an integer becomes fp32: by I2FP; by the bits of 1.5 * 2^23 added to it, where a step of fp32 is 1
+// (exact below 2^22), and that number taken away again; or by taking it away from sums that started with
+// its bits (start_sums; MixLLM section 3.3).
+enum class Conversion { INSTRUCTION, MAGIC_ADD, MAGIC_START };
 constexpr int MAGIC_BITS = 0x4b400000;
 constexpr float MAGIC = 12582912.0f;
 
+template <Conversion HOW>
 __device__ __forceinline__ float group_to_float(int v) {
-  return CONVERSION == Conversion::INSTRUCTION ? __int2float_rn(v) : __int_as_float(v + MAGIC_BITS) - MAGIC;
+  if (HOW == Conversion::INSTRUCTION) return __int2float_rn(v);
+  return __int_as_float(HOW == Conversion::MAGIC_ADD ? v + MAGIC_BITS : v) - MAGIC;
 }
 
-__device__ __forceinline__ float group_to_float(float v) { return v; }
+template <Conversion HOW>
+__device__ __forceinline__ float group_to_float(float v) {
+  return v;
+}
+
+// What a group's sums start at where they are converted by MAGIC_START.
+template <int COUNT>
+__device__ __forceinline__ void start_sums(int* sums) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sums[i] = MAGIC_BITS;
+}
 
 template <int COUNT>
 __device__ __forceinline__ void clear_sums(float* sums) {
@@ -35,7 +47,7 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 // token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
 // group to add; ``joined`` that two of the block's rows are one channel, whose scale is that of the
 // second (joined_row in store/pairs.cuh, which not all programs that sum groups have).
-template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool COLUMNS = true, int UNIT = 1>
+template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool COLUMNS = true, int UNIT = 1, Conversion HOW = Conversion::INSTRUCTION>
 __device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, bool joined,
                                           int thread) {
   if (!there) return;
@@ -56,7 +68,7 @@ __device__ __forceinline__ void add_group(float* sums, const SUM* group, const v
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = (slab * (BLOCK_M / 8) + c) * 4 + i;
-        sums[at] += group_to_float(group[at]) * (i & 1 ? columns.y : columns.x) * rows[slab][i >> 1];
+        sums[at] += group_to_float<HOW>(group[at]) * (i & 1 ? columns.y : columns.x) * rows[slab][i >> 1];
       }
   }
 }

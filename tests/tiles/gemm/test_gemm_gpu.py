@@ -96,12 +96,52 @@ INT8_SCHEDULES = [
     ((448, 1088, True), Schedule("gemm_stream_bulk", 112, 16, 64, 2, 8)),
 ]
 
+# Of sums that are scaled step by step, which is 128 k long but in the programs of few rows: k that ends within a group, a group less than
+# a step, and every way in which blocks share a tile. None in the programs of few rows of formats that these do not take.
+GROUP_SCHEDULES = [
+    ((505, 1001, True), Schedule("gemm_wgmma", 128, 128, 128, 4, 8, raster=4)),
+    ((320, 1024, False), Schedule("gemm_wgmma", 64, 16, 128, 3, 4)),
+    ((256, 2112, True), Schedule("gemm_wgmma", 128, 64, 128, 3, 8, split_k=2)),
+    ((512, 1024, False), Schedule("gemm_wgmma", 256, 32, 128, 2, 8, split_k=3)),
+    ((505, 1001, True), Schedule("gemm_wgmma", 192, 80, 128, 4, 12, stream_k=True)),
+    ((1280, 512, False), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, raster=2, cluster=2, tail=2)),
+    ((505, 1001, False), Schedule("gemm_mma", 64, 8, 128, 3, 4)),
+    ((512, 1024, True), Schedule("gemm_mma", 128, 64, 128, 2, 8, split_k=2)),
+    ((505, 1001, True), Schedule("gemm_stream_bulk", 32, 2, 128, 4, 8, split_k=2)),
+    ((448, 1088, False), Schedule("gemm_stream_bulk", 112, 16, 64, 2, 8)),
+    ((505, 1001, False), Schedule("gemm_stream", 64, 8, 64, 3, 8)),
+    ((384, 1024, True), Schedule("gemm_stream", 96, 4, 128, 2, 8)),
+]
+# Mixed layers, (n, k, bias, width): rows of 4-bit codes that an index adds up by twos; a byte's nibbles among them are multiplied as they
+# are, or put together first (joined).
+MIXED_SCHEDULES = [
+    ((496, 1024, True, 400), Schedule("gemm_wgmma", 128, 64, 128, 3, 8, joined=True)),
+    ((496, 1024, True, 400), Schedule("gemm_wgmma", 128, 64, 128, 3, 8)),
+    ((640, 512, False, 400), Schedule("gemm_wgmma", 64, 16, 128, 4, 4, stream_k=True, joined=True)),
+    ((336, 1024, True, 200), Schedule("gemm_mma", 64, 32, 128, 3, 4)),
+    ((640, 512, False, 400), Schedule("gemm_wgmma", 64, 16, 128, 4, 4, split_k=2)),
+    ((336, 1024, True, 200), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, split_k=3, joined=True)),
+    ((496, 1024, False, 400), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
+    ((496, 1024, True, 400), Schedule("gemm_stream", 64, 8, 128, 2, 8)),
+]
+
 
 def _cases(format: GemmFormat, dtype: str) -> list[tuple[Workload, Schedule]]:
     """Every second schedule: between the two dtypes each schedule meets each format, and between the formats each dtype."""
     turn = (*GROUP_SIZES, 16).index(format.group_size) + format.symmetric + DTYPES.index(dtype)
-    schedules = INT8_SCHEDULES if format.x else _schedules(format.bits)
-    return [(Workload(1, *shape[:2], format, dtype, shape[2]), s) for shape, s in schedules[turn % 2 :: 2]]
+    schedules = GROUP_SCHEDULES if format.step_sums else INT8_SCHEDULES if format.x else _schedules(format.bits)
+    taken = [(shape, s) for shape, s in schedules if s.program in codec_of(format).programs]
+    return [(Workload(1, *shape[:2], format, dtype, shape[2]), s) for shape, s in taken[turn % 2 :: 2]]
+
+
+def _mixed_cases(format: GemmFormat, dtype: str) -> list[tuple[Workload, Schedule]]:
+    """As ``_cases``; that rows are nibbles of bytes is said beforehand (``nibbles``), or by an index alone."""
+    turn = MIXED.index(format) + DTYPES.index(dtype)
+    said = [(i // 2 + turn // 2) % 2 == 0 for i in range(len(MIXED_SCHEDULES))]
+    return [
+        (Workload(1, n, k, format, dtype, bias, width=width, nibbles=s.joined or nibbles), s)
+        for nibbles, ((n, k, bias, width), s) in zip(said, MIXED_SCHEDULES, strict=True)
+    ][turn % 2 :: 2]
 
 
 W4 = QuantFormat(4, 128, False)
@@ -128,16 +168,25 @@ CHAINS = [
     ((16, 4096, 4096), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 8, split_k=2)),
 ]
 LAYERS, CHAIN_LAUNCHES = 8, 8000
-# Formats whose steps are summed by themselves want steps of 128 k: the smoke cases have theirs.
-ON_GPUS = [f for f in FORMATS.values() if codec_of(f).programs > {"gemm_cpu"} and not f.step_sums]
+ON_GPUS = [f for f in FORMATS.values() if codec_of(f).programs > {"gemm_cpu"}]
+MIXED = [f for f in FORMATS.values() if f.bits == 4 and f.integer_sums]  # of 4-bit rows, whose 8-bit channels are two of them
 
 
 def _of_shape(shape: tuple[int, int, int], schedule: Schedule) -> list[tuple[Workload, Schedule]]:
     return [(Workload(1, *shape[1:], W4), schedule)]
 
 
+def group_wise_cases() -> list[tuple[Workload, Schedule]]:
+    """Of all formats whose sums are scaled step by step."""
+    return [case for format in ON_GPUS if format.step_sums for dtype in DTYPES for case in _cases(format, dtype)]
+
+
+def mixed_layer_cases() -> list[tuple[Workload, Schedule]]:
+    return [case for format in MIXED for dtype in DTYPES for case in _mixed_cases(format, dtype)]
+
+
 def _every_case() -> list[tuple[Workload, Schedule]]:
-    cases = [case for format in ON_GPUS for dtype in DTYPES for case in _cases(format, dtype)]
+    cases = [case for format in ON_GPUS for dtype in DTYPES for case in _cases(format, dtype)] + mixed_layer_cases()
     return cases + [case for shape, s, *_ in (*RACES, *CHAINS) for case in _of_shape(shape, s)]
 
 
@@ -159,6 +208,24 @@ def test_the_schedules_are_legal_and_use_every_form() -> None:
         met = [w for w, s in _every_case() if s == schedule]
         assert {w.dtype for w in met} == set(DTYPES) and {w.format.group_size for w in met} >= set(GROUP_SIZES)
         assert {w.format.symmetric for w in met} == {True, False}
+
+
+def test_every_shipped_format_is_met() -> None:
+    """Formats of codebooks are multiplied by programs of their own, which test_any_modules tests on a GPU."""
+    assert {*ON_GPUS} == {f for f in FORMATS.values() if not f.codebook}
+    assert {f.name for f in MIXED} == {"w4a8_g128_asym", "w4a8_lqq_g64", "w4a8_lqq_g128", "w4a8_channel_asym"}
+    for format in ON_GPUS:
+        served = {name for name in programs("gemm", "sm_90a") if not codec_of(format).unserved(format, name, "sm_90a")}
+        for dtype in DTYPES:
+            cases = _cases(format, dtype)
+            assert len(cases) >= 3 and {s.program for _, s in cases} == served, (format.name, dtype)
+            assert len(cases) * _launches(cases) >= SEEDS // 2
+    mixed = mixed_layer_cases()
+    for format in MIXED:
+        assert {(w.nibbles, s.joined) for w, s in mixed if w.format == format} == {(True, True), (True, False), (False, False)}
+    for schedule in (s for _, s in MIXED_SCHEDULES):
+        met = [w for w, s in mixed if s == schedule]
+        assert {w.dtype for w in met} == set(DTYPES) and {w.nibbles for w in met} == {True, schedule.joined}
 
 
 @cache
@@ -191,14 +258,32 @@ def _check_tickets(workspace: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("format", ON_GPUS, ids=lambda f: f.name)
 def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """At least 200 seeds a format (100 a dtype) shared by its schedules, every one bit for bit what fp64 says, whatever m."""
-    mine = [(w, s) for w, s in _cases(format, dtype) if (w, s) in kernels]
+    _check_seeds(kernels, _cases(format, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels(of=_mixed_cases)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", MIXED, ids=lambda f: f.name)
+def test_mixed_layers_are_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None:
+    """As many, of layers with channels of 4 and of 8 bits; columns of y that no row makes are left as they are."""
+    _check_seeds(kernels, _mixed_cases(format, dtype))
+
+
+def _launches(cases: list[tuple[Workload, Schedule]]) -> int:
+    """Seeds of each case of a format and a dtype."""
+    return max(len(ROWS), -(-SEEDS // 2 // len(cases)))
+
+
+def _check_seeds(kernels: dict, cases: list[tuple[Workload, Schedule]]) -> None:
+    mine = [case for case in cases if case in kernels]
     assert len(mine) >= 3
     for workload, schedule in mine:
         kernel = _kernel(kernels, workload, schedule)
-        for seed in range(max(len(ROWS), -(-SEEDS // 2 // len(mine)))):
+        for seed in range(_launches(mine)):
             m = ROWS[seed % len(ROWS)]
             problem = exact_problem(workload.with_m(m), seed, _target().arch, "cuda")
-            output = guarded_output((m, workload.n), getattr(torch, dtype), "cuda")
+            output = guarded_output((m, workload.columns), getattr(torch, workload.dtype), "cuda")
             _run(kernel, schedule, problem, output.y)
             torch.cuda.synchronize()
             reasons = check_guards(output) + check_exact(output.y, problem.reference())
@@ -211,7 +296,19 @@ def test_exact_over_seeds(kernels: dict, format: GemmFormat, dtype: str) -> None
 @pytest.mark.parametrize("format", ON_GPUS, ids=lambda f: f.name)
 def test_worst_tile_on_random_floats(kernels: dict, format: GemmFormat, dtype: str) -> None:
     """The whole gate of the tuner (twice the same bits, the worst tile within twice torch's error) for each kernel."""
-    for workload, schedule in _cases(format, dtype):
+    _check_worst_tile(kernels, _cases(format, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels(of=_mixed_cases)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", MIXED, ids=lambda f: f.name)
+def test_worst_tile_of_mixed_layers(kernels: dict, format: GemmFormat, dtype: str) -> None:
+    _check_worst_tile(kernels, _mixed_cases(format, dtype))
+
+
+def _check_worst_tile(kernels: dict, cases: list[tuple[Workload, Schedule]]) -> None:
+    for workload, schedule in cases:
         if (workload, schedule) in kernels:
             asked = workload.with_m(200)
             exact, random = exact_problem(asked, 5, _target().arch, "cuda"), random_problem(asked, 6, _target().arch, "cuda")

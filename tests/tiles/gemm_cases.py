@@ -21,6 +21,8 @@ Case = tuple[Workload, Schedule]
 FORMATS = (*(QuantFormat(*f) for f in product((4, 8), GROUP_SIZES, (True, False))), GemmFormat.parse("w4a16_mxfp4"))
 INT8_FORMATS = tuple(map(GemmFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym")))
 GROUP_WISE = tuple(map(GemmFormat.parse, ("w8a8_g128", "w4a8_g128_asym")))  # x has scales of groups, too
+# (scale, offset) of a group, all under which the bytes of every code are bytes: no weight that has others is accepted.
+LQQ_PAIRS = np.array([(scale, offset) for scale in range(18) for offset in range(256 - 15 * scale)])
 FP8_FORMATS = tuple(map(GemmFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8")))
 
 

@@ -20,9 +20,9 @@ from tilebit.tiles.compiler.headers import device_source
 
 sys.path.append(str(Path(__file__).parents[1]))
 from emulation.device_code import CUDA_ARCH, DeviceCode, needs_host_compiler
+from gemm_cases import LQQ_PAIRS
 
 ROWS, K = 64, 64  # of a record at 4 bits
-PAIRS = np.array([(scale, offset) for scale in range(18) for offset in range(256 - 15 * scale)])  # bytes of every code are bytes
 SOURCE = device_source(("codecs/dequant.cuh", "codecs/int8.cuh"))
 
 
@@ -43,8 +43,8 @@ def test_every_code_under_every_scale_and_offset():
     codes = ((np.arange(K) + 5 * np.arange(ROWS)[:, None]) % 16).astype(np.uint8)
     words = layout.pack(codes)
     seen = set()
-    for start in range(0, len(PAIRS), ROWS):
-        scales, offsets = PAIRS[(start + np.arange(ROWS)) % len(PAIRS)].astype(np.uint8).T.copy()
+    for start in range(0, len(LQQ_PAIRS), ROWS):
+        scales, offsets = LQQ_PAIRS[(start + np.arange(ROWS)) % len(LQQ_PAIRS)].astype(np.uint8).T.copy()
         out = np.full((128, K // 2 // 4), 0x5A5A5A5A, np.uint32)
         arguments = [(out.ctypes.data, out.strides[0]), *((a.ctypes.data, 0) for a in (words, scales, offsets)), (0, 1)]
         device.call("tilebit::dequantize_bytes<tilebit::Lqq, 1, 0, 1, 2, 64>", arguments, 128)
@@ -52,7 +52,7 @@ def test_every_code_under_every_scale_and_offset():
         assert expected.min() >= -128 and expected.max() <= 127
         assert np.array_equal(operand(out, K), expected)
         seen |= {(int(s), int(o)) for s, o in zip(scales, offsets, strict=True)}
-    assert len(seen) == len(PAIRS) and all(set(row) == set(range(16)) for row in codes)
+    assert len(seen) == len(LQQ_PAIRS) and all(set(row) == set(range(16)) for row in codes)
 
 
 @needs_host_compiler

@@ -258,8 +258,8 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            help="A packed weight (sm_90a:4, cpu:8), a KV cache (format:head_dim[:page_size], as kv4_channel:128), a checkpoint layout "
-            "(awq:4) or a fragment (wgmma_a:k16). 'list' prints names."
+            help="A packed weight (sm_90a:4, cpu:8; for int8 or e4m3 x sm_90a:4:int8), a KV cache (format:head_dim[:page_size], as "
+            "kv4_channel:128), a checkpoint layout (awq:4) or a fragment (wgmma_a:k16). 'list' prints names."
         ),
     ],
     out: Annotated[

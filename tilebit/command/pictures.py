@@ -35,6 +35,7 @@ _FRAGMENTS: dict[str, Callable[[], Fragment]] = {
 _CHECKPOINTS = (("awq", 4), ("gptq", 4), ("gptq", 8), ("compressed-tensors", 4), ("compressed-tensors", 8))
 _LAYOUTS: dict[str, Callable[[], PackedLayout]] = {
     **{f"{arch}:{bits}": lambda arch=arch, bits=bits: gemm_layout(arch, bits) for arch in ARCHES for bits in BITS},
+    **{f"{arch}:{bits}:int8": lambda arch=arch, bits=bits: gemm_layout(arch, bits, int8=True) for arch in ARCHES for bits in BITS},
     **{f"{plane_layout(arch).name}:1": lambda arch=arch: plane_layout(arch) for arch in ("sm_90a", "cpu")},
     **{f"{storage}:{bits}": lambda storage=storage, bits=bits: checkpoint_layout(storage, bits).weight for storage, bits in _CHECKPOINTS},
 }
@@ -45,9 +46,10 @@ _KV = tuple(f"{form.name}:{head_dim}" for form in _KV_FORMATS.values() if form.k
 
 
 def names() -> tuple[str, ...]:
-    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "planes_mma:1" (a bit plane), "kv4_channel:128"
-    (a KV cache's page, by head_dim), "awq:4" (a checkpoint's weight), "wgmma_a:k16" (a fragment). KV caches of two precisions
-    ("k8_channel_v4:128") and of other page sizes than 128 tokens ("kv4_channel:128:16") have pictures too."""
+    """Names that ``picture`` accepts: "sm_90a:4" (that arch's packed weight of 4 bits), "sm_90a:4:int8" (the same where x is int8 or
+    e4m3), "planes_mma:1" (a bit plane), "kv4_channel:128" (a KV cache's page, by head_dim), "awq:4" (a checkpoint's
+    weight), "wgmma_a:k16" (a fragment). KV caches of two precisions ("k8_channel_v4:128") and of other page sizes than 128 tokens
+    ("kv4_channel:128:16") have pictures too."""
     return (*_LAYOUTS, *_KV, *_FRAGMENTS)
 
 

@@ -6,6 +6,10 @@ As they are they multiply twice for one channel. Joined, a tile of ``block_n`` c
 twice as many rows: the warpgroup's slab s of slabs 2 s and 2 s + 1, whose pairs are rows r and r + 8
 of a tensor core's operand. How many rows are pairs is what n and the number of columns leave, but for
 their padding, so the tiles begin behind the rows that may be single.
+
+Columns of y that bytes make lie apart, so that a tile of bytes stores each number to a sector of its own. Where
+blocks take one tile after another, warps that have nothing else to do store them while the next tile is
+multiplied (``tiles/gemm/wgmma_scatter.py``).
 """
 
 from __future__ import annotations
@@ -31,10 +35,20 @@ def first_joined(workload: Workload, schedule: Schedule) -> int:
     return min(n_pad, -(-first // schedule.block_n) * schedule.block_n)
 
 
+def byte_tiles(workload: Workload, schedule: Schedule) -> int:
+    """Tiles of bytes along n."""
+    n_pad = -(-workload.n // SLAB_N) * SLAB_N
+    return -(-(n_pad - first_joined(workload, schedule)) // (2 * schedule.block_n))
+
+
+def scatters(schedule: Schedule) -> bool:
+    """Whether warps of their own store tiles of bytes, which others come after."""
+    return schedule.joined and (schedule.stream_k or schedule.tail > 1)
+
+
 def n_blocks(workload: Workload, schedule: Schedule) -> int:
     """Tiles along n, those of bytes last."""
-    n_pad, first = -(-workload.n // SLAB_N) * SLAB_N, first_joined(workload, schedule)
-    return -(-first // schedule.block_n) + -(-(n_pad - first) // (2 * schedule.block_n))
+    return -(-first_joined(workload, schedule) // schedule.block_n) + byte_tiles(workload, schedule)
 
 
 def stage_rows(schedule: Schedule) -> int:

@@ -17,7 +17,7 @@ from ...layouts.formats import PER_CHANNEL, STEP_K, GemmFormat
 from ..schedule import Schedule
 from ..target import Target
 from . import stream as gemm_stream
-from .joined import SLAB_N, first_joined, n_blocks, stage_rows
+from .joined import SLAB_N, first_joined, n_blocks, scatters, stage_rows
 from .parts import parts
 from .waves import TAILS
 from .workload import Workload
@@ -94,12 +94,12 @@ def _reasons(workload: Workload, schedule: Schedule, target: Target) -> list[str
 
 
 def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> int:
-    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS and
-    the fp32 sums; 0: it takes none."""
+    """32-bit words of the workspace that the kernel takes for ``workload.m`` rows of x: TICKETS,
+    the fp32 sums, and a tile of bytes of each block that others of its warps store; 0: it takes none."""
     s = schedule
     tile = s.block_m * (s.block_n + workload.norm)  # of a norm the rows' sums of squares, too
-    if s.stream_k:
-        return TICKETS + 2 * grid_blocks(s, target) * tile
+    if s.stream_k or scatters(s):
+        return TICKETS + grid_blocks(s, target) * tile * (4 * s.stream_k + scatters(s)) // 2
     if s.split_k == 1 or clustered_split(s):
         return 0
     tiles = -(-workload.m // s.block_m) * n_blocks(workload, s)
@@ -109,7 +109,7 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
 def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
     """(producer's, consumer's) registers of a thread of ``gemm_wgmma``, out of the even share that
     a launch gives to both."""
-    return handed_on(schedule, 40 if schedule.min_blocks == 1 else 24)
+    return handed_on(schedule, 64 if scatters(schedule) else 40 if schedule.min_blocks == 1 else 24)
 
 
 def handed_on(schedule: Schedule, wanted: int) -> tuple[int, int]:

@@ -36,7 +36,8 @@ from .wgmma_plan import Plan
 
 HEADERS = (
     "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "codecs/any_operand.cuh", "store/split_k.cuh",
-    "store/epilogue.cuh", "store/gate.cuh", "store/pairs.cuh", "store/parts.cuh", "order/tiles.cuh", "store/finish.cuh",
+    "store/epilogue.cuh", "store/gate.cuh", "store/pairs.cuh", "store/parts.cuh", "order/tiles.cuh",
+    "store/scatter.cuh", "store/finish.cuh",
 )  # fmt: skip
 PARTS = tuple(range(rules.STEP_K // rules.STAGE_K))  # of a step
 WORDS = 16  # of codes, of 128 k

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import CONVERSIONS, codec_of
-from ...schedules.gemm.joined import first_joined, stage_rows
+from ...schedules.gemm.joined import first_joined, scatters, stage_rows
 from ...schedules.gemm.parts import GATE_ROWS, Part, parts
 from ...schedules.gemm.rules import LEAST_STAGED, clustered_split, stage_groups, staged_columns
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
@@ -240,7 +240,8 @@ class Operands:
             TYPES[w.dtype], self.n, self.slabs, s.block_n, rows, columns, s.num_warps * 32, BARRIER,
         )  # fmt: skip
         other = f"{self.sum_type() or ', float'}, {w.width}" if w.width or w.gate else self.sum_type()
-        gate = f", {GATES[w.gate]}" if w.gate else f", void, {self.first_joined}" if s.joined else ""
+        joined = f", void, {self.first_joined}, {_cpp(scatters(s))}" if s.joined else ""
+        gate = f", {GATES[w.gate]}" if w.gate else joined
         return f"tilebit::Store<{', '.join(map(str, arguments))}{other}{gate}>"
 
     def sum_type(self) -> str:

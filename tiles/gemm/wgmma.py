@@ -13,6 +13,7 @@ A block's threads have three roles (``PRODUCERS`` threads load, two warps of the
 
     warp 0                 weights, scales, zeros ->  Ws, Ss, Zs     (no earlier kernel writes them: it need not wait)
     warp 1                 x                      ->  Xs             (``wgmma_load.py``)
+    warps 2, 3             store tiles of bytes, of some schedules   (``wgmma_scatter.py``)
     warpgroups 1, 2, ...   dequantize, multiply, store               (here)
 
 ``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back. A step is
@@ -35,8 +36,8 @@ step's weights are 8 KB and its x 64 KB.
 
 With ``joined`` the last tiles along n are of bytes whose nibbles are two rows of the weight each
 (MixLLM's layers of both; ``schedules/gemm/joined.py``): they load twice the rows, put them together
-in registers and multiply as often as a tile of codes does. Each row of tiles begins with another
-one, so that these, which take longer to store, fall to all blocks alike (mixed-joined.md).
+in registers and multiply as often as a tile of codes does. They come first, and are stored, which
+takes longer, while others are multiplied (mixed-joined.md).
 
 What bounds it is in wgmma-cycles.md and wgmma-power.md, what did not help in wgmma-in-vain.md.
 
@@ -57,7 +58,8 @@ from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import Operands, addresses
 from .wgmma_load import load_macros
-from .wgmma_plan import PRODUCERS, Plan
+from .wgmma_plan import PRODUCERS, SCATTERERS, Plan
+from .wgmma_scatter import scatter_macro
 
 HEADERS = (
     "ptx/instructions.cuh",
@@ -70,6 +72,7 @@ HEADERS = (
     "store/parts.cuh",
     "pipeline/dependent.cuh",
     "order/tiles.cuh",
+    "store/scatter.cuh",
     "store/finish.cuh",
     "store/exchange.cuh",
 )
@@ -101,10 +104,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Zeros, RowScales, TokenScales, Bias, Residual, Channels = p.tensors(
         T, target.arch, "zeros", "row_scales", "token_scales", "bias", "residual", "channels", m=m
     )
-    Workspace = T.Tensor((words,), "int32") if plan.shared else None
+    Workspace = T.Tensor((words,), "int32") if plan.scratch else None
     rows, tiles = stage_rows(schedule), n_blocks(workload, schedule) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
     load = load_macros(plan, m)
+    scatter = scatter_macro(plan, m) if plan.scatters else None
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -176,7 +180,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     multiply_group = [multiplication_of_group(kind) for kind in kinds] if p.step_sums else []
 
     @T.macro
-    def multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread):
+    def multiply_and_store(
+        Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
+    ):  # fmt: skip
         """The stages of all steps in turn, and each tile, or part or strip of one, stored when its
         last step is multiplied."""
         where, asked = plan.alloc_asked(T, len(after))
@@ -184,6 +190,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
         steps = T.alloc_var("int32")
         joined = T.alloc_var("int32", init=0) if schedule.joined else 0  # whether the tile's channels are bytes of two rows
+        turn = T.alloc_var("int32", init=0) if plan.scatters else 0  # of tiles that are handed over
         for kind in kinds:
             for piece in T.serial(ask("strips" if kind else "pieces", block)):
                 steps = p.steps if kind else ask("length", block, piece)
@@ -228,14 +235,21 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif parts == 2:
                     T.wait_wgmma(0)
                     release(empty[last * parts + 1], thread, 1)
+                if plan.scatters:
+                    if joined == 1:
+                        await_full(vacant[0], turn ^ 1)
                 if not clustered:
                     T.call_extern(
                         "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
                         T.address_of(staging[0]),
-                        T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
+                        T.address_of(workspace[0]) if plan.scratch else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
                         m, last_of(block, piece, kind), block, thread - PRODUCERS,
                         *addresses(T, after),
                     )  # fmt: skip
+                if plan.scatters:
+                    if joined == 1:
+                        release(handed[0], thread, 1)
+                        turn = turn ^ 1
 
     @T.macro
     def meet_cluster():
@@ -287,6 +301,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
+            handed, vacant = [T.alloc_barrier([warps]) if plan.scatters else None for warps in (schedule.num_warps, SCATTERERS)]
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, bk // parts), x_dtype)
             W_rest = T.alloc_fragment((bn, bk // parts), x_dtype)
@@ -307,6 +322,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif thread < 64:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     load.x(x, token_scales, Xs, As, full, empty, block, thread, step, top, left)
+                elif plan.scatters:
+                    T.call_extern("handle", "tilebit::wait_for_predecessor")
+                    scatter(workspace, channels, y, handed, vacant, block, thread, bx, left, step)
                 if clustered:
                     meet_cluster()
             else:
@@ -315,7 +333,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 # the half of a shared tile that this block stores
                 own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if clustered else None
-                multiply_and_store(Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, workspace, after, y, block, thread)
+                multiply_and_store(
+                    Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
+                )  # fmt: skip
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
                     exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages

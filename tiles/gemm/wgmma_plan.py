@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...schedules.gemm import rules as rules
-from ...schedules.gemm.joined import n_blocks
+from ...schedules.gemm.joined import byte_tiles, n_blocks, scatters
 from .operands import BARRIER, Operands
 
+SCATTERERS = 2  # warps that store tiles of bytes, of the loading warpgroup
 PRODUCERS = rules.WGMMA.producer_threads  # of the warpgroup that loads: registers are handed from warpgroup to warpgroup
 
 
@@ -55,6 +56,16 @@ class Plan:
         return s.stream_k or (s.split_k > 1 and not self.clustered)
 
     @property
+    def scratch(self) -> bool:
+        """The kernel takes a workspace."""
+        return self.shared or self.scatters
+
+    @property
+    def scatters(self) -> bool:
+        """Other warps store tiles of bytes, from the workspace."""
+        return scatters(self.operands.schedule)
+
+    @property
     def consumers(self) -> int:
         """Threads that compute."""
         return self.operands.schedule.num_warps * 32
@@ -63,8 +74,8 @@ class Plan:
     def order(self) -> str:
         """The type whose functions say which steps of which tiles a block takes."""
         p, s = self.operands, self.operands.schedule
-        along, turned = n_blocks(p.workload, s), ", true" if s.joined else ""
-        return f"tilebit::Order<{along}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}{turned}>"
+        along, of_bytes = n_blocks(p.workload, s), f", {byte_tiles(p.workload, s)}" if s.joined else ""
+        return f"tilebit::Order<{along}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}{of_bytes}>"
 
     def dequantize(self, part: int) -> str:
         return self.operands.dequantize_call(part, self.parts)
@@ -101,6 +112,11 @@ class Plan:
         store = self.operands.store_type(self.heights[kind])
         shared = "true" if self.shared else "false"
         return f"tilebit::finish_tile<{self.order}, {store}, {self.consumers}, {BARRIER}, {shared}{self.operands.part_types()}>"
+
+    @property
+    def scatter(self) -> str:
+        shares = 2 if self.shared else 0
+        return f"tilebit::scatter_tile<{self.operands.store_type(self.heights[0])}, {shares}, {self.heights[0]}, {SCATTERERS}>"
 
     def ask_end(self, kind: int) -> str:
         return f"tilebit::ask_end<{self.order}, {self.operands.store_type(self.heights[kind])}{self.operands.part_types()}>"

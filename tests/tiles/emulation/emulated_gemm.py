@@ -24,7 +24,11 @@ from .launch import Plan
 GEMMS = tilebit.tiles.gemm.__name__
 TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 # What programs take from other files, which edits may name, too.
-HELPERS = {"operands.py": ("Operands", "addresses", "column_of", "finish"), "wgmma_load.py": ("load_macros",)}
+HELPERS = {
+    "operands.py": ("Operands", "addresses", "column_of", "finish"),
+    "wgmma_load.py": ("load_macros",),
+    "wgmma_scatter.py": ("scatter_macro",),
+}
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}
 Case = tuple[Workload, Schedule]
 __all__ = ["ORDERS", "Case", "Edits", "EmulatedGemm"]

@@ -17,10 +17,11 @@ from tilebit.autotune.problems.verify import Gate, check_exact, check_guards, gu
 from tilebit.autotune.worker_process import launch
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm import stream
-from tilebit.schedules.gemm.joined import first_joined, n_blocks
+from tilebit.schedules.gemm.joined import first_joined, n_blocks, scatters
 from tilebit.schedules.gemm.parts import ADDED, NOWHERE
+from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
-from tilebit.schedules.operations import legal
+from tilebit.schedules.operations import legal, workspace_words
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import detect_target, target_from_name
 from tilebit.tiles.compiler.cache import ArtifactCache
@@ -76,6 +77,13 @@ NIBBLE_CASES = (
     (Workload(20, 320, 512, LQQ, bias=True, width=200, nibbles=True), Schedule("gemm_wgmma", 64, 16, 128, 3, 4)),
     (Workload(20, 400, 256, ASYM, bias=True, width=240, nibbles=True), Schedule("gemm_wgmma", 128, 16, 256, 2, 8)),
     (Workload(20, 320, 256, ASYM, width=180, nibbles=True), Schedule("gemm_wgmma", 64, 16, 64, 3, 4)),
+)
+# As above, where others store them: of shared tiles, whole ones and strips, two tiles of bytes one after another, two warpgroups.
+SCATTERED_CASES = (
+    (Workload(250, 400, 640, NIBBLES, width=217, nibbles=True), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True)),
+    (Workload(250, 336, 1000, NIBBLES, "bfloat16", True, width=200, nibbles=True), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),
+    (Workload(200, 480, 1024, NIBBLES, width=300, nibbles=True), Schedule("gemm_wgmma", 128, 32, 128, 2, 8, stream_k=True, raster=2)),
+    (Workload(250, 320, 1024, LQQ, bias=True, width=200, nibbles=True), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, stream_k=True)),
 )
 TILED_CASES = tuple(case for case in CUDA_CASES if case[1].program not in STREAMS)
 CPU_CASES = (
@@ -140,9 +148,9 @@ def test_programs_without_an_index_say_so():
     assert "by an index; accepted: gemm_cpu, gemm_mma, gemm_stream, gemm_stream_bulk, gemm_wgmma" in reason
 
 
-def joined(case: Case) -> EmulatedGemm:
-    """Of one of NIBBLE_CASES, with tiles of bytes."""
-    return EmulatedGemm(case[0], replace(case[1], joined=True), target=HOPPER)
+def joined(case: Case, edits: Edits | None = None, order: str = "shuffled") -> EmulatedGemm:
+    """Of one of NIBBLE_CASES or SCATTERED_CASES, with tiles of bytes."""
+    return EmulatedGemm(case[0], replace(case[1], joined=True), edits, target=HOPPER, order=order)
 
 
 @needs_host_compiler
@@ -162,6 +170,19 @@ def test_nibbles_of_bytes_are_multiplied_as_bytes(case: Case):
         assert check(joined(case), problem) == []
         assert seed or check(emulated(case), problem) == []
     assert max(begin) <= first
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("case", SCATTERED_CASES, ids=label)
+def test_tiles_of_bytes_are_stored_by_other_warps(case: Case):
+    """While the next tile is multiplied: exact, twice in one workspace, whatever order blocks run in."""
+    workload, schedule = case[0], replace(case[1], joined=True)
+    assert legal(workload, schedule, HOPPER) == [] and scatters(schedule) and not scatters(case[1])
+    sums = workspace_words(workload, case[1], HOPPER)
+    assert workspace_words(workload, schedule, HOPPER) - (sums or TICKETS) == HOPPER.units * schedule.block_n * schedule.block_m // 2
+    for seed, order in enumerate(("ascending", "descending", "shuffled")):
+        run, problem = joined(case, order=order), exact_problem(workload, seed, "sm_90a")
+        assert check(run, problem) == check(run, problem) == []
 
 
 def test_where_the_tiles_of_bytes_begin_no_row_is_single():
@@ -226,6 +247,54 @@ def test_bugs_planted_in_tiles_of_bytes_are_caught(bug: str):
     try:
         run = EmulatedGemm(workload, replace(schedule, joined=True), {file: swap(*edits)}, target=HOPPER)
         found = check(run, exact_problem(workload, 1, "sm_90a"))
+    except KernelFault:
+        return
+    assert found
+
+
+PLANTED_SCATTERED: dict[str, tuple[int, str, tuple[tuple[str, str], ...]]] = {
+    "columns in another order than they are staged": (
+        0,
+        "device",
+        (("place % 16 / 8 * JOINED_APART + place % OWN_ROWS / 16 * 16", "place % OWN_ROWS"),),
+    ),
+    "columns of the first warpgroup for the second": (2, "device", (("place / OWN_ROWS * (2 * OWN_ROWS) + place % 16", "place % 16"),)),
+    "the second warpgroup's numbers over the first's": (2, "device", (("* BLOCK_N + group * OWN_ROWS + at * 8", "* BLOCK_N + at * 8"),)),
+    "columns that are staged together": (
+        0,
+        "device",
+        (("place(column, at)));\n    }\n    __syncwarp", "place(column ^ 1, at)));\n    }\n    __syncwarp"),),
+    ),
+    "the first rows of x": (0, "device", (("int64_t(tile.m0) * S::COLUMNS_OF_Y", "0"),)),
+    "a row too few": (
+        1,
+        "device",
+        (("handed_tile() = {n0, m0, min(m - m0, S::ROWS_OF_X)}", "handed_tile() = {n0, m0, min(m - m0, S::ROWS_OF_X) - 1}"),),
+    ),
+    "rows behind the last": (1, "device", (("min(m - m0, S::ROWS_OF_X)}", "S::ROWS_OF_X}"),)),
+    "one warp's half only": (2, "device", (("first < S::ROWS; first += WARPS * 32", "first < S::ROWS / 2; first += WARPS * 32"),)),
+    "handed over before it is told": (3, "wgmma.py", (("release(handed[0], thread, 1)", "release(handed[0], thread, 0)"),)),
+    "the next one over it": (0, "wgmma.py", (("await_full(vacant[0], turn ^ 1)", "pass"),)),
+    "stored before it is there": (
+        3,
+        "wgmma_scatter.py",
+        (('T.call_extern("handle", "tilebit::await_stage", T.address_of(handed[0]), turn)', "pass"),),
+    ),
+    "the turn of the first one": (3, "wgmma_scatter.py", (("turn = turn ^ 1", "turn = turn"),)),
+    "tiles of codes": (1, "wgmma_scatter.py", (("of_bytes == 1", "of_bytes == 0"),)),
+}
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("bug", PLANTED_SCATTERED)
+def test_bugs_planted_where_others_store_are_caught(bug: str):
+    number, file, edits = PLANTED_SCATTERED[bug]
+    try:
+        found = []
+        for order in ("ascending", "descending"):
+            found += check(
+                joined(SCATTERED_CASES[number], {file: swap(*edits)}, order), exact_problem(SCATTERED_CASES[number][0], 1, "sm_90a")
+            )
     except KernelFault:
         return
     assert found

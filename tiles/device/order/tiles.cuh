@@ -13,11 +13,12 @@ namespace tilebit {
 // shared: their steps are cut into equal shares, the first `extra` of them one longer. None is
 // where the last wave is nearly full. With TAIL > 1 none is shared: the last `cut` places, too few
 // for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where that takes fewer
-// than TAIL rounds. With TURNED each row tile begins with another tile along n than the one before, so that
-// tiles which take longer do not fall to the same blocks again and again.
-template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1, bool TURNED = false>
+// than TAIL rounds. The last BYTES tiles along n come before all others, of every row tile, so that others come
+// after them in every block.
+template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1, int BYTES = 0>
 struct Order {
-  static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER;
+  static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER, ROWS = BLOCK_M;
+  static_assert(BYTES == 0 || CLUSTER == 1, "a cluster's tiles are of one kind");
   int m_blocks, places, teams, shared, quota, extra, cut;
   Order() = default;
   __device__ __forceinline__ explicit Order(int m) {
@@ -54,8 +55,19 @@ struct Order {
     const int late = i - share(team), strip = this->strip(team, i);
     return strip >= 0 ? places - cut + strip / TAIL : late < 0 ? (begin(team) + i) / STEPS : shared + late / STEPS * teams + team;
   }
-  // Row tiles of the place's group.
-  __device__ __forceinline__ int rows(int place) const { return GROUP == 1 ? 1 : min(GROUP, m_blocks - place / (N_PLACES * GROUP) * GROUP); }
+  // Of places dealt out to ALONG tiles along n: row tiles of the place's group, the tile along n, the row tile.
+  template <int ALONG>
+  __device__ __forceinline__ int rows(int place) const { return GROUP == 1 ? 1 : min(GROUP, m_blocks - place / (ALONG * GROUP) * GROUP); }
+  template <int ALONG>
+  __device__ __forceinline__ int along(int place) const {
+    const int inside = place % (ALONG * GROUP), height = rows<ALONG>(place);
+    return height == GROUP ? inside / GROUP : inside / height;  // by a constant: a tenth of the other's cost
+  }
+  template <int ALONG>
+  __device__ __forceinline__ int row(int place) const {
+    const int inside = place % (ALONG * GROUP), height = rows<ALONG>(place);
+    return place / (ALONG * GROUP) * GROUP + (height == GROUP ? inside % GROUP : inside % height);
+  }
 
   __device__ __forceinline__ static int split_begin(int block) { return block % SPLITS * STEPS / SPLITS; }
 
@@ -79,15 +91,19 @@ struct Order {
     return i < share ? min(tile, share - i) : tile;
   }
   __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
+  __device__ __forceinline__ static int of_bytes(int m, int block, int i) { return Order(m).n_block(block, i) >= N_BLOCKS - BYTES; }
   __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
-    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
-    const int along = (height == GROUP ? inside / GROUP : inside / height) * CLUSTER + block % CLUSTER;  // by a constant: a tenth of the other's cost
-    return TURNED ? (along + m_block(block, i)) % N_BLOCKS : along;
+    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i);
+    if constexpr (BYTES == 0) return along<N_PLACES>(where) * CLUSTER + block % CLUSTER;
+    const int codes = where - BYTES * m_blocks;
+    return codes < 0 ? N_BLOCKS - BYTES + along<(BYTES > 0 ? BYTES : 1)>(where) : along<(N_BLOCKS > BYTES ? N_BLOCKS - BYTES : 1)>(codes);
   }
   __device__ __forceinline__ int m_block(int block, int i) const {
-    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i), inside = where % (N_PLACES * GROUP), height = rows(where);
-    return where / (N_PLACES * GROUP) * GROUP + (height == GROUP ? inside % GROUP : inside % height);
+    const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i);
+    if constexpr (BYTES == 0) return row<N_PLACES>(where);
+    const int codes = where - BYTES * m_blocks;
+    return codes < 0 ? row<(BYTES > 0 ? BYTES : 1)>(where) : row<(N_BLOCKS > BYTES ? N_BLOCKS - BYTES : 1)>(codes);
   }
   // Of x and y.
   __device__ __forceinline__ int first_row(int block, int i) const {

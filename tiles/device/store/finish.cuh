@@ -1,7 +1,8 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
 // scale it, store it.
 //
-// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/pairs.cuh, store/parts.cuh, order/tiles.cuh and ptx/instructions.cuh.
+// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/pairs.cuh, store/parts.cuh, store/scatter.cuh, order/tiles.cuh and
+// ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
@@ -72,11 +73,15 @@ __device__ __forceinline__ void add_shares(A* values, void* workspace, int start
 // are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8]
 // [row half][column parity]) through `staging`: numbers of rows of x where a part has some, fp32 [warpgroup][LARGEST_M], then T
 // [warpgroup][COLUMNS][rows of a warpgroup]. Warpgroups do not wait for each other. From row JOINED of the weight on, a multiple of
-// BLOCK_N, tiles are BLOCK_N bytes of 2 BLOCK_N rows of nibbles.
+// BLOCK_N, tiles are BLOCK_N bytes of 2 BLOCK_N rows of nibbles, which (SCATTERED) others store by the index, from
+// where `y` says then.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0,
-          typename GATE = void, int JOINED = 1 << 30>
+          typename GATE = void, int JOINED = 1 << 30, bool SCATTERED = false>
 struct Store {
   using Sum = A;
+  using Number = T;
+  static constexpr int COLUMNS_OF_Y = WIDTH, ROWS_OF_X = BLOCK_M;
+  static constexpr bool OF_OTHERS = SCATTERED;
   static constexpr int COUNT = COLUMNS / 2, SLAB_REGISTERS = BLOCK_M / 2;  // accumulators of a thread: in COLUMNS of a slab, in a slab
   static constexpr int TILE = BLOCK_N * BLOCK_M, REGISTERS = TILE / THREADS, CHUNKS = BLOCK_M / COLUMNS;
   static constexpr int ROWS = BLOCK_N, OWN = 128, OWN_ROWS = SLABS * 64, PIECES = OWN_ROWS / 8;  // of the block; of a warpgroup
@@ -111,20 +116,29 @@ struct Store {
   T* y;
   int columns, rows;         // of y from there on
   int own, group;
+  bool for_others;
 
-  __device__ __forceinline__ Store(void* staging, void* whole, int m, int n0, int m0, int thread) : own(thread % OWN), group(thread / OWN) {
+  __device__ __forceinline__ Store(void* staging, void* whole, int m, int n0, int m0, int thread, bool others = false)
+      : own(thread % OWN), group(thread / OWN), for_others(SCATTERED && others) {
     const int lane = own & 31, warp = own >> 5, column = BELOW ? own / STORED : 0, at = BELOW ? own % STORED : 0;
     T* mine = static_cast<T*>(staging) + group * (COLUMNS * OWN_ROWS);
     staged = mine + place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1));
     source = mine + place(column, OF_Y * at);
     const int row = (n0 + group * OWN_ROWS * (joined(n0) ? 2 : 1)) / OF_Y + at * 8;
-    y = static_cast<T*>(whole) + (WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * Y + row);
+    y = static_cast<T*>(whole) + (for_others ? 0 : WIDTH > 0 ? int64_t(m0) * WIDTH : int64_t(m0 + column) * Y + row);
     columns = m - m0 - column, rows = Y - row;
   }
 
   // Of one slab a thread has registers for where the tile lies, and its channels' numbers, while products are
   // under way (of two, 256 x 128 x 256: 64 bytes of spills).
   static constexpr bool EARLY = SLABS == 1;
+
+  // Of a tile of bytes: the column of y of the number that is staged at `place` of its BLOCK_N, -1 of none.
+  __device__ __forceinline__ static int column_of(int n0, int place, const void* channels) {
+    const int row = n0 + place / OWN_ROWS * (2 * OWN_ROWS) + place % 16 / 8 * JOINED_APART + place % OWN_ROWS / 16 * 16 + place % 8;
+    const int column = row < N ? static_cast<const int*>(channels)[row] : -1;
+    return static_cast<unsigned>(column) < static_cast<unsigned>(WIDTH) ? column : -1;
+  }
 
   // Where a thread stores what it finds staged, by the index: the columns of y of its rows of the weight,
   // -1 of none.
@@ -242,10 +256,23 @@ struct Store {
                           pack_pair(v[4], v[5], T()), pack_pair(v[6], v[7], T()));
       }
     sync_group<MEETING, OWN>(group);
-    if constexpr (WIDTH > 0)
+    if (SCATTERED && for_others)
+      hand_over(chunk);
+    else if constexpr (WIDTH > 0)
       place_channels(chunk, places);
     else
       place_rows(chunk);
+  }
+
+  // Puts what is staged of the columns `chunk` where others look for it, [row of x][BLOCK_N].
+  __device__ __forceinline__ void hand_over(int chunk) const {
+#pragma unroll
+    for (int index = own; index < COLUMNS * PIECES; index += OWN) {
+      const int column = index / PIECES, at = index % PIECES;
+      __stcg(reinterpret_cast<uint4*>(y + (chunk * COLUMNS + column) * BLOCK_N + group * OWN_ROWS + at * 8),
+             *reinterpret_cast<const uint4*>(source + place(column, at)));
+    }
+    __syncwarp();  // a lane says that it is there
   }
 
   // Stores what is staged of the columns `chunk` in the order of y: 16 bytes of a row of y a thread.
@@ -327,12 +354,25 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
     first = order.owner(step) * O::TEAM + rank, last = order.owner(step + O::PLACE_STEPS - 1) * O::TEAM + rank;
   }
   constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
+  // Whether other warps store the tile at n0, and where they find it, or y.
+  const auto are_others = [&](int n0) { return S::OF_OTHERS && S::joined(n0) && O::iterations(m, block) - iteration > SCATTER_STEPS; };
+  const auto place_of = [&](bool others, int n0, int m0) -> void* {
+    if constexpr (S::OF_OTHERS)
+      if (others) {
+        if (thread == 0) handed_tile() = {n0, m0, min(m - m0, S::ROWS_OF_X)};
+        return place_to_hand_over<typename S::Number, SHARED ? 2 : 0, S::ROWS * O::ROWS>(workspace, block);
+      }
+    return y;
+  };
+  if constexpr (S::OF_OTHERS)
+    if (thread == 0 && S::joined(where[0])) handed_tile().rows = 0;
   await_rows<S, Parts...>(thread);
   float values[SLABS * COUNT];
   if (!SHARED || first == last) {
     const int n0 = S::EARLY ? where[0] : S::first_row_of(O::kept().n_block(block, iteration));
     const int m0 = S::EARLY ? where[1] : O::kept().first_row(block, iteration);
-    const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread);
+    const bool others = are_others(n0);
+    const S store(S::template behind_rows<Parts...>(staging), place_of(others, n0, m0), m, n0, m0, thread, others);
     const auto& channels = *static_cast<const typename S::template Channels<Parts...>*>(asked);
 #pragma unroll
     for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
@@ -352,6 +392,8 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
   const int shares = (last - first) / O::TEAM + 1;
   const Part part = hand_in<S::REGISTERS, THREADS, BARRIER, ONE>(accumulators, workspace, tile, shares, block, block == first, thread);
   if (part == Part::NOTHING) return;
+  const bool others = are_others(n0);
+  void* const whole = place_of(others, n0, m0);
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000
   // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
@@ -387,7 +429,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
     typename S::template Channels<Parts...> channels;
     if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
     S::template apply<Parts...>(values, channels, staging, chunk, n0, m0 + chunk * (COUNT * 2), m, thread, operands...);
-    const S store(S::template behind_rows<Parts...>(staging), y, m, n0, m0, AHEAD ? thread : fresh(thread));  // without registers to spare, found anew
+    const S store(S::template behind_rows<Parts...>(staging), whole, m, n0, m0, AHEAD ? thread : fresh(thread), others);  // without registers to spare, found anew
     store.store(values, chunk, channels.places_of(n0, thread, operands...));
   }
 }

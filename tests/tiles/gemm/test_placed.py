@@ -274,14 +274,13 @@ PLANTED_SCATTERED: dict[str, tuple[int, str, tuple[tuple[str, str], ...]]] = {
     "rows behind the last": (1, "device", (("min(m - m0, S::ROWS_OF_X)}", "S::ROWS_OF_X}"),)),
     "one warp's half only": (2, "device", (("first < S::ROWS; first += WARPS * 32", "first < S::ROWS / 2; first += WARPS * 32"),)),
     "handed over before it is told": (3, "wgmma.py", (("release(handed[0], thread, 1)", "release(handed[0], thread, 0)"),)),
-    "the next one over it": (0, "wgmma.py", (("await_full(vacant[0], turn ^ 1)", "pass"),)),
     "stored before it is there": (
         3,
         "wgmma_scatter.py",
         (('T.call_extern("handle", "tilebit::await_stage", T.address_of(handed[0]), turn)', "pass"),),
     ),
     "the turn of the first one": (3, "wgmma_scatter.py", (("turn = turn ^ 1", "turn = turn"),)),
-    "tiles of codes": (1, "wgmma_scatter.py", (("of_bytes == 1", "of_bytes == 0"),)),
+    "a piece too few": (1, "device", (("places = BYTES * o.m_blocks, whole", "places = BYTES * o.m_blocks - 1, whole"),)),
 }
 
 

@@ -235,7 +235,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif parts == 2:
                     T.wait_wgmma(0)
                     release(empty[last * parts + 1], thread, 1)
-                if plan.scatters:
+                if plan.scatters:  # noqa: SIM102 (the kernel asks the second)
                     if joined == 1:
                         await_full(vacant[0], turn ^ 1)
                 if not clustered:
@@ -246,7 +246,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         m, last_of(block, piece, kind), block, thread - PRODUCERS,
                         *addresses(T, after),
                     )  # fmt: skip
-                if plan.scatters:
+                if plan.scatters:  # noqa: SIM102 (the kernel asks the second)
                     if joined == 1:
                         release(handed[0], thread, 1)
                         turn = turn ^ 1

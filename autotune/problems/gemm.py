@@ -109,7 +109,7 @@ class Problem:
         w = self.workload
         if not w.gate:
             return product
-        gate, up = product.view(len(product), -1, 2, GATE_ROWS).unbind(2)
+        gate, up = product.chunk(2, -1) if w.gate_halves else product.view(len(product), -1, 2, GATE_ROWS).unbind(2)
         return (activated(gate, w.gate) * up).reshape(len(product), w.columns)
 
     def _placed(self, product: Tensor) -> Tensor:

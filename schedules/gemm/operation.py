@@ -29,6 +29,7 @@ OTHER_GROUP = 0.5
 
 PLACING = frozenset({rules.WGMMA.program, rules.MMA.program, stream.ASYNC, stream.BULK, cpu.PROGRAM})  # store some columns of a wider y
 NORMING = frozenset({stream.ASYNC, stream.BULK, cpu.PROGRAM})  # programs that norm x themselves
+HALVING = NORMING  # that gate the second half of a weight by the first
 
 _TILE = frozenset({"block_n", "block_m", "block_k", "num_stages", "num_warps", "split_k", "min_blocks"})
 
@@ -45,6 +46,8 @@ def _unserved(program: str) -> Callable[[Workload, str], list[str]]:
             found.append(f"{program} does not store channels by an index; accepted: {', '.join(sorted(PLACING))}.")
         if workload.norm and program not in NORMING:
             found.append(f"{program} does not norm x; accepted: {', '.join(sorted(NORMING))}.")
+        if workload.gate_halves and program not in HALVING:
+            found.append(f"{program} does not take gates as the weight's first half; accepted: {', '.join(sorted(HALVING))}.")
         return found
 
     return reasons

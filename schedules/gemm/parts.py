@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # of a gate: GELU approximated by tanh, and exact
 GATE_ROWS = 8  # of the weight that are gates, which are followed by as many that they gate: a thread of an MMA's result holds a row of both
+HALVES = 64  # of such rows is n a multiple where gates are its first half: each half is whole tiles of 32 rows, or two of 16
 TOKEN_SCALES = "token_scales"  # those of rows are a part; those of groups of x are applied to the groups' sums
 CHANNELS = "channels"  # of products that store by an index: the column of y of each output channel, or one of these two
 ADDED = -1  # of a row GATE_ROWS behind another of its 16: what it makes is added to what that one makes, in fp32

@@ -211,6 +211,11 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         )
     elif warps_n(s) > 1 and rings(s) > MAX_RINGS:
         reasons.append(f"num_warps is {s.num_warps}, {rings(s)} groups of {warps_n(s)}; accepted: at most {MAX_RINGS} groups.")
+    if workload.gate_halves and warps_n(s) % 2:
+        reasons.append(
+            f"block_n is {s.block_n}, which {warps_n(s)} warps share; accepted where gates are the first half: an even number of warps of "
+            f"{', '.join(map(str, WARP_ROWS))} rows, half of them with gates."
+        )
     if s.split_k > k_pad // s.block_k:
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {k_pad // s.block_k} steps of {s.block_k}: a share would be empty.")
     if reasons:
@@ -233,7 +238,8 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     """Legal schedules worth measuring for a small m: grids of nearly whole waves (of less whole
     ones where there are few), the deepest steps, rings that keep IN_FLIGHT bytes of weights on
     their way to an SM. Blocks in turn, the likely winners first."""
-    if not 0 < workload.m <= MAX_M and not workload.norm:  # what else norms x reads W no less often
+    # What else norms x reads W no less often, and nothing else gates one half of W by the other.
+    if not 0 < workload.m <= MAX_M and not workload.norm and not workload.gate_halves:
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
@@ -244,6 +250,7 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
         tiles = n_pad // block_n
         blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
         enough = target.units * (min_blocks - 1) < blocks
+        enough = enough and not (workload.gate_halves and warps_n(base) % 2)
         if n_pad % block_n == 0 and enough and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
             grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
     few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]

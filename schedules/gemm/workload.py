@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ...layouts.formats import GemmFormat, QuantFormat
 from ..operands import Operand
 from .codecs import packed_layout
-from .parts import ACTIVATIONS, GATE_ROWS, part_operands
+from .parts import ACTIVATIONS, GATE_ROWS, HALVES, part_operands
 
 DTYPES = ("float16", "bfloat16")
 X_ROW_BYTES = 16  # CUDA kernels read rows of x of whole 16 bytes
@@ -38,7 +38,8 @@ class Workload:
     ``residual``: y is the fp32 sum with it, rounded once; it may lie where y does.
     ``gate`` ("", "silu", "gelu_tanh", "gelu"): y [m, n / 2] is activation(gate) * up in fp32, rounded
     once; of each 16 rows of the weight the first 8 are gates, the others what these gate
-    (``weights.gated.interleaved`` makes such a weight).
+    (``weights.gated.interleaved`` makes such a weight). ``gate_halves``: instead the first n / 2 rows are
+    gates, the others what these gate, n a multiple of 64: one weight serves with a gate and without.
     ``norm``: x is normed, y = ((x * norm_weight) @ w^T) * rsqrt(mean(x^2) + ``eps``), before bias and
     what follows: x of 16 bits, x * norm_weight rounded to ``dtype``, the rest in fp32.
     ``dependent``: launched while the kernel before it still runs, as in a model's step. Its kernels
@@ -62,6 +63,7 @@ class Workload:
     nibbles: bool = False
     residual: bool = False
     gate: str = ""
+    gate_halves: bool = False
     norm: bool = False
     eps: float = 0.0
     dependent: bool = False
@@ -83,6 +85,8 @@ class Workload:
             raise ValueError(f"gate is {self.gate!r}; accepted: '', {', '.join(map(repr, ACTIVATIONS))}")
         if self.gate and self.n % (2 * GATE_ROWS):
             raise ValueError(f"n is {self.n} with a gate; accepted: multiples of {2 * GATE_ROWS}, gates and what they gate in turn")
+        if self.gate_halves and (not self.gate or self.n % HALVES):
+            raise ValueError(f"gate_halves goes with gate {self.gate!r} and n = {self.n}; accepted: a gate, and multiples of {HALVES}")
         if (self.width > 0) + self.residual + bool(self.gate) > 1:
             raise ValueError(
                 f"(width, residual, gate) is ({self.width}, {self.residual}, {self.gate!r}); accepted: one of them, the others 0, False, ''"
@@ -169,6 +173,7 @@ class Workload:
         """The command line's words for this workload."""
         bias = (" --bias" if self.bias else "") + (f" --width {self.width}" if self.width else "")
         bias += " --nibbles" * self.nibbles + " --residual" * self.residual + (f" --gate {self.gate}" if self.gate else "")
+        bias += " --gate-halves" * self.gate_halves
         bias += (f" --norm-eps {self.eps!r}" if self.norm else "") + " --dependent" * self.dependent
         return f"--n {self.n} --k {self.k} --m {self.m} --format {self.format.name} --dtype {self.dtype}{bias}"
 
@@ -194,6 +199,7 @@ class Workload:
         tokens = self.token_scales and not self.format.x  # with codes for x they go without saying
         after = f" in {self.width} columns" + " of nibbles" * self.nibbles if self.width else ""
         after += " with a residual" * self.residual + (f" with a gate ({self.gate})" if self.gate else "")
+        after += " in halves" * self.gate_halves
         shape = f"{self.n}x{self.k} {self.format.name} {self.dtype}" + f" after a norm ({self.eps:g})" * self.norm
         return f"{shape}{' with bias' * self.bias}{' with token scales' * tokens}{after}"
 
@@ -212,6 +218,7 @@ class Workload:
             **({"nibbles": True} if self.nibbles else {}),
             **({"residual": True} if self.residual else {}),
             **({"gate": self.gate} if self.gate else {}),
+            **({"gate_halves": True} if self.gate_halves else {}),
             **({"norm": True, "eps": self.eps} if self.norm else {}),
             **({"dependent": True} if self.dependent else {}),
         }
@@ -223,6 +230,6 @@ class Workload:
         return cls(
             m=data["m"], n=data["n"], k=data["k"], format=GemmFormat.from_json(data["format"]), dtype=data["dtype"], bias=data["bias"],
             token_scales=data.get("token_scales", False), width=data.get("width", 0), nibbles=data.get("nibbles", False),
-            residual=data.get("residual", False), gate=data.get("gate", ""), norm=data.get("norm", False), eps=data.get("eps", 0.0),
-            dependent=data.get("dependent", False),
+            residual=data.get("residual", False), gate=data.get("gate", ""), gate_halves=data.get("gate_halves", False),
+            norm=data.get("norm", False), eps=data.get("eps", 0.0), dependent=data.get("dependent", False),
         )  # fmt: skip

@@ -82,6 +82,7 @@ TunedDtype = Annotated[
 Bias = Annotated[bool, typer.Option("--bias", help="The layer has a bias.")]
 Residual = Annotated[bool, typer.Option("--residual", help="y is added to a residual.")]
 Gate = Annotated[str, typer.Option("--gate", help="Of n channels half are gates of the others: silu, gelu_tanh or gelu.")]
+GateHalves = Annotated[bool, typer.Option("--gate-halves", help="The gates are the first half of the channels, not eight in turn.")]
 NormEps = Annotated[float | None, typer.Option("--norm-eps", help="x is normed first (RMSNorm), with this eps.")]
 Dependent = Annotated[bool, typer.Option("--dependent", help="Launched while the kernel before it still runs, as in a model's step.")]
 Width = Annotated[int, typer.Option("--width", help="Columns of y that an index stores n rows to, two for some; 0: n, in order.")]
@@ -123,6 +124,7 @@ def compile_command(
     nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
+    gate_halves: GateHalves = False,
     norm_eps: NormEps = None,
     dependent: Dependent = False,
     target: TargetName = "auto",
@@ -130,7 +132,7 @@ def compile_command(
     as_json: Json = False,
 ) -> None:
     """Compile the kernels that calls of this shape will use, into the artifact cache. Needs no GPU: name the --target to cross-compile."""
-    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, nibbles, residual, gate, norm_eps, dependent)
+    chosen, workloads = _asked(n, k, m, format, dtype, bias, target, width, nibbles, residual, gate, gate_halves, norm_eps, dependent)
     compile_kernels(_subject(workloads[0]), workloads, chosen, jobs, as_json)
 
 
@@ -146,6 +148,7 @@ def tune(
     nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
+    gate_halves: GateHalves = False,
     norm_eps: NormEps = None,
     target: TargetName = "auto",
     budget: Budget = None,
@@ -162,7 +165,7 @@ def tune(
     if (model is None) == (n is None or k is None):
         raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
     of_products = {"--m": m, "--bias": bias, "--width": width, "--residual": residual, "--gate": gate, "--norm-eps": norm_eps is not None}
-    of_products |= {"--target": target != "auto", "--nibbles": nibbles}
+    of_products |= {"--target": target != "auto", "--nibbles": nibbles, "--gate-halves": gate_halves}
     of_models = {"--batch": batch, "--kv-format": kv_format, "--tokens": tokens, "--part": part}
     strange = [name for name, given in (of_models if model is None else of_products).items() if given]
     if strange:
@@ -172,7 +175,7 @@ def tune(
         tune_whole(model, format, kv_format or "kv4_channel", batch, tokens, part, budget, jobs, dtype or "auto", as_json)
         return
     assert n is not None and k is not None
-    chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, nibbles, residual, gate, norm_eps)
+    chosen, workloads = _asked(n, k, m, format, dtype or "float16", bias, target, width, nibbles, residual, gate, gate_halves, norm_eps)
     tune_schedules(_subject(workloads[0]), workloads, chosen, budget, jobs, as_json)
 
 
@@ -242,6 +245,7 @@ def explain(
     nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
+    gate_halves: GateHalves = False,
     norm_eps: NormEps = None,
     dependent: Dependent = False,
     target: TargetName = "auto",
@@ -249,7 +253,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print every candidate schedule of a workload, the chosen one first, and why the others lost."""
-    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, nibbles, residual, gate, norm_eps, dependent)
+    chosen, (workload,) = _asked(n, k, [m], format, dtype, bias, target, width, nibbles, residual, gate, gate_halves, norm_eps, dependent)
     explain_schedules(workload, chosen, limit, as_json)
 
 
@@ -313,6 +317,7 @@ def pack(
     nibbles: Nibbles = False,
     residual: Residual = False,
     gate: Gate = "",
+    gate_halves: GateHalves = False,
     norm_eps: NormEps = None,
     dependent: Dependent = False,
     target: TargetName = "auto",
@@ -332,7 +337,7 @@ def pack(
         pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
         return
     assert n is not None and k is not None
-    product = (format or "w4a16_g128", dtype or "float16", bias, target, width, nibbles, residual, gate, norm_eps, dependent)
+    product = (format or "w4a16_g128", dtype or "float16", bias, target, width, nibbles, residual, gate, gate_halves, norm_eps, dependent)
     chosen, workloads = _asked(n, k, m, *product)
     pack_kernels(path, workloads, chosen, jobs, as_json)
 
@@ -364,7 +369,7 @@ def doctor(as_json: Json = False) -> None:
 def _asked(
     n: int, k: int, ms: list[int] | None, format: str, dtype: str, bias: bool, arch: str, width: int = 0,
     nibbles: bool = False, residual: bool = False,
-    gate: str = "", norm_eps: float | None = None, dependent: bool = False,
+    gate: str = "", gate_halves: bool = False, norm_eps: float | None = None, dependent: bool = False,
 ) -> tuple[Target, list[Workload]]:  # fmt: skip
     """The target of ``arch`` (or of a device, "cuda:1") and one workload per m; what cannot be one is bad usage."""
     from ..layouts.formats import QuantFormat
@@ -374,8 +379,9 @@ def _asked(
     with usage():
         parsed = QuantFormat.parse(format)
         norm = {} if norm_eps is None else {"norm": True, "eps": norm_eps}
+        gates: dict[str, Any] = {"gate": gate, "gate_halves": gate_halves}
         asked = Workload(
-            1, n, k, parsed, dtype, bias, width=width, nibbles=nibbles, residual=residual, gate=gate, dependent=dependent, **norm
+            1, n, k, parsed, dtype, bias, width=width, nibbles=nibbles, residual=residual, dependent=dependent, **gates, **norm
         )
         return target, [asked.with_m(m) for m in dict.fromkeys(ms or DEFAULT_MS[target.is_cuda])]
 

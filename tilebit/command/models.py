@@ -44,7 +44,7 @@ TunedTokens = Annotated[
 ]
 Parts = Annotated[
     list[str] | None,
-    typer.Option("--part", help="With --model: what products do themselves, as compile's parts: gate, residual or norm; repeat it."),
+    typer.Option("--part", help="With --model: what products do themselves, gate, residual or norm, repeat it; or none. Default: gate."),
 ]
 PackedModel = Annotated[Path | None, typer.Option("--model", help="A model's directory, as generate takes it; its weights are not read.")]
 PackedCaches = Annotated[
@@ -251,7 +251,8 @@ def tune_whole(
         from ..transformers import compile, tune
         from ..transformers.benching import low_bit_model
 
-        of = compile(low_bit_model(model, wanted, _dtype(dtype), place), sizes, parts=part or ())  # type: ignore[arg-type]
+        parts: dict[str, Any] = {} if part is None else {"parts": () if part == ["none"] else part}
+        of = compile(low_bit_model(model, wanted, _dtype(dtype), place), sizes, **parts)
         found = tune(of, None, kv_format, tokens, budget_s=budget, jobs=jobs, progress=not as_json)
     rows = [
         {

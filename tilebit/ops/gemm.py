@@ -57,6 +57,7 @@ def gemm(
     residual: Tensor | None = None,
     inplace: bool = False,
     gate: str | None = None,
+    gate_halves: bool = False,
     norm_weight: Tensor | None = None,
     eps: float = EPS,
 ) -> Tensor:
@@ -91,7 +92,9 @@ def gemm(
 
     ``gate`` "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu": y [..., n / 2] is
     activation(gate) * up, in fp32, rounded once, of a weight whose rows are gates and ups in turn,
-    eight of each (``tilebit.weights.gated.interleaved`` makes it of two). n is a multiple of 16.
+    eight of each (``tilebit.weights.gated.interleaved`` makes it of two). n is a multiple of 16. With
+    ``gate_halves`` the first n / 2 rows are gates and the others ups, n a multiple of 64: on GPUs for
+    decode steps, as with a norm.
 
     ``norm_weight`` [k] in ``packed.dtype``, of x of 16 bits: x is normed first, y = ((x * norm_weight) @ w^T) *
     rsqrt(mean(x^2) + ``eps``) (RMSNorm; Zhang and Sennrich, 2019). x * norm_weight is rounded to x's
@@ -108,8 +111,8 @@ def gemm(
             f"got gemm({type(x).__name__}, {type(packed).__name__}, {type(bias).__name__}); accepted: a torch.Tensor, a PackedWeight (make "
             f"one with tilebit.pack) and a torch.Tensor or None"
         )
-    if residual is not None or gate is not None or norm_weight is not None:
-        return with_parts(x, packed, bias, dependent, token_scales, residual, inplace, gate, norm_weight, eps)
+    if residual is not None or gate is not None or norm_weight is not None or gate_halves:
+        return with_parts(x, packed, bias, dependent, token_scales, residual, inplace, gate, norm_weight, eps, gate_halves)
     if packed.takes_codes or token_scales is not None:
         if packed.takes_codes:
             return of_codes(x, packed, bias, dependent, token_scales)

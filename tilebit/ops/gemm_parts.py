@@ -24,7 +24,7 @@ from .quantize import QUANTIZE
 _library = torch.library.Library("tilebit", "FRAGMENT")
 _taken = schema(Workload(1, 1, 1, GemmFormat.parse("w4a8_lqq_g128")).operands("cpu"))
 _options = f"Tensor? norm_weight, int n, int k, str format, ScalarType dtype, float eps={EPS}, bool dependent=False"
-_library.define(f"gemm_parts({', '.join(_taken)}, Tensor? residual, {_options}, str gate='') -> Tensor")
+_library.define(f"gemm_parts({', '.join(_taken)}, Tensor? residual, {_options}, str gate='', bool gate_halves=False) -> Tensor")
 _library.define(f"gemm_add_({', '.join(_taken)}, Tensor(a!) residual, {_options}) -> ()")
 
 
@@ -39,10 +39,12 @@ def product(
     gate: str | None,
     norm_weight: Tensor | None,
     eps: float,
+    gate_halves: bool,
 ) -> Tensor:
     """``tilebit.gemm`` with a residual, a gate or a norm."""
     expect_tensors(("token_scales", "residual", "norm_weight"), token_scales=token_scales, residual=residual, norm_weight=norm_weight)
     expect("gate", gate, str | None, f"{' or '.join(map(repr, ACTIVATIONS))}, or None for no gate")
+    expect("gate_halves", gate_halves, bool, "True where the weight's first half are gates")
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] != packed.k or x.device != packed.device:
             _reject_x(x, packed.k, packed.dtype, packed.device)
@@ -67,7 +69,7 @@ def product(
             raise ValueError(f"gate is {gate!r} with a residual; accepted: one of them")
         GEMM_ADD(*held, residual, *rest)
         return residual
-    return GEMM_PARTS(*held, residual, *rest, "" if gate is None else gate)
+    return GEMM_PARTS(*held, residual, *rest, "" if gate is None else gate, gate_halves)
 
 
 def _gemm_parts(
@@ -87,11 +89,12 @@ def _gemm_parts(
     eps: float = EPS,
     dependent: bool = False,
     gate: str = "",
+    gate_halves: bool = False,
 ) -> Tensor:
     """y [..., n] in ``dtype`` (fp16 or bf16) as ``tilebit.gemm`` says, of a gate [..., n / 2]; x of 16 bits in ``dtype``, or
     codes with ``token_scales`` as ``gemm_int8`` takes them. Raises ``ValueError`` for what does not fit and
     ``KernelUnavailable``, before a launch."""
-    plan = _plan(x, weight, bias, residual, norm_weight, n, k, format, dtype, eps, dependent, gate)
+    plan = _plan(x, weight, bias, residual, norm_weight, n, k, format, dtype, eps, dependent, gate, gate_halves)
     y = torch.empty((*x.shape[:-1], plan.workload.columns), dtype=dtype, device=x.device)
     _run(plan, x, (weight, scales, zeros, row_scales), token_scales, bias, residual, norm_weight, y)
     return y
@@ -136,6 +139,7 @@ def _plan(
     eps: float,
     dependent: bool,
     gate: str,
+    gate_halves: bool = False,
 ) -> Plan:
     """Raises ``ValueError`` for an x, residual or norm_weight that does not fit, and for parts that no product has together."""
     if dtype not in DTYPE_NAMES:
@@ -143,7 +147,8 @@ def _plan(
     coded = GemmFormat.parse(format).x != ""
     own = codes_of(format) if coded else dtype
     norm = {"norm": True, "eps": float(eps)} if norm_weight is not None else {}
-    plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent, residual=residual is not None, gate=gate, **norm)
+    parts = {"residual": residual is not None, "gate": gate, "gate_halves": gate_halves, **norm}
+    plan = dispatch.plan_for(x.device, n, k, format, dtype, bias is not None, dependent, **parts)
     if x.ndim < 1 or x.dtype is not own or x.device != weight.device or x.shape[-1] not in ((k, plan.kx) if coded else (k,)):
         _reject_x(x, k, own, weight.device)
     columns = plan.workload.columns
@@ -215,12 +220,14 @@ def _fake_parts(
     eps: float = EPS,
     dependent: bool = False,
     gate: str = "",
+    gate_halves: bool = False,
 ) -> Tensor:
     _one_device(
         x, weight=weight, scales=scales, zeros=zeros, row_scales=row_scales, token_scales=token_scales, bias=bias, residual=residual,
         norm_weight=norm_weight,
     )  # fmt: skip
-    Workload(1, int(n), int(k), GemmFormat.parse(format), residual=residual is not None, gate=gate, norm=norm_weight is not None)
+    parts = {"residual": residual is not None, "gate": gate, "gate_halves": gate_halves, "norm": norm_weight is not None}
+    Workload(1, int(n), int(k), GemmFormat.parse(format), **parts)
     return x.new_empty((*x.shape[:-1], n // 2 if gate else n), dtype=dtype)
 
 

@@ -27,7 +27,7 @@ from .anatomy import anatomy
 from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
-from .parted import PARTS, Part, prepared
+from .parted import BY_DEFAULT, PARTS, Part, prepared
 
 ALLOWED = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -35,7 +35,7 @@ CHANGES = ("_apply", "load_state_dict")  # methods after which a model's tensors
 
 
 def compile(
-    model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None, parts: Iterable[Part] = ()
+    model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None, parts: Iterable[Part] = BY_DEFAULT
 ) -> PreTrainedModel:
     """``model`` itself, whose decode steps and prompts are fused from now on, in ``generate`` and in calls:
 
@@ -58,12 +58,12 @@ def compile(
     cast or loaded afterwards are noticed, and joined again.
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
-    "gate" (gate and up apply the activation; they hold a second copy of their weights, whose rows
-    lie in turn; on an H200 it saves 1 to 4 % of a step up to 16 sequences), "residual" (o and down
-    add to the residual stream) and "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a
-    "residual"). The last two save nothing that shows at one sequence, and cost time at 16 and more
-    (results/notes/step-parts.md). Sums are then rounded once where they were rounded twice. Packs
-    of models hold the kernels of steps without parts.
+    "gate" (gate and up apply the activation up to 16 rows of x: on an H200 it saves 3 to 5 % of a step
+    of up to 16 sequences, and costs 1 % of one of 64), "residual" (o and down add to the residual
+    stream) and "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a "residual"). The default
+    is the gate; ``()`` asks for none. The last two save nothing that shows at one sequence, and cost time
+    at 16 and more (results/notes/step-parts.md). Sums are then rounded once where they were rounded
+    twice. No part needs memory. Packs of models hold the kernels of steps with the default.
 
     Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
     for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``
@@ -117,7 +117,7 @@ class DecodeSteps:
     """The fused steps of a model, for batches of ``sizes`` rows, one graph for each batch of a cache; and
     its fused prompts."""
 
-    def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = BY_DEFAULT) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
         self._graphs: Graphs = weakref.WeakKeyDictionary()
         self._build()

@@ -18,7 +18,7 @@ from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
 from .anatomy import Anatomy, Block, Norm, rotary_table
 from .output_layer import logits_of
-from .parted import Part, Parted, Rows, parted
+from .parted import BY_DEFAULT, Part, Parted, Rows, parted
 from .parted import gated as gated_product
 
 
@@ -53,9 +53,9 @@ class FusedBlock:
     down: nn.Module
 
 
-def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBlock]:
-    """The layers with joined products, whose weights the model's own become views of (of a gate that its
-    product applies they are copies), and which do ``parts`` where they can."""
+def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = BY_DEFAULT) -> list[FusedBlock]:
+    """The layers with joined products, whose weights the model's own become views of, and which do ``parts``
+    where they can."""
     blocks: list[FusedBlock] = []
     summed = True  # the residual stream, before the block's first norm
     for of in anatomy.blocks:
@@ -63,8 +63,11 @@ def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBl
         o = parted(_one([of.o]), _asked(parts, residual=of.after_attention is None))
         down = parted(_one([of.down]), _asked(parts, residual=of.after_mlp is None))
         normed = _asked(parts, norm=_adds(o))
-        own = gated_product(of.gate_up, normed, of.before_mlp, of.activation) if "gate" in parts and x_group(down) is None else None
-        gate_up = parted(_one(of.gate_up), normed, of.before_mlp) if own is None else own
+        gate_up = _one(of.gate_up)
+        if "gate" in parts and x_group(down) is None:
+            gate_up = gated_product(gate_up, normed, of.before_mlp, of.activation)
+        else:
+            gate_up = parted(gate_up, normed, of.before_mlp)
         blocks.append(FusedBlock(of, qkv, o, gate_up, down))
         summed = _adds(down)
     return blocks
@@ -72,11 +75,11 @@ def fused_blocks(anatomy: Anatomy, parts: Collection[Part] = ()) -> list[FusedBl
 
 class FusedStep(nn.Module):
     """New tokens for each row of a batch: one each (``forward``), or those of a prompt (``prompt``). A step
-    takes nine kernels a layer, eleven with norms after attention and MLP, and one behind all layers
-    that packs the windows it filled: until then their tokens are read in 16 bits. Where products take
-    int8 x, norms and gates write its codes: one kernel more, which quantizes what attention gives.
-    Where they do all ``parts`` there are six. Kernels are launched before their predecessors end
-    (``dependent``), weights are read where the model has them.
+    takes nine kernels a layer, eight where a product applies the gate, two more with norms after
+    attention and MLP, and one behind all layers that packs the windows it filled: until then their
+    tokens are read in 16 bits. Where products take int8 x, norms and gates write its codes: one kernel
+    more, which quantizes what attention gives. Where they do all ``parts`` there are six. Kernels are
+    launched before their predecessors end (``dependent``), weights are read where the model has them.
 
     Sums of the residual stream are rounded to the model's dtype, norms and rotary embeddings are
     computed in fp32 and rounded once, codes not before: where the model rounds between, logits differ
@@ -84,7 +87,7 @@ class FusedStep(nn.Module):
     rounded before, and a norm rounds x times its weight instead of what it divides.
     """
 
-    def __init__(self, anatomy: Anatomy, device: torch.device, positions: int, parts: Collection[Part] = ()) -> None:
+    def __init__(self, anatomy: Anatomy, device: torch.device, positions: int, parts: Collection[Part] = BY_DEFAULT) -> None:
         super().__init__()
         self._of = anatomy
         self.blocks = fused_blocks(anatomy, parts)
@@ -132,7 +135,8 @@ class FusedStep(nn.Module):
             qkv = _product(block.qkv, _before(added, residual, of.before_attention, block.qkv))
             added = _behind(block.o, attended(block, qkv, i), residual, of.after_attention)
             x = _product(block.gate_up, _before(added, residual, of.before_mlp, block.gate_up))
-            rows = x if isinstance(block.gate_up, Parted) and block.gate_up.activation else _gated(x, of.activation, block.down)
+            gates = isinstance(block.gate_up, Parted) and block.gate_up.gates(len(residual))
+            rows = x if gates else _gated(x, of.activation, block.down)
             added = _behind(block.down, rows, residual, of.after_mlp)
         return residual, added
 

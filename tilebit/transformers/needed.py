@@ -28,6 +28,7 @@ from .cache import PAGE_SIZE
 from .fused import FusedBlock, fused_blocks, x_group
 from .outline import MixedOutline
 from .output_layer import workload_of
+from .parted import Parted
 
 
 def kernels_of(
@@ -48,18 +49,12 @@ def kernels_of(
     formats = list(caches)
     if formats:
         blocks = fused_blocks(parts)
-        fused = [
-            product
-            for block in blocks
-            for joined in (block.qkv, block.o, block.gate_up, block.down)
-            for layer in joined.modules()
-            for product in _products(layer, dtype)
-        ]
-        for product in dict.fromkeys(fused):
-            shape = portfolio(product, target)
+        products = [product for block in blocks for product in (block.qkv, block.o, block.gate_up, block.down)]
+        for plain in dict.fromkeys(one for product in products for layer in product.modules() for one in _products(layer, dtype)):
+            shape = portfolio(plain, target)
             assert shape is not None
-            prompts = [m for m in shape.bounds if m > MOST_AT_ONCE]
-            found += [product.with_m(m) for m in (*batches, *prompts)]
+            found += [plain.with_m(m) for m in shape.bounds if m > MOST_AT_ONCE]
+        found += [asked for product in products for rows in batches for asked in _of_step(product, rows, dtype)]
         for rows in (*batches, *(batch * max_tokens for batch in batches)):
             found += _between(parts, blocks, rows, dtype, target.is_cuda)
         heads = (workload_of(parts.head, rows, dtype, target) for rows in batches)
@@ -82,6 +77,13 @@ def _products(layer: nn.Module, dtype: str) -> list[Workload]:
     if isinstance(layer, QuantLinear):
         return [Workload(1, layer.out_features, layer.in_features, layer.format, dtype, layer.bias is not None, dependent=layer.dependent)]
     return []
+
+
+def _of_step(product: nn.Module, rows: int, dtype: str) -> list[Workload]:
+    """Of a step of ``rows`` rows."""
+    if isinstance(product, Parted):
+        return [product.workload(rows)]
+    return [plain.with_m(rows) for layer in product.modules() for plain in _products(layer, dtype)]
 
 
 def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWorkload]:
@@ -115,7 +117,7 @@ def _between(parts: Anatomy, blocks: Sequence[FusedBlock], rows: int, dtype: str
         k, group = _columns(block.down), x_group(block.down)
         if group is not None:
             yield QuantizeWorkload(rows, k, dtype, "int8", group, gate=of.activation)
-        elif cuda and k % CHUNK == 0:
+        elif cuda and k % CHUNK == 0 and not (isinstance(block.gate_up, Parted) and block.gate_up.gates(rows)):
             yield GlueWorkload(GATED, rows, k, dtype, activation=of.activation)
 
 

@@ -6,28 +6,34 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from ..ops.dispatch import Plan, plan_for
+from ..ops.dispatch import DTYPE_NAMES, Plan, plan_for
 from ..ops.gemm import gemm
 from ..ops.prepare import Preparation, prepare
-from ..schedules.gemm.parts import GATE_ROWS
+from ..schedules.gemm.parts import HALVES
 from ..schedules.gemm.stream import MAX_M
-from ..weights.gated import in_turn, interleaved, rows_of
+from ..schedules.gemm.workload import Workload
+from ..schedules.operations import candidates
+from ..schedules.target import target_from_name
 from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from .anatomy import Norm
 
 Part = Literal["residual", "gate", "norm"]
 PARTS: tuple[Part, ...] = get_args(Part)
+# What a step's products do where nothing else is asked for, up to MAX_M rows of x: the streaming programs serve
+# those. A step of an 8B model with the gate takes 1.61 and 2.47 ms at 1 and 16 sequences, without 1.69 and
+# 2.54, but at 64, where tiles are larger, 5.45 and 5.38 (4 bits, a 4-bit cache of 4096 tokens, H200). The other
+# parts save nothing that shows (results/notes/step-parts.md).
+BY_DEFAULT: tuple[Part, ...] = ("gate",)
 Rows = Tensor | tuple[Tensor, Tensor]  # of x, or codes of it with their scales
 
 
 class Parted(nn.Module):
     """The product of ``layer``, launched before its predecessor ends, that ``does`` one part or several: adds to
-    a residual, applies the gate ``activation`` (then the rows of its weight lie in turn), norms x by
-    ``norm``."""
+    a residual, applies the gate ``activation`` to the first half of its channels, norms x by ``norm``: the last
+    two of up to 16 rows of x."""
 
     def __init__(self, layer: QuantLinear, does: Collection[Part], norm: Norm | None, activation: str) -> None:
         super().__init__()
@@ -44,6 +50,10 @@ class Parted(nn.Module):
         """Whether it norms so many rows of x: of more, every 16 would read the weight again."""
         return "norm" in self.does and rows <= MAX_M
 
+    def gates(self, rows: int) -> bool:
+        """Whether it applies the gate to what so many rows of x make: as ``norms``."""
+        return "gate" in self.does and rows <= MAX_M
+
     def forward(self, x: Tensor) -> Tensor:
         """y of x, which is normed here where ``norms`` says so."""
         return self._product(x)
@@ -57,20 +67,30 @@ class Parted(nn.Module):
 
     def _product(self, rows: Rows, residual: Tensor | None = None) -> Tensor:
         x, token_scales = (rows, None) if isinstance(rows, Tensor) else rows
-        norm = self.norm if self.norms(len(x)) else None
+        norm, gates = self.norm if self.norms(len(x)) else None, self.gates(len(x))
         return gemm(
             x, self._packed, self.layer.bias, True, token_scales, residual=residual, inplace=residual is not None,
-            gate=self.activation or None, norm_weight=None if norm is None else norm.weight, eps=0.0 if norm is None else norm.eps,
+            gate=self.activation if gates else None, gate_halves=gates, norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
         )  # fmt: skip
 
     def plan(self, rows: int) -> Plan | None:
         """Of calls with so many rows; None where these are the layer's own."""
-        p, norm = self._packed, {"norm": True, "eps": float(self.norm.eps)} if self.norm is not None and self.norms(rows) else {}
-        if not norm and self.does <= {"norm"}:
+        p, w = self._packed, self.workload(rows)
+        if not w.residual and not w.gate and not w.norm:
             return None
+        norm = {"norm": True, "eps": w.eps} if w.norm else {}
         return plan_for(
-            p.device, p.n, p.k, p.format_name, p.dtype, self.layer.bias is not None, True, residual="residual" in self.does,
-            gate=self.activation, **norm,
+            p.device, p.n, p.k, p.format_name, p.dtype, w.bias, True, residual=w.residual, gate=w.gate, gate_halves=w.gate_halves, **norm
+        )
+
+    def workload(self, rows: int) -> Workload:
+        """Of calls with so many rows."""
+        p, gates, norm = self._packed, self.gates(rows), self.norm if self.norms(rows) else None
+        return Workload(
+            rows, p.n, p.k, p.format, DTYPE_NAMES[p.dtype], self.layer.bias is not None, residual="residual" in self.does,
+            gate=self.activation if gates else "", gate_halves=gates, norm=norm is not None, eps=0.0 if norm is None else float(norm.eps),
+            dependent=True,
         )  # fmt: skip
 
 
@@ -84,14 +104,13 @@ def parted(layer: nn.Module, asked: Collection[Part], norm: Norm | None = None) 
     return Parted(layer, does, norm, "") if does else layer
 
 
-def gated(layers: Sequence[nn.Module], asked: Collection[Part], norm: Norm, activation: str) -> nn.Module | None:
-    """Gate and up, ``layers``, or one layer of both, as one product that applies the gate, and norms x where it
-    is asked to and can. None where they do not make one. Its weight is a copy of theirs."""
-    layer = _in_turn(layers)
-    if layer is None:
-        return None
-    also = parted(layer, asked, norm)
-    return Parted(layer, {"gate", *(also.does if isinstance(also, Parted) else ())}, norm, activation)
+def gated(layer: nn.Module, asked: Collection[Part], norm: Norm, activation: str) -> nn.Module:
+    """``layer``, gate and up side by side, that applies the gate where it can, and norms x where it is asked to
+    and can: its weight is the layer's own."""
+    found = parted(layer, asked, norm)
+    if type(layer) is not QuantLinear or not _gates(layer, activation):
+        return found
+    return Parted(layer, {"gate", *(found.does if isinstance(found, Parted) else ())}, norm, activation)
 
 
 def prepared(products: Iterable[nn.Module], sizes: Sequence[int]) -> None:
@@ -109,21 +128,10 @@ def prepared(products: Iterable[nn.Module], sizes: Sequence[int]) -> None:
         Preparation(list(dict.fromkeys(plan for plan in plans.values() if plan is not None)), rows).wait()
 
 
-def _in_turn(layers: Sequence[nn.Module]) -> QuantLinear | None:
-    """Gate and up as one layer whose rows lie in turn."""
-    held = [layer for layer in layers if type(layer) is QuantLinear]
-    if len(held) != len(layers) or len({layer.bias is None for layer in held}) > 1 or len(held) > 2:
-        return None
-    packed = [layer.packed for layer in held]
-    n = sum(p.n for p in packed) // 2
-    if n % GATE_ROWS:
-        return None
-    biases = [bias for layer in held if (bias := layer.bias) is not None]
-    if len(held) == 1:
-        order = in_turn(*torch.arange(2 * n, device=packed[0].device).chunk(2))
-        return QuantLinear(rows_of(packed[0], order), *(bias[order] for bias in biases), dependent=True)
-    try:
-        weight = interleaved(*packed)
-    except ValueError:  # of two formats, or orders of x
-        return None
-    return QuantLinear(weight, in_turn(*biases) if biases else None, True)
+def _gates(layer: QuantLinear, activation: str) -> bool:
+    """Whether a program gates the second half of its weight by the first."""
+    p = layer.packed
+    if p.n % HALVES:
+        return False
+    workload = Workload(1, p.n, p.k, p.format, DTYPE_NAMES[p.dtype], layer.bias is not None, gate=activation, gate_halves=True)
+    return bool(candidates(workload, target_from_name(p.arch)))

@@ -32,14 +32,6 @@ def interleaved(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     return pack(replace(both, **rows), gate.dtype, arch=gate.arch)
 
 
-def rows_of(packed: PackedWeight, rows: Tensor) -> PackedWeight:
-    """The weight of output channels ``rows`` int64 of ``packed``, in that order. Raises ``ValueError`` for a
-    format with codebooks."""
-    q = packed.unpack()
-    found = {name: getattr(q, name) for name in ("codes", "scales", "zeros", "row_scales")}
-    return pack(replace(q, **{name: held[rows] for name, held in found.items() if held is not None}), packed.dtype, arch=packed.arch)
-
-
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """Eight rows of ``gate`` [n, ...], eight of ``up``, and so on. Raises ``ValueError`` where shapes
     differ or n is no multiple of 8."""

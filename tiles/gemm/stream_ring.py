@@ -97,6 +97,14 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
             return row + T.if_then_else(chunk < scale_chunks, chunk, (chunk - scale_chunks) * 2) * chunk_rows
         return chunk % scale_chunks // row_chunks * p.n_pad + row + chunk % row_chunks * chunk_rows
 
+    def row_of(bx, row):
+        """Of W, which is row ``row`` of the block's: with gates as the first half, of these and then of as
+        many that they gate."""
+        if not workload.gate_halves:
+            return bx * s.block_n + row
+        half = s.block_n // 2
+        return bx * half + row + T.if_then_else(row < half, 0, p.n // 2 - half)
+
     def variable(dtype, value):
         return T.alloc_var(dtype, init=value)[0]
 
@@ -112,7 +120,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
     def own(thread, bx, by):
         warp = below(T.shfl_sync(thread // 32, 0), s.num_warps)  # so nvcc knows that a warp has one
         ring, member = below(warp // warps_n, rings), below(warp % warps_n, warps_n)
-        lane, row = kept(thread % 32), kept(bx * s.block_n + member * rows)
+        lane, row = kept(thread % 32), kept(row_of(bx, member * rows))
         x_row, x_chunk = (member * 32 + lane) // x_chunks, lane % x_chunks
         return Own(
             lane, ring, member, row, by * s.block_m, kept(parameter_at(row, lane)) if groups else 0,

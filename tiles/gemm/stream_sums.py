@@ -18,7 +18,8 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     """Macros that end a tile, for one of ``split_k`` (``bz``) blocks that share it. ``shared``
     holds the sums of the block's rings, fp32 or int32 ``[ring][column][sum_pitch]``, of a norm
     followed by the rings' sums of squares of the column; an element of the tile
-    is numbered ``column * block_n + row``; ``after`` is what follows. A tile is stored in ``ends``
+    is numbered ``column * block_n + row``, where gates are the first half of the weight as if its rows
+    lay in turn; ``after`` is what follows. A tile is stored in ``ends``
     pieces: piece i is its element i, or with a gate or an index element ``gate_of(i)`` and the one
     8 rows further: both lie in one tile, as block_n is a multiple of 16. ``rings``:
     how many a block has; 0: what the rule of the streaming programs says."""
@@ -43,15 +44,21 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     ends = elements // of_y
     activated = f"{GATES.get(workload.gate)}::apply"
 
+    def across(row, half):
+        """Of rows in turn the row of a block, or of W, whose gates are the first ``half`` rows."""
+        if not workload.gate_halves:
+            return row
+        return row // (2 * GATE_ROWS) * GATE_ROWS + row % GATE_ROWS + row % (2 * GATE_ROWS) // GATE_ROWS * half
+
     def ring_sum(shared, ring, element):
-        return shared[(ring * s.block_m + element // bn) * pitch + element % bn]
+        return shared[(ring * s.block_m + element // bn) * pitch + across(element % bn, bn // 2)]
 
     def first(index):
         return gate_of(index) if paired else index
 
     def finished(after, bx, by, element, value, factor):
-        value = T.cast(value, "float32")
-        return finish(value * factor if normed else value, after, m=by * s.block_m + element // bn, n=bx * bn + element % bn)
+        value, channel = T.cast(value, "float32"), across(bx * bn + element % bn, p.n // 2)
+        return finish(value * factor if normed else value, after, m=by * s.block_m + element // bn, n=channel)
 
     def ring_squares(shared, ring, column):
         return shared[(ring * s.block_m + column) * pitch + bn]

@@ -65,10 +65,12 @@ def test_a_gate_halves_y_and_a_norm_has_its_weight():
     assert gated.columns == 48 and gated.operands("cpu")[-1].shape == ("m", 48)
     for arch, columns in (("cpu", 250), ("sm_90a", 256)):
         assert [o.shape for o in normed.operands(arch) if o.name == "norm_weight"] == [(columns,)]
-    for w in (gated, normed, replace(gated, norm=True, eps=0.5)):
-        plain = replace(w, gate="", norm=False, eps=0.0)
+    halved = replace(gated, n=128, gate_halves=True)
+    assert halved.columns == 64 and halved.served == gated.served.replace("96x", "128x") + " in halves"
+    for w in (gated, normed, replace(gated, norm=True, eps=0.5), halved):
+        plain = replace(w, gate="", gate_halves=False, norm=False, eps=0.0)
         assert Workload.from_json(w.to_json()) == w and w.served != plain.served
-        assert {"gate", "norm", "eps"}.isdisjoint(plain.to_json())
+        assert {"gate", "gate_halves", "norm", "eps"}.isdisjoint(plain.to_json())
         assert w.to_json()["eps"] == w.eps if w.norm else "eps" not in w.to_json()
 
 
@@ -77,6 +79,11 @@ def test_a_gate_halves_y_and_a_norm_has_its_weight():
     [
         ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh', 'gelu'"),
         ({"gate": "silu", "n": 104}, "n is 104 with a gate; accepted: multiples of 16"),
+        (
+            {"gate": "silu", "gate_halves": True, "n": 96},
+            "gate_halves goes with gate 'silu' and n = 96; accepted: a gate, and multiples of 64",
+        ),
+        ({"gate_halves": True, "n": 128}, "gate_halves goes with gate ''"),
         ({"gate": "silu", "residual": True}, "accepted: one of them"),
         ({"width": 200, "residual": True}, "accepted: one of them"),
         ({"nibbles": True}, "nibbles goes with n = 96, width 0 and w4a16_g128; accepted: multiples of 16 rows with a width"),

@@ -67,13 +67,14 @@ def test_explain_lists_every_candidate_and_the_reason():
         {"width": 60, "nibbles": True, "format": QuantFormat.parse("w4a8_g128_asym")},
         {"residual": True, "dependent": True},
         {"gate": "gelu_tanh", "norm": True, "eps": 1.5e-6},
+        {"n": 128, "gate": "silu", "gate_halves": True},
         {"norm": True, "eps": 0.0},
     ],
 )
 def test_the_words_of_a_workload_ask_for_it(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]):
     asked: list[Workload] = []
     monkeypatch.setattr(cli, "explain_schedules", lambda workload, *_: asked.append(workload))
-    workload = Workload(3, 96, 256, bias=True, **parts)
+    workload = Workload(**{"m": 3, "n": 96, "k": 256, "bias": True, **parts})
     assert call("explain", *workload.options().split(), "--target", "sm_90a").exit_code == 0
     assert asked == [workload]
 

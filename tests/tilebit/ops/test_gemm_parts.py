@@ -76,6 +76,20 @@ def test_a_gate_is_two_products_and_an_activation():
     assert near(y, activated(product(X, gate) + BIAS.double(), "silu") * (product(X, up) + 2 * BIAS.double()))
 
 
+def test_gates_as_the_first_half_of_a_weight():
+    both, bias = packed(n=128), numbers(128, seed=2)
+    y = tilebit.gemm(X, both, bias, gate="silu", gate_halves=True)
+    gate, up = (product(X, both) + bias.double()).chunk(2, -1)
+    assert y.shape == (2, 3, 64) and near(y, activated(gate, "silu") * up)
+    apart = both.unpack()
+    halves = [tilebit.pack(replace(apart, codes=c, scales=s, zeros=z), BF16) for c, s, z in zip(*halves_of(apart), strict=True)]
+    assert torch.equal(y, tilebit.gemm(X, interleaved(*halves), in_turn(*bias.chunk(2)), gate="silu"))  # the same sums
+
+
+def halves_of(weight: Any) -> tuple[tuple[Tensor, ...], ...]:
+    return weight.codes.chunk(2), weight.scales.chunk(2), weight.zeros.chunk(2)
+
+
 def test_a_norm_then_a_gate():
     gate, up = packed(), packed(seed=5)
     x, factor = normed(X)
@@ -140,7 +154,14 @@ def test_they_trace():
 def test_every_part_is_of_the_key():
     usual: dict[str, Any] = {"n": 64, "k": 128, "format": "w4a16_g32", "dtype": torch.float16, "bias": False}
     first = dispatch.plan_for(torch.device("cpu"), **usual)
-    ways: tuple[dict[str, Any], ...] = ({"residual": True}, {"gate": "silu"}, {"gate": "gelu"}, {"norm": True}, {"norm": True, "eps": 0.5})
+    ways: tuple[dict[str, Any], ...] = (
+        {"residual": True},
+        {"gate": "silu"},
+        {"gate": "gelu"},
+        {"gate": "silu", "gate_halves": True},
+        {"norm": True},
+        {"norm": True, "eps": 0.5},
+    )
     plans = [dispatch.plan_for(torch.device("cpu"), **usual, **way) for way in ways]
     assert len({id(plan) for plan in (first, *plans)}) == 1 + len(ways)
     for plan, way in zip(plans, ways, strict=True):
@@ -160,6 +181,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a residual and a gate": ({"residual": R, "gate": "silu"}, "accepted: one of them"),
     "a residual in place and a gate": ({"residual": R, "inplace": True, "gate": "silu"}, "gate is 'silu' with a residual"),
+    "halves without a gate": ({"gate_halves": True}, "gate_halves goes with gate '' and n = 48; accepted: a gate, and multiples of 64"),
     "another gate": ({"gate": "relu"}, "gate is 'relu'; accepted: '', 'silu', 'gelu_tanh', 'gelu'"),
     "a norm of other columns": ({"norm_weight": NORM[1:]}, r"norm_weight is bfloat16 \[71\].*accepted.*\[72\]"),
     "a norm of another dtype": ({"norm_weight": NORM.float()}, "norm_weight is float32"),
@@ -184,6 +206,7 @@ def test_kinds_of_arguments():
     for changed, says in (
         ({"residual": 1.0}, "residual is float"),
         ({"gate": 1}, "gate is int"),
+        ({"gate_halves": "silu"}, "gate_halves is str"),
         ({"norm_weight": [1]}, "norm_weight is list"),
     ):
         with pytest.raises(TypeError, match=says):

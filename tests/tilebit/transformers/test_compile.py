@@ -19,7 +19,7 @@ import tilebit
 import tilebit.transformers
 from tilebit.cache.batch import Batch
 from tilebit.layouts.kv import RESIDUAL
-from tilebit.transformers import TilebitCache, compile, release
+from tilebit.transformers import TilebitCache, compile, fused, release
 from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import Captured, DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
@@ -108,15 +108,72 @@ def test_parts_give_the_logits_and_the_tokens_of_the_model(case: str, taken: lis
         assert bool(((a.argmax(-1) == b.argmax(-1)) | (gap < LIMIT)).all())  # the same tokens, but for two that are as likely
 
 
-def test_gate_and_up_in_one_layer_are_taken_apart():
+def test_a_gate_is_applied_up_to_16_rows():
     torch.manual_seed(0)
-    whole = tilebit.QuantLinear.from_float(torch.nn.Linear(128, 96, dtype=torch.float16), "w4a16_g64")
-    product: Any = gated([whole], ("norm",), Norm(torch.ones(128), 1e-5, offset=1.0), "silu")
+    whole = tilebit.QuantLinear.from_float(torch.nn.Linear(128, 192, dtype=torch.float16), "w4a16_g64")
+    product: Any = gated(whole, ("norm",), Norm(torch.ones(128), 1e-5, offset=1.0), "silu")
     assert product.does == {"gate"}  # such a norm's weight is added to 1
-    x = torch.randn(3, 128, dtype=torch.float16)
-    with torch.no_grad():
-        expected = tilebit.gated(whole(x)).float()
-        assert float((product(x).float() - expected).norm() / expected.norm()) < 2e-3
+    assert product.layer is whole
+    for rows in (1, 16, 17, 64):
+        x = torch.randn(rows, 128, dtype=torch.float16)
+        with torch.no_grad():
+            found, plain = product(x), whole(x)
+            expected = (plain if rows > 16 else tilebit.gated(plain)).float()
+            assert found.shape == expected.shape and product.gates(rows) == (rows <= 16)
+            assert float((found.float() - expected).norm() / expected.norm()) < 2e-3
+
+
+def test_a_gate_needs_a_program_that_applies_it():
+    norm, layer = Norm(torch.ones(128), 1e-5), torch.nn.Linear(128, 96, dtype=torch.float16)
+    ragged = tilebit.QuantLinear.from_float(layer, "w4a16_g64")  # its halves are no whole tiles
+    assert gated(ragged, (), norm, "silu") is ragged
+    assert gated(layer, (), norm, "silu") is layer  # of 16 bits
+    codes = tilebit.QuantLinear.from_float(torch.nn.Linear(128, 64 * 11, dtype=torch.float16), "w4a16_g64")
+    assert isinstance(gated(codes, (), norm, "silu"), Parted)
+    codes._repack_for("sm_90a")
+    assert gated(codes, (), norm, "silu") is codes  # on GPUs 11 slabs of 64 rows are no even number of warps' rows
+
+
+SIZES = {1: True, 16: True, 17: False, 64: False}  # rows of a step, and whether its products apply the gate
+
+
+def test_the_default_applies_the_gate_up_to_16_sequences(monkeypatch: pytest.MonkeyPatch):
+    model = model_of("llama")
+    compile(model, SIZES)
+    blocks = model.tilebit_steps.step.blocks
+    assert [product.does for product in model.tilebit_steps.step.products if isinstance(product, Parted)] == [{"gate"}] * 2
+    for block, layer in zip(blocks, model.model.layers, strict=True):  # the weight is held once
+        held = block.gate_up.layer.packed.weight.untyped_storage().data_ptr()  # type: ignore[union-attr]
+        assert {p.packed.weight.untyped_storage().data_ptr() for p in (layer.mlp.gate_proj, layer.mlp.up_proj)} == {held}
+    of_rows: list[int] = []
+    real = fused.gated
+
+    def gated_rows(x: Tensor, *rest: Any, **named: Any) -> Any:
+        of_rows.append(len(x))
+        return real(x, *rest, **named)
+
+    monkeypatch.setattr(fused, "gated", gated_rows)
+
+    def logits(rows: int) -> Tensor:
+        torch.manual_seed(rows)
+        ids = torch.randint(model.config.vocab_size, (rows, 21))
+        cache = TilebitCache(model.config, "kv16", max_tokens=32, sequences=rows)
+        with torch.no_grad():
+            model(input_ids=ids[:, :20], past_key_values=cache)
+            of_rows.clear()
+            return model(input_ids=ids[:, 20:], past_key_values=cache).logits
+
+    found = {}
+    for rows, gates in SIZES.items():
+        found[rows] = logits(rows)
+        assert set(of_rows) == (set() if gates else {rows})  # once more where it is rehearsed
+    compile(model, SIZES, parts=())
+    assert not any(isinstance(product, Parted) for product in model.tilebit_steps.step.products)
+    for rows, gates in SIZES.items():
+        plain = logits(rows)
+        assert set(of_rows) == {rows}
+        assert torch.equal(found[rows], plain) != gates  # rounded once less
+        alike([found[rows]], [plain])
 
 
 def test_low_bit_caches_are_filled_alike(taken: list[int], monkeypatch: pytest.MonkeyPatch):

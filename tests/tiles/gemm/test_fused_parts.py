@@ -71,6 +71,18 @@ GATED = (
     (Workload(20, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any_wgmma", 128, 32, 256, 2, 8)),
 )
 EPS = {"norm": True, "eps": 1e-5}
+HALVES = {"gate": "silu", "gate_halves": True}
+# Warps that share x and share k; of 16, 48, 64 and 80 rows, the last across packed records; alone, by a cluster, by a ticket; ups that
+# begin inside a packed record; with parts of channels, of rows and of groups, and zero points of channels.
+APART = (
+    (Workload(5, 640, 512, W4_128, "bfloat16", bias=True, **HALVES), Schedule("gemm_stream_bulk", 160, 8, 64, 2, 4)),
+    (Workload(5, 576, 512, W4_128, "bfloat16", **HALVES), Schedule("gemm_stream_bulk", 96, 8, 64, 2, 2, split_k=3)),
+    (Workload(16, 256, 768, W4_128, **EPS | HALVES), Schedule("gemm_stream_bulk", 256, 16, 128, 2, 8)),
+    (Workload(20, 256, 512, CHANNEL, bias=True, **HALVES), Schedule("gemm_stream_bulk", 128, 16, 64, 2, 4, split_k=2)),
+    (Workload(11, 192, 256, W4_128, bias=True, gate="gelu", gate_halves=True), Schedule("gemm_stream", 96, 16, 64, 2, 4, split_k=2)),
+    (Workload(3, 256, 256, LQQ, "bfloat16", bias=True, **HALVES), Schedule("gemm_stream", 128, 4, 64, 2, 2)),
+    (Workload(3, 128, 256, NIBBLES, gate="gelu_tanh", gate_halves=True), Schedule("gemm_stream", 128, 4, 128, 2, 2)),
+)
 # Rings that share k, warps that share x, shares of k by a cluster, by a ticket and of unequal length; k that ends inside a step.
 NORMED = (
     (Workload(5, 192, 512, W4_128, "bfloat16", bias=True, gate="silu", **EPS), Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)),
@@ -80,7 +92,7 @@ NORMED = (
     (Workload(3, 200, 384, CHANNEL, bias=True, **EPS), Schedule("gemm_stream", 64, 4, 64, 2, 2, split_k=2)),
     (Workload(20, 112, 257, W4_128, "bfloat16", gate="gelu_tanh", **EPS), Schedule("gemm_stream", 64, 16, 64, 2, 2)),
 )
-CASES = (*RESIDUAL, *GATED, *NORMED)
+CASES = (*RESIDUAL, *GATED, *NORMED, *APART)
 TOGETHER = tuple(case for case in CASES if case[1].program in TILED)
 CPU_CASES = (
     (Workload(5, 100, 576, W4, bias=True, residual=True), Schedule("gemm_cpu", 32, 2, 32, num_warps=2)),
@@ -88,13 +100,21 @@ CPU_CASES = (
     (Workload(5, 100, 300, W4, "bfloat16", bias=True, residual=True, **EPS), Schedule("gemm_cpu", 32, 2, 32, num_warps=2)),
     (Workload(3, 112, 256, CHANNEL, gate="silu", **EPS), Schedule("gemm_cpu", 32, 1, 32, num_warps=2)),
     (Workload(3, 64, 256, LQQ, gate="gelu"), Schedule("gemm_cpu", 32, 1, 32, num_warps=2)),
+    (Workload(5, 192, 300, W4, bias=True, **HALVES), Schedule("gemm_cpu", 64, 2, 32, num_warps=2)),
+    (Workload(3, 64, 256, LQQ, "bfloat16", **HALVES), Schedule("gemm_cpu", 32, 1, 32, num_warps=2)),
     (Workload(3, 112, 300, ANY, "bfloat16", gate="gelu_tanh"), Schedule("gemm_any_cpu", 32, 1, 1, num_warps=2)),
 )
 
 
 def label(case: Case) -> str:
     w, s = case
-    return f"{s.program}-{s.block_n}x{s.block_m}-{w.format.name}-{'norm-' * w.norm}{w.gate or 'residual' * w.residual}-{w.dtype}"
+    does = f"{'norm-' * w.norm}{'halves-' * w.gate_halves}{w.gate or 'residual' * w.residual}"
+    return f"{s.program}-{s.block_n}x{s.block_m}-{w.format.name}-{does}-{w.dtype}"
+
+
+def kind(case: Case) -> tuple[str | bool, ...]:
+    w, s = case
+    return s.program, w.residual, w.norm, w.gate_halves
 
 
 def emulated(case: Case, edits: Edits | None = None) -> EmulatedGemm | GeneratedGemm:
@@ -122,6 +142,15 @@ def test_programs_that_do_not_norm_say_so():
         assert "does not norm x; accepted: gemm_cpu, gemm_stream, gemm_stream_bulk" in reason
 
 
+def test_programs_that_do_not_take_gates_as_a_half_say_so():
+    w = Workload(4, 128, 256, W4, **HALVES)
+    for schedule in (Schedule("gemm_wgmma", 64, 16, 64, 3, 4), Schedule("gemm_mma", 64, 8, 64, 3, 4)):
+        (reason,) = legal(w, schedule, TARGET[schedule.program])
+        assert "does not take gates as the weight's first half; accepted: gemm_cpu, gemm_stream, gemm_stream_bulk" in reason
+    (reason,) = legal(w, Schedule("gemm_stream_bulk", 64, 4, 64, 2, 2), HOPPER)
+    assert "block_n is 64, which 1 warps share; accepted where gates are the first half: an even number of warps" in reason
+
+
 def test_every_program_has_both():
     for cases in (RESIDUAL, GATED):
         assert {s.program for _, s in cases} == set(TARGET)
@@ -131,7 +160,7 @@ def test_every_program_has_both():
 
 
 @needs_host_compiler
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: (case[1].program, case[0].residual, case[0].norm)), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, kind), ids=label)
 def test_exact(case: Case):
     problem = exact_problem(case[0], CASES.index(case), "sm_90a")
     assert check(emulated(case), problem) == []
@@ -145,7 +174,9 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "mma.sync: the residual of the row before": (
         RESIDUAL[5], "operands.py", (('index = (at["m"], at["n"])', 'index = ((at["m"] > 0) * (at["m"] - 1), at["n"])'),),
     ),
-    "stream: the residual of the first rows": (RESIDUAL[7], "stream_sums.py", (("n=bx * bn + element % bn)", "n=element % bn)"),)),
+    "stream: the residual of the first rows": (
+        RESIDUAL[7], "stream_sums.py", (("across(bx * bn + element % bn,", "across(element % bn,"),),
+    ),
     "gates and ups exchanged": (GATED[1], "device", (("apply(sums[i + e]) * sums[i + 2 + e]", "apply(sums[i + 2 + e]) * sums[i + e]"),)),
     "ups are stored": (GATED[1], "device", (("source = mine + place(column, OF_Y * at)", "source = mine + place(column, OF_Y * at + 1)"),)),
     "columns of y as many as the weight's": (
@@ -158,6 +189,12 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "stream: quads of a gate in another block": (
         GATED[8], "stream_sums.py", (("rules.quads_of_block(workload, s)", "-(-elements // 4 // splits)"),),
     ),
+    "halves: rows of one half alone": (APART[0], "stream_ring.py", (("0, p.n // 2 - half)", "0, 0)"),)),
+    "halves: rows of another block": (APART[0], "stream_ring.py", (("return bx * half + row +", "return bx * half * 2 + row +"),)),
+    "halves: the next row's sums": (
+        APART[1], "stream_sums.py", (("across(element % bn, bn // 2)]", "across(element % bn ^ 1, bn // 2)]"),),
+    ),
+    "halves: the bias of rows in turn": (APART[0], "stream_sums.py", (("n=channel)", "n=bx * bn + element % bn)"),)),
     "the norm's weight of the next columns": (
         NORMED[1], "device", (("row + r * RECORD_K * 2 + p * 64, w)", "row + r * RECORD_K * 2 + p * 64 + 4, w)"),),
     ),

@@ -7,7 +7,7 @@ Importing this imports tvm. ``arg`` holds flat views of the operands by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -140,26 +140,36 @@ def _pairs(stage: Any) -> Any:
 
 def multiply(plan: Plan, arg: dict[str, Any], task: Any, m: Any) -> None:
     """Task ``task``: ``block_n`` output channels of ``block_m`` rows, tile of 32 channels after
-    tile."""
-    mb, lanes, per_task = plan.block_m, plan.isa.lanes, plan.schedule.block_n // TILE
-    blocks = T.bind((m + (mb - 1)) // mb)
+    tile; where gates are the first half of the weight, each with the tile that it gates."""
+    per_task = plan.schedule.block_n // TILE
+    blocks = T.bind((m + (plan.block_m - 1)) // plan.block_m)
     with T.serial(per_task) as inner:
         nt, block = T.bind(task // blocks * per_task + inner), T.bind(task % blocks)
-        with T.If(nt < plan.n_tiles), T.Then():
-            total = v.sums(mb * plan.vectors, lanes, plan.total_dtype)
-            accumulate = integers.accumulate if plan.integers else accumulate_step
-            apply = partial(integers.apply_group if plan.integers else _apply_scales, m=m)
-            for count, first, run in plan.group_runs:
-                with T.serial(count) as index:
-                    group = T.bind(index + first)
-                    for rows in plan.row_passes:
-                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)
-                        for kt, k, depth in _steps(plan, group, run):
-                            words = T.bind((nt * plan.k_tiles + kt) * plan.tile_words + k * (plan.tile_words // TILE))
-                            x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
-                            accumulate(plan, arg, words, x, depth, rows, sums)
-                        apply(plan, arg, group, nt, block, rows, sums, total)
-            write(plan, arg, nt, block, m, total)
+        with T.If(nt < plan.written_tiles), T.Then():
+            total = _total(plan, arg, nt, block, m)
+            if plan.workload.gate_halves:
+                write_halves(plan, arg, nt, block, m, total)
+            else:
+                write(plan, arg, nt, block, m, total)
+
+
+def _total(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any) -> Any:
+    """Of tile ``nt`` and ``block_m`` rows of x the sums over all of k [block_m, vectors], in registers."""
+    mb, lanes = plan.block_m, plan.isa.lanes
+    total = v.sums(mb * plan.vectors, lanes, plan.total_dtype)
+    accumulate = integers.accumulate if plan.integers else accumulate_step
+    apply = partial(integers.apply_group if plan.integers else _apply_scales, m=m)
+    for count, first, run in plan.group_runs:
+        with T.serial(count) as index:
+            group = T.bind(index + first)
+            for rows in plan.row_passes:
+                sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)
+                for kt, k, depth in _steps(plan, group, run):
+                    words = T.bind((nt * plan.k_tiles + kt) * plan.tile_words + k * (plan.tile_words // TILE))
+                    x = T.bind((block * plan.k_tiles + kt) * (plan.planes * mb * plan.row_words) + k * plan.row_words // TILE)
+                    accumulate(plan, arg, words, x, depth, rows, sums)
+                apply(plan, arg, group, nt, block, rows, sums, total)
+    return total
 
 
 def _steps(plan: Plan, group: Any, run: int) -> Iterator[tuple[Any, Any, int]]:
@@ -261,10 +271,58 @@ def write_placed(plan: Plan, arg: dict[str, Any], nt: Any, row: Any, values: Any
 def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
     """Apply the parts that follow, round and write the real rows and columns."""
     lanes, n, dtype = plan.isa.lanes, plan.workload.n, plan.workload.dtype
-    ragged = n % TILE != 0
-    placed = plan.workload.width > 0
-    if plan.workload.gate or placed:
-        of_tile = [v.local(TILE, "float32") for _ in range(plan.block_m)]
+    if plan.workload.gate or plan.workload.width:
+        of_tile = _finished_tile(plan, arg, nt, block, m, total)
+        for i, values in enumerate(of_tile):
+            row = T.bind(block * plan.block_m + i)
+            with T.If(row < m), T.Then():
+                (write_placed if plan.workload.width else write_gated)(plan, arg, nt, row, values)
+        return
+
+    def store(i: int, row: Any, vector: int, value: Any) -> None:
+        value, column = T.bind(v.from_float(value, dtype, lanes)), T.bind(nt * TILE + vector * lanes)
+        start = T.bind(row.astype("int64") * n + column)
+        if n % TILE == 0:
+            v.store(arg["y"], start, value, lanes)
+            return
+        with T.If(column + lanes <= n):
+            with T.Then():
+                v.store(arg["y"], start, value, lanes)
+            with T.Else():
+                stage = v.local(lanes, str(arg["y"].dtype))
+                v.store(stage, 0, value, lanes)
+                with T.serial(T.max(n - column, 0)) as j:
+                    T.buffer_store(arg["y"], stage[j], [start + j])
+
+    _finish(plan, arg, nt, block, m, total, store)
+
+
+def write_halves(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> None:
+    """Write the 32 columns of y that the gates of tile ``nt``, whose sums are ``total``, and the tile that they
+    gate make."""
+    gates = _finished_tile(plan, arg, nt, block, m, total)
+    there = T.bind(nt + plan.n_tiles // 2)
+    ups = _finished_tile(plan, arg, there, block, m, _total(plan, arg, there, block, m))
+    columns, w = TILE // 2, plan.workload
+    for i, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+        row = T.bind(block * plan.block_m + i)
+        with T.If(row < m), T.Then():
+            start = T.bind(row.astype("int64") * w.columns + nt * TILE)
+            for at in range(0, TILE, columns):
+                gated = activated(v.load(gate, at, columns), w.gate) * v.load(up, at, columns)
+                v.store(arg["y"], start + at, v.held(v.from_float(v.held(gated), w.dtype, columns)), columns)
+
+
+def _finished_tile(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any) -> list[Any]:
+    """What is stored for each row's 32 sums, fp32, in registers."""
+    of_tile, lanes = [v.local(TILE, "float32") for _ in range(plan.block_m)], plan.isa.lanes
+    _finish(plan, arg, nt, block, m, total, lambda i, row, vector, value: v.store(of_tile[i], vector * lanes, value, lanes))
+    return of_tile
+
+
+def _finish(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: Any, store: Callable[[int, Any, int, Any], None]) -> None:
+    """Call ``store`` with (i, row, vector, what is stored for its sums, fp32) for each vector of each real row."""
+    lanes = plan.isa.lanes
     for vector in range(plan.vectors):
         column = T.bind(nt * TILE + vector * lanes)
         after = parts(plan.workload, applied=() if plan.integers else ("scales",))
@@ -286,24 +344,4 @@ def write(plan: Plan, arg: dict[str, Any], nt: Any, block: Any, m: Any, total: A
                     else:
                         number = v.to_float(v.load(of_channels[part], 0, lanes), lanes)
                     value = value * number if part.does == "multiply" else value + number
-                if plan.workload.gate or placed:
-                    v.store(of_tile[i], vector * lanes, value, lanes)
-                    continue
-                value = T.bind(v.from_float(value, dtype, lanes))
-                start = T.bind(row.astype("int64") * n + column)
-                if not ragged:
-                    v.store(arg["y"], start, value, lanes)
-                    continue
-                with T.If(column + lanes <= n):
-                    with T.Then():
-                        v.store(arg["y"], start, value, lanes)
-                    with T.Else():
-                        stage = v.local(lanes, str(arg["y"].dtype))
-                        v.store(stage, 0, value, lanes)
-                        with T.serial(T.max(n - column, 0)) as j:
-                            T.buffer_store(arg["y"], stage[j], [start + j])
-    if plan.workload.gate or placed:
-        for i, values in enumerate(of_tile):
-            row = T.bind(block * plan.block_m + i)
-            with T.If(row < m), T.Then():
-                (write_placed if placed else write_gated)(plan, arg, nt, row, values)
+                store(i, row, vector, value)

@@ -59,6 +59,12 @@ class Plan:
         return -(-self.workload.n // TILE)
 
     @property
+    def written_tiles(self) -> int:
+        """Tiles that are written by themselves: where gates are the weight's first half its tiles, each with that
+        of what it gates."""
+        return self.n_tiles // 2 if self.workload.gate_halves else self.n_tiles
+
+    @property
     def k_tiles(self) -> int:
         return -(-self.workload.k // TILE)
 
@@ -171,5 +177,5 @@ class Plan:
 
     @property
     def n_tasks(self) -> int:
-        """Blocks of ``block_n`` rows of the weight."""
-        return -(-self.n_tiles * TILE // self.schedule.block_n)
+        """Blocks of ``block_n`` rows of the weight, or of gates where these are its first half."""
+        return -(-self.written_tiles * TILE // self.schedule.block_n)

@@ -10,8 +10,9 @@ on the host, and the captured step is replayed; all sequences grow. With the pee
 Rows are ``tuned`` "step" where the user's records hold times of this device in steps
 (``tilebit.transformers.tune``).
 
-With ``--parts`` the same step is timed in turn as ``compile(..., parts=...)`` makes it, on the same
-caches: what products gain and lose by doing their neighbours' work themselves.
+The step is as ``compile`` makes it by default. With ``--parts`` the same step is timed in turn as
+``compile(..., parts=...)`` makes it ("none": ``()``), on the same caches: what products gain and lose by
+doing their neighbours' work themselves. A row's ``parts`` are those that its products did at its batch.
 
 Nothing is timed before it is checked. The step over a 16-bit cache must give the logits of the
 peers' steps, whose weights are the dequantized ones; over each low-bit cache, those of the model as
@@ -44,7 +45,7 @@ from tilebit.schedules.records import user_records
 from tilebit.schedules.target import detect_target, file_stem
 from tilebit.transformers import TilebitCache
 from tilebit.transformers.compiled import DecodeSteps
-from tilebit.transformers.parted import PARTS
+from tilebit.transformers.parted import PARTS, parts_of
 from tilebit.transformers.tuning import filled
 
 from ..peers.step_peers import CompiledGlue, Layer, PeerStep, Shape, VllmGlue, dense_product, marlin_product
@@ -59,7 +60,8 @@ KV_FORMATS = ("kv16", "kv8_channel", "kv4_channel", "kv2_channel")
 TOLERANCE = 0.02  # relative Frobenius error of a step's logits in fp16
 ROUNDING, MARGIN = 5e-4, 1.25  # of a number in fp16; of what moving embeddings so far does to logits
 ROUNDS, STEPS = 12, 8
-OWN, PARTED = "tilebit", "tilebit_parts"  # what rows call tilebit's steps
+OWN, PARTED = "tilebit", "tilebit_parts"  # what rows call tilebit's steps: the default, and another
+NONE = "none"  # what asks for a step without parts
 NEW = 2 * (2 + (ROUNDS + 1) * STEPS) + 8  # tokens that a sequence gets at most, of two steps in turn, and more
 
 Step = Callable[[], object]
@@ -146,7 +148,7 @@ def peer_steps(model: Any, device: str, harness: Any) -> dict[str, PeerStep]:
     """The steps of 16-bit weights and of Marlin on the model's codes."""
     config, blocks, step = model.config, model.model.layers, model.tilebit_steps.step
     shape = Shape(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
-    codes = [[part.unpack() for part in (b.qkv, b.o, b.gate_up, b.down)] for b in step.blocks]
+    codes = [[getattr(part, "layer", part).unpack() for part in (b.qkv, b.o, b.gate_up, b.down)] for b in step.blocks]
     norms = [(layer.input_layernorm.weight, layer.post_attention_layernorm.weight) for layer in blocks]
     rest = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight, step.rotary)
     dense = [Layer([dense_product(q.dequantize(torch.float16)) for q in four], two) for four, two in zip(codes, norms, strict=True)]
@@ -266,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv", default=",".join(KV_FORMATS), help=f"formats of caches (default: {','.join(KV_FORMATS)})")
     parser.add_argument("--points", default="1x4096,16x4096,64x4096", help="batches and contexts (default: 1x4096,16x4096,64x4096)")
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="of the model (default: 32)")
-    parser.add_argument("--parts", default="", help=f"what products do themselves in a second step: any of {','.join(PARTS)}")
+    parser.add_argument("--parts", default="", help=f"what products do themselves in a second step: any of {','.join(PARTS)}, or {NONE}")
     parser.add_argument("--peers", type=Path, help="the folder of the peer harness, whose libraries are staged")
     parser.add_argument("--out", type=Path, default=ROWS / "step", help="folder of the rows, one file per device")
     options = parser.parse_args(arguments)
@@ -283,7 +285,8 @@ def main(arguments: list[str] | None = None) -> None:
     tilebit.prepare(model, batches)
     variants = {OWN: model.tilebit_steps}
     if options.parts:
-        variants[PARTED] = DecodeSteps(model, batches, room, tuple(options.parts.split(",")))
+        asked = () if options.parts == NONE else tuple(options.parts.split(","))
+        variants[PARTED] = DecodeSteps(model, batches, room, asked)
     print(f"compiled for {batches} rows in {time.perf_counter() - start:.1f} s", flush=True)
     peers: dict[str, PeerStep] = {}
     if options.peers is not None:
@@ -299,7 +302,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows: list[dict[str, Any]] = []
         try:
             found = measure(model, device, batch, context, options.kv.split(","), peers, options.format, variants)
-            rows = [{**common, **row, "parts": options.parts if row["impl"] == PARTED else ""} for row in found]
+            done = {impl: ",".join(parts_of(steps.step.products, batch)) for impl, steps in variants.items()}
+            rows = [{**common, **row, "parts": done.get(row["impl"], "")} for row in found]
         except (ValueError, torch.OutOfMemoryError) as error:
             print(f"batch {batch}, context {context}: {error}", flush=True)
         if rows:

@@ -11,7 +11,7 @@ from .rows import json_rows
 
 FIELDS = ("gpu", "impl", "format", "kv_format", "batch", "kv_len", "layers", "us", "graph_us", "rel_err", "run", "commit")
 OURS = ("tilebit", "tilebit_parts")
-NAMES = {"tilebit": "tilebit", "tilebit_parts": "tilebit, {parts} in products", "cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
+NAMES = {"cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
 
 
 def step_section(folder: Path) -> str:
@@ -63,7 +63,8 @@ def _line(row: dict[str, Any], peers: dict[tuple[Any, ...], dict[str, Any]]) -> 
     for impl in ("cublas_fa3", "vllm_kernels"):
         peer = peers.get((row["run"], row["layers"], row["batch"], row["kv_len"], impl))
         ratios.append("-" if peer is None or row["impl"] not in OURS else f"{peer['us'] / row['us']:.2f}x")
-    name = NAMES[row["impl"]].format(parts=row.get("parts"))
+    does = row.get("parts") and f", {row['parts']} in products"
+    name = NAMES.get(row["impl"]) or f"tilebit{does or ''}"
     graph = number(row["graph_us"] / 1e3) if row["impl"] in OURS else "-"
     tuned = "-" if row["impl"] not in OURS else "in steps" if row.get("tuned") else "as shipped"
     return [

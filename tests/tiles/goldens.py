@@ -33,7 +33,8 @@ def label(case: tuple[str, Any, Schedule]) -> str:
 
 def parts_of(w: Any) -> str:
     """What a product does besides, as the end of a label."""
-    found = ("norm" * getattr(w, "norm", False), getattr(w, "gate", ""), "residual" * getattr(w, "residual", False))
+    halves = "halves" * getattr(w, "gate_halves", False)
+    found = ("norm" * getattr(w, "norm", False), getattr(w, "gate", ""), halves, "residual" * getattr(w, "residual", False))
     return "".join(f"-{name}" for name in found if name)
 
 

@@ -94,6 +94,12 @@ class Parted(nn.Module):
         )  # fmt: skip
 
 
+def parts_of(products: Iterable[nn.Module], rows: int) -> tuple[Part, ...]:
+    """Those that some of ``products`` does of so many rows of x."""
+    done = {part for product in products if isinstance(product, Parted) for part in product.does if part == "residual" or rows <= MAX_M}
+    return tuple(part for part in PARTS if part in done)
+
+
 def parted(layer: nn.Module, asked: Collection[Part], norm: Norm | None = None) -> nn.Module:
     """``layer`` with those of the parts ``asked`` that it allows ("residual", "norm"): each those of a ``QuantLinear``,
     a norm of one with x of 16 bits in its own order, whose weight is added to nothing."""

@@ -40,7 +40,21 @@ def test_two_steps_in_turn_on_one_cache(small: None, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["impl"], row["kv_format"]) for row in rows] == [("tilebit", "kv4_channel"), ("tilebit_parts", "kv4_channel")]
     assert all(row["us"] > 0 and row["rel_err"] < step.TOLERANCE for row in rows)
-    assert "tilebit, residual,gate,norm in products" in step_section(tmp_path)
+    assert [row["parts"] for row in rows] == ["gate", "residual,gate,norm"]
+    said = step_section(tmp_path)
+    assert "tilebit, residual,gate,norm in products" in said and "tilebit, gate in products" in said
+
+
+def test_the_default_and_a_step_without_parts_say_what_their_products_do(small: None, tmp_path: Path) -> None:
+    points = "1x256,17x256"
+    step.main(
+        ["--device", "cpu", "--layers", "1", "--points", points, "--kv", "kv4_channel", "--parts", "none", "--out", str(tmp_path)]
+    )  # the gate up to 16 sequences
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["impl"], row["batch"], row["parts"]) for row in rows] == [
+        ("tilebit", 1, "gate"), ("tilebit_parts", 1, ""), ("tilebit", 17, ""), ("tilebit_parts", 17, "")
+    ]  # fmt: skip
 
 
 def test_wrong_logits_write_no_row(

@@ -25,6 +25,7 @@ import tilebit
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import dispatch, linear, plans
 from tilebit.schedules.activations.glue import GATED, NORM, GlueWorkload
+from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, target_from_name
 from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused, needed
 from tilebit.transformers.needed import kernels_of
@@ -90,6 +91,20 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
     assert in_steps and in_steps <= set(listed), "chosen as they are in steps"
     unasked = held - {workload.static() for workload in asked}
     assert not unasked, unasked
+
+
+def test_a_pack_holds_the_gate_in_products_up_to_16_rows_and_apart_beyond(tmp_path: Path):
+    target = target_from_name("sm_90a")
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "head_dim": 64}), dtype=torch.float16)
+    model.save_pretrained(tmp_path / "model")
+    of = outline(tmp_path / "model", TilebitConfig("w4a16_g64"), None, target.arch)
+    found = kernels_of(of, [KVFormat.from_name("kv16")], [1, 16, 17, 64], TOKENS, target)
+    in_steps = [w for w in found if isinstance(w, Workload) and w.dependent and w.n == 2 * SIZES["intermediate_size"]]
+    assert {w.m for w in in_steps if w.gate} == {1, 16} and all(w.gate_halves for w in in_steps if w.gate)
+    plain = {w.m for w in in_steps if not w.gate}
+    assert {17, 64} <= plain and min(plain) > 16
+    apart = {w.m for w in found if isinstance(w, GlueWorkload) and w.op == GATED}
+    assert {32, 64} <= apart and min(apart) > 16  # of 17 rows by the kernel of up to 32
 
 
 def _asked_on(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -143,6 +143,18 @@ CASES = (
         "sm_90a", Workload(16, 28672, 4096, G128, BFLOAT, gate="silu", norm=True, eps=1e-5),
         Schedule("gemm_stream_bulk", 256, 16, 128, 2, 12),
     ),
+    (
+        "sm_90a", Workload(1, 28672, 4096, G128, HALF, gate="silu", gate_halves=True),
+        Schedule("gemm_stream_bulk", 224, 1, 128, 2, 8),
+    ),
+    (
+        "sm_90a", Workload(16, 28672, 4096, G128, BFLOAT, gate="silu", gate_halves=True),
+        Schedule("gemm_stream_bulk", 256, 16, 128, 2, 16),
+    ),
+    (
+        "sm_80", Workload(4, 28672, 4096, G128Z, HALF, bias=True, gate="gelu", gate_halves=True),
+        Schedule("gemm_stream", 128, 4, 128, 2, 8),
+    ),
     ("sm_90a", Workload(16, 6144, 4096, G128Z, HALF, norm=True, eps=1e-6), Schedule("gemm_stream_bulk", 96, 16, 128, 2, 8, split_k=2)),
     ("sm_89", Workload(3, 4096, 4096, B64, HALF, residual=True, norm=True, eps=1e-5), Schedule("gemm_stream", 64, 4, 64, 3, 4, split_k=2)),
     ("sm_80", Workload(8, 512, 1001, W4_ANY, BFLOAT, bias=True, gate="silu"), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),

@@ -68,7 +68,8 @@ def drawn_product(random: Random, program: str) -> Workload:
     """Raises ``ValueError`` for what no product is."""
     n, k = random.choice((64, 96, 100, 160, 192, 224, 250, 320, 448)), random.choice((64, 96, 128, 200, 320, 500, 512, 640))
     parts: tuple[dict[str, object], ...] = (
-        {}, {}, {"bias": True}, {"residual": True}, {"gate": random.choice(ACTIVATIONS)}, {"width": n + 40}, {"norm": True, "eps": 1e-5},
+        {}, {}, {"bias": True}, {"residual": True}, {"gate": random.choice(ACTIVATIONS)},
+        {"gate": random.choice(ACTIVATIONS), "gate_halves": True}, {"width": n + 40}, {"norm": True, "eps": 1e-5},
     )  # fmt: skip
     if program == "gemm_wgmma" and random.random() < 0.2:  # tiles of bytes whose nibbles are rows
         n = n // 32 * 32

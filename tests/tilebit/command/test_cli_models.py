@@ -351,6 +351,9 @@ def test_products_of_a_model_are_tuned(dense: Path, monkeypatch: pytest.MonkeyPa
         (256, "silu", 2, 9.5, 10.0), (256, "silu", 2, None, None),
     ]  # fmt: skip
     assert said["results"][0]["schedule"] == product.schedule.to_json() and said["records"]
+    for words, parts in ((("--part", "none"), ()), ((), ("gate",))):
+        parsed(*options[:-2], *words)
+        assert asked[-1][1] == parts
     text = call(*options).output
     assert "10.00" in text and "9.50" in text and "│ -" in text
 
@@ -366,6 +369,7 @@ def test_what_tune_refuses(dense: Path):
         ("--nibbles",),
         ("--residual",),
         ("--gate", "silu"),
+        ("--gate-halves",),
         ("--norm-eps", "0"),
         ("--target", "cpu"),
     ):

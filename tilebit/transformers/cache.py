@@ -154,24 +154,36 @@ class TilebitCache(Cache):
         """Whether a call with ``attention_mask`` and ``position_ids`` brings tokens to every one of ``rows``
         rows, each at its place behind those that the cache holds."""
         lengths = self.pool.lengths() or [0] * rows
-        there = None if mask is None else mask[:, -columns:] != 0
-        if columns == 1 and there is not None and not bool(there.all()):
-            return False
         if mask is not None and tuple(mask.shape) != (rows, self.seen + columns):
             return False  # whoever takes the call says what is wrong
-        if positions is None:  # the model would count columns
+        if (mask is None or positions is None) and columns == 1 and lengths != [self.seen] * rows:
+            return False  # the model would count columns
+        if columns == 1:
+            return self._one_each(mask, positions, lengths)
+        there = None if mask is None else mask[:, -columns:] != 0
+        if positions is None:
             return lengths == [self.seen] * rows and (there is None or bool(there.all()))
         given = positions.expand(rows, columns)
-        if columns == 1:
-            return given[:, 0].tolist() == lengths
         behind = torch.arange(columns, device=given.device)[None] if there is None else there.cumsum(1) - 1
         same = given == torch.tensor(lengths, device=given.device)[:, None] + behind
         return bool((same if there is None else same | ~there).all())
 
-    def begin_step(self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> Step:
+    def _one_each(self, mask: Tensor | None, positions: Tensor | None, lengths: list[int]) -> bool:
+        """``continues`` for one column. The device is waited for once."""
+        read = [] if mask is None else [mask[:, :-1].sum(1, keepdim=True), mask[:, -1:] != 0]
+        if positions is not None:
+            read.append(positions.expand(len(lengths), 1).to(positions.device if mask is None else mask.device))
+        columns = torch.cat(read, 1).T.tolist() if read else []
+        expected = [] if mask is None else [lengths, [1] * len(lengths)]
+        return columns == (expected if positions is None else [*expected, lengths])
+
+    def begin_step(
+        self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device, all_tokens: bool = False
+    ) -> Step:
         """``begin`` for new columns of each row, which are written in all layers before ``settle``; numbers
-        of the batch are ``deferred`` (``KVCache.advance``)."""
-        return self._begun(rows, columns, mask, dtype, device, deferred=True)
+        of the batch are ``deferred`` (``KVCache.advance``). ``all_tokens``: it is known (``continues``) that
+        none of them is padding, and the mask is not read."""
+        return self._begun(rows, columns, mask, dtype, device, deferred=True, all_tokens=all_tokens)
 
     def settle(self) -> None:
         """All layers have been written."""
@@ -179,14 +191,21 @@ class TilebitCache(Cache):
             layer.seen = self.seen
 
     def _begun(
-        self, rows: int, columns: int, mask: Tensor | None, dtype: torch.dtype, device: torch.device, deferred: bool = False
+        self,
+        rows: int,
+        columns: int,
+        mask: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        deferred: bool = False,
+        all_tokens: bool = False,
     ) -> Step:
         if self._broken:
             raise ValueError("an earlier call failed between two layers, and the cache holds half of its tokens; accepted: reset() first")
         if any(layer.seen != self.seen for layer in self.own):
             raise ValueError("a layer was called out of order: a forward call did not end; accepted: reset() first")
         self.pool.begin(rows, dtype, device)
-        padding = padding_of(mask, columns, self.seen, self.pool.lengths())
+        padding = None if all_tokens else padding_of(mask, columns, self.seen, self.pool.lengths())
         if padding is not None and self.windowed and self._inside(padding):
             raise ValueError(
                 "attention_mask has padding between tokens, and the model has sliding windows, which count it; accepted: padding before "

@@ -28,6 +28,7 @@ from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
 from .parted import BY_DEFAULT, PARTS, Part, prepared
+from .step_inputs import StepInputs
 
 ALLOWED = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -51,6 +52,8 @@ def compile(
     rather than making another. A call with more than 16 new tokens in each of any number of rows, a
     prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q
     and k. Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
+    Masks and positions that ``generate`` makes are read at its first step and known from then on; those of
+    calls, or that others have written to, are read at each step, which waits for the device.
 
     Kernels of the step's products are compiled here, in parallel, for as many rows as
     ``batch_sizes`` names. Weights are held once: the model's layers become views of the joined ones.
@@ -120,6 +123,7 @@ class DecodeSteps:
     def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = BY_DEFAULT) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
         self._graphs: Graphs = weakref.WeakKeyDictionary()
+        self.inputs = StepInputs(model)
         self._build()
 
     def _build(self) -> None:
@@ -151,8 +155,10 @@ class DecodeSteps:
         model.__dict__["tilebit_steps"] = self
         model.__dict__["forward"] = MethodType(_called(type(model)), self)
         model.__dict__.update({name: MethodType(_changed(type(model), name), self) for name in CHANGES})
+        self.inputs.install()
 
     def uninstall(self) -> None:
+        self.inputs.uninstall()
         for name in self._own:
             self.model.__dict__.pop(name, None)
 
@@ -161,7 +167,7 @@ class DecodeSteps:
         made = memo[id(self)] = type(self).__new__(type(self))
         made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
         made.sizes, made.max_tokens, made.parts, made._held, made._stale = self.sizes, self.max_tokens, self.parts, [], True
-        made._graphs = weakref.WeakKeyDictionary()
+        made._graphs, made.inputs = weakref.WeakKeyDictionary(), copy.deepcopy(self.inputs, memo)
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -198,8 +204,8 @@ class DecodeSteps:
         if torch.is_grad_enabled() or self.model.training or not cache.fusible or cache.seen + columns > self.max_tokens:
             return None
         if columns == 1:
-            if rows in self.sizes and cache.seen > 0 and cache.continues(mask, positions, rows, 1):
-                return lambda: self._stepped(cache, ids, mask)
+            if rows in self.sizes and cache.seen > 0 and self._one_each(cache, mask, positions, rows):
+                return lambda: self._stepped(cache, ids)
         elif columns > MOST_AT_ONCE:
             self._current()
             kept = named.get("logits_to_keep", 0)
@@ -208,9 +214,19 @@ class DecodeSteps:
                 return lambda: self._prompted(cache, ids, mask, kept or columns)
         return None
 
-    def _stepped(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None) -> CausalLMOutputWithPast:
+    def _one_each(self, cache: TilebitCache, mask: Tensor | None, positions: Tensor | None, rows: int) -> bool:
+        """Whether a call brings one token to each row; masks and positions are read where that is not known."""
+        lengths = cache.pool.lengths()
+        if len(lengths) == rows and self.inputs.hold(mask, positions, cache.seen, lengths):
+            return True
+        if not cache.continues(mask, positions, rows, 1):
+            return False
+        self.inputs.learn(mask, positions, lengths)
+        return True
+
+    def _stepped(self, cache: TilebitCache, ids: Tensor) -> CausalLMOutputWithPast:
         self._current()
-        logits = self.run(cache, ids[:, 0], mask)
+        logits = self.run(cache, ids[:, 0])
         return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
 
     def _prompted(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None, kept: int) -> CausalLMOutputWithPast:
@@ -240,9 +256,9 @@ class DecodeSteps:
             _rehearse(batch, call)
         self._prompts.add(kind)
 
-    def run(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def run(self, cache: TilebitCache, ids: Tensor) -> Tensor:
         """Logits [rows, vocabulary] behind ``ids`` [rows]: on a GPU a buffer that the next step writes to."""
-        step = cache.begin_step(len(ids), 1, mask, self.model.dtype, ids.device)
+        step = cache.begin_step(len(ids), 1, None, self.model.dtype, ids.device, all_tokens=True)
         try:
             logits = self.launch(cache.pool.cache, step.batch, ids)
         except Exception:

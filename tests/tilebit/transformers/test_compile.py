@@ -11,17 +11,17 @@ import pytest
 import torch
 from comparison import GREEDY, own_cache, prompts
 from compiled_models import KINDS, LIMIT, PADDING, ROWS, model_of
+from replayed import Replay
 from tiny_models import gemma3, llama, made
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tilebit
 import tilebit.transformers
-from tilebit.cache.batch import Batch
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.transformers import TilebitCache, compile, fused, release
 from tilebit.transformers.anatomy import Norm
-from tilebit.transformers.compiled import Captured, DecodeSteps
+from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
 
 COLUMNS = 124  # a window fills on the way
@@ -194,33 +194,6 @@ def test_low_bit_caches_are_filled_alike(taken: list[int], monkeypatch: pytest.M
     different = (pages[0] != pages[1]).sum()
     assert bool(pages[0].any()) and int(different) <= pages[0].numel() // 1000
     assert len(taken) == 10
-
-
-class Replay:
-    """A captured step without a GPU: what its replay does, in the memory that a graph would use."""
-
-    def __init__(self, steps: DecodeSteps, kv: Any, batch: Batch, ids: Tensor, found: list[Any]) -> None:
-        self.steps, self.kv, self.batch, self.found = steps, kv, batch, found
-        self.ids, self.growth = ids.clone(), batch.growth()
-        self.logits = torch.empty(len(ids), steps.model.config.vocab_size, dtype=steps.model.dtype)
-        batch.refresh()
-
-    def replay(self) -> None:
-        self.found.append(self)
-        self.batch.grow(torch.from_numpy(self.growth))
-        self.logits.copy_(self.steps.step(self.ids, self.kv, self.batch))
-
-    def captured(self) -> Captured:
-        return Captured(self, self.ids, self.logits, self.growth, torch.from_numpy(self.growth))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
-    """Every replay of a step that would be captured on a GPU."""
-    found: list[Replay] = []
-    monkeypatch.setattr(DecodeSteps, "_captures", lambda self, ids: True)
-    monkeypatch.setattr(DecodeSteps, "_captured", lambda self, kv, batch, ids: Replay(self, kv, batch, ids, found).captured())
-    return found
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from .cells import commits_of
 from .markdown import number, table
 from .rows import json_rows
+from .step_generate import OP, generate_section
 
 FIELDS = ("gpu", "impl", "format", "kv_format", "batch", "kv_len", "layers", "us", "graph_us", "rel_err", "run", "commit")
 OURS = ("tilebit", "tilebit_parts")
@@ -16,11 +17,12 @@ NAMES = {"cublas_fa3": "cuBLAS, FA3", "vllm_kernels": "Marlin, FA3"}
 
 def step_section(folder: Path) -> str:
     """Each device's steps over each cache in the newest process that timed them with weights of their format
-    beside peers, and in one without where that is newer, with shipped records and tuned in steps; "" without
-    rows."""
+    beside peers, and in one without where that is newer, with shipped records and tuned in steps; and tokens
+    of ``generate``; "" without rows."""
     newest: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     runs: dict[tuple[Any, ...], str] = {}
-    rows = [row for _, row in json_rows(folder, FIELDS)]
+    every = [row for _, row in json_rows(folder, FIELDS)]
+    rows = [row for row in every if row.get("op") != OP]
     peers = {(row["run"], row["layers"], row["batch"], row["kv_len"], row["impl"]): row for row in rows if row["impl"] not in OURS}
     beside = {run for run, *_ in peers}
     for row in rows:
@@ -34,8 +36,12 @@ def step_section(folder: Path) -> str:
                 del cases[key]
         cases[(*case[1:4], row["impl"], *kind, row["kv_format"])] = row
     parts = []
-    for gpu, cases in sorted(newest.items()):
-        rows = list(cases.values())
+    for gpu in sorted({row["gpu"] for row in every}):
+        in_generate = generate_section(row for row in every if row["gpu"] == gpu and row.get("op") == OP)
+        rows = list(newest.get(gpu, {}).values())
+        if not rows:
+            parts += [f"## {gpu}", in_generate]
+            continue
         about = (
             f"Commit {commits_of(rows)}. One new token for each sequence of a batch, from the token to its logits: medians of "
             "rounds in which all of a batch's steps alternate. tilebit's sequences grow, with room made on the host at each step, "
@@ -50,8 +56,8 @@ def step_section(folder: Path) -> str:
             "batch", "tokens in the cache", "layers", "kernels", "weights", "cache", "tuned", "ms a step", "its graph alone, ms",
             "16 bits take", "vLLM's kernels take", "commit",
         ]  # fmt: skip
-        parts += [f"## {gpu}", about, table(header, [_line(row, peers) for row in sorted(rows, key=_order)])]
-    return "\n\n".join(parts)
+        parts += [f"## {gpu}", about, table(header, [_line(row, peers) for row in sorted(rows, key=_order)]), in_generate]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from .output import usage
+from .several import numbers
 from .tasks import (
     Budget,
     Jobs,
@@ -42,13 +43,13 @@ Ops = Annotated[
     list[str] | None,
     typer.Option("--op", help="decode, append, pack, gather or prefill; repeat it for several. Default: all five, what a cache needs."),
 ]
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="Sequences; repeat it for several. Default: 1 and 32 (CPU: 1).", min=1)]
+Batches = Annotated[list[int] | None, numbers("--batch", help="Sequences; repeat it, or 1,16 for several. Default: 1 and 32 (CPU: 1).")]
 KVLens = Annotated[
-    list[int] | None, typer.Option("--kv-len", help="Tokens of a sequence; repeat it for several. Default: 4096 (CPU: 1024).", min=1)
+    list[int] | None, numbers("--kv-len", help="Tokens of a sequence; repeat it, or 1024,4096 for several. Default: 4096 (CPU: 1024).")
 ]
 QLens = Annotated[
     list[int] | None,
-    typer.Option("--q-len", help="New tokens of a sequence; repeat it for several. Default: 1, of prefill all kv-len.", min=1),
+    numbers("--q-len", help="New tokens of a sequence; repeat it, or 1,4 for several. Default: 1, of prefill all kv-len."),
 ]
 
 

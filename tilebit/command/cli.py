@@ -35,6 +35,7 @@ from .models import (
     tune_whole,
 )
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
+from .several import numbers
 from .tasks import (
     Budget,
     Jobs,
@@ -72,7 +73,7 @@ ModelsN = Annotated[int | None, typer.Option("--n", "-n", help="Output channels:
 ModelsK = Annotated[int | None, typer.Option("--k", "-k", help="Input channels: columns of the weight.", min=1)]
 Ms = Annotated[
     list[int] | None,
-    typer.Option("--m", "-m", help="Rows of x; repeat it for several. Default: 1, 16, 64, 256 and 4096 (on the CPU: 1 and 32).", min=1),
+    numbers("--m", "-m", help="Rows of x; repeat it, or 1,16 for several. Default: 1, 16, 64, 256 and 4096 (on the CPU: 1 and 32)."),
 ]
 Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
+from .several import Layers, formats_by_layer, numbers
 from .tasks import Json, named_target, pack_kernels, schedule_text
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ BenchedModel = Annotated[
 BenchedCaches = Annotated[
     list[str] | None, typer.Option("--kv-format", help="With --model: format of the KV cache; repeat it for several. Default: kv4_channel.")
 ]
-Batches = Annotated[list[int] | None, typer.Option("--batch", help="With --model: rows; repeat it for several. Default: 1.", min=1)]
+Batches = Annotated[list[int] | None, numbers("--batch", help="With --model: rows; repeat it, or 1,16 for several. Default: 1.")]
 TunedModel = Annotated[
     Path | None,
     typer.Option("--model", help="Tune the products of this model's decode steps, alone and in a step: its directory, or a config.json."),
@@ -63,17 +64,19 @@ def quantize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist yet.")],
     format: Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128.")] = "w4a16_g128",
     skip: Skip = None,
+    layer: Layers = None,
     clip_search: ClipSearch = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Quantize a model while it loads, layer by layer, and save it packed, its tokenizer beside it."""
+    """Quantize a model while it loads, layer by layer, and save it packed, its tokenizer beside it. Of several names that fit a layer, in
+    --skip and --layer, the longest counts."""
     _needed()
     if out.exists():
         fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
     new_file(out, folders=True)
-    chosen, place = _quantization(format, skip, clip_search), _device(device)
+    chosen, place = _quantization(format, skip, clip_search, layer), _device(device)
     with failures():
         from ..transformers.opening import open_model
         from .folders import save_model, weight_bytes
@@ -81,15 +84,16 @@ def quantize(
         model = open_model(source, chosen, _dtype(dtype), place)
         save_model(model, source, out)
         found = {
-            "out": str(out), "format": format, "before_bytes": weight_bytes(source), "after_bytes": weight_bytes(out),
-            "memory_bytes": model.get_memory_footprint(), "peak_bytes": _peak(place),
+            "out": str(out), "format": format, "per_layer": chosen.per_layer, "before_bytes": weight_bytes(source),
+            "after_bytes": weight_bytes(out), "memory_bytes": model.get_memory_footprint(), "peak_bytes": _peak(place),
         }  # fmt: skip
     if as_json:
         print_json(found)
         return
     before, after = found["before_bytes"], found["after_bytes"]
     where = "GPU's peak memory" if place.type == "cuda" else "peak memory of the process"
-    typer.echo(f"{out}: {format}, {_size(before)} before, {_size(after)} after ({before / after:.2f} times smaller)")
+    formats = ", ".join([format, *(f"{name} {kind}" for name, kind in chosen.per_layer.items())])
+    typer.echo(f"{out}: {formats}, {_size(before)} before, {_size(after)} after ({before / after:.2f} times smaller)")
     typer.echo(f"{where}: {_size(found['peak_bytes'])}; next: tilebit generate {out} --prompt ...")
 
 
@@ -225,14 +229,15 @@ def bench_whole(
         print_json(rows)
         return
     dense = {row["batch"]: row for row in rows if row["kv_format"] is None}
-    table = new_table(f"{model}: prompts of {prompt_tokens} tokens", "batch", "weights", "cache", "prefill, tokens/s", "decode, ms a step",
-                      "against 16 bits", "weights", "cache")  # fmt: skip
+    table = new_table(f"{model}: prompts of {prompt_tokens} tokens", "batch", "weights", "cache", "prefill, tokens/s",
+                      "against 16 bits", "decode, ms a step", "against 16 bits", "weights", "cache")  # fmt: skip
     for row in rows:
         base = dense.get(row["batch"])
-        ratio = "-" if base is None else f"{base['decode_ms'] / row['decode_ms']:.2f}x"
+        times = None if base is None else (row["prefill_tokens_per_s"] / base["prefill_tokens_per_s"], base["decode_ms"] / row["decode_ms"])
+        prefill, decode = ("-", "-") if times is None else (f"{ratio:.2f}x" for ratio in times)
         table.add_row(
             str(row["batch"]), row["format"] or "16 bits", row["kv_format"] or "16 bits", f"{row['prefill_tokens_per_s']:.0f}",
-            f"{row['decode_ms']:.3f}", ratio, _size(row["weight_bytes"]), _size(row["cache_bytes"]),
+            prefill, f"{row['decode_ms']:.3f}", decode, _size(row["weight_bytes"]), _size(row["cache_bytes"]),
         )  # fmt: skip
     print_parts(table, f"rows: {out}" if out is not None else "")
 
@@ -323,11 +328,11 @@ def _needed() -> None:
         disable_progress_bar()
 
 
-def _quantization(format: str, skip: list[str] | None, clip_search: bool) -> TilebitConfig:
+def _quantization(format: str, skip: list[str] | None, clip_search: bool, layers: list[str] | None = None) -> TilebitConfig:
     with usage():
         from ..transformers import TilebitConfig
 
-        return TilebitConfig(format, skip=skip, clip_search=clip_search)
+        return TilebitConfig(format, skip=skip, per_layer=formats_by_layer(layers), clip_search=clip_search)
 
 
 def _known_cache(name: str) -> None:

@@ -114,7 +114,7 @@ USAGE = [
     (["pack", "--heads", "32/8"], "Missing argument"),
     (["compile", "--heads", "32/8", "--rotary", "full"], "rotary is 'full'; accepted"),
     (["compile", "--heads", "32/8", "--scale", "0"], "scale is 0.0; accepted: a number above 0"),
-    (["compile", "--heads", "32/8", "--batch", "0"], "greater than or equal to 1"),
+    (["compile", "--heads", "32/8", "--batch", "0"], "'0' is no whole number from 1 on"),
     (["compile", "--heads", "32/8", "--window", "-1"], "greater than or equal to 0"),
     (["compile", "--heads", "32/8", "--soft-cap", "nan"], "greater than or equal to 0"),
     (["tune", "--heads", "32/8", "--target", "sm_70"], "accepted: sm_80"),

@@ -323,7 +323,10 @@ def test_bench_of_a_model(dense: Path, packed: Path, tmp_path: Path):
     assert [row["decode_ms"] for row in written] == [row["decode_ms"] for row in found] and {row["op"] for row in written} == {"model"}
     assert [row["impl"] for row in parsed("bench", "--model", str(dense / "config.json"), *short)] == ["16 bits", "tilebit"]
     assert [(row["impl"], row["format"]) for row in parsed("bench", "--model", str(packed), *short[:-2])] == [("tilebit", "packed")]
-    assert "against 16 bits" in call("bench", "--model", str(dense), *short).output
+    shown = call("bench", "--model", str(dense), *short, "--batch", "1,2").output
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if line.startswith("│")]
+    assert shown.count("against 16 bits") == 2 and [line[0] for line in lines] == ["1", "1", "2", "2"]
+    assert all(line[4] == line[6] == "1.00x" for line in lines[::2]) and all(line[4][-1] == line[6][-1] == "x" for line in lines[1::2])
 
 
 def test_what_bench_refuses(dense: Path, packed: Path):
@@ -333,6 +336,8 @@ def test_what_bench_refuses(dense: Path, packed: Path):
     assert "no directory" in refused("bench", "--model", str(dense / "nothing"))
     assert "whose weights are not there" in refused("bench", "--model", str(packed / "config.json"), "--prompt-tokens", "20")
     assert "kv3" in refused("bench", "--model", str(dense), "--kv-format", "kv3")
+    for wrong in ("0", "1,0", "1,,2", "x", "-1", "1.5", ""):
+        assert "accepted: 16, or 1,16,64" in refused("bench", "--model", str(dense), f"--batch={wrong}")
 
 
 def test_products_of_a_model_are_tuned(dense: Path, monkeypatch: pytest.MonkeyPatch):
@@ -344,9 +349,9 @@ def test_products_of_a_model_are_tuned(dense: Path, monkeypatch: pytest.MonkeyPa
         return [product, replace(product, us=None, before_us=None, tried=0)]
 
     monkeypatch.setattr(tilebit.transformers, "tune", tune)
-    options = ("tune", "--model", str(dense), "--batch", "2", "--batch", "1", "--format", "w4a16_g64", "--tokens", "100", "--part", "gate")
+    options = ("tune", "--model", str(dense), "--batch", "2,4", "--batch", "1", "--format", "w4a16_g64", "--tokens", "90", "--part", "gate")
     said = parsed(*options, "--budget", "9", "--jobs", "1")
-    assert asked == [([1, 2], ("gate",), (None, "kv4_channel", 100), {"budget_s": 9.0, "jobs": 1, "progress": False})]
+    assert asked == [([1, 2, 4], ("gate",), (None, "kv4_channel", 90), {"budget_s": 9.0, "jobs": 1, "progress": False})]
     assert [(row["n"], row["gate"], row["calls"], row["us"], row["before_us"]) for row in said["results"]] == [
         (256, "silu", 2, 9.5, 10.0), (256, "silu", 2, None, None),
     ]  # fmt: skip

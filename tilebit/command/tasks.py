@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import counting, fail, failures, new_file, new_table, print_json, print_parts, schedule_text, usage
+from ..progress import counting
+from .output import fail, failures, new_file, new_table, print_json, print_parts, schedule_text, usage
 
 if TYPE_CHECKING:
     from ..schedules.operations import AnyWorkload

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from ..kernels import find_kernel, one_compiler
+from ..progress import waiting
 from ..weights.packed import PackedWeight
 from . import dispatch
 from .dispatch import Plan
@@ -53,11 +54,15 @@ class Preparation:
         return sum(not build.done() for build in self._builds)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until all kernels are built, then load them. Raises ``KernelUnavailable`` when one cannot
-        be built, and ``TimeoutError`` after ``timeout`` seconds in all."""
+        """Until all kernels are built, then load them; a bar on a terminal's standard error counts them.
+        Raises ``KernelUnavailable`` when one cannot be built, and ``TimeoutError`` after ``timeout``
+        seconds in all."""
         until = None if timeout is None else time.monotonic() + timeout
-        for build in self._builds:
-            build.result(None if until is None else max(0.0, until - time.monotonic()))
+        with waiting("compiling kernels", len(self._builds)) as settled:
+            for build in self._builds:
+                build.add_done_callback(lambda _: settled(len(self._builds) - self.left))
+            for build in self._builds:
+                build.result(None if until is None else max(0.0, until - time.monotonic()))
         if self._pool is not None:
             self._pool.shutdown()
         for plan in self._plans:
@@ -73,7 +78,8 @@ def prepare(
     background: bool = False,
 ) -> Preparation:
     """Load, and where needed compile, the kernels that calls with ``m`` rows will use (None: any
-    number of rows): before a CUDA-graph capture or a first request.
+    number of rows): before a CUDA-graph capture or a first request. While they compile a terminal's
+    standard error shows a bar.
 
     ``weights`` are one or several packed weights, for which ``bias`` and ``dependent`` say whether
     calls pass them, or a model, whose layers say so themselves (``AnyPrecisionLinear``: for the width

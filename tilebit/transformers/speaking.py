@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
+from ..ops.prepare import prepare
+from ..weights.mixed import MixedLinear
+from ..weights.modules import QuantLinear
 from .cache import TilebitCache, cache_bytes
 from .compiled import compile
 from .opening import most_tokens
@@ -81,14 +84,17 @@ def speak(
     """Continue ``ids`` int64 [1, tokens] by up to ``max_tokens`` tokens, greedily or, above ``temperature``
     0, by sampling; ``write`` is given the text piece by piece. ``kv_format`` names a cache's
     ("kv4_channel"), over which steps are fused (``compile``) where the model's kind is known; None is
-    transformers' own in 16 bits. Three tokens are generated and dropped first: kernels compile and
-    load, and steps are captured, outside of what is timed."""
+    transformers' own in 16 bits. Three tokens are generated and dropped first: kernels compile (in
+    parallel, with a bar on a terminal's standard error) and load, and steps are captured, outside of
+    what is timed."""
     cache: Any = None
     if kv_format is not None:
         cache = TilebitCache(model.config, format=kv_format, max_tokens=ids.shape[1] + max_tokens, sequences=1)
         model.set_attn_implementation("tilebit")
         if getattr(model, "tilebit_steps", None) is None:
             compile(model, (1,))
+    if getattr(model, "tilebit_steps", None) is None and any(isinstance(layer, QuantLinear | MixedLinear) for layer in model.modules()):
+        prepare(model, [1, ids.shape[1]])
     options: dict[str, Any] = {"do_sample": temperature > 0, "pad_token_id": tokenizer.pad_token_id or tokenizer.eos_token_id or 0}
     options |= {"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
     options["attention_mask"] = torch.ones_like(ids)

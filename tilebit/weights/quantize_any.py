@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..accepted import expect, expect_tensors
+from ..progress import counted
 from .kmeans import SortedRows, segments
 from .nested import nested
-from .progress import counted
 
 SEED_BITS = (2, 3, 4)
 MAX_BITS = 8

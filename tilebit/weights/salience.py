@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..accepted import expect, format_of
 from ..layouts.formats import GemmFormat, QuantFormat
+from ..progress import counted
 from .batches import batches_of, evaluating, next_token_loss
 from .layers import linears_of, once
-from .progress import counted
 from .quantize import quantize
 
 Terms = Literal["both", "first", "second"]

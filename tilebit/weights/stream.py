@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..progress import counted
 from .batches import evaluating, run
-from .progress import counted
 
 Layers = Mapping[str, nn.Linear]
 Visit = Callable[[str, nn.Linear, Tensor], Tensor]

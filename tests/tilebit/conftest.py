@@ -5,10 +5,19 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # door_cases
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Of a test that runs on both."""
+    import torch
+
+    return torch.device(request.param)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..cache.kvcache import KVCache
 from ..kernels import build
 from ..ops.plans import bucket, rehearsed
 from ..progress import waiting
+from ..weights.any_modules import AnyPrecisionLinear
 from .anatomy import anatomy
 from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
@@ -50,7 +51,8 @@ def compile(
     launched before the one before it ends. Windows that fill are packed behind all layers: the token
     that fills one reads it in 16 bits. On a GPU the step is captured as a CUDA graph at the
     second such call with a cache, and replayed from then on: use one cache again (``reset()``)
-    rather than making another. A call with more than 16 new tokens in each of any number of rows, a
+    rather than making another. Each width of any-precision layers (``set_precision``) has a graph of
+    its own. A call with more than 16 new tokens in each of any number of rows, a
     prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q
     and k. Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
     Masks and positions that ``generate`` makes are read at its first step and known from then on; those of
@@ -115,12 +117,13 @@ class Captured:
     added: Tensor  # the same on the device
 
 
-Graphs = weakref.WeakKeyDictionary[Batch, Captured | None]  # None: one step has run, and loaded its kernels
+# By the widths of any-precision layers. None: one step has run, and loaded its kernels
+Graphs = weakref.WeakKeyDictionary[Batch, dict[tuple[int, ...], Captured | None]]
 
 
 class DecodeSteps:
-    """The fused steps of a model, for batches of ``sizes`` rows, one graph for each batch of a cache; and
-    its fused prompts."""
+    """The fused steps of a model, for batches of ``sizes`` rows, one graph for each batch of a cache and
+    each width that its layers are set to; and its fused prompts."""
 
     def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = BY_DEFAULT) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
@@ -136,6 +139,7 @@ class DecodeSteps:
             for name, module in owner._modules.items()
             if module is not None and not isinstance(module, torch.nn.ModuleList)
         ]
+        self._any = [layer for layer in self.model.modules() if isinstance(layer, AnyPrecisionLinear)]
         self._graphs.clear()
         self._prompts: set[tuple[int, int, str]] = set()  # tokens and rows, rounded up, and caches' formats, whose kernels are there
         self._stale = False
@@ -273,15 +277,16 @@ class DecodeSteps:
         """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
         ``batch`` has been advanced by one token each, best ``deferred``. On a GPU, captured at the second call
         with both; from then on ``ids`` that are ``tokens(batch)`` are read where they lie."""
-        if batch not in self._graphs:
+        graphs, widths = self._graphs.setdefault(batch, {}), self._widths()
+        if widths not in graphs:
             _rehearse(batch, lambda: self.step(ids, kv, batch))
-            self._graphs[batch] = None
+            graphs[widths] = None
             return self.step(ids, kv, batch)  # kernels load, and workspaces are made, outside of the graph
         if not self._captures(ids):
             return self.step(ids, kv, batch)
-        captured = self._graphs[batch]
+        captured = graphs[widths]
         if captured is None:
-            captured = self._graphs[batch] = self._captured(kv, batch, ids)
+            captured = graphs[widths] = self._captured(kv, batch, ids)
         if ids.data_ptr() != captured.ids.data_ptr():
             captured.ids.copy_(ids)
         batch.lag(captured.growth)
@@ -291,15 +296,18 @@ class DecodeSteps:
     def tokens(self, batch: Batch) -> Tensor | None:
         """The int64 [rows] that the captured step of ``batch`` reads its tokens from, for who samples into
         it; None before it is captured."""
-        captured = self._graphs.get(batch)
+        captured = self._graphs.get(batch, {}).get(self._widths())
         return None if captured is None else captured.ids
 
     def replay(self, batch: Batch) -> None:
         """The captured step of ``batch`` once more, as it is: what is left without the host's work."""
-        captured = self._graphs[batch]
+        captured = self._graphs[batch][self._widths()]
         assert captured is not None
         batch.lag(captured.growth)
         captured.graph.replay()
+
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(layer.bits for layer in self._any)
 
     def _captures(self, ids: Tensor) -> bool:
         return ids.is_cuda

@@ -16,6 +16,7 @@ from ..schedules.gemm.stream import MAX_M
 from ..schedules.gemm.workload import Workload
 from ..schedules.operations import candidates
 from ..schedules.target import target_from_name
+from ..weights.any_modules import AnyPrecisionLinear
 from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from .anatomy import Norm
@@ -128,7 +129,8 @@ def prepared(products: Iterable[nn.Module], sizes: Sequence[int]) -> None:
             continue
         plans = {product: product.plan(rows[0]) for product in products if isinstance(product, Parted)}
         own = [product for product in products if plans.get(product) is None]
-        quantized = nn.ModuleList(p for p in own if any(isinstance(layer, QuantLinear | MixedLinear) for layer in p.modules()))
+        kinds = (QuantLinear, MixedLinear, AnyPrecisionLinear)
+        quantized = nn.ModuleList(p for p in own if any(isinstance(layer, kinds) for layer in p.modules()))
         if len(quantized):
             prepare(quantized, rows)
         Preparation(list(dict.fromkeys(plan for plan in plans.values() if plan is not None)), rows).wait()

@@ -30,9 +30,11 @@ KINDS: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 }  # fmt: skip
 
 
-def model_of(kind: str, quantized: bool = True) -> Any:
-    config, format = KINDS[kind]
+def model_of(kind: str, quantized: bool = True, format: str | None = None) -> Any:
+    """``format`` is another than the kind's in ``KINDS``."""
+    config, own = KINDS[kind]
     model: Any = made(config(), torch.float16)
+    format = own if format is None else format
     if format and quantized:
         tilebit.quantize_model(model, format)
     return model

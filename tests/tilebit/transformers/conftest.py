@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from replayed import Replay
 
 pytest.importorskip("transformers", minversion="5.17")
 sys.path.append(str(Path(__file__).parent))  # tiny_models
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
-    """Every replay of a step that would be captured on a GPU."""
-    from replayed import Replay
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each replay of a captured step (``replays.Watched``)."""
+    from replays import watch
 
-    from tilebit.transformers.compiled import DecodeSteps
-
-    found: list[Replay] = []
-    monkeypatch.setattr(DecodeSteps, "_captures", lambda self, ids: True)
-    monkeypatch.setattr(DecodeSteps, "_captured", lambda self, kv, batch, ids: Replay(self, kv, batch, ids, found).captured())
-    return found
+    return watch(monkeypatch)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparison import GREEDY, own_cache, prompts
 from compiled_models import KINDS, LIMIT, PADDING, ROWS, model_of
-from replayed import Replay
+from stepping import COLUMNS, steps_of
 from tiny_models import gemma3, llama, made
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,8 +23,6 @@ from tilebit.transformers import TilebitCache, compile, fused, release
 from tilebit.transformers.anatomy import Norm
 from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
-
-COLUMNS = 124  # a window fills on the way
 
 
 @pytest.fixture
@@ -38,24 +36,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, cache, ids, *rest)
 
     monkeypatch.setattr(DecodeSteps, "run", run)
-    return found
-
-
-@torch.no_grad()
-def steps_of(model: Any, count: int = 10, format: str = "kv16", **options: Any) -> list[Tensor]:
-    """Logits of ``count`` tokens, one after another, behind a prompt with padding: always the same ones."""
-    model.set_attn_implementation("tilebit")
-    cache = TilebitCache(model.config, format=format)
-    inputs = prompts(ROWS, COLUMNS, PADDING)
-    mask = inputs["attention_mask"]
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    model(**inputs, position_ids=places, past_key_values=cache)
-    ids = torch.randint(2, 256, (count, ROWS, 1), generator=torch.Generator().manual_seed(3))
-    found = []
-    for step in ids:
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1, **options}
-        found.append(model(input_ids=step, past_key_values=cache, **given).logits)
     return found
 
 
@@ -194,55 +174,6 @@ def test_low_bit_caches_are_filled_alike(taken: list[int], monkeypatch: pytest.M
     different = (pages[0] != pages[1]).sum()
     assert bool(pages[0].any()) and int(different) <= pages[0].numel() // 1000
     assert len(taken) == 10
-
-
-@torch.no_grad()
-def test_replayed_steps_give_the_tokens_of_others(replays: list[Replay]):
-    """Between replays: none of the graph's (a prompt, several rows at once, a shorter cache), and two graphs on one cache."""
-    model: Any = compile(model_of("llama"), (1, 3))
-    expected = model_of("llama")
-    expected.set_attn_implementation("tilebit")
-    for options in ({}, {"num_beams": 3}):
-        cache = own_cache(model)
-        for _ in range(2):
-            given = {**prompts(1, 120), **GREEDY, **options}
-            assert torch.equal(
-                model.generate(**given, past_key_values=cache), expected.generate(**given, past_key_values=own_cache(expected))
-            )
-            cache.reset()
-    assert len(replays) >= 4 * 13 and {len(replay.ids) for replay in replays} == {1, 3}
-    ids = prompts(1, 40)["input_ids"]
-    for of in (model, expected):
-        cache = of.cache_under_test = own_cache(of)
-        of(input_ids=ids[:, :30], past_key_values=cache)
-        for start in (30, 31, 32):
-            of(input_ids=ids[:, start : start + 1], past_key_values=cache)
-        cache.crop(31)
-        of(input_ids=ids[:, 31:34], past_key_values=cache)  # no step
-        of.last = [of(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(34, 40)]
-    alike(model.last, expected.last)
-
-
-@torch.no_grad()
-def test_a_server_samples_into_the_captured_step(replays: list[Replay]):
-    model: Any = compile(model_of("llama"), (1,))
-    steps, cache = model.tilebit_steps, own_cache(model)
-    prompt = prompts(1, 20)
-    tokens = model.generate(**prompt, past_key_values=cache, **GREEDY)[0, 20:]
-    cache.reset()
-    first = model(**prompt, past_key_values=cache).logits[:, -1].argmax(-1)
-    kv, batch = cache.pool.cache, cache.pool.cache.batch(cache.pool.handles)
-    assert steps.tokens(batch) is None
-    replays.clear()
-    ids, found = first, []
-    for _ in range(len(tokens) - 1):
-        found.append(ids.clone())
-        kv.advance(batch, deferred=True)
-        sampled = steps.launch(kv, batch, ids).argmax(-1)
-        held = steps.tokens(batch)
-        ids = sampled if held is None else held.copy_(sampled)
-    assert torch.equal(torch.cat([*found, ids]), tokens) and len(replays) == len(tokens) - 2
-    assert ids is replays[-1].ids
 
 
 @torch.no_grad()

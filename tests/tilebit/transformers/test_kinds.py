@@ -15,18 +15,18 @@ from tilebit.transformers import TilebitCache
 BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "output_scores": True}
 
 
-def built(config: Any, reference: str, **options: Any) -> Any:
+def built(config: Any, reference: str, device: str | torch.device = "cpu", **options: Any) -> Any:
     model: Any = made(config, torch.float16, attn_implementation=reference, **options)
     model.reference = reference
-    return model
+    return model.to(device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("kind", ["gpt-oss", "gemma3"])
-def test_sinks_and_mixed_layers_give_what_transformers_gives(kind: str, options: dict[str, Any]):
+def test_sinks_and_mixed_layers_give_what_transformers_gives(kind: str, options: dict[str, Any], device: torch.device):
     """Padded rows; windows of 24 columns beside layers that see all; the residual window fills on the way."""
-    model = built(gpt_oss(), "eager") if kind == "gpt-oss" else built(gemma3(), "sdpa")
+    model = built(gpt_oss(), "eager", device) if kind == "gpt-oss" else built(gemma3(), "sdpa", device)
     if kind == "gpt-oss":  # sinks that take a good part of what there is
         for name, value in model.named_parameters():
             if name.endswith("sinks"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from comparison import own_cache, prompts
 from compiled_models import model_of
-from replayed import Replay
+from replays import Watched
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationMixin
@@ -69,7 +69,7 @@ def waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         return call
 
     def replay(real: Any) -> Any:
-        def call(self: Replay) -> None:
+        def call(self: Watched) -> None:
             found.watched = False
             real(self)
             found.watched = True
@@ -79,13 +79,13 @@ def waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     with monkeypatch.context() as patch, found:
         for name in ("tolist", "cpu", "numpy"):  # which a TorchDispatchMode does not see
             patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-        patch.setattr(Replay, "replay", replay(Replay.replay))
+        patch.setattr(Watched, "replay", replay(Watched.replay))
         yield found
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_step_does_not_wait(batch: str, mode: Any, replays: list[Replay], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait(batch: str, mode: Any, replays: list[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind it ``generate`` itself waits once, to see whether all rows have ended. The first step reads the mask and the positions, in
     one copy."""
     given = prompts(*BATCHES[batch])
@@ -102,7 +102,7 @@ def test_a_step_does_not_wait(batch: str, mode: Any, replays: list[Replay], monk
     assert torch.equal(tokens, model.generate(**given, **GREEDY, past_key_values=own_cache(model)))
 
 
-def test_what_others_write_to_a_mask_is_read(replays: list[Replay]) -> None:
+def test_what_others_write_to_a_mask_is_read(replays: list[Watched]) -> None:
     """A mask that becomes another one on the way is refused, as it was before its values were known."""
     model: Any = compile(model_of("llama"), (3,))
     seen: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -39,19 +40,28 @@ def examples() -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_model_example_runs(tmp_path: Path):
-    """On a random model, made on the spot: its weights take less than their 16 bits did."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_model_example_runs(tmp_path: Path, device: str):
+    """On a random model, made on the spot: its weights take less than their 16 bits did, its steps are fused, and the clock counts a call
+    that compiles nothing."""
     pytest.importorskip("transformers", minversion="5.17")
     from tilebit.transformers.synthetic import write_model
 
     example, folder = examples()[0], write_model(tmp_path / "model")
     code = [line for line in example.splitlines() if line.strip() and not line.startswith(("import", "from"))]
-    assert len(code) <= 8 and "path/to/model" in example
+    assert len(code) <= 13 and "path/to/model" in example
     script = tmp_path / "example.py"
-    script.write_text(example.replace("path/to/model", str(folder)))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    script.write_text("\n".join((
+        example.replace("path/to/model", str(folder)),
+        "print(model.device.type, len(model.tilebit_steps._graphs), time.time() - time.perf_counter() + start)",
+    )))  # fmt: skip
+    environment = {**os.environ, "TILEBIT_CACHE": str(tmp_path / "cache"), **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    *_, memory, speed = done.stdout.splitlines()
+    *_, memory, speed, run = done.stdout.splitlines()
+    where, graphs, started = run.split()
+    compiled = [path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.so")]
+    assert where == device and int(graphs) == 1 and len(compiled) >= 8 and max(compiled) < float(started)
     found = re.fullmatch(r"(\d+\.\d) MB of weights, (\d+\.\d) MB of cache", memory)
     assert "The capital of France is" in done.stdout and found is not None and re.fullmatch(r"\d+\.\d tokens/s", speed), done.stdout
     assert 0 < float(found[1]) < (folder / "model.safetensors").stat().st_size / 1e6 and float(found[2]) > 0

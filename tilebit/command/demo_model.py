@@ -33,7 +33,8 @@ def run_model(console: Console, scratch: Path, device: str) -> None:
     disable_progress_bar()
     real = os.environ.get(MODEL)
     folder = Path(real) if real else write_model(scratch / "model")
-    console.print(f"  ... a whole model: {escape(str(real)) if real else f'a random one, made on the spot (${MODEL} names a real one)'}")
+    which = escape(str(real)) if real else f"a random one, made on the spot (${MODEL} names a real one)"
+    console.print(f"  ... a whole model on {device}: {which}")
     model, tokenizer = open_model(folder, TilebitConfig(FORMAT), torch.bfloat16, torch.device(device)), open_tokenizer(folder)
     ids = fitting_ids(model, tokenizer, PROMPT, NEW_TOKENS)
     spoken = speak(model, tokenizer, ids, NEW_TOKENS, lambda _: None, KV_FORMAT)
@@ -43,4 +44,4 @@ def run_model(console: Console, scratch: Path, device: str) -> None:
         f"{weight_bytes(folder) / 1e6:.1f} MB before; cache {spoken.cache_bytes / 1e6:.1f} MB as {KV_FORMAT}"
     )
     decode = f", decode {spoken.decode_rate:.1f} tokens/s" if spoken.decode_rate is not None else ""
-    console.print(f"      prefill {spoken.prefill_rate:.1f} tokens/s{decode}\n")
+    console.print(f"      prefill {spoken.prefill_rate:.1f} tokens/s{decode}: a second call, kernels compiled and steps captured before\n")

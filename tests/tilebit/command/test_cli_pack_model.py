@@ -160,14 +160,14 @@ main()
 
 
 @pytest.mark.slow
-def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Path):
+def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Path, device: torch.device):
     """The same text, from an empty cache; without the pack the error says what is missing."""
     pack = tmp_path / "pack"
-    model = (str(dense), "--format", "w4a16_g64", "--kv-format", "kv4_channel")
-    packed = call("pack", str(pack), "--model", *model, "--max-tokens", "192", "--target", "cpu", "--json")
+    model = (str(dense), "--format", "w4a16_g64", "--kv-format", "kv4_channel", "--dtype", "float16")
+    packed = call("pack", str(pack), "--model", *model, "--max-tokens", "192", "--target", str(device), "--json")
     assert packed.exit_code == 0, packed.output
     assert len(json.loads(packed.stdout)["kernels"]) >= 8
-    words = ("generate", *model, "--prompt", "a small model", "--max-tokens", "130", "--device", "cpu", "--json")
+    words = ("generate", *model, "--prompt", "a small model", "--max-tokens", "130", "--device", str(device), "--json")
     expected = json.loads(call(*words).stdout)["text"]
     environment = {**os.environ, "TILEBIT_NO_COMPILE": "1", "TILEBIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
@@ -176,7 +176,9 @@ def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Pat
 
     found = run("--pack", str(pack))
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["text"] == expected and len(expected) == 130  # a window fills on the way
+    text = json.loads(found.stdout)["text"]
+    assert len(text) == len(expected) == 130  # a window fills on the way
+    assert text == expected if device.type == "cpu" else text[:4] == expected[:4]  # kernels may be others, and round otherwise
     lacking = run()
     assert lacking.returncode == 1 and "TILEBIT_NO_COMPILE" in lacking.stderr and "tilebit" in lacking.stderr
 

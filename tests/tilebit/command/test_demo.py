@@ -35,7 +35,8 @@ def test_the_demo_starts_with_a_model(monkeypatch, tmp_path):
     demo_model.run_model(console, tmp_path, "cpu")
     shown = console.file.getvalue()  # type: ignore[union-attr]
     after, before = (float(re.search(pattern, shown)[1]) for pattern in (r"weights ([\d.]+) MB", r"([\d.]+) MB before"))  # type: ignore[index]
-    assert after < before and "decode" in shown and f"{demo_model.PROMPT!r} -> '" in shown
+    assert after < before and "model on cpu" in shown and f"{demo_model.PROMPT!r} -> '" in shown
+    assert re.search(r"decode [\d.]+ tokens/s: a second call", shown)
 
 
 def test_the_demo_does_without_transformers(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from .attention import attention
-from .models import (
+from .model_options import (
     Batches,
     BenchedCaches,
     BenchedModel,
@@ -27,13 +27,8 @@ from .models import (
     TunedCache,
     TunedModel,
     TunedTokens,
-    bench_whole,
-    evaluate,
-    generate,
-    pack_whole,
-    quantize,
-    tune_whole,
-)
+)  # fmt: skip
+from .models import bench_whole, evaluate, generate, pack_whole, quantize, tune_whole
 from .output import failures, new_file, new_table, print_json, print_parts, printed, usage
 from .several import numbers
 from .tasks import (

@@ -28,6 +28,11 @@ class TilebitConfig(QuantizationConfigMixin):
     longest counts. Embeddings stay in 16 bits. Of layers in two formats (``MixedLinear``) a saved
     config has both, "w4a8_g128_asym+w8a8_g128": which channels are in which lies beside the weights.
 
+    An output layer whose weight is the input embedding's, too, is packed on its own where it is asked for
+    (``per_layer={"lm_head": "w8a16_channel"}``, or ``skip=[]``). The embedding keeps the 16-bit weight:
+    steps read less, and memory grows by what is packed, half of that weight in 8 bits, a quarter in
+    4. Such a model's config then has ``tie_word_embeddings`` False.
+
     ``source`` is the quantization config of another tool, whose directory is read instead (``load``
     sets it; nothing else counts then).
 

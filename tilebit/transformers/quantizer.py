@@ -24,6 +24,7 @@ from .config import METHOD, TilebitConfig
 from .foreign import ForeignSource
 from .recognize import recognized
 from .sources import PackedSource
+from .tying import tied_weights, untie
 
 
 class Awaited(nn.Module):
@@ -33,7 +34,8 @@ class Awaited(nn.Module):
 
 class TilebitQuantizer(HfQuantizer):
     """Float weights are quantized one by one as transformers reads them: beside what is packed, one
-    layer's floats are in memory. Packed ones, of tilebit's directories (``sources.py``) and
+    layer's floats are in memory. A weight that is the input embedding's, too, is quantized behind all
+    others; the embedding keeps it, in 16 bits. Packed ones, of tilebit's directories (``sources.py``) and
     other tools' (``foreign.py``), are read after the others, layer by layer."""
 
     quantization_config: TilebitConfig
@@ -41,6 +43,8 @@ class TilebitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: TilebitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.formats: dict[str, GemmFormat] = {}  # of layers whose floats are still to be quantized
+        self._tied: dict[str, GemmFormat] = {}  # of those of them whose weight is another module's, too, and has been read
+        self._parameters: dict[str, set[str]] = {}  # by parameter: the layers that it is then read for
         self.dtype = torch.float16
         self._source: PackedSource | ForeignSource | None = None
 
@@ -70,6 +74,7 @@ class TilebitQuantizer(HfQuantizer):
         with torch.device("cpu"):  # here it is meta, which tensors of a library first imported now would be on for good
             self._source = opened(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
         self.quantization_config = self._source.config
+        untie(model, self._source.layers)
         with torch.device("meta"):
             for name in self._source.layers:
                 _put(model, name, Awaited())
@@ -81,16 +86,23 @@ class TilebitQuantizer(HfQuantizer):
 
     def _expect_floats(self, model: PreTrainedModel) -> None:
         self.formats = self.quantization_config.formats_of(model)
-        tied = {name.removesuffix(".weight") for names in model.all_tied_weights_keys.items() for name in names}
+        tied = tied_weights(model)
         for name, format in self.formats.items():
-            if name in tied:
-                raise ValueError(f"{name} shares its weight with another module; accepted: layers with one of their own: add it to skip")
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear)
             Workload(0, layer.out_features, layer.in_features, format, str(self.dtype).removeprefix("torch."))
+            for parameter in tied.get(name, ()):
+                self._parameters.setdefault(parameter, set()).add(name)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        return param_name.removesuffix(".weight") in self.formats and param_name.endswith(".weight")
+        return param_name in self._parameters or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self.formats)
+
+    def arrived(self, param_name: str) -> bool:
+        """Whether the weight ``param_name``, which has been read, stays in the model until transformers has tied
+        what shares it."""
+        layers = self._parameters.get(param_name, set())
+        self._tied |= {name: self.formats.pop(name) for name in layers & set(self.formats)}
+        return param_name in self._parameters
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -102,6 +114,12 @@ class TilebitQuantizer(HfQuantizer):
                 f"the directory holds no weight for {len(names)} layers that are quantized, {', '.join(names[:3])} first; accepted: one "
                 "with all of them: copy it again, or name the model that it is of"
             )
+        for name, format in self._tied.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            _put(model, name, QuantLinear.from_float(layer, format, self.quantization_config.clip_search, self.dtype).eval())
+        untie(model, self._tied)
+        self._tied, self._parameters = {}, {}
         if self._source is not None:
             for name in self._source.layers:
                 _put(model, name, self._source.read(name, _device_near(model, name)).eval())
@@ -138,7 +156,8 @@ class TilebitQuantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """A weight's floats, as they were read, become a ``QuantLinear`` in the model."""
+    """A weight's floats, as they were read, become a ``QuantLinear`` in the model; at once, unless another
+    module shares them."""
 
     def __init__(self, quantizer: TilebitQuantizer) -> None:
         self._quantizer = quantizer
@@ -149,6 +168,8 @@ class _Quantize(ConversionOps):
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
         name, chosen = full_layer_name.removesuffix(".weight"), self._quantizer
+        if chosen.arrived(full_layer_name):
+            return {full_layer_name: weight}
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         if tuple(weight.shape) != (linear.out_features, linear.in_features):

@@ -8,8 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..weights.mixed import MixedLinear
+from ..weights.modules import QuantLinear
 from .config import TilebitConfig
 from .quantizer import TilebitQuantizer
+from .tying import untie
 
 
 def attach(model: nn.Module) -> None:
@@ -23,3 +26,4 @@ def attach(model: nn.Module) -> None:
             module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
         if isinstance(module, PreTrainedModel):
             module.hf_quantizer = quantizer
+    untie(model, [name for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, QuantLinear | MixedLinear)])

@@ -92,6 +92,19 @@ def test_layers_are_skipped(dense: Path, tmp_path: Path):
     assert kinds.pop("down_proj") is torch.nn.Linear and set(kinds.values()) == {QuantLinear}
 
 
+def test_an_output_layer_is_quantized_where_it_is_named(dense: Path, tmp_path: Path):
+    """The model's is tied to its input embedding, which keeps its 16 bits."""
+    from tilebit.weights.modules import QuantLinear
+
+    asked = ("quantize", str(dense), str(tmp_path / "out"), "--format", "w4a16_g64", "--layer")
+    said = parsed(*asked, "lm_head=w8a16_channel")
+    model: Any = open_model(tmp_path / "out")
+    assert isinstance(model.lm_head, QuantLinear) and model.lm_head.format.name == "w8a16_channel"
+    assert said["memory_bytes"] == model.get_memory_footprint()
+    for wrong, message in (("lm_head", "accepted: NAME=FORMAT"), ("lm_head=w9", "w9"), ("lm_haed=w8a16_g64", "per_layer names 'lm_haed'")):
+        assert message in refused(*asked[:2], str(tmp_path / "other"), *asked[3:], wrong) and not (tmp_path / "other").exists()
+
+
 @pytest.mark.slow
 def test_text_is_generated(dense: Path, packed: Path):
     """The same text from a packed directory and from one that is quantized while it loads, and with each cache of 16 bits; the clocks and

@@ -4,7 +4,6 @@ loaded, and what becomes of them."""
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
+from ..weights.experts import warn_of_stacks
 from ..weights.mixed import ROWS, MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
@@ -62,9 +62,6 @@ class TilebitQuantizer(HfQuantizer):
         return super().param_element_size(model, param_name, param) if found is None else found.bits / 8
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: Any = None, **_: Any) -> None:
-        left = [name for name, value in model.named_parameters() if value.ndim == 3 and "expert" in name]
-        if left:
-            warnings.warn(f"{len(left)} stacks of experts stay in 16 bits, {left[0]} first: only linear layers are quantized", stacklevel=2)
         if not self.pre_quantized:
             self._expect_floats(model)
             return
@@ -127,6 +124,7 @@ class TilebitQuantizer(HfQuantizer):
         for part in model.modules():  # which can be saved by themselves
             if isinstance(part, PreTrainedModel):
                 part.hf_quantizer = self  # type: ignore[assignment]
+        warn_of_stacks(model, 2)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
         """``save_pretrained`` asks for this before it writes the config: which then says what the layers

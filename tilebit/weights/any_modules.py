@@ -16,6 +16,7 @@ from ..accepted import expect, expect_tensors
 from ..layouts.planes import plane_layout
 from ..ops.gemm import call
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
+from .experts import warn_of_stacks
 from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import linears_of, once
 from .packed import DTYPES, arch_of
@@ -222,8 +223,8 @@ def quantize_model_any(
     """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns the
     names replaced.
 
-    ``skip`` as in ``quantize_model``. ``sensitivity``: [n, k] by layer, as ``quantize_any`` takes it;
-    layers without one are clustered with all values alike. Layers are converted before any is
+    ``skip``, and experts that are no linear layers, as in ``quantize_model``. ``sensitivity``: [n, k] by
+    layer, as ``quantize_any`` takes it; layers without one are clustered with all values alike. Layers are converted before any is
     replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
     replace, and for a sensitivity of no layer.
     """
@@ -238,6 +239,7 @@ def quantize_model_any(
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
+    warn_of_stacks(model, 2)
     return list(found)
 
 

@@ -15,6 +15,7 @@ from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..ops.gemm_int8 import gemm_int8, of_rows
 from ..schedules.gemm.codecs import packed_layout
+from .experts import warn_of_stacks
 from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import Quantized, given_weights, linears_of
 from .loading import misfits
@@ -328,7 +329,8 @@ def quantize_model(
     replace, for ``weights`` or layers of ``precision`` of no layer, of another shape, or of one layer
     twice, and for ``weights`` that are not what ``precision`` says of their layer. Afterwards ``save_pretrained`` of a
     transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
-    is imported; of another library's it is an error.
+    is imported; of another library's it is an error. Experts that a model stacks in one tensor are no
+    linear layers, and stay; one warning names them, with their share of the bytes.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
@@ -362,6 +364,7 @@ def quantize_model(
     if elsewhere:
         model.to(dtype)
     _settle_saving(model)
+    warn_of_stacks(model, 2)
     return list(found)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .weights.any_modules import AnyPrecisionLinear, precision_view, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
     from .weights.checkpoint import Checkpoint, load_checkpoint
+    from .weights.embedding import QuantEmbedding
     from .weights.gptq import gptq
     from .weights.mixed import MixedLinear
     from .weights.modules import QuantLinear, quantize_model
@@ -44,6 +45,7 @@ _HOME = {
     "MixedLinear": "weights.mixed",
     "PackedWeight": "weights.packed",
     "PrecisionPlan": "weights.precision",
+    "QuantEmbedding": "weights.embedding",
     "QuantFormat": "layouts.formats",
     "QuantLinear": "weights.modules",
     "QuantizedTensor": "weights.quantize",
@@ -77,6 +79,7 @@ __all__ = [
     "MixedLinear",
     "PackedWeight",
     "PrecisionPlan",
+    "QuantEmbedding",
     "QuantFormat",
     "QuantLinear",
     "QuantizedTensor",

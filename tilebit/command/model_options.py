@@ -17,6 +17,10 @@ Skip = Annotated[
     list[str] | None,
     typer.Option("--skip", help="A layer that stays as it is, by name or its last parts; repeat it for several. Default: lm_head."),
 ]
+Embeddings = Annotated[
+    str | None,
+    typer.Option("--embeddings", help="Quantize the input embedding to this format, such as w8a16_channel. Default: it is kept."),
+]
 ClipSearch = Annotated[bool, typer.Option("--clip-search", help="Search for clipped ranges: a smaller error, a longer wait.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU, else the CPU), cpu or cuda[:i].")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (what config.json says), float16 or bfloat16: what is computed in.")]

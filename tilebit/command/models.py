@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .model_options import ClipSearch, Device, Dtype, Folder, Skip, WeightFormat
+from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, WeightFormat
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
 from .several import Layers, formats_by_layer
 from .tasks import Json, named_target, pack_kernels, schedule_text
@@ -25,6 +25,7 @@ def quantize(
     format: Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128.")] = "w4a16_g128",
     skip: Skip = None,
     layer: Layers = None,
+    embeddings: Embeddings = None,
     clip_search: ClipSearch = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -36,7 +37,7 @@ def quantize(
     if out.exists():
         fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
     new_file(out, folders=True)
-    chosen, place = _quantization(format, skip, clip_search, layer), _device(device)
+    chosen, place = _quantization(format, skip, clip_search, layer, embeddings), _device(device)
     with failures():
         from ..transformers.opening import open_model
         from .folders import save_model, weight_bytes
@@ -288,11 +289,13 @@ def _needed() -> None:
         disable_progress_bar()
 
 
-def _quantization(format: str, skip: list[str] | None, clip_search: bool, layers: list[str] | None = None) -> TilebitConfig:
+def _quantization(
+    format: str, skip: list[str] | None, clip_search: bool, layers: list[str] | None = None, embeddings: str | None = None
+) -> TilebitConfig:
     with usage():
         from ..transformers import TilebitConfig
 
-        return TilebitConfig(format, skip=skip, per_layer=formats_by_layer(layers), clip_search=clip_search)
+        return TilebitConfig(format, skip=skip, per_layer=formats_by_layer(layers), clip_search=clip_search, embeddings=embeddings)
 
 
 def _known_cache(name: str) -> None:

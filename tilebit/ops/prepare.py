@@ -99,13 +99,15 @@ def prepare(
 
 def _plans(weights: PackedWeight | Iterable[PackedWeight] | torch.nn.Module, bias: bool, dependent: bool) -> list[Plan]:
     from ..weights.any_modules import AnyPrecisionLinear  # they import the operators
+    from ..weights.embedding import QuantEmbedding
     from ..weights.mixed import MixedLinear
     from ..weights.modules import QuantLinear
 
     if isinstance(weights, torch.nn.Module):
         mixed = [module for module in weights.modules() if isinstance(module, MixedLinear)]
-        rows = {id(module.rows) for module in mixed}
-        layers = [module for module in weights.modules() if isinstance(module, QuantLinear) and id(module) not in rows]
+        callers = [module for module in weights.modules() if not isinstance(module, MixedLinear | QuantEmbedding)]
+        called = dict.fromkeys((weights, *(child for caller in callers for child in caller.children())))  # not rows alone
+        layers = [module for module in called if isinstance(module, QuantLinear)]
         of_widths = [module for module in weights.modules() if isinstance(module, AnyPrecisionLinear)]
         if not (layers or mixed or of_widths):
             raise ValueError(

@@ -12,8 +12,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..accepted import expect, format_of
 from ..layouts.formats import GemmFormat
+from ..weights.embedding import check_embedded, scale_of
 from ..weights.layers import linears_of
 from ..weights.mixed import JOINT, kind_of
+from .tying import tied_weights
 
 METHOD = "tilebit"
 
@@ -25,13 +27,17 @@ class TilebitConfig(QuantizationConfigMixin):
     ``skip`` names the layers that stay as they are, by full names or their last parts ("lm_head",
     "mlp.gate"); by default the output embeddings alone. ``per_layer`` gives the layers that are so
     named another format, or None to keep one; of several names that fit, in ``skip`` and here, the
-    longest counts. Embeddings stay in 16 bits. Of layers in two formats (``MixedLinear``) a saved
+    longest counts. Of layers in two formats (``MixedLinear``) a saved
     config has both, "w4a8_g128_asym+w8a8_g128": which channels are in which lies beside the weights.
 
     An output layer whose weight is the input embedding's, too, is packed on its own where it is asked for
     (``per_layer={"lm_head": "w8a16_channel"}``, or ``skip=[]``). The embedding keeps the 16-bit weight:
     steps read less, and memory grows by what is packed, half of that weight in 8 bits, a quarter in
     4. Such a model's config then has ``tie_word_embeddings`` False.
+
+    ``embeddings`` is the format of the input embedding, of w4a16 or w8a16 (default: it is kept): rows are
+    dequantized where they are looked up (``QuantEmbedding``). Where the output layer has the same weight, it
+    is to be asked for, too; in the same format one packed weight serves both, in others each has its own.
 
     ``source`` is the quantization config of another tool, whose directory is read instead (``load``
     sets it; nothing else counts then).
@@ -45,6 +51,7 @@ class TilebitConfig(QuantizationConfigMixin):
         skip: Iterable[str] | None = None,
         per_layer: Mapping[str, GemmFormat | str | None] | None = None,
         clip_search: bool = False,
+        embeddings: GemmFormat | str | None = None,
         source: Mapping[str, Any] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
@@ -52,7 +59,7 @@ class TilebitConfig(QuantizationConfigMixin):
         if unknown or quant_method != METHOD:
             raise ValueError(
                 f"the quantization config has {', '.join(unknown) or f'quant_method {quant_method!r}'}; accepted of {METHOD}: format, "
-                "skip, per_layer, clip_search, source: correct config.json, or install the version of tilebit that wrote it"
+                "skip, per_layer, clip_search, embeddings, source: correct config.json, or install the version of tilebit that wrote it"
             )
         expect("per_layer", per_layer or {}, Mapping, "names of layers -> formats, or None to keep a layer")
         self.quant_method: Any = METHOD
@@ -60,17 +67,20 @@ class TilebitConfig(QuantizationConfigMixin):
         self.skip = None if skip is None else [skip] if isinstance(skip, str) else list(skip)
         self.per_layer = {name: None if kind is None else _kind(kind) for name, kind in (per_layer or {}).items()}
         self.clip_search = bool(clip_search)
+        if embeddings is not None:
+            check_embedded(format_of(embeddings))
+        self.embeddings = None if embeddings is None else format_of(embeddings).name
         expect("source", source or {}, Mapping, "the quantization config of another tool's directory")
         self.source = None if source is None else dict(source)
 
     @classmethod
-    def naming(cls, formats: Mapping[str, GemmFormat | str], model: PreTrainedModel) -> TilebitConfig:
+    def naming(cls, formats: Mapping[str, GemmFormat | str], model: PreTrainedModel, embeddings: str | None = None) -> TilebitConfig:
         """The config that says of ``model`` that the layers ``formats`` have these, or these two of a
-        mixed layer, and that its other linear layers are kept."""
+        mixed layer, and its input embedding ``embeddings``, and that its other linear layers are kept."""
         names = {name: _kind(format) for name, format in formats.items()}
         (common, _), *_ = Counter(names.values()).most_common(1)
         skip = [name for name, layer in model.named_modules(remove_duplicate=False) if type(layer) is nn.Linear and name not in names]
-        found = cls(common, skip if set(skip) != set(cls()._skipped(model)) else None)
+        found = cls(common, skip if set(skip) != set(cls()._skipped(model)) else None, embeddings=embeddings)
         # A layer's full name may be another one's last parts, which then is named too.
         found.per_layer = {name: kind for name, kind in names.items() if _chosen(found._rules(model), name) != kind}
         found.per_layer |= {name: kind for name, kind in names.items() if _chosen(found._rules(model), name) != kind}
@@ -78,7 +88,7 @@ class TilebitConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json holds it, defaults left out."""
-        optional = {name: value for name in ("skip", "per_layer", "clip_search", "source") if (value := getattr(self, name))}
+        optional = {name: value for name in ("skip", "per_layer", "clip_search", "embeddings", "source") if (value := getattr(self, name))}
         if self.skip is not None:
             optional["skip"] = self.skip
         return {"quant_method": METHOD, "format": self.format, **optional}
@@ -105,6 +115,26 @@ class TilebitConfig(QuantizationConfigMixin):
                 raise ValueError(f"per_layer names {name!r}; accepted: a layer's name or its last parts: {', '.join(every[:7])}, ...")
         rules = self._rules(model)
         return {layer: str(_chosen(rules, layer)) for layer in linears_of(model, lambda name, _: _chosen(rules, name) is None)}
+
+    def embedding_of(self, model: PreTrainedModel) -> tuple[str, GemmFormat] | None:
+        """The name and the format of the input embedding of ``model``, where it is quantized. Raises
+        ``ValueError`` for one that does more than look rows up, and where the output layer has the same
+        weight and is kept: it would hold the 16 bits all the same."""
+        if self.embeddings is None:
+            return None
+        found = model.get_input_embeddings()
+        name = next((name for name, module in model.named_modules() if module is found), None)
+        if name is None or found is None:
+            raise ValueError(f"{type(model).__name__} has no input embedding; accepted: a model with one: leave embeddings out")
+        scale_of(found)
+        tied, kinds = tied_weights(model), self.kinds_of(model)
+        kept = [layer for layer in tied if layer not in (name, *kinds) and tied[layer] == tied.get(name)]
+        if kept:
+            raise ValueError(
+                f"embeddings are to be in {self.embeddings} and {kept[0]}, which has the same weight, in 16 bits, which saves no memory; "
+                f"accepted: both, by per_layer={{{kept[0]!r}: {self.embeddings!r}}}, and one packed weight serves both; or neither"
+            )
+        return name, format_of(self.embeddings)
 
     def _rules(self, model: PreTrainedModel) -> dict[str, str | None]:
         """Names, the longest first, and what layers have that end so; "" is any name's end."""

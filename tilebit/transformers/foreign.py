@@ -22,6 +22,8 @@ class ForeignSource:
     ``dtype``; ``config.source`` is what the tool's config says of them. ``config`` then says which
     formats they have. Raises ``CheckpointError`` (a ``ValueError``)."""
 
+    shared, embedding = (), None  # no embedding is packed
+
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self._dtype, self._checkpoint = dtype, load_checkpoint(folder, config=config.source)
         self.layers = self._checkpoint.layers()

@@ -131,7 +131,7 @@ def _fitting_tensors(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
                 f"{name} is {shape} and config.json makes it {list(value.shape)}; accepted: the config that was saved with the weights: "
                 "copy the directory again"
             )
-    layers = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)}
     of_layers = {name: [part for part in accumulate(name.split("."), "{}.{}".format) if part in layers] for name in files}
     if all(name in wanted or of_layers[name] for name in files):
         stored = {layer for found in of_layers.values() for layer in found}  # a packed layer's own reader says what it lacks

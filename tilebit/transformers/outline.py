@@ -58,7 +58,9 @@ def _described(
         formats = ForeignSource(folder, model, TilebitConfig(source=held), dtype).config.formats_of(model)
     else:
         source = PackedSource(folder, model, TilebitConfig(**held), dtype)
-        found = {name: source.described(name) for name in source.layers}
+        found = {name: source.described(name) for name in source.layers if name != source.embedding}
+        if source.embedding is not None:  # which needs no kernel
+            found |= {name: source.described(source.embedding) for name in source.shared}
         return {name: packed.format for name, packed in found.items()}, {name: found[name].n for name in source.mixed}
     return formats, {}
 

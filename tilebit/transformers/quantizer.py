@@ -15,6 +15,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
+from ..weights.embedding import ROWS as EMBEDDED
+from ..weights.embedding import QuantEmbedding, scale_of
 from ..weights.experts import warn_of_stacks
 from ..weights.mixed import ROWS, MixedLinear
 from ..weights.modules import QuantLinear
@@ -35,7 +37,7 @@ class Awaited(nn.Module):
 class TilebitQuantizer(HfQuantizer):
     """Float weights are quantized one by one as transformers reads them: beside what is packed, one
     layer's floats are in memory. A weight that is the input embedding's, too, is quantized behind all
-    others; the embedding keeps it, in 16 bits. Packed ones, of tilebit's directories (``sources.py``) and
+    others. Packed ones, of tilebit's directories (``sources.py``) and
     other tools' (``foreign.py``), are read after the others, layer by layer."""
 
     quantization_config: TilebitConfig
@@ -71,9 +73,10 @@ class TilebitQuantizer(HfQuantizer):
         with torch.device("cpu"):  # here it is meta, which tensors of a library first imported now would be on for good
             self._source = opened(Path(checkpoint_files[0]).parent, model, self.quantization_config, self.dtype)
         self.quantization_config = self._source.config
-        untie(model, self._source.layers)
+        untie(model, (*self._source.layers, *self._source.shared), bool(self._source.shared))
+        awaited = (*self._source.layers, *self._source.shared)
         with torch.device("meta"):
-            for name in self._source.layers:
+            for name in awaited:
                 _put(model, name, Awaited())
         held = "|".join(re.escape(name) for name in self._source.layers)
         model._keys_to_ignore_on_load_unexpected = {
@@ -82,12 +85,13 @@ class TilebitQuantizer(HfQuantizer):
         }
 
     def _expect_floats(self, model: PreTrainedModel) -> None:
-        self.formats = self.quantization_config.formats_of(model)
+        self.formats, embedding = self.quantization_config.formats_of(model), self.quantization_config.embedding_of(model)
+        if embedding is not None:
+            self.formats[embedding[0]] = embedding[1]
         tied = tied_weights(model)
         for name, format in self.formats.items():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            Workload(0, layer.out_features, layer.in_features, format, str(self.dtype).removeprefix("torch."))
+            n, k = model.get_parameter(f"{name}.weight").shape
+            Workload(0, n, k, format, str(self.dtype).removeprefix("torch."))
             for parameter in tied.get(name, ()):
                 self._parameters.setdefault(parameter, set()).add(name)
 
@@ -111,27 +115,46 @@ class TilebitQuantizer(HfQuantizer):
                 f"the directory holds no weight for {len(names)} layers that are quantized, {', '.join(names[:3])} first; accepted: one "
                 "with all of them: copy it again, or name the model that it is of"
             )
-        for name, format in self._tied.items():
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            _put(model, name, QuantLinear.from_float(layer, format, self.quantization_config.clip_search, self.dtype).eval())
-        untie(model, self._tied)
-        self._tied, self._parameters = {}, {}
+        self._pack_tied(model)
         if self._source is not None:
             for name in self._source.layers:
                 _put(model, name, self._source.read(name, _device_near(model, name)).eval())
+            for name in self._source.shared:  # of a directory of tilebit's own
+                _put(model, name, model.get_submodule(f"{self._source.embedding}.{EMBEDDED}"))
             self._source = None
         for part in model.modules():  # which can be saved by themselves
             if isinstance(part, PreTrainedModel):
                 part.hf_quantizer = self  # type: ignore[assignment]
         warn_of_stacks(model, 2)
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+    def _pack_tied(self, model: PreTrainedModel) -> None:
+        """Quantize the weights that transformers has tied: once for an embedding and an output layer in one format."""
+        made: dict[tuple[int, str], QuantLinear] = {}
+        shared = False
+        for name in sorted(self._tied, key=lambda name: isinstance(model.get_submodule(name), nn.Embedding)):  # they come last
+            floats, format = model.get_submodule(name), self._tied[name]
+            weight, bias = model.get_parameter(f"{name}.weight"), getattr(floats, "bias", None)
+            key = id(weight), format.name
+            if isinstance(floats, nn.Embedding) and key in made:
+                shared = True
+            else:
+                made[key] = self.packed(weight.detach(), format, bias)
+            _put(model, name, _in_place_of(floats, made[key]))
+        untie(model, self._tied, shared)
+        self._tied, self._parameters = {}, {}
+
+    def packed(self, weight: Tensor, format: GemmFormat, bias: Tensor | None) -> QuantLinear:
+        codes = quantize(weight, format, self.quantization_config.clip_search, self.dtype)
+        return QuantLinear(pack(codes, self.dtype), bias).eval()
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
         """``save_pretrained`` asks for this before it writes the config: which then says what the layers
-        are now, whatever quantized, cast or replaced them."""
+        are now, whatever quantized, cast or replaced them. A weight that an embedding and a layer share is
+        the embedding's."""
         named = dict(model.named_modules(remove_duplicate=False))
         kinds = {name: layer.kind for name, layer in named.items() if isinstance(layer, MixedLinear)}
-        rows = {f"{name}.{ROWS}" for name in kinds}
+        embeddings = {name: module for name, module in named.items() if isinstance(module, QuantEmbedding)}
+        rows = {*(f"{name}.{ROWS}" for name in kinds), *(f"{name}.{EMBEDDED}" for name in embeddings)}
         kinds |= {name: layer.format.name for name, layer in named.items() if isinstance(layer, QuantLinear) and name not in rows}
         left = [name for name, module in model.named_modules() if recognized(module) is not None]
         if left:
@@ -140,10 +163,15 @@ class TilebitQuantizer(HfQuantizer):
                 "load the model with tilebit.transformers.load"
             )
         if kinds:
-            model.config.quantization_config = TilebitConfig.naming(kinds, model)
+            embedded = next((module.format.name for module in embeddings.values()), None)
+            model.config.quantization_config = TilebitConfig.naming(kinds, model, embedded)
         elif hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        return None, {}
+        held = {id(module.rows) for module in embeddings.values()}
+        again = tuple(f"{name}." for name, module in named.items() if id(module) in held and name not in rows)
+        if not again:
+            return None, {}
+        return {name: value for name, value in model.state_dict().items() if not name.startswith(again)}, {}
 
     def is_serializable(self) -> bool:
         return True
@@ -168,21 +196,24 @@ class _Quantize(ConversionOps):
         name, chosen = full_layer_name.removesuffix(".weight"), self._quantizer
         if chosen.arrived(full_layer_name):
             return {full_layer_name: weight}
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        if tuple(weight.shape) != (linear.out_features, linear.in_features):
+        floats = model.get_submodule(name)
+        needed = list(model.get_parameter(full_layer_name).shape)
+        if list(weight.shape) != needed:
             raise ValueError(
-                f"{full_layer_name} is {list(weight.shape)} and the model needs {[linear.out_features, linear.in_features]}; accepted: the "
-                "shape that config.json says"
+                f"{full_layer_name} is {list(weight.shape)} and the model needs {needed}; accepted: the shape that config.json says"
             )
-        codes = quantize(weight, chosen.formats[name], chosen.quantization_config.clip_search, chosen.dtype)
-        bias = linear.bias
+        bias = getattr(floats, "bias", None)
         if bias is not None and bias.is_meta:  # read later; or never, and then it is nothing
-            bias = weight.new_zeros(linear.out_features)
-        _put(model, name, QuantLinear(pack(codes, chosen.dtype), bias).eval())
+            bias = weight.new_zeros(len(weight))
+        _put(model, name, _in_place_of(floats, chosen.packed(weight, chosen.formats[name], bias)))
         del chosen.formats[name]
         missing_keys.discard(full_layer_name)
         return {}
+
+
+def _in_place_of(floats: nn.Module, packed: QuantLinear) -> nn.Module:
+    """What stands in the place of a layer or an embedding of ``floats``."""
+    return packed if isinstance(floats, nn.Linear) else QuantEmbedding(packed, scale_of(floats)).eval()
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

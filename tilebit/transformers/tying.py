@@ -22,10 +22,11 @@ def tied_weights(model: PreTrainedModel) -> dict[str, frozenset[str]]:
     return {name.removesuffix(".weight"): frozenset(group) for group in groups for name in group}
 
 
-def untie(model: nn.Module, packed: Collection[str]) -> None:
+def untie(model: nn.Module, packed: Collection[str], shared: bool = False) -> None:
     """Have transformers tie no weight to that of a layer of ``packed`` (names), nor of such a layer to
     another, now and when the model is saved and read again: where nothing else is tied,
-    ``tie_word_embeddings`` of the config becomes False. What a module holds is not changed."""
+    ``tie_word_embeddings`` of the config becomes False, unless the layers share what is packed
+    (``shared``). What a module holds is not changed."""
     for prefix, part in model.named_modules():
         pairs: dict[str, str] = getattr(part, "all_tied_weights_keys", None) or {}
         if not isinstance(part, PreTrainedModel):
@@ -41,5 +42,5 @@ def untie(model: nn.Module, packed: Collection[str]) -> None:
         part.all_tied_weights_keys = left
         if part._tied_weights_keys:  # else a part inside is who ties them
             part._tied_weights_keys = left
-            if not left:
+            if not left and not shared:
                 part.config.tie_word_embeddings = False

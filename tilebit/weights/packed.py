@@ -241,6 +241,25 @@ def unpack_words(words: Tensor, layout: PackedLayout, n: int, k: int) -> Tensor:
     return codes
 
 
+def row_places(layout: PackedLayout) -> Tensor:
+    """int64 [tile_n, tile_k]: in which slot of a tile the codes of each of its rows lie."""
+    return torch.from_numpy(layout.inverse_order().astype("int64")).view(layout.tile_n, layout.tile_k)
+
+
+def unpack_rows(words: Tensor, layout: PackedLayout, places: Tensor, rows: Tensor, k: int) -> Tensor:
+    """uint8 [len(rows), k]: of what ``unpack_words`` gives those with the numbers ``rows`` int64, and nothing else
+    is read. ``words`` int32 in ``layout.storage_shape``, ``places`` as ``row_places(layout)``, all on one device.
+    4 and 8 bits; nothing is checked."""
+    data, count = words.view(torch.uint8), rows.shape[0]
+    across = torch.arange(-(-k // layout.tile_k), device=words.device)[:, None]
+    tile, place = (rows // layout.tile_n)[:, None, None], places[rows % layout.tile_n][:, None]
+    byte = place if layout.bits == 8 else place >> 1
+    codes = data[tile, across, byte] if layout.outer == "n_major" else data[across, tile, byte]
+    if layout.bits == 4:
+        codes = torch.where(place & 1 == 1, codes >> 4, codes & 15)
+    return codes.reshape(count, across.shape[0] * layout.tile_k)[:, :k]
+
+
 def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, slice]]:
     """(storage rows, code rows, code columns) of pieces of about ``_CHUNK_CODES`` codes, cut along
     the storage's first axis; 4 and 8 bits only."""

@@ -115,13 +115,19 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in
         fp32 (with fp16 or bf16 scales; row scales round each weight once)."""
-        zeros = None if self.zeros is None else _per_column(self.zeros.float(), self.format, self.k)
-        rows = None if self.row_scales is None else self.row_scales[:, None]
-        scales = _per_column(self.scales.float(), self.format, self.k)
-        weight = self.format.weight_of(numbers(self.codes, self.format), scales, zeros, rows)
+        weight = dequantized(self.codes, self.scales, self.zeros, self.format, self.row_scales)
         if self.perm is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.perm, weight)
         return weight.to(dtype)
+
+
+def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor | None, format: GemmFormat, row_scales: Tensor | None = None) -> Tensor:
+    """fp32 [n, k] of codes [n, k], ``scales`` and ``zeros`` [n, groups] and ``row_scales`` [n], which are of
+    any dtypes."""
+    k = codes.shape[1]
+    at = None if zeros is None else _per_column(zeros.float(), format, k)
+    rows = None if row_scales is None else row_scales[:, None]
+    return format.weight_of(numbers(codes, format), _per_column(scales.float(), format, k), at, rows)
 
 
 def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:

@@ -101,6 +101,10 @@ def test_an_output_layer_is_quantized_where_it_is_named(dense: Path, tmp_path: P
     model: Any = open_model(tmp_path / "out")
     assert isinstance(model.lm_head, QuantLinear) and model.lm_head.format.name == "w8a16_channel"
     assert said["memory_bytes"] == model.get_memory_footprint()
+    parsed(*asked[:2], str(tmp_path / "both"), *asked[3:], "lm_head=w8a16_channel", "--embeddings", "w8a16_channel")
+    both: Any = open_model(tmp_path / "both")
+    assert both.lm_head is both.model.embed_tokens.rows and both.get_memory_footprint() < model.get_memory_footprint()
+    assert "embeddings are to be in w8a8" in refused(*asked[:2], str(tmp_path / "other"), "--embeddings", "w8a8_channel")
     for wrong, message in (("lm_head", "accepted: NAME=FORMAT"), ("lm_head=w9", "w9"), ("lm_haed=w8a16_g64", "per_layer names 'lm_haed'")):
         assert message in refused(*asked[:2], str(tmp_path / "other"), *asked[3:], wrong) and not (tmp_path / "other").exists()
 

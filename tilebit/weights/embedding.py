@@ -31,7 +31,7 @@ class QuantEmbedding(nn.Module):
     derivatives. Look-ups are ordinary operations of torch, on CPUs and GPUs, in CUDA graphs and under
     ``torch.compile``. Raises ``TypeError`` and ``ValueError`` for another weight. An id that is no row's is an
     error of torch's (``IndexError``, ``RuntimeError``) on CPUs and an assertion of the device on GPUs, as of
-    ``nn.Embedding``.
+    ``nn.Embedding``. While it runs, a look-up takes about 25 bytes for each value that it gives.
     """
 
     rows: QuantLinear

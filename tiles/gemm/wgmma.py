@@ -324,7 +324,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     load.x(x, token_scales, Xs, As, full, empty, block, thread, step, top, left)
                 elif plan.scatters:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
-                    scatter(workspace, channels, y, handed, vacant, block, thread, left)
+                    scatter(workspace, channels, y, handed, vacant, block, thread, bx, left, step)
                 if clustered:
                     meet_cluster()
             else:

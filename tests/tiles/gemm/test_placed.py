@@ -280,7 +280,7 @@ PLANTED_SCATTERED: dict[str, tuple[int, str, tuple[tuple[str, str], ...]]] = {
         (('T.call_extern("handle", "tilebit::await_stage", T.address_of(handed[0]), turn)', "pass"),),
     ),
     "the turn of the first one": (3, "wgmma_scatter.py", (("turn = turn ^ 1", "turn = turn"),)),
-    "a piece too few": (1, "device", (("places = BYTES * o.m_blocks, whole", "places = BYTES * o.m_blocks - 1, whole"),)),
+    "tiles of codes": (1, "wgmma_scatter.py", (("of_bytes == 1", "of_bytes == 0"),)),
 }
 
 

@@ -73,9 +73,9 @@ struct Order {
 
   __device__ __forceinline__ static int iterations(int m, int block) {
     if constexpr (SPLITS > 1) return (block % SPLITS + 1) * STEPS / SPLITS - split_begin(block);
-    return Order(m).iterations(block / CLUSTER);
+    const Order o(m);
+    return o.share(block / CLUSTER) + (o.whole(block / CLUSTER) + o.strips(block / CLUSTER)) * STEPS;
   }
-  __device__ __forceinline__ int iterations(int team) const { return share(team) + (whole(team) + strips(team)) * STEPS; }
   // The first of them that multiplies a strip.
   __device__ __forceinline__ static int first_strip(int m, int block) { return Order(m).whole(block / CLUSTER) * STEPS; }
   __device__ __forceinline__ static int step(int m, int block, int i) {
@@ -91,13 +91,7 @@ struct Order {
     return i < share ? min(tile, share - i) : tile;
   }
   __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
-  // Pieces of the last BYTES tiles along n that a block multiplies, all of them before others.
-  __device__ __forceinline__ static int pieces_of_bytes(int m, int block) {
-    const Order o(m);
-    const int places = BYTES * o.m_blocks, whole = min(places, o.places - o.cut), first = o.begin(block), end = min(first + o.share(block), places * STEPS);
-    const int strips = TAIL > 1 ? max(0, (places - whole) * TAIL - block + o.teams - 1) / o.teams : 0;
-    return (end > first ? (end - 1) / STEPS - first / STEPS + 1 : 0) + max(0, whole - o.shared - block + o.teams - 1) / o.teams + strips;
-  }
+  __device__ __forceinline__ static int of_bytes(int m, int block, int i) { return Order(m).n_block(block, i) >= N_BLOCKS - BYTES; }
   __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i);

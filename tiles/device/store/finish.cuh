@@ -355,7 +355,7 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
   }
   constexpr int SLABS = S::REGISTERS / S::SLAB_REGISTERS, COUNT = S::COUNT;
   // Whether other warps store the tile at n0, and where they find it, or y.
-  const auto are_others = [&](int n0) { return S::OF_OTHERS && S::joined(n0) && O::kept().iterations(block / O::TEAM) - iteration > SCATTER_STEPS; };
+  const auto are_others = [&](int n0) { return S::OF_OTHERS && S::joined(n0) && O::iterations(m, block) - iteration > SCATTER_STEPS; };
   const auto place_of = [&](bool others, int n0, int m0) -> void* {
     if constexpr (S::OF_OTHERS)
       if (others) {

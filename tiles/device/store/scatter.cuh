@@ -1,6 +1,6 @@
 // Tiles of bytes that other warps of the block store: columns of y lie apart, each number in a sector of its own,
 // of which an SM sends about one a clock, 8,192 clocks for 128 x 128. Meanwhile the next tile is multiplied.
-// Comes after store/split_k.cuh and ptx/instructions.cuh.
+// Comes after store/split_k.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ HandedTile& handed_tile() {
 // Where a block's tile lies, TILE numbers [row of x][output channel], behind tickets and SHARES shares for each block.
 template <typename T, int SHARES, int TILE>
 __device__ __forceinline__ T* place_to_hand_over(void* workspace, int block) {
-  return reinterpret_cast<T*>(static_cast<float*>(workspace) + TICKETS) + (2 * SHARES * fresh(int(gridDim.x)) + block) * int64_t(TILE);
+  return reinterpret_cast<T*>(static_cast<float*>(workspace) + TICKETS + SHARES * gridDim.x * int64_t(TILE)) + block * int64_t(TILE);
 }
 
 // Stores by the index what has been handed over, by WARPS warps: a lane an output channel, TOGETHER rows of x on
@@ -32,14 +32,11 @@ template <typename S, int SHARES, int ROWS, int WARPS>
 __device__ __forceinline__ void scatter_tile(void* workspace, const void* channels, void* y, int block, int thread) {
   using T = typename S::Number;
   constexpr int TOGETHER = 8;
-  thread = fresh(thread), block = fresh(block);  // nothing is held from tile to tile
   const HandedTile tile = handed_tile();
-#pragma unroll 1
   for (int first = thread / 32 * 32; first < S::ROWS; first += WARPS * 32) {
     const int place = first + thread % 32, column = S::column_of(tile.n0, place, channels);
     const T* from = place_to_hand_over<T, SHARES, S::ROWS * ROWS>(workspace, block) + place;
     T* to = static_cast<T*>(y) + int64_t(tile.m0) * S::COLUMNS_OF_Y + column;
-#pragma unroll 1
     for (int row = 0; row < tile.rows; row += TOGETHER) {
       T numbers[TOGETHER];
 #pragma unroll

@@ -129,7 +129,7 @@ STUDIES = (
         "What does a token of an 8B model take, beside 16 bits and vLLM's kernels?",
         STEP_FIELDS,
         lambda rows: step_section(rows / "step"),
-        ("python -m results.measure.step --peers FOLDER", "python -m results.measure.generate"),
+        ("python -m results.measure.step --peers FOLDER",),
     ),
     Study(
         "prompt",

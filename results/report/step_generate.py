@@ -19,7 +19,8 @@ def generate_section(rows: Iterable[dict[str, Any]]) -> str:
     about = (
         f"Commit {commits_of(newest.values())}. A token of all sequences in transformers' `generate`, over prompts of as many tokens: "
         "the step, the choice of the next token and the host's work, from one look at the stopping criteria to the next; medians of "
-        "rounds of 64 tokens. Beside it its captured step, replayed alone. Logits agree with the uncompiled model's to 2 %."
+        "rounds of 64 tokens. Beside it its captured step, replayed alone. Logits agree with the uncompiled model's to 2 %. "
+        "`python -m results.measure.generate` writes these rows."
     )
     header = ["batch", "tokens in the cache", "layers", "weights", "cache", "ms a token", "its graph alone, ms", "longer by", "commit"]
     lines = [

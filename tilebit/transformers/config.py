@@ -12,12 +12,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..accepted import expect, format_of
 from ..layouts.formats import GemmFormat
+from ..weights.any_kind import AnyKind
 from ..weights.embedding import check_embedded, scale_of
 from ..weights.layers import linears_of
 from ..weights.mixed import JOINT, kind_of
+from ..weights.quantize_any import SEED_BITS
 from .tying import tied_weights
 
 METHOD = "tilebit"
+Stored = GemmFormat | AnyKind  # of a layer's weight
 
 
 class TilebitConfig(QuantizationConfigMixin):
@@ -29,6 +32,11 @@ class TilebitConfig(QuantizationConfigMixin):
     named another format, or None to keep one; of several names that fit, in ``skip`` and here, the
     longest counts. Of layers in two formats (``MixedLinear``) a saved
     config has both, "w4a8_g128_asym+w8a8_g128": which channels are in which lies beside the weights.
+
+    Layers of any precision (``AnyPrecisionLinear``) have the widths that they store, "w3-8a16_any", or one,
+    "w4a16_any"; "w3-8a16_any@4" is set to 4 bits (``set_precision``), others to the widest. While a model
+    loads they are made by k-means with all values alike, which takes longer than rounding: weighing values
+    by a sensitivity takes gradients, and ``tilebit.quantize_model_any``. ``clip_search`` is not for them.
 
     An output layer whose weight is the input embedding's, too, is packed on its own where it is asked for
     (``per_layer={"lm_head": "w8a16_channel"}``, or ``skip=[]``). The embedding keeps the 16-bit weight:
@@ -93,22 +101,38 @@ class TilebitConfig(QuantizationConfigMixin):
             optional["skip"] = self.skip
         return {"quant_method": METHOD, "format": self.format, **optional}
 
-    def formats_of(self, model: PreTrainedModel) -> dict[str, GemmFormat]:
-        """The format of every layer of ``model`` that is quantized, by name. Raises ``ValueError`` as
-        ``kinds_of`` does, and for a layer that is to be in two, which takes a search."""
+    def formats_of(self, model: PreTrainedModel) -> dict[str, Stored]:
+        """What every layer of ``model`` that is quantized while it loads becomes, by name. Raises
+        ``ValueError`` as ``kinds_of`` does, for a layer that is to be in two formats, which takes a search,
+        for one of any precision whose least width k-means does not start at, and for ``clip_search`` where
+        all are of any precision."""
         kinds = self.kinds_of(model)
+        found: dict[str, Stored] = {}
         for layer, kind in kinds.items():
             if JOINT in kind:
                 raise ValueError(
                     f"{layer} is to be in two formats, {kind}, of channels that a search finds; accepted while a model loads: one. Load it "
                     "in 16 bits, then tilebit.quantize_model(model, precision=tilebit.select_channels(...))"
                 )
-        return {layer: format_of(kind) for layer, kind in kinds.items()}
+            store = AnyKind.parse(kind)
+            if store is not None and store.seed_bits not in SEED_BITS:
+                raise ValueError(
+                    f"{layer} is to be {kind}; accepted while a model loads: widths from {', '.join(map(str, SEED_BITS))} bits on, whose "
+                    f"clusters wider ones cut in two: 'w3-{store.max_bits}a16_any' computes in {store.max_bits} bits"
+                )
+            found[layer] = store or format_of(kind)
+        scaled = self.embeddings is not None or any(isinstance(stored, GemmFormat) for stored in found.values())
+        if self.clip_search and not scaled:
+            raise ValueError(
+                "clip_search goes with layers of any precision alone, whose numbers have no range; accepted: it with a format that has "
+                "scales, such as 'w4a16_g128', or leave it out"
+            )
+        return found
 
     def kinds_of(self, model: PreTrainedModel) -> dict[str, str]:
-        """The format of every layer of ``model`` that is quantized, or the two of a mixed one, by name.
-        Raises ``ValueError`` for ``per_layer`` that names no layer, and where nothing is left to
-        quantize."""
+        """The format of every layer of ``model`` that is quantized, or the two of a mixed one, or the widths
+        of one of any precision, by name. Raises ``ValueError`` for ``per_layer`` that names no layer, and
+        where nothing is left to quantize."""
         every = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
         for name in self.per_layer:
             if not any(_ends(layer, name) for layer in every):
@@ -149,6 +173,10 @@ class TilebitConfig(QuantizationConfigMixin):
 
 
 def _kind(format: GemmFormat | str) -> str:
+    name = format if isinstance(format, str) else format.name if isinstance(format, GemmFormat) else ""
+    store = AnyKind.parse(name)
+    if store is not None:
+        return store.name
     return kind_of(format) if isinstance(format, str) and JOINT in format else format_of(format).name
 
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
-from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
+from ..weights.any_kind import AnyKind
+from ..weights.any_modules import AnyPrecisionLinear
+from ..weights.any_packed import any_format, pack_any
 from ..weights.embedding import ROWS as EMBEDDED
 from ..weights.embedding import QuantEmbedding, scale_of
 from ..weights.experts import warn_of_stacks
@@ -22,7 +24,8 @@ from ..weights.mixed import ROWS, MixedLinear
 from ..weights.modules import QuantLinear
 from ..weights.packed import DTYPES, pack
 from ..weights.quantize import quantize
-from .config import METHOD, TilebitConfig
+from ..weights.quantize_any import quantize_any
+from .config import METHOD, Stored, TilebitConfig
 from .foreign import ForeignSource
 from .recognize import recognized
 from .sources import PackedSource
@@ -44,8 +47,8 @@ class TilebitQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: TilebitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.formats: dict[str, GemmFormat] = {}  # of layers whose floats are still to be quantized
-        self._tied: dict[str, GemmFormat] = {}  # of those of them whose weight is another module's, too, and has been read
+        self.formats: dict[str, Stored] = {}  # of layers whose floats are still to be quantized
+        self._tied: dict[str, Stored] = {}  # of those of them whose weight is another module's, too, and has been read
         self._parameters: dict[str, set[str]] = {}  # by parameter: the layers that it is then read for
         self.dtype = torch.float16
         self._source: PackedSource | ForeignSource | None = None
@@ -61,7 +64,9 @@ class TilebitQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         found = self.formats.get(param_name.removesuffix(".weight"))
-        return super().param_element_size(model, param_name, param) if found is None else found.bits / 8
+        if found is None:
+            return super().param_element_size(model, param_name, param)
+        return (found.max_bits if isinstance(found, AnyKind) else found.bits) / 8
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: Any = None, **_: Any) -> None:
         if not self.pre_quantized:
@@ -91,7 +96,8 @@ class TilebitQuantizer(HfQuantizer):
         tied = tied_weights(model)
         for name, format in self.formats.items():
             n, k = model.get_parameter(f"{name}.weight").shape
-            Workload(0, n, k, format, str(self.dtype).removeprefix("torch."))
+            one = any_format(format.max_bits) if isinstance(format, AnyKind) else format
+            Workload(0, n, k, one, str(self.dtype).removeprefix("torch."))
             for parameter in tied.get(name, ()):
                 self._parameters.setdefault(parameter, set()).add(name)
 
@@ -129,7 +135,7 @@ class TilebitQuantizer(HfQuantizer):
 
     def _pack_tied(self, model: PreTrainedModel) -> None:
         """Quantize the weights that transformers has tied: once for an embedding and an output layer in one format."""
-        made: dict[tuple[int, str], QuantLinear] = {}
+        made: dict[tuple[int, str], QuantLinear | AnyPrecisionLinear] = {}
         shared = False
         for name in sorted(self._tied, key=lambda name: isinstance(model.get_submodule(name), nn.Embedding)):  # they come last
             floats, format = model.get_submodule(name), self._tied[name]
@@ -143,16 +149,21 @@ class TilebitQuantizer(HfQuantizer):
         untie(model, self._tied, shared)
         self._tied, self._parameters = {}, {}
 
-    def packed(self, weight: Tensor, format: GemmFormat, bias: Tensor | None) -> QuantLinear:
-        codes = quantize(weight, format, self.quantization_config.clip_search, self.dtype)
-        return QuantLinear(pack(codes, self.dtype), bias).eval()
+    def packed(self, weight: Tensor, stored: Stored, bias: Tensor | None) -> QuantLinear | AnyPrecisionLinear:
+        """The layer that ``weight`` becomes."""
+        if not isinstance(stored, AnyKind):
+            codes = quantize(weight, stored, self.quantization_config.clip_search, self.dtype)
+            return QuantLinear(pack(codes, self.dtype), bias).eval()
+        layer = AnyPrecisionLinear(pack_any(quantize_any(weight, stored.seed_bits, stored.max_bits), self.dtype), bias).eval()
+        layer.bits = stored.bits
+        return layer
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
         """``save_pretrained`` asks for this before it writes the config: which then says what the layers
         are now, whatever quantized, cast or replaced them. A weight that an embedding and a layer share is
         the embedding's."""
         named = dict(model.named_modules(remove_duplicate=False))
-        kinds = {name: layer.kind for name, layer in named.items() if isinstance(layer, MixedLinear)}
+        kinds = {name: layer.kind for name, layer in named.items() if isinstance(layer, MixedLinear | AnyPrecisionLinear)}
         embeddings = {name: module for name, module in named.items() if isinstance(module, QuantEmbedding)}
         rows = {*(f"{name}.{ROWS}" for name in kinds), *(f"{name}.{EMBEDDED}" for name in embeddings)}
         kinds |= {name: layer.format.name for name, layer in named.items() if isinstance(layer, QuantLinear) and name not in rows}
@@ -182,8 +193,8 @@ class TilebitQuantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """A weight's floats, as they were read, become a ``QuantLinear`` in the model; at once, unless another
-    module shares them."""
+    """A weight's floats, as they were read, become a ``QuantLinear`` or an ``AnyPrecisionLinear`` in the model;
+    at once, unless another module shares them."""
 
     def __init__(self, quantizer: TilebitQuantizer) -> None:
         self._quantizer = quantizer
@@ -211,9 +222,12 @@ class _Quantize(ConversionOps):
         return {}
 
 
-def _in_place_of(floats: nn.Module, packed: QuantLinear) -> nn.Module:
+def _in_place_of(floats: nn.Module, packed: QuantLinear | AnyPrecisionLinear) -> nn.Module:
     """What stands in the place of a layer or an embedding of ``floats``."""
-    return packed if isinstance(floats, nn.Linear) else QuantEmbedding(packed, scale_of(floats)).eval()
+    if isinstance(floats, nn.Linear):
+        return packed
+    assert isinstance(packed, QuantLinear)
+    return QuantEmbedding(packed, scale_of(floats)).eval()
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..weights.any_modules import AnyPrecisionLinear
 from ..weights.checkpoint_config import PLAIN, CheckpointError, LayerScheme, parse_quantization
 from ..weights.checkpoint_decode import decode
 from ..weights.mixed import MixedLinear
@@ -62,7 +63,7 @@ class OtherLinear:
 
 def recognized(module: nn.Module) -> OtherLinear | None:
     """``module`` as a quantized linear layer of another library, or None."""
-    if isinstance(module, QuantLinear | MixedLinear):
+    if isinstance(module, QuantLinear | MixedLinear | AnyPrecisionLinear):
         return None
     held = {name: tensor.detach() for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))}
     weight, words, scales = held.get("weight"), held.get("qweight"), held.get("scales")

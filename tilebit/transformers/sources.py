@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..layouts.formats import GemmFormat
+from ..weights.any_kind import AnyKind
+from ..weights.any_modules import AnyPrecisionLinear
+from ..weights.any_packed import AnyPrecisionWeight
+from ..weights.any_state import WEIGHTS as WIDTHS
+from ..weights.any_state import StoredAny, of_widths
 from ..weights.checkpoint_config import CheckpointError
 from ..weights.checkpoint_files import tensor_files
 from ..weights.checkpoint_open import TensorFile, open_tensors
@@ -28,15 +33,17 @@ _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": tor
 
 class PackedSource:
     """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``:
-    the entries of ``state_dict`` of ``QuantLinear``, ``MixedLinear`` and ``QuantEmbedding``, packed for the
-    architecture that each one's extra state names. ``shared`` are layers that are the packed rows of the
-    input ``embedding``. Raises ``CheckpointError`` (a ``ValueError``)."""
+    the entries of ``state_dict`` of ``QuantLinear``, ``MixedLinear``, ``AnyPrecisionLinear`` and
+    ``QuantEmbedding``, packed for the architecture that each one's extra state names. ``kinds`` says what
+    ``config`` does of each. ``shared`` are layers that are the packed rows of the input ``embedding``.
+    Raises ``CheckpointError`` (a ``ValueError``)."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
         self._outputs: dict[str, int] = {}  # output channels by layer
-        wanted, embedded = config.kinds_of(model), config.embedding_of(model)
+        self.kinds = wanted = config.kinds_of(model)
+        embedded = config.embedding_of(model)
         self.embedding, self._scale = None, None
         former = [name for name in wanted if any(f"{name}.{entry}" in self._files for entry in FORMER)]
         if former:
@@ -70,31 +77,60 @@ class PackedSource:
         return [name for name in wanted if name not in self.layers and wanted[name] == wanted[of] and tied.get(name) == tied[of]]
 
     def _check(self, name: str, model: PreTrainedModel, wanted: str | None) -> None:
+        layer = model.get_submodule(name)
         n, k = model.get_parameter(f"{name}.weight").shape
         try:
             packed = self.described(name)
             index = tuple(self._opened(f"{name}.channels").shape(f"{name}.channels")) if name in self.mixed else (packed.n,)
+            if isinstance(packed, AnyPrecisionWeight):
+                self._check_widths(name, packed, getattr(layer, "bias", None))
         except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
-            ) from None
-        kind, fits = packed.format.name, packed.n == n
+            raise self._unloadable(name, error) from None
+        kind, fits = self._kind(name, packed), packed.n == n
         if name in self.mixed:  # whose index says which rows make the output channels
-            kind, fits = JOINT.join((kind, HIGH_OF.get(packed.format, packed.format).name)), packed.n >= n
+            fits = packed.n >= n
         self._outputs[name] = n
-        if not fits or packed.k != k or kind != wanted or index != (packed.n,):
+        store = AnyKind.parse(wanted or "")
+        said = wanted if store is None else store.store
+        if not fits or packed.k != k or kind != said or index != (packed.n,):
             raise CheckpointError(
-                f"{name} is {kind} [{packed.n}, {packed.k}] and config.json says {wanted or 'none'} [{n}, {k}]; accepted: "
+                f"{name} is {kind} [{packed.n}, {packed.k}] and config.json says {said or 'none'} [{n}, {k}]; accepted: "
                 "the config that was saved with the weights: copy the directory again"
             )
 
-    def described(self, name: str) -> PackedWeight:
-        """The weight of the layer ``name`` on meta, of a mixed one that of its rows; none is read."""
-        return _packed_of(self._state(self._part(name), meta=True), self._dtype)
+    def _check_widths(self, name: str, packed: AnyPrecisionWeight, own: Tensor | None) -> None:
+        """Raise ``ValueError`` for codebooks of other widths beside those of the layer, and for a bias that is
+        missing or of another shape."""
+        known = {f"{name}.{entry}" for entry in StoredAny(packed.n, packed.k, packed.widths, packed.arch).entries}
+        others = [entry for part in WIDTHS if (entry := f"{name}.{part}") in self._files and entry not in known]
+        if others:
+            raise ValueError(f"{others[0]} is there, and the layer stores {packed.widths[0]} to {packed.widths[-1]} bits")
+        bias = f"{name}.bias"
+        shape = self._opened(bias).shape(bias) if bias in self._files else None
+        if shape != (None if own is None else list(own.shape)):
+            needed = "none" if own is None else list(own.shape)
+            raise ValueError(f"its bias is {'missing' if shape is None else shape} and config.json makes it {needed}")
 
-    def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear | QuantEmbedding:
+    def _kind(self, name: str, packed: PackedWeight | AnyPrecisionWeight) -> str:
+        if isinstance(packed, AnyPrecisionWeight):
+            return AnyKind.of(packed.widths).store
+        if name in self.mixed:
+            return JOINT.join((packed.format.name, HIGH_OF.get(packed.format, packed.format).name))
+        return packed.format.name
+
+    def described(self, name: str) -> PackedWeight | AnyPrecisionWeight:
+        """The weight of the layer ``name`` on meta, of a mixed one that of its rows; none is read."""
+        state = self._state(self._part(name), meta=True)
+        if of_widths(state[EXTRA]):
+            return StoredAny.parse(state[EXTRA]).weight(state)
+        return _packed_of(state, self._dtype)
+
+    def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear | AnyPrecisionLinear | QuantEmbedding:
         """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
-        not each there once."""
+        not each there once, and for one of any precision whose codebooks do not fit the dtype."""
+        store = AnyKind.parse(self.kinds[name])
+        if store is not None:
+            return self._read_any(name, store, device)
         layer = self._read(self._part(name), device)
         if name == self.embedding:
             return QuantEmbedding(layer, self._scale)
@@ -104,9 +140,10 @@ class PackedSource:
         try:
             return MixedLinear.of_layer(layer, channels, self._outputs[name])
         except ValueError as error:
-            raise CheckpointError(
-                f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again"
-            ) from None
+            raise self._unloadable(name, error) from None
+
+    def _unloadable(self, name: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{name} cannot be loaded: {error}; accepted: what save_pretrained wrote: copy the directory again")
 
     def _part(self, name: str) -> str:
         """The packed layer that ``name`` is of: itself, or that of its rows."""
@@ -120,10 +157,20 @@ class PackedSource:
             packed = pack(packed.unpack(), self._dtype, arch=packed.arch)
         return QuantLinear(packed, state.get("bias")).to(device)  # which packs again where the device reads another layout
 
+    def _read_any(self, name: str, store: AnyKind, device: torch.device) -> AnyPrecisionLinear:
+        state = {part: tensor.clone() for part, tensor in self._state(name).items()}  # as in ``_read``
+        try:
+            weight = StoredAny.parse(state[EXTRA]).weight(state).cast(self._dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+        layer = AnyPrecisionLinear(weight, state.get("bias")).to(device)
+        layer.bits = store.bits
+        return layer
+
     def _state(self, name: str, meta: bool = False) -> dict[str, Tensor]:
         """The layer's tensors; with ``meta`` none is read but the one that describes it."""
         state = {}
-        for part in (EXTRA, *WEIGHTS, "perm", "bias"):
+        for part in (EXTRA, *WEIGHTS, *WIDTHS, "perm", "bias"):
             stored = f"{name}.{part}"
             if stored not in self._files:
                 continue

@@ -15,12 +15,15 @@ from torch.compiler import is_dynamo_compiling
 from ..accepted import expect, expect_tensors
 from ..layouts.planes import plane_layout
 from ..ops.gemm import call
+from .any_kind import AnyKind
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
+from .any_state import PLANES, StoredAny, codebook_entry, expect_entries
 from .experts import warn_of_stacks
-from .extra_state import EXTRA, from_tensor, to_tensor
+from .extra_state import EXTRA
 from .layers import linears_of, once
 from .packed import DTYPES, arch_of
 from .quantize_any import MAX_BITS, quantize_any
+from .saving import settle_saving
 
 
 class AnyPrecisionLinear(nn.Module):
@@ -50,7 +53,7 @@ class AnyPrecisionLinear(nn.Module):
         if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features, self.widths = packed.k, packed.n, packed.widths
-        self._names = {bits: (f"codebook_{bits}", any_format(bits).name) for bits in self.widths}  # made once: calls pass them
+        self._names = {bits: (codebook_entry(bits), any_format(bits).name) for bits in self.widths}  # made once: calls pass them
         self._hold(packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
         self._bits = packed.max_bits
@@ -84,14 +87,19 @@ class AnyPrecisionLinear(nn.Module):
         self._bits = bits
 
     @property
+    def kind(self) -> str:
+        """The widths that are stored, and that of the layer where it is not the widest: ``w3-8a16_any@4``."""
+        return AnyKind.of(self.widths, self._bits).name
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the layer computes in."""
-        return self._buffers[f"codebook_{self.widths[-1]}"].dtype  # type: ignore[union-attr]
+        return self._buffers[codebook_entry(self.widths[-1])].dtype  # type: ignore[union-attr]
 
     @property
     def packed(self) -> AnyPrecisionWeight:
         """The weight in all widths (sharing the buffers)."""
-        books = {bits: self.get_buffer(f"codebook_{bits}") for bits in self.widths}
+        books = {bits: self.get_buffer(codebook_entry(bits)) for bits in self.widths}
         return AnyPrecisionWeight(self.planes, books, self.out_features, self.in_features, self.arch)
 
     def forward(self, x: Tensor, bits: int | None = None) -> Tensor:
@@ -129,9 +137,9 @@ class AnyPrecisionLinear(nn.Module):
 
     def _hold(self, packed: AnyPrecisionWeight) -> None:
         self.arch, self._views = packed.arch, {}
-        self.register_buffer("planes", packed.planes)
+        self.register_buffer(PLANES, packed.planes)
         for bits, book in packed.codebooks.items():
-            self.register_buffer(f"codebook_{bits}", book)
+            self.register_buffer(codebook_entry(bits), book)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AnyPrecisionLinear:
         super()._apply(fn, recurse)  # type: ignore[arg-type]
@@ -148,11 +156,11 @@ class AnyPrecisionLinear(nn.Module):
         return {**self.__dict__, "_views": {}}  # copies make their own
 
     def get_extra_state(self) -> Tensor:
-        return to_tensor({**self._described, "arch": self.arch, "layout": plane_layout(self.arch).name})
+        return self._stored.to_tensor()
 
     @property
-    def _described(self) -> dict[str, Any]:
-        return {"n": self.out_features, "k": self.in_features, "widths": list(self.widths)}
+    def _stored(self) -> StoredAny:
+        return StoredAny(self.out_features, self.in_features, self.widths, self.arch)
 
     def set_extra_state(self, state: Any) -> None:
         """Checked in ``_load_from_state_dict``, before any buffer is touched."""
@@ -180,25 +188,12 @@ class AnyPrecisionLinear(nn.Module):
     def _as_stored_here(self, state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
         """The weight of ``state`` in this layer's layout and dtype. Raises ``ValueError`` for one of
         another shape or other widths, and for entries that are missing or of another kind."""
-        needed = [EXTRA, "planes", *(f"codebook_{bits}" for bits in self.widths), *(["bias"] if self.bias is not None else [])]
-        lacking = [name for name in needed if prefix + name not in state]
-        if lacking:
-            raise ValueError(f"the state_dict lacks {', '.join(prefix + name for name in lacking)}; accepted: all or none of a layer's")
-        try:
-            described = from_tensor(state[prefix + EXTRA])
-            own, arch = {name: described.get(name) for name in self._described}, str(described["arch"])
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"the extra state is not an AnyPrecisionLinear's ({error}); accepted: its state_dict") from None
-        if own != self._described:
-            raise ValueError(f"the state_dict holds {own}; this layer is {self._described}: build the layer that fits")
-        stored, there = described.get("layout"), plane_layout(arch).name
-        if stored != there:
-            raise ValueError(
-                f"planes lie as {stored or 'an earlier version'} has them; accepted for {arch}: {there}. Quantize the layer again, or "
-                "load it with the version that saved it and pack what `packed.unpack()` gives there"
-            )
-        books = {bits: state[prefix + f"codebook_{bits}"] for bits in self.widths}
-        packed = AnyPrecisionWeight(state[prefix + "planes"], books, self.out_features, self.in_features, arch)
+        own = self._stored
+        expect_entries(state, prefix, [EXTRA, *own.entries, *(["bias"] if self.bias is not None else [])])
+        stored = StoredAny.parse(state[prefix + EXTRA])
+        if stored.described != own.described:
+            raise ValueError(f"the state_dict holds {stored.described}; this layer is {own.described}: build the layer that fits")
+        packed = stored.weight(state, prefix)
         if self.bias is not None:
             bias = state[prefix + "bias"]
             expect_tensors(bias=bias)
@@ -206,10 +201,8 @@ class AnyPrecisionLinear(nn.Module):
                 raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{self.out_features}]")
         if packed.layout.name != plane_layout(self.arch).name:
             packed = pack_any(packed.unpack(), packed.dtype, arch=self.arch)
-        rounded = {bits: book.to(self.dtype) for bits, book in packed.codebooks.items()}
-        if not all(bool(book.isfinite().all()) for book in rounded.values()):
-            raise ValueError(f"a codebook does not fit {self.dtype}; accepted: finite numbers: cast the layer first")
-        return {prefix + "planes": packed.planes, **{prefix + f"codebook_{bits}": book for bits, book in rounded.items()}}
+        rounded = packed.cast(self.dtype)
+        return {prefix + PLANES: rounded.planes, **{prefix + codebook_entry(bits): book for bits, book in rounded.codebooks.items()}}
 
 
 def quantize_model_any(
@@ -226,7 +219,9 @@ def quantize_model_any(
     ``skip``, and experts that are no linear layers, as in ``quantize_model``. ``sensitivity``: [n, k] by
     layer, as ``quantize_any`` takes it; layers without one are clustered with all values alike. Layers are converted before any is
     replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
-    replace, and for a sensitivity of no layer.
+    replace, and for a sensitivity of no layer. Afterwards ``save_pretrained`` of a transformers model
+    writes a directory that ``from_pretrained`` reads once ``tilebit.transformers`` is imported, with the
+    width that each layer is set to; of another library's it is an error.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     found, given = linears_of(model, skip), sensitivity or {}
@@ -239,6 +234,7 @@ def quantize_model_any(
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, converted[layer])
+    settle_saving(model)
     warn_of_stacks(model, 2)
     return list(found)
 

@@ -51,6 +51,8 @@ class AnyPrecisionWeight:
             )
         for bits in widths:
             self.view(bits)
+            if self.codebooks[bits].dtype != self.dtype:
+                raise ValueError(f"codebooks are {self.codebooks[bits].dtype} of {bits} bits and {self.dtype}; accepted: one dtype")
 
     @property
     def layout(self) -> PackedLayout:
@@ -83,6 +85,14 @@ class AnyPrecisionWeight:
         check_width(bits, self.widths)
         book = self.codebooks[bits]
         return PackedWeight(self.planes[:bits], book, None, self.n, self.k, any_format(bits), book.dtype, self.arch)
+
+    def cast(self, dtype: torch.dtype) -> AnyPrecisionWeight:
+        """The weight with codebooks rounded to ``dtype``, fp16 or bf16; planes are shared. Raises
+        ``ValueError`` for numbers that are not finite then."""
+        books = {bits: book.to(dtype) for bits, book in self.codebooks.items()}
+        if not all(bool(book.isfinite().all()) for book in books.values()):
+            raise ValueError(f"a codebook does not fit {dtype}; accepted: finite numbers: take the dtype that it was saved in")
+        return AnyPrecisionWeight(self.planes, books, self.n, self.k, self.arch)
 
     def unpack(self) -> AnyPrecisionTensor:
         """The inverse of ``pack_any``; codebooks of fp16 come back as they were."""

@@ -3,9 +3,8 @@ in place of ``nn.Linear``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from .layers import Quantized, given_weights, linears_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor, quantize
+from .saving import settle_saving
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -363,7 +363,7 @@ def quantize_model(
         setattr(model.get_submodule(parent), attribute, converted[layer])
     if elsewhere:
         model.to(dtype)
-    _settle_saving(model)
+    settle_saving(model)
     warn_of_stacks(model, 2)
     return list(found)
 
@@ -372,25 +372,3 @@ def _from_quantized(layer: nn.Linear, weight: QuantizedTensor, dtype: torch.dtyp
     """A layer in place of ``layer`` with the quantized ``weight``, on its device."""
     chosen = dtype or layer.weight.dtype
     return QuantLinear(pack(weight.to(layer.weight.device), chosen), layer.bias, dependent)
-
-
-def _settle_saving(model: nn.Module) -> None:
-    """``save_pretrained`` writes what can be read, or is an error."""
-    saved = [module for module in model.modules() if hasattr(module, "save_pretrained")]
-    library = sys.modules.get("transformers")  # whose models none can be where nothing has imported it
-    own = [module for module in saved if library is not None and isinstance(module, library.PreTrainedModel)]
-    if own:
-        from ..transformers.saving import attach
-
-        attach(model)
-    for module in saved:
-        if module not in own:
-            module.save_pretrained = _refuse_to_save  # type: ignore[assignment]
-
-
-def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "save_pretrained of a model with QuantLinear layers would write what from_pretrained cannot read; accepted: its state_dict: write "
-        "it with torch.save or safetensors.torch.save_file(model.state_dict(), PATH), and read it by load_state_dict of a model that "
-        "quantize_model has converted in the same way"
-    )

@@ -20,6 +20,7 @@ from .model_options import (
     PackedCaches,
     PackedModel,
     PackedTokens,
+    PackedWidths,
     Parts,
     PromptTokens,
     Skip,
@@ -322,6 +323,7 @@ def pack(
     kv_format: PackedCaches = None,
     batch: Batches = None,
     max_tokens: PackedTokens = None,
+    bits: PackedWidths = None,
     skip: Skip = None,
     as_json: Json = False,
 ) -> None:
@@ -330,8 +332,10 @@ def pack(
     if (model is None) == (n is None or k is None):
         raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
     if model is not None:
-        pack_whole(path, model, format, skip, kv_format, batch, max_tokens, dtype, target, jobs, as_json)
+        pack_whole(path, model, format, skip, kv_format, batch, max_tokens, bits, dtype, target, jobs, as_json)
         return
+    if bits:
+        raise typer.BadParameter("--bits with a product; accepted: a product's width in its --format, such as w4a16_any")
     assert n is not None and k is not None
     product = (format or "w4a16_g128", dtype or "float16", bias, target, width, nibbles, residual, gate, gate_halves, norm_eps, dependent)
     chosen, workloads = _asked(n, k, m, *product)

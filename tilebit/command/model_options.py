@@ -51,5 +51,8 @@ PackedCaches = Annotated[
 PackedTokens = Annotated[
     int | None, typer.Option("--max-tokens", help="With --model: tokens of a sequence. Default: the model's own bound.", min=1)
 ]
+PackedWidths = Annotated[
+    list[int] | None, numbers("--bits", help="With --model of any precision: widths to pack, such as 3,8. Default: all that are stored.")
+]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", help="With --model: tokens of each row's prompt.", min=1)]
 Steps = Annotated[int, typer.Option("--steps", help="With --model: decode steps of a round.", min=1)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The directory of a 16-bit model.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; it must not exist yet.")],
-    format: Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128.")] = "w4a16_g128",
+    format: Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128; or w3-8a16_any.")] = "w4a16_g128",
     skip: Skip = None,
     layer: Layers = None,
     embeddings: Embeddings = None,
@@ -32,7 +32,7 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Quantize a model while it loads, layer by layer, and save it packed, its tokenizer beside it. Of several names that fit a layer, in
-    --skip and --layer, the longest counts."""
+    --skip and --layer, the longest counts. w3-8a16_any stores every width from 3 to 8 bits, by k-means; w3-8a16_any@4 is set to 4."""
     _needed()
     if out.exists():
         fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
@@ -246,6 +246,7 @@ def pack_whole(
     kv_format: list[str] | None,
     batch: list[int] | None,
     max_tokens: int | None,
+    bits: list[int] | None,
     dtype: str | None,
     target: str,
     jobs: int | None,
@@ -270,7 +271,8 @@ def pack_whole(
         tokens = max_tokens or most
         if tokens is None:
             raise ValueError(f"{model / 'config.json'} does not say how many tokens a sequence may have; accepted: --max-tokens")
-        workloads = kernels_of(found, [KVFormat.from_name(name) for name in caches], list(dict.fromkeys(batch or [1])), tokens, device)
+        formats, rows = [KVFormat.from_name(name) for name in caches], list(dict.fromkeys(batch or [1]))
+        workloads = kernels_of(found, formats, rows, tokens, device, bits or None)
         if not workloads:
             raise ValueError(
                 f"{model} is in 16 bits and no cache is named, which needs no kernel; accepted: --format, --kv-format, or both"

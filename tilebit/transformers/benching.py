@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from ..weights.any_kind import AnyKind
+from ..weights.any_modules import quantize_model_any, set_precision
 from ..weights.modules import quantize_model
 from .cache import TilebitCache, cache_bytes
 from .compiled import compile
@@ -143,7 +145,12 @@ def _random(config: Any, quantization: TilebitConfig | None, dtype: torch.dtype 
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16).eval()
     if quantization is not None:
-        quantize_model(model, quantization.format)
+        kind = AnyKind.parse(quantization.format)
+        if kind is None:
+            quantize_model(model, quantization.format)
+        else:
+            quantize_model_any(model, kind.seed_bits, kind.max_bits)
+            set_precision(model, kind.bits)
     return model
 
 

@@ -62,7 +62,8 @@ def compile(
     ``batch_sizes`` names, and counted by a bar on a terminal's standard error. Weights are held once:
     the model's layers become views of the joined ones. ``max_tokens`` bounds a sequence (default: the
     model's own bound). Layers that are replaced, moved, cast or loaded afterwards are noticed, and
-    joined again.
+    joined again. Layers of any precision make a product each, in the width that they are set to: the
+    first call behind ``set_precision`` has the kernels of a new width ready, compiled then if they must be.
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
     "gate" (gate and up apply the activation up to 16 rows of x: on an H200 it saves 3 to 5 % of a step
@@ -117,8 +118,9 @@ class Captured:
     added: Tensor  # the same on the device
 
 
-# By the widths of any-precision layers. None: one step has run, and loaded its kernels
-Graphs = weakref.WeakKeyDictionary[Batch, dict[tuple[int, ...], Captured | None]]
+Widths = tuple[int, ...]  # of any-precision layers
+# None: one step has run, and loaded its kernels
+Graphs = weakref.WeakKeyDictionary[Batch, dict[Widths, Captured | None]]
 
 
 class DecodeSteps:
@@ -140,16 +142,26 @@ class DecodeSteps:
             if module is not None and not isinstance(module, torch.nn.ModuleList)
         ]
         self._any = [layer for layer in self.model.modules() if isinstance(layer, AnyPrecisionLinear)]
-        self._graphs.clear()
-        self._prompts: set[tuple[int, int, str]] = set()  # tokens and rows, rounded up, and caches' formats, whose kernels are there
+        self._prompts: set[tuple[int, int, str, Widths]] = (
+            set()
+        )  # tokens and rows, rounded up, and caches' formats, whose kernels are there
         self._stale = False
-        prepared(self.step.products, self.sizes)
+        self.renew()
 
     def renew(self) -> None:
         """Take the kernels that are chosen now; steps are captured anew."""
         self._graphs.clear()
         self._prompts.clear()
-        prepared(self.step.products, self.sizes)
+        self._ready: set[Widths] = set()  # whose products' kernels are there
+        self._in_width()
+
+    def _in_width(self) -> Widths:
+        """The widths that layers are set to, whose kernels are there."""
+        widths = self._widths()
+        if widths not in self._ready:
+            prepared(self.step.products, self.sizes)
+            self._ready.add(widths)
+        return widths
 
     # ---- in the model ----
 
@@ -254,7 +266,7 @@ class DecodeSteps:
 
     def _prepare_prompt(self, tokens: int, kv: KVCache, batch: Batch, call: Callable[[], object]) -> None:
         """Compile what the first prompt of about this size will launch, in parallel."""
-        kind = (bucket(tokens), bucket(batch.size), kv.format.name)
+        kind = (bucket(tokens), bucket(batch.size), kv.format.name, self._widths())
         if kind in self._prompts:
             return
         prepared(self.step.products, [tokens])
@@ -277,7 +289,7 @@ class DecodeSteps:
         """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
         ``batch`` has been advanced by one token each, best ``deferred``. On a GPU, captured at the second call
         with both; from then on ``ids`` that are ``tokens(batch)`` are read where they lie."""
-        graphs, widths = self._graphs.setdefault(batch, {}), self._widths()
+        graphs, widths = self._graphs.setdefault(batch, {}), self._in_width()
         if widths not in graphs:
             _rehearse(batch, lambda: self.step(ids, kv, batch))
             graphs[widths] = None
@@ -306,7 +318,7 @@ class DecodeSteps:
         batch.lag(captured.growth)
         captured.graph.replay()
 
-    def _widths(self) -> tuple[int, ...]:
+    def _widths(self) -> Widths:
         return tuple(layer.bits for layer in self._any)
 
     def _captures(self, ids: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ..schedules.gemm.workload import Workload
 from ..schedules.operations import AnyWorkload
 from ..schedules.select import portfolio
 from ..schedules.target import Target
+from ..weights.any_modules import AnyPrecisionLinear
+from ..weights.any_packed import any_format
 from ..weights.modules import QuantLinear
 from .anatomy import Anatomy, Block, Norm, anatomy, rotary_table
 from .attend import MOST_AT_ONCE
@@ -32,17 +34,25 @@ from .parted import Parted
 
 
 def kernels_of(
-    model: PreTrainedModel, caches: Iterable[KVFormat], batches: Sequence[int], max_tokens: int, target: Target
+    model: PreTrainedModel,
+    caches: Iterable[KVFormat],
+    batches: Sequence[int],
+    max_tokens: int,
+    target: Target,
+    widths: Collection[int] | None = None,
 ) -> list[AnyWorkload]:
     """What prompts and steps of ``model`` (``outline``'s) launch on ``target``, fused (``compile``)
     and others: products of any number of rows, and with each of ``caches`` attention, norms and
     gates, for ``batches`` rows of up to ``max_tokens`` tokens. Kernels of attention and of rows serve
-    other sizes, too. Raises ``ValueError`` for a model whose kind is not known."""
+    other sizes, too. Of layers of any precision products in each of the ``widths`` that are named, by
+    default in all that a layer stores, whatever it is set to. Raises ``ValueError`` for a model whose
+    kind is not known, and for ``widths`` that a layer does not store, or where no layer has any."""
+    _expect_stored(model, widths)
     parts, dtype = anatomy(model), DTYPE_NAMES[model.dtype]
     found: list[AnyWorkload] = []
     for layer in model.modules():
         found += _quantized(layer, dtype, [rows for batch in batches for rows in (batch, batch * max_tokens)])
-        for product in _products(layer, dtype):
+        for product in _products(layer, dtype, widths):
             shape = portfolio(product, target)
             assert shape is not None
             found += [product.with_m(m) for m in shape.bounds]
@@ -50,11 +60,12 @@ def kernels_of(
     if formats:
         blocks = fused_blocks(parts)
         products = [product for block in blocks for product in (block.qkv, block.o, block.gate_up, block.down)]
-        for plain in dict.fromkeys(one for product in products for layer in product.modules() for one in _products(layer, dtype)):
+        fused = (one for product in products for layer in product.modules() for one in _products(layer, dtype, widths))
+        for plain in dict.fromkeys(fused):
             shape = portfolio(plain, target)
             assert shape is not None
             found += [plain.with_m(m) for m in shape.bounds if m > MOST_AT_ONCE]
-        found += [asked for product in products for rows in batches for asked in _of_step(product, rows, dtype)]
+        found += [asked for product in products for rows in batches for asked in _of_step(product, rows, dtype, widths)]
         for rows in (*batches, *(batch * max_tokens for batch in batches)):
             found += _between(parts, blocks, rows, dtype, target.is_cuda)
         heads = (workload_of(parts.head, rows, dtype, target) for rows in batches)
@@ -70,8 +81,20 @@ def kernels_of(
     return list(dict.fromkeys(workload.bucketed() for workload in found))
 
 
-def _products(layer: nn.Module, dtype: str) -> list[Workload]:
+def _expect_stored(model: nn.Module, widths: Collection[int] | None) -> None:
+    stored = {name: layer.widths for name, layer in model.named_modules() if isinstance(layer, AnyPrecisionLinear)}
+    if widths is not None and not (stored and widths):
+        raise ValueError(f"widths are {sorted(widths)}; accepted: one or more, of a model with layers of any precision; else None")
+    for name, held in stored.items():
+        if not set(widths or ()) <= set(held):
+            raise ValueError(f"widths are {sorted(widths or ())} and {name} stores {held[0]} to {held[-1]} bits; accepted: some of these")
+
+
+def _products(layer: nn.Module, dtype: str, widths: Collection[int] | None) -> list[Workload]:
     """Of one row each."""
+    if isinstance(layer, AnyPrecisionLinear):
+        shape, bias = (layer.out_features, layer.in_features), layer.bias is not None
+        return [Workload(1, *shape, any_format(bits), dtype, bias) for bits in layer.widths if widths is None or bits in widths]
     if isinstance(layer, MixedOutline):
         return [Workload(1, layer.rows, layer.k, layer.format, dtype, layer.bias, width=layer.n, nibbles=True)]
     if isinstance(layer, QuantLinear):
@@ -79,11 +102,11 @@ def _products(layer: nn.Module, dtype: str) -> list[Workload]:
     return []
 
 
-def _of_step(product: nn.Module, rows: int, dtype: str) -> list[Workload]:
+def _of_step(product: nn.Module, rows: int, dtype: str, widths: Collection[int] | None) -> list[Workload]:
     """Of a step of ``rows`` rows."""
     if isinstance(product, Parted):
         return [product.workload(rows)]
-    return [plain.with_m(rows) for layer in product.modules() for plain in _products(layer, dtype)]
+    return [plain.with_m(rows) for layer in product.modules() for plain in _products(layer, dtype, widths)]
 
 
 def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWorkload]:

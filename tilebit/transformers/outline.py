@@ -12,9 +12,12 @@ from transformers import PreTrainedModel
 from ..layouts.formats import GemmFormat
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
+from ..weights.any_kind import AnyKind
+from ..weights.any_modules import AnyPrecisionLinear
+from ..weights.any_packed import AnyPrecisionWeight, any_format
 from ..weights.modules import QuantLinear
 from ..weights.packed import WEIGHTS, PackedWeight
-from .config import METHOD, TilebitConfig
+from .config import METHOD, Stored, TilebitConfig
 from .foreign import ForeignSource
 from .opening import checked, dtype_of, quantized_by
 from .sources import PackedSource
@@ -41,7 +44,11 @@ def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype
         layer: Any = model.get_submodule(name)
         n, k = layer.out_features, layer.in_features
         if name in rows:
+            assert isinstance(format, GemmFormat)
             made: nn.Module = MixedOutline(rows[name], n, k, format, layer.bias is not None, chosen)
+        elif isinstance(format, AnyKind):
+            made = AnyPrecisionLinear(_packed_any(n, k, format, chosen, arch), layer.bias).eval()
+            made.bits = format.bits
         else:
             made = QuantLinear(_packed(n, k, format, chosen, arch), layer.bias).eval()
         model.set_submodule(name, made)
@@ -50,10 +57,10 @@ def outline(folder: Path, quantization: TilebitConfig | None, dtype: torch.dtype
 
 def _described(
     folder: Path, model: PreTrainedModel, held: dict[str, Any] | None, quantization: TilebitConfig | None, dtype: torch.dtype
-) -> tuple[dict[str, GemmFormat], dict[str, int]]:
+) -> tuple[dict[str, Stored], dict[str, int]]:
     """(the format of every layer that is quantized, of a mixed one that of its rows; their number by mixed layer)."""
     if held is None:
-        formats = {} if quantization is None else quantization.formats_of(model)
+        formats: dict[str, Stored] = {} if quantization is None else quantization.formats_of(model)
     elif held.get("quant_method") != METHOD:
         formats = ForeignSource(folder, model, TilebitConfig(source=held), dtype).config.formats_of(model)
     else:
@@ -61,7 +68,11 @@ def _described(
         found = {name: source.described(name) for name in source.layers if name != source.embedding}
         if source.embedding is not None:  # which needs no kernel
             found |= {name: source.described(source.embedding) for name in source.shared}
-        return {name: packed.format for name, packed in found.items()}, {name: found[name].n for name in source.mixed}
+        formats = {
+            name: packed.format if isinstance(packed, PackedWeight) else AnyKind.of(packed.widths, source.set_to(name))
+            for name, packed in found.items()
+        }
+        return formats, {name: found[name].n for name in source.mixed}
     return formats, {}
 
 
@@ -71,3 +82,8 @@ def _packed(n: int, k: int, format: GemmFormat, dtype: torch.dtype, arch: str) -
     return PackedWeight(
         held["weight"], held["scales"], held.get("zeros"), n, k, format, dtype, arch, row_scales=held.get("row_scales")
     )  # fmt: skip
+
+
+def _packed_any(n: int, k: int, kind: AnyKind, dtype: torch.dtype, arch: str) -> AnyPrecisionWeight:
+    views = {bits: _packed(n, k, any_format(bits), dtype, arch) for bits in kind.widths}
+    return AnyPrecisionWeight(views[kind.max_bits].weight, {bits: view.scales for bits, view in views.items()}, n, k, arch)

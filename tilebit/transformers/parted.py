@@ -121,7 +121,8 @@ def gated(layer: nn.Module, asked: Collection[Part], norm: Norm, activation: str
 
 
 def prepared(products: Iterable[nn.Module], sizes: Sequence[int]) -> None:
-    """Have the kernels of calls with ``sizes`` rows ready. Raises ``KernelUnavailable``."""
+    """Have the kernels of calls with ``sizes`` rows ready, of layers of any precision those of the widths that
+    they are set to. Raises ``KernelUnavailable``."""
     products = list(products)
     for few in (True, False):
         rows = [m for m in sizes if (m <= MAX_M) == few]

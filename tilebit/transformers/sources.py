@@ -34,16 +34,15 @@ _DTYPES = {"U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F16": tor
 class PackedSource:
     """The packed layers in ``folder``, which ``model`` (on meta) has and which compute in ``dtype``:
     the entries of ``state_dict`` of ``QuantLinear``, ``MixedLinear``, ``AnyPrecisionLinear`` and
-    ``QuantEmbedding``, packed for the architecture that each one's extra state names. ``kinds`` says what
-    ``config`` does of each. ``shared`` are layers that are the packed rows of the input ``embedding``.
-    Raises ``CheckpointError`` (a ``ValueError``)."""
+    ``QuantEmbedding``, packed for the architecture that each one's extra state names. ``shared`` are layers
+    that are the packed rows of the input ``embedding``. Raises ``CheckpointError`` (a ``ValueError``)."""
 
     def __init__(self, folder: Path, model: PreTrainedModel, config: TilebitConfig, dtype: torch.dtype) -> None:
         self.config, self._dtype, self._files = config, dtype, tensor_files(folder)
         self._open: dict[Path, TensorFile] = {}
         self._outputs: dict[str, int] = {}  # output channels by layer
-        self.kinds = wanted = config.kinds_of(model)
-        embedded = config.embedding_of(model)
+        wanted, embedded = config.kinds_of(model), config.embedding_of(model)
+        self._kinds = {name: store for name, kind in wanted.items() if (store := AnyKind.parse(kind)) is not None}
         self.embedding, self._scale = None, None
         former = [name for name in wanted if any(f"{name}.{entry}" in self._files for entry in FORMER)]
         if former:
@@ -90,8 +89,7 @@ class PackedSource:
         if name in self.mixed:  # whose index says which rows make the output channels
             fits = packed.n >= n
         self._outputs[name] = n
-        store = AnyKind.parse(wanted or "")
-        said = wanted if store is None else store.store
+        said = self._kinds[name].store if name in self._kinds else wanted
         if not fits or packed.k != k or kind != said or index != (packed.n,):
             raise CheckpointError(
                 f"{name} is {kind} [{packed.n}, {packed.k}] and config.json says {said or 'none'} [{n}, {k}]; accepted: "
@@ -125,12 +123,15 @@ class PackedSource:
             return StoredAny.parse(state[EXTRA]).weight(state)
         return _packed_of(state, self._dtype)
 
+    def set_to(self, name: str) -> int:
+        """The width that a layer of any precision is set to."""
+        return self._kinds[name].bits
+
     def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear | AnyPrecisionLinear | QuantEmbedding:
         """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
         not each there once, and for one of any precision whose codebooks do not fit the dtype."""
-        store = AnyKind.parse(self.kinds[name])
-        if store is not None:
-            return self._read_any(name, store, device)
+        if name in self._kinds:
+            return self._read_any(name, device)
         layer = self._read(self._part(name), device)
         if name == self.embedding:
             return QuantEmbedding(layer, self._scale)
@@ -157,14 +158,14 @@ class PackedSource:
             packed = pack(packed.unpack(), self._dtype, arch=packed.arch)
         return QuantLinear(packed, state.get("bias")).to(device)  # which packs again where the device reads another layout
 
-    def _read_any(self, name: str, store: AnyKind, device: torch.device) -> AnyPrecisionLinear:
+    def _read_any(self, name: str, device: torch.device) -> AnyPrecisionLinear:
         state = {part: tensor.clone() for part, tensor in self._state(name).items()}  # as in ``_read``
         try:
             weight = StoredAny.parse(state[EXTRA]).weight(state).cast(self._dtype)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from None
         layer = AnyPrecisionLinear(weight, state.get("bias")).to(device)
-        layer.bits = store.bits
+        layer.bits = self.set_to(name)
         return layer
 
     def _state(self, name: str, meta: bool = False) -> dict[str, Tensor]:

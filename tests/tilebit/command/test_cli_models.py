@@ -17,6 +17,7 @@ from tilebit.command.cli import app
 
 pytest.importorskip("transformers", minversion="5.17")
 
+import tilebit
 import tilebit.transformers
 from tilebit.quality import Score, log_probabilities, windows
 from tilebit.schedules.gemm.workload import Workload
@@ -107,6 +108,24 @@ def test_an_output_layer_is_quantized_where_it_is_named(dense: Path, tmp_path: P
     assert "embeddings are to be in w8a8" in refused(*asked[:2], str(tmp_path / "other"), "--embeddings", "w8a8_channel")
     for wrong, message in (("lm_head", "accepted: NAME=FORMAT"), ("lm_head=w9", "w9"), ("lm_haed=w8a16_g64", "per_layer names 'lm_haed'")):
         assert message in refused(*asked[:2], str(tmp_path / "other"), *asked[3:], wrong) and not (tmp_path / "other").exists()
+
+
+def test_layers_of_any_precision_are_made(dense: Path, tmp_path: Path):
+    """As k-means makes them, set to the width that is named; by names of layers as any format."""
+    out = tmp_path / "out"
+    kept = ("lm_head", "q_proj", "k_proj", "o_proj", "mlp.gate_proj", "up_proj", "down_proj")
+    parsed("quantize", str(dense), str(out), "--format", "w2-3a16_any@2", *(word for name in kept for word in ("--skip", name)))
+    model = open_model(out)
+    expected = open_model(dense)
+    assert len(tilebit.quantize_model_any(expected, 2, 3, skip=kept)) == 2
+    a, b = model.state_dict(), expected.state_dict()
+    assert list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+    assert {layer.bits for layer in model.modules() if isinstance(layer, tilebit.AnyPrecisionLinear)} == {2}
+    said = refused("quantize", str(dense), str(tmp_path / "other"), "--format", "w8a16_any")
+    assert "widths from 2, 3, 4 bits on" in said and "'w3-8a16_any' computes in 8 bits" in said
+    assert "clip_search goes with" in refused("quantize", str(dense), str(tmp_path / "other"), "--format", "w3-8a16_any", "--clip-search")
+    assert "set to 9" in refused("quantize", str(dense), str(tmp_path / "other"), "--format", "w3-8a16_any@9")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_layers import uniform_steps
 from typer.testing import CliRunner
 
 from tilebit.command.cli import app
@@ -22,15 +23,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 import tilebit
+from tilebit import AnyPrecisionLinear
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import dispatch, linear, plans
 from tilebit.schedules.activations.glue import GATED, NORM, GlueWorkload
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.target import Target, target_from_name
-from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused, needed
+from tilebit.transformers import TilebitCache, TilebitConfig, compile, fused, needed, release
 from tilebit.transformers.needed import kernels_of
 from tilebit.transformers.outline import outline
 from tilebit.transformers.synthetic import write_model
+from tilebit.weights.any_packed import pack_any
 from tilebit.weights.modules import QuantLinear
 
 ROWS, TOKENS = 2, 256
@@ -74,6 +77,46 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
         if isinstance(layer, QuantLinear):
             layer._repack_for(target.arch)
     held, asked = {workload.static() for workload in listed}, _asked_on(target, monkeypatch)
+    _run(model, cache_format)
+    kinds = {workload.op for workload in asked}
+    assert {"decode", "append", "prefill", "gather", "gemm"} <= kinds and ("quantize" in kinds) == ("a8" in format)
+    assert (NORM in kinds) == (kind != OUTPUT_LAYER), "norms before products of int8 x write codes"
+    assert ("dense" in kinds) == (kind == HEAD_SERVED)
+    assert not [workload for workload in asked if workload.static() not in held]
+    in_steps = {workload for workload in asked if getattr(workload, "dependent", False) and workload.m == ROWS}
+    assert in_steps and in_steps <= set(listed), "chosen as they are in steps"
+    unasked = held - {workload.static() for workload in asked}
+    assert not unasked, unasked
+
+
+@pytest.mark.parametrize("widths", [None, [3], [2, 4]])
+def test_a_pack_would_hold_every_width_that_is_stored_or_asked_for(
+    widths: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the model is set to: what it launches in each width is among what is listed, and nothing else is."""
+    target = target_from_name("sm_90a")
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "head_dim": 64})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    with uniform_steps():
+        tilebit.quantize_model_any(model, 2, 4)
+    model.save_pretrained(tmp_path)
+    described = outline(tmp_path, None, None, target.arch)
+    listed = {w.static() for w in kernels_of(described, [KVFormat.from_name("kv16")], [ROWS], TOKENS, target, widths)}
+    for layer in model.modules():
+        if isinstance(layer, AnyPrecisionLinear):
+            layer._hold(pack_any(layer.packed.unpack(), layer.dtype, arch=target.arch))
+    asked = _asked_on(target, monkeypatch)
+    for bits in widths or (2, 3, 4):
+        tilebit.set_precision(model, bits)
+        _run(model, "kv16")
+        release(model)
+    assert {workload.static() for workload in asked} == listed
+    assert {w.format.name for w in listed if isinstance(w, Workload)} == {f"w{bits}a16_any" for bits in widths or (2, 3, 4)}
+
+
+def _run(model: Any, cache_format: str) -> None:
+    """Prompts, short and long, chunks of them, and fused steps and prompts."""
     cache = TilebitCache(model.config, format=cache_format, max_tokens=TOKENS, sequences=ROWS)
     model.set_attn_implementation("tilebit")
     with torch.no_grad():
@@ -86,15 +129,6 @@ def test_a_pack_for_gpus_would_hold_what_a_compiled_model_launches(kind: str, tm
         cache.settle()
         prompt = cache.begin_step(ROWS, 20, None, model.dtype, torch.device("cpu"))
         plans.rehearsed(lambda: model.tilebit_steps.step.prompt(torch.full((ROWS * 20,), 5), cache.pool.cache, prompt.batch))
-    kinds = {workload.op for workload in asked}
-    assert {"decode", "append", "prefill", "gather", "gemm"} <= kinds and ("quantize" in kinds) == ("a8" in format)
-    assert (NORM in kinds) == (kind != OUTPUT_LAYER), "norms before products of int8 x write codes"
-    assert ("dense" in kinds) == (kind == HEAD_SERVED)
-    assert not [workload for workload in asked if workload.static() not in held]
-    in_steps = {workload for workload in asked if getattr(workload, "dependent", False) and workload.m == ROWS}
-    assert in_steps and in_steps <= set(listed), "chosen as they are in steps"
-    unasked = held - {workload.static() for workload in asked}
-    assert not unasked, unasked
 
 
 def test_a_pack_holds_the_gate_in_products_up_to_16_rows_and_apart_beyond(tmp_path: Path):
@@ -202,6 +236,10 @@ def test_what_a_pack_of_a_model_refuses(dense: Path, tmp_path: Path, monkeypatch
         ((*model, "--kv-format", "kv16", "--batch", "0"), "--batch"),
         ((*model, "--kv-format", "kv16", "--target", "sm_1"), "sm_1"),
         ((*model, "--kv-format", "kv16", "--dtype", "float32"), "float32"),
+        ((*model, "--format", "w4a16_g64", "--bits", "4"), "of a model with layers of any precision"),
+        ((*model, "--format", "w3-4a16_any", "--bits", "3", "--bits", "5"), "stores 3 to 4 bits; accepted: some of these"),
+        ((*model, "--format", "w8a16_any"), "'w3-8a16_any' computes in 8 bits"),
+        (("--n", "64", "--k", "64", "--bits", "4"), "--bits with a product"),
     )
     for words, said in given:
         result = call("pack", out, *words)
@@ -212,6 +250,15 @@ def test_what_a_pack_of_a_model_refuses(dense: Path, tmp_path: Path, monkeypatch
     (other / "config.json").write_text(json.dumps({**config, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"]}))
     assert "accepted" in call("pack", out, "--model", str(other), "--format", "w4a16_g64").output
     assert not Path(out).exists()
+
+
+def test_widths_are_chosen_by_the_command(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    packed: list[Any] = []
+    monkeypatch.setattr("tilebit.command.models.pack_kernels", lambda path, workloads, *_: packed.append(workloads))
+    words = ("pack", str(tmp_path / "pack"), "--model", str(dense), "--format", "w3-5a16_any", "--target", "sm_90a")
+    for more in ((), ("--bits", "3", "--bits", "5")):
+        assert call(*words, *more).exit_code == 0
+    assert [{workload.format.bits for workload in workloads} for workloads in packed] == [{3, 4, 5}, {3, 5}]
 
 
 def _compiled(*_: Any, **__: Any) -> None:

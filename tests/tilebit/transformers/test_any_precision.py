@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from any_layers import uniform_steps
 from safetensors.torch import load_file, save_file
-from tiny_models import llama, made, qwen3
+from tiny_models import llama, made, qwen3, saved
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tilebit
 from tilebit import AnyPrecisionLinear, QuantLinear
-from tilebit.transformers import quantizer, sources, takeover
+from tilebit.layouts.formats import GemmFormat
+from tilebit.transformers import TilebitConfig, quantizer, sources, takeover
+from tilebit.transformers.benching import low_bit_model
 from tilebit.weights import any_modules
 from tilebit.weights.any_packed import pack_any
 from tilebit.weights.extra_state import from_tensor, to_tensor
@@ -25,6 +28,12 @@ from tilebit.weights.extra_state import from_tensor, to_tensor
 BIASED = llama(attention_bias=True)
 IDS = torch.arange(2, 22)[None]
 UP, DOWN, Q = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_k_means() -> Iterator[None]:
+    with uniform_steps():
+        yield
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -49,7 +58,7 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def original() -> Any:
+def original(without_k_means: None) -> Any:
     """3 to 5 bits."""
     model = made(BIASED)
     assert len(tilebit.quantize_model_any(model, max_bits=5)) == 14
@@ -139,6 +148,53 @@ def test_codebooks_are_cast_to_the_dtype_asked_for(model: Any, folder: Path):
     with pytest.raises(ValueError, match=rf"{UP}: a codebook does not fit torch.float16"):
         loaded(folder, dtype=torch.float16)
     loaded(folder)
+
+
+def test_weights_are_quantized_while_they_load(original: Any, tmp_path: Path):
+    """As ``quantize_model_any`` does it without a sensitivity, biases included."""
+    read = loaded(saved(tmp_path, BIASED), quantization_config=TilebitConfig("w3-5a16_any@4"))
+    assert {layer.bits for layer in of_widths(read).values()} == {4} and not any(layer.training for layer in of_widths(read).values())
+    tilebit.set_precision(read, 5)
+    same(original, read)
+
+
+def test_layers_have_widths_of_their_own(tmp_path: Path):
+    """Names count as for other formats; a format that is no name, too."""
+    stores: dict[str, Any] = {"v_proj": "w2-3a16_any@2", "1.self_attn.v_proj": GemmFormat.parse("w2a16_any"), "q_proj": "w8a16_g32"}
+    config = TilebitConfig("w2a16_any", skip=["lm_head", "mlp.gate_proj", "up_proj", "down_proj", "o_proj"], per_layer=stores)
+    read = loaded(saved(tmp_path / "float", BIASED), quantization_config=config)
+    kinds = {name.removeprefix("model.layers."): layer.kind for name, layer in of_widths(read).items()}
+    v, k = "self_attn.v_proj", "self_attn.k_proj"
+    assert kinds == {f"0.{v}": "w2-3a16_any@2", f"1.{v}": "w2a16_any", f"0.{k}": "w2a16_any", f"1.{k}": "w2a16_any"}
+    assert read.get_submodule(Q).format.name == "w8a16_g32" and type(read.get_submodule(UP)) is nn.Linear
+    read.save_pretrained(tmp_path / "packed")
+    same(read, loaded(tmp_path / "packed"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "w8a16_any"}, "widths from 2, 3, 4 bits on, .*'w3-8a16_any' computes in 8 bits"),
+        ({"format": "w5-6a16_any"}, "'w3-6a16_any' computes in 6 bits"),
+        ({"per_layer": {"q_proj": "w6a16_any"}}, r"layers\.0\.self_attn\.q_proj is to be w6a16_any"),
+        ({"format": "w3-8a16_any", "clip_search": True}, "clip_search goes with layers of any precision alone"),
+        ({"format": "w3-9a16_any"}, "accepted: from 2 up to 8"),
+        ({"format": "w3-8a16_any+w8a8_g128"}, "accepted are names such as"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_quantized_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+):
+    folder = saved(tmp_path, BIASED)
+    monkeypatch.setattr(quantizer, "quantize_any", lambda *_: pytest.fail("a layer is quantized"))
+    with pytest.raises(ValueError, match=message):
+        loaded(folder, quantization_config=TilebitConfig(**options))
+
+
+def test_random_models_of_a_config_are_of_any_precision(tmp_path: Path):
+    BIASED.save_pretrained(tmp_path)
+    model = low_bit_model(tmp_path / "config.json", TilebitConfig("w2-3a16_any@2"), torch.bfloat16, torch.device("cpu"))
+    assert {layer.kind for layer in of_widths(model).values()} == {"w2-3a16_any@2"}
 
 
 def test_they_are_no_other_tools(model: Any):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ops.rows import add_norm, gated
     from .weights.any_modules import AnyPrecisionLinear, precision_view, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
+    from .weights.calibrate_smooth import calibrate_smoothing
     from .weights.checkpoint import Checkpoint, load_checkpoint
     from .weights.embedding import QuantEmbedding
     from .weights.gptq import gptq
@@ -51,6 +52,7 @@ _HOME = {
     "QuantizedTensor": "weights.quantize",
     "add_norm": "ops.rows",
     "calibrate": "weights.calibrate",
+    "calibrate_smoothing": "weights.calibrate_smooth",
     "channel_salience": "weights.salience",
     "gated": "ops.rows",
     "gemm": "ops.gemm",
@@ -85,6 +87,7 @@ __all__ = [
     "QuantizedTensor",
     "add_norm",
     "calibrate",
+    "calibrate_smoothing",
     "channel_salience",
     "gated",
     "gemm",

@@ -22,6 +22,7 @@ Embeddings = Annotated[
     typer.Option("--embeddings", help="Quantize the input embedding to this format, such as w8a16_channel. Default: it is kept."),
 ]
 ClipSearch = Annotated[bool, typer.Option("--clip-search", help="Search for clipped ranges: a smaller error, a longer wait.")]
+Smooth = Annotated[Path | None, typer.Option("--smooth", help="A text by which inputs of layers are smoothed, of formats with 8-bit x.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU, else the CPU), cpu or cuda[:i].")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (what config.json says), float16 or bfloat16: what is computed in.")]
 BenchedModel = Annotated[

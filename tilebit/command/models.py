@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, WeightFormat
+from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, Smooth, WeightFormat
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
 from .several import Layers, formats_by_layer
 from .tasks import Json, named_target, pack_kernels, schedule_text
@@ -27,12 +27,14 @@ def quantize(
     layer: Layers = None,
     embeddings: Embeddings = None,
     clip_search: ClipSearch = False,
+    smooth: Smooth = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Quantize a model while it loads, layer by layer, and save it packed, its tokenizer beside it. Of several names that fit a layer, in
-    --skip and --layer, the longest counts. w3-8a16_any stores every width from 3 to 8 bits, by k-means; w3-8a16_any@4 is set to 4."""
+    --skip and --layer, the longest counts. w3-8a16_any stores every width from 3 to 8 bits, by k-means; w3-8a16_any@4 is set to 4. With
+    --smooth all of it is loaded first, and a text passes through it."""
     _needed()
     if out.exists():
         fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
@@ -40,9 +42,13 @@ def quantize(
     chosen, place = _quantization(format, skip, clip_search, layer, embeddings), _device(device)
     with failures():
         from ..transformers.opening import open_model
+        from ..transformers.smoothing import smoothed_model
         from .folders import save_model, weight_bytes
 
-        model = open_model(source, chosen, _dtype(dtype), place)
+        if smooth is None:
+            model = open_model(source, chosen, _dtype(dtype), place)
+        else:
+            model = smoothed_model(source, _text(smooth), chosen, _dtype(dtype), place, sys.stderr.isatty())
         save_model(model, source, out)
         found = {
             "out": str(out), "format": format, "per_layer": chosen.per_layer, "before_bytes": weight_bytes(source),

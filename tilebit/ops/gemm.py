@@ -83,7 +83,9 @@ def gemm(
     sums are int32 within a group and fp32 over groups. Formats of e4m3 (``w8a8_fp8``, ``w8a8_fp8_g128``,
     ``w4a8_fp8``) take x and scales of ``quantize_activations(x, "e4m3")`` likewise; they run on sm_89,
     sm_90a and CPUs. Their sums are fp32; those of ``w8a8_fp8`` may keep the 14 bits of tensor cores' sums,
-    a relative error of 2^-15 times the root of k. ``token_scales`` is for weights of 8-bit x alone.
+    a relative error of 2^-15 times the root of k. ``token_scales`` is for weights of 8-bit x alone. A weight
+    of smoothed inputs (``packed.smooth``) multiplies x by its factors in the kernel that quantizes it; codes are
+    those of the smoothed x: ``quantize_activations(x, smooth=packed.smooth)``.
 
     In the same kernel, each alone or a norm with one of the others:
 

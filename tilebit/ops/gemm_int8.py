@@ -114,7 +114,8 @@ def launch(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> None:
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: bool, token_scales: Tensor | None) -> Tensor:
     """``tilebit.gemm`` for a weight whose format has 8-bit x: of codes with ``token_scales``, or of x
-    in ``packed.dtype``, which is quantized first, a scale for each row or each group of it."""
+    in ``packed.dtype``, which is smoothed, where the weight has factors, and quantized first, a scale
+    for each row or each group of it."""
     held = (packed.weight, packed.scales, packed.zeros, packed.row_scales)
     rest = (packed.n, packed.k, packed.format_name, packed.dtype, dependent)
     wanted = codes_of(packed.format_name)
@@ -132,13 +133,14 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, dependent: boo
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] < packed.k or x.device != packed.device:
             reject_x(x, packed.device, packed.k, wanted)
-        if codes and packed.format.x_grouped:
+        if codes and (packed.format.x_grouped or packed.smooth is not None):
+            of = "factors" if packed.smooth is not None else f"groups of {packed.format.x_group}"
             raise ValueError(
-                f"x is {describe(x)} and the weight's columns are reordered (act order): groups of {packed.format.x_group} are those of "
+                f"x is {describe(x)} and the weight's columns are reordered (act order): {of} are those of "
                 f"x[..., packed.perm]; accepted: {str(packed.dtype).removeprefix('torch.')} [..., {packed.k}] without token_scales"
             )
         x = x.view(torch.int8).index_select(-1, packed.perm).view(x.dtype) if codes else x.index_select(-1, packed.perm)
-    return gemm_int8(x, *held, token_scales, bias, *rest) if codes else of_rows(x, *held, bias, *rest)
+    return gemm_int8(x, *held, token_scales, bias, *rest) if codes else of_rows(x, *held, packed.smooth, bias, *rest)
 
 
 def of_rows(
@@ -147,6 +149,7 @@ def of_rows(
     scales: Tensor,
     zeros: Tensor | None,
     row_scales: Tensor | None,
+    smooth: Tensor | None,
     bias: Tensor | None,
     n: int,
     k: int,
@@ -155,14 +158,14 @@ def of_rows(
     dependent: bool,
 ) -> Tensor:
     """``gemm_int8`` of x [..., k] in ``dtype``, quantized first with a scale for each row, or
-    for each group of it where the format says so."""
+    for each group of it where the format says so; times ``smooth`` fp32 [k] before, in the same kernel."""
     if x.ndim < 1 or x.device != weight.device or x.dtype is not dtype or x.shape[-1] != k:
         accepted = str(dtype).removeprefix("torch.")
         raise ValueError(
             f"x is {describe(x)}; accepted: {accepted} [..., {k}] on {weight.device}; convert it with x.to(...) or pass what fits"
         )
     parsed = GemmFormat.parse(format)
-    codes, token_scales = QUANTIZE(x, None, None, OUTS[parsed.x], parsed.x_group, EPS, dependent)
+    codes, token_scales = QUANTIZE(x, None, smooth, OUTS[parsed.x], parsed.x_group, EPS, dependent)
     return gemm_int8(codes, weight, scales, zeros, row_scales, token_scales, bias, n, k, format, dtype, dependent)
 
 

@@ -48,10 +48,10 @@ def product(
     if packed.perm is not None:
         if x.ndim < 1 or x.shape[-1] != packed.k or x.device != packed.device:
             _reject_x(x, packed.k, packed.dtype, packed.device)
-        if norm_weight is not None or (token_scales is not None and packed.format.x_grouped):
+        if norm_weight is not None or (token_scales is not None and (packed.format.x_grouped or packed.smooth is not None)):
             raise ValueError(
-                "the weight's columns are reordered (act order), and norm_weight or token_scales of groups are not; accepted: call "
-                "without them, after tilebit.add_norm"
+                "the weight's columns are reordered (act order), and norm_weight or token_scales of groups and of smoothed x are not; "
+                "accepted: call without them, after tilebit.add_norm"
             )
         x = (x.view(torch.int8) if x.itemsize == 1 else x).index_select(-1, packed.perm).view(x.dtype)
     if packed.takes_codes and x.dtype is not codes_of(packed.format_name):
@@ -61,7 +61,7 @@ def product(
             )
         if x.ndim < 1 or x.shape[-1] != packed.k or x.dtype is not packed.dtype or token_scales is not None:
             _reject_x(x, packed.k, packed.dtype, packed.device)
-        x, token_scales = QUANTIZE(x, None, None, OUTS[packed.format.x], packed.format.x_group, EPS, dependent)
+        x, token_scales = QUANTIZE(x, None, packed.smooth, OUTS[packed.format.x], packed.format.x_group, EPS, dependent)
     held = (x, packed.weight, packed.scales, packed.zeros, packed.row_scales, token_scales, bias)
     rest = (norm_weight, packed.n, packed.k, packed.format_name, packed.dtype, eps, dependent)
     if residual is not None and inplace:

@@ -16,6 +16,7 @@ from ..cache.rotary import rotated
 from ..ops.rows import add_norm, gated
 from ..schedules.activations.workload import PER_TOKEN
 from ..weights.joined import joined
+from ..weights.mixed_tensor import same_numbers
 from .anatomy import Anatomy, Block, Norm, rotary_table
 from .output_layer import logits_of
 from .parted import BY_DEFAULT, Part, Parted, Rows, parted
@@ -31,9 +32,14 @@ class SideBySide(nn.Module):
 
     @property
     def x_group(self) -> int | None:
-        """What all layers take as codes; None where they do not take the same."""
+        """What all layers take as codes; None where they do not take the same, as of x smoothed by different factors."""
         groups = {x_group(layer) for layer in self.layers}
-        return groups.pop() if len(groups) == 1 else None
+        return groups.pop() if len(groups) == 1 and same_numbers([factors(layer) for layer in self.layers]) else None
+
+    @property
+    def smooth(self) -> Tensor | None:
+        """The factors of x that codes of ``x_group`` are smoothed by."""
+        return None if self.x_group is None else factors(self.layers[0])
 
     def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
         return torch.cat([_product(layer, (codes, token_scales)) for layer in self.layers], -1)
@@ -182,6 +188,11 @@ def x_group(layer: nn.Module) -> int | None:
     return getattr(layer, "x_group", None)
 
 
+def factors(layer: nn.Module) -> Tensor | None:
+    """fp32 [k]: what x is multiplied by before it becomes the codes that ``layer`` takes; None: nothing."""
+    return getattr(layer, "smooth", None)
+
+
 def _product(layer: nn.Module, rows: Rows) -> Tensor:
     if isinstance(rows, Tensor):
         return layer(rows)
@@ -191,7 +202,7 @@ def _product(layer: nn.Module, rows: Rows) -> Tensor:
 def _codes(taker: nn.Module) -> dict[str, Any] | None:
     """How ``add_norm`` and ``gated`` are asked for what ``taker`` takes."""
     group = x_group(taker)
-    return None if group is None else {"out": "int8", "group": None if group == PER_TOKEN else group}
+    return None if group is None else {"out": "int8", "group": None if group == PER_TOKEN else group, "smooth": factors(taker)}
 
 
 def _asked(parts: Collection[Part], **able: bool) -> tuple[Part, ...]:

@@ -27,7 +27,7 @@ from ..weights.modules import QuantLinear
 from .anatomy import Anatomy, Block, Norm, anatomy, rotary_table
 from .attend import MOST_AT_ONCE
 from .cache import PAGE_SIZE
-from .fused import FusedBlock, fused_blocks, x_group
+from .fused import FusedBlock, factors, fused_blocks, x_group
 from .outline import MixedOutline
 from .output_layer import workload_of
 from .parted import Parted
@@ -114,7 +114,9 @@ def _quantized(layer: nn.Module, dtype: str, rows: Sequence[int]) -> list[AnyWor
     group, out = x_group(layer), "int8"
     if isinstance(layer, QuantLinear) and layer.format.x == FP8:
         group, out = layer.format.x_group, OUTS[FP8]
-    return [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, out, group) for m in rows]
+    return (
+        [] if group is None else [QuantizeWorkload(m, _columns(layer), dtype, out, group, smooth=factors(layer) is not None) for m in rows]
+    )
 
 
 def _between(parts: Anatomy, blocks: Sequence[FusedBlock], rows: int, dtype: str, cuda: bool) -> Iterator[AnyWorkload]:
@@ -124,7 +126,8 @@ def _between(parts: Anatomy, blocks: Sequence[FusedBlock], rows: int, dtype: str
         k, group = norm.weight.shape[0], None if taker is None else x_group(taker)
         if group is not None:
             there = residual and not (cuda and k % CHUNK)
-            yield QuantizeWorkload(rows, k, dtype, "int8", group, True, norm.eps, residual=there, offset=norm.offset)
+            smooth = taker is not None and factors(taker) is not None
+            yield QuantizeWorkload(rows, k, dtype, "int8", group, True, norm.eps, smooth, there, norm.offset)
         elif cuda and k % CHUNK == 0:
             yield GlueWorkload(NORM, rows, k, dtype, residual, norm.eps, norm.offset)
 
@@ -139,7 +142,7 @@ def _between(parts: Anatomy, blocks: Sequence[FusedBlock], rows: int, dtype: str
         yield from normed(norm, True, taker)
         k, group = _columns(block.down), x_group(block.down)
         if group is not None:
-            yield QuantizeWorkload(rows, k, dtype, "int8", group, gate=of.activation)
+            yield QuantizeWorkload(rows, k, dtype, "int8", group, smooth=factors(block.down) is not None, gate=of.activation)
         elif cuda and k % CHUNK == 0 and not (isinstance(block.gate_up, Parted) and block.gate_up.gates(rows)):
             yield GlueWorkload(GATED, rows, k, dtype, activation=of.activation)
 

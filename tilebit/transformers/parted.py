@@ -47,6 +47,11 @@ class Parted(nn.Module):
         """As the layer's."""
         return self.layer.x_group
 
+    @property
+    def smooth(self) -> Tensor | None:
+        """As the layer's."""
+        return self.layer.smooth
+
     def norms(self, rows: int) -> bool:
         """Whether it norms so many rows of x: of more, every 16 would read the weight again."""
         return "norm" in self.does and rows <= MAX_M

@@ -127,6 +127,11 @@ class PackedSource:
         """The width that a layer of any precision is set to."""
         return self._kinds[name].bits
 
+    def factors(self, name: str) -> Tensor | None:
+        """fp32 [k]: what the x of the layer ``name`` is multiplied by; None: nothing."""
+        stored = f"{self._part(name)}.smooth"
+        return self._opened(stored).tensor(stored) if stored in self._files else None
+
     def read(self, name: str, device: torch.device) -> QuantLinear | MixedLinear | AnyPrecisionLinear | QuantEmbedding:
         """The layer ``name`` on ``device``. Raises ``CheckpointError`` for a mixed one whose channels are
         not each there once, and for one of any precision whose codebooks do not fit the dtype."""
@@ -171,7 +176,7 @@ class PackedSource:
     def _state(self, name: str, meta: bool = False) -> dict[str, Tensor]:
         """The layer's tensors; with ``meta`` none is read but the one that describes it."""
         state = {}
-        for part in (EXTRA, *WEIGHTS, *WIDTHS, "perm", "bias"):
+        for part in (EXTRA, *WEIGHTS, *WIDTHS, "perm", "smooth", "bias"):
             stored = f"{name}.{part}"
             if stored not in self._files:
                 continue
@@ -205,7 +210,9 @@ def _packed_of(state: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
     said = parse_described(state[EXTRA])
     format, scales = GemmFormat.from_json(said["format"]), state["scales"]
     held = dtype if format.own_scales else scales.dtype
+    if said.get("smooth", False) != ("smooth" in state):
+        raise ValueError("what it says of itself and its tensors differ in whether its x is smoothed")
     return PackedWeight(
         state["weight"], scales, state.get("zeros"), said["n"], said["k"], format, held, said["arch"], state.get("perm"),
-        state.get("row_scales"),
+        state.get("row_scales"), state.get("smooth"),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from .gptq import DAMPING, gptq, gptq_mixed
 from .layers import Quantized, linears_of, once
 from .mixed import mixed_layers
 from .precision import PrecisionPlan
-from .quantize import QuantizedTensor
+from .quantize import QuantizedTensor, scale_dtype_of
+from .smooth import Smoothing, expect_smoothing, smoothing_of
 from .stream import visit_layers
 
 
@@ -30,6 +31,7 @@ def calibrate(
     progress: bool = ...,
     *,
     precision: None = None,
+    smoothing: Mapping[str, Smoothing] | None = ...,
 ) -> dict[str, QuantizedTensor]: ...
 @overload
 def calibrate(
@@ -43,6 +45,7 @@ def calibrate(
     progress: bool = ...,
     *,
     precision: PrecisionPlan,
+    smoothing: Mapping[str, Smoothing] | None = ...,
 ) -> dict[str, Quantized]: ...
 def calibrate(
     model: nn.Module,
@@ -55,6 +58,7 @@ def calibrate(
     progress: bool = False,
     *,
     precision: PrecisionPlan | None = None,
+    smoothing: Mapping[str, Smoothing] | None = None,
 ) -> dict[str, QuantizedTensor] | dict[str, Quantized]:
     """The weight of every ``nn.Linear`` inside ``model`` by GPTQ (``gptq`` says what the options
     do), by the layer's name; a layer shared under several names has the first. The model is left
@@ -69,26 +73,37 @@ def calibrate(
     with one block's activations for all batches held, on the model's device. ``skip`` is
     ``quantize_model``'s. Layers of ``precision`` (``select_channels``) become a ``MixedTensor`` each,
     of its two formats (``gptq_mixed``); ``format`` is for the others, and ``quantize_model`` takes both
-    ``weights`` and ``precision``. ``progress`` shows a bar on a terminal. Scales are of the weight's dtype,
+    ``weights`` and ``precision``. Layers of ``smoothing`` (``calibrate_smoothing``, of the same format) are rounded with
+    its factors folded in, for inputs that are divided by them; their weights carry the factors, and
+    ``quantize_model`` takes no ``smoothing`` beside them. ``progress`` shows a bar on a terminal. Scales are of the weight's dtype,
     fp16 for fp32 weights.
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` and ``gptq`` do, the latter with
-    the layer's name, and for a ``calibration`` that is empty or a single batch.
+    the layer's name, and for a ``calibration`` that is empty or a single batch; for ``smoothing`` of no layer,
+    of another width, or of a layer whose format has 16-bit x.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)
     named = linears_of(model, skip)
     layers = once(named)
     mixed = {} if precision is None else mixed_layers(named, precision, {})
+    smooth = smoothing_of(named, smoothing or {}, {})
     found: dict[str, Quantized] = {}
 
     def visit(name: str, layer: nn.Linear, products: Tensor) -> Tensor:
+        w, own = layer.weight, smooth.get(layer)
         try:
-            if precision is not None and layer in mixed:
-                formats = (precision.low, precision.high)
-                found[name] = gptq_mixed(layer.weight, products, mixed[layer], *formats, act_order, clip_search, damping)
+            formats = (precision.low, precision.high) if precision is not None and layer in mixed else (format,)
+            dtype = scale_dtype_of(w, None, formats[0])
+            if own is not None:
+                expect_smoothing("smoothing", own, w.shape[1], formats[0])
+                w, products = own.fold(w), own.fold_products(products)
+            if len(formats) == 2:
+                found[name] = gptq_mixed(w, products, mixed[layer], *formats, act_order, clip_search, damping, dtype)
             else:
-                found[name] = gptq(layer.weight, products, format, act_order, clip_search, damping)
+                found[name] = gptq(w, products, format, act_order, clip_search, damping, dtype)
+            if own is not None:
+                found[name] = own.applied(found[name])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return found[name].dequantize(layer.weight.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..schedules.gemm.parts import GATE_ROWS
+from .mixed_tensor import same_numbers
 from .packed import PackedWeight, pack
 
 
@@ -17,14 +18,15 @@ def interleaved(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     gates. ``in_turn`` makes one bias of two.
 
     Codes, scales and zero points are those of the two, packed anew: nothing is rounded. Raises
-    ``ValueError`` where they differ in n, k, format, dtype, device or order of columns, n is no
-    multiple of 8, or the format has codebooks.
+    ``ValueError`` where they differ in n, k, format, dtype, device, order of columns or factors of x, n is
+    no multiple of 8, or the format has codebooks.
     """
     for name in ("n", "k", "format_name", "dtype", "device", "arch"):
         if getattr(gate, name) != getattr(up, name):
             raise ValueError(f"{name} of gate is {getattr(gate, name)} and of up {getattr(up, name)}; accepted: the same")
-    orders = [perm for perm in (gate.perm, up.perm) if perm is not None]
-    if len(orders) == 1 or (orders and not torch.equal(*orders)):
+    if not same_numbers([gate.smooth, up.smooth]):
+        raise ValueError("gate and up multiply the columns of x by different factors (smooth); accepted: the same factors, or none")
+    if not same_numbers([gate.perm, up.perm]):
         raise ValueError("gate and up read the columns of x in different orders (perm); accepted: the same order, or none")
     both, parts = gate.unpack(), up.unpack()
     found = {name: (getattr(both, name), getattr(parts, name)) for name in ("codes", "scales", "zeros", "row_scales")}

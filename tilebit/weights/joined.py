@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..schedules.gemm.codecs import packed_layout
+from .mixed_tensor import same_numbers
 from .modules import QuantLinear
 from .packed import PackedWeight
 
@@ -16,7 +17,8 @@ from .packed import PackedWeight
 def joined(layers: Sequence[nn.Module], dependent: bool = False) -> nn.Module | None:
     """One layer that computes the outputs of ``layers`` [..., n_i] side by side, [..., sum of n_i], in
     one product; None where they do not make one: layers of several kinds, formats, dtypes or
-    devices, of another order of input channels, or, packed, whose n is no multiple of a packed tile's.
+    devices, of another order of input channels, with other factors of smoothed inputs, or, packed, whose n
+    is no multiple of a packed tile's.
 
     ``layers`` are ``QuantLinear`` or ``nn.Linear`` of one input. Their large tensors become views of the
     joined ones, so that nothing is held twice but scales and zero points; their names and values
@@ -37,7 +39,7 @@ def _packed(layers: list[QuantLinear], dependent: bool) -> QuantLinear | None:
     layout = packed_layout(first.arch, first.format)
     same = len({(p.k, p.format, p.dtype, p.device, p.arch) for p in held}) == 1
     whole = all(p.n % layout.tile_n == 0 for p in held[:-1]) and layout.outer == "n_major" and not first.format.codebook
-    if not (same and whole and _same_order([p.perm for p in held])):
+    if not (same and whole and same_numbers([p.perm for p in held]) and same_numbers([p.smooth for p in held])):
         return None
     weight = torch.cat([p.weight for p in held])
     packed = replace(
@@ -71,14 +73,6 @@ def _floats(layers: list[nn.Linear]) -> nn.Linear | None:
         for part, view in zip(parts, whole.split(rows), strict=True):
             part.data = view
     return made
-
-
-def _same_order(orders: list[Tensor | None]) -> bool:
-    """Whether the layers read their input's channels in one order."""
-    first = orders[0]
-    if first is None or any(order is None for order in orders):
-        return all(order is None for order in orders)
-    return all(order is not None and torch.equal(order, first) for order in orders)
 
 
 def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:

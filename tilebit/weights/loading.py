@@ -13,14 +13,14 @@ from ..layouts.formats import GemmFormat
 from .packed import WEIGHTS
 
 # Entries whose numbers no other dtype may stand for; those of the others are floating point, or bytes.
-_DTYPES = {"weight": torch.int32, "perm": torch.int64, "row_scales": torch.float32}
+_DTYPES = {"weight": torch.int32, "perm": torch.int64, "row_scales": torch.float32, "smooth": torch.float32}
 
 
 def misfits(buffers: Mapping[str, Tensor], state: Mapping[str, Any], prefix: str, format: GemmFormat, assign: bool) -> Iterator[str]:
     """What keeps the entries of ``state`` from being this layer's, in sentences; ``buffers`` are
     those that it has. ``assign``: its tensors take the buffers' place, so that none is cast."""
     given = {name: state[prefix + name] for name in buffers if prefix + name in state}
-    lacking = [name for name in ("_extra_state", *buffers) if name not in ("bias", "perm") and prefix + name not in state]
+    lacking = [name for name in ("_extra_state", *buffers) if name not in ("bias", "perm", "smooth") and prefix + name not in state]
     if lacking and any(name in given for name in WEIGHTS):
         held = next(name for name in WEIGHTS if name in given)
         yield f"the state_dict has {prefix}{held} but not {', '.join(lacking)}; accepted: all or none of them"
@@ -41,6 +41,8 @@ def _misfit(name: str, value: Any, buffer: Tensor, format: GemmFormat, assign: b
         return f"{described}; this module needs {needed} {list(buffer.shape)}"
     if value.is_meta:
         return None
+    if name == "smooth" and not bool(((value > 0) & value.isfinite()).all()):
+        return f"{described} with zero, negative, infinite or NaN factors; this module needs positive, finite ones"
     if name == "perm" and not torch.equal(value.sort().values, torch.arange(len(value), device=value.device)):
         return f"{described} and does not hold each of the columns 0..{len(value) - 1} once; this module needs a permutation"
     if dtype is None and not assign and value.dtype != buffer.dtype:

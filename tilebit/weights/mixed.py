@@ -22,7 +22,8 @@ from .modules import QuantLinear
 from .packed import DTYPES, WEIGHTS, PackedWeight, pack
 from .paired import HIGH_OF, check_pair, dequantize_rows, holds_nibbles, split_nibbles
 from .precision import LayerPrecision, PrecisionPlan
-from .quantize import QuantizedTensor, quantize
+from .quantize import QuantizedTensor
+from .smooth import Smoothing, quantize_smoothed
 
 JOINT = "+"  # between the names of a layer's two formats
 LOW, HIGH = QuantFormat.parse("w4a8_g128_asym"), QuantFormat.parse("w8a8_g128")
@@ -89,11 +90,13 @@ class MixedLinear(nn.Module):
         high: GemmFormat | str = HIGH,
         clip_search: bool = False,
         dtype: torch.dtype | None = None,
+        smoothing: Smoothing | None = None,
     ) -> MixedLinear:
         """``linear`` with its output ``channels`` (whole numbers, as ``PrecisionPlan.channels`` has them)
         in ``high`` and the others in ``low``, rounded to nearest (``clip_search`` as in ``quantize``)
-        on its own device; it computes in ``dtype``: by default the weight's, fp16 for fp32 weights.
-        Raises ``TypeError`` and ``ValueError`` as ``quantize``, ``split_nibbles`` and ``pack`` do, and for
+        on its own device; it computes in ``dtype``: by default the weight's, fp16 for fp32 weights;
+        ``smoothing`` as ``QuantLinear.from_float`` takes it. Raises ``TypeError`` and ``ValueError`` as
+        ``quantize_smoothed``, ``split_nibbles`` and ``pack`` do, and for
         channels that it does not have."""
         expect("linear", linear, nn.Linear, "a torch.nn.Linear")
         low, high = format_of(low), format_of(high)
@@ -102,7 +105,7 @@ class MixedLinear(nn.Module):
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
         order, count = split_channels(channels.to(weight.device), len(weight))
         low_part, high_part = (
-            quantize(weight[rows], format, clip_search, chosen) if len(rows) else None
+            quantize_smoothed(weight[rows], format, smoothing, clip_search, chosen) if len(rows) else None
             for format, rows in ((low, order[:count]), (high, order[count:]))
         )
         return cls.from_quantized(MixedTensor(low_part, high_part, order), linear.bias, chosen, low)
@@ -133,6 +136,11 @@ class MixedLinear(nn.Module):
         """int64: the output channels in 8 bits, ascending."""
         added = (self.channels == ADDED).nonzero().flatten()
         return self.channels[added - GATE_ROWS].long().sort().values
+
+    @property
+    def smooth(self) -> Tensor | None:
+        """fp32 [k]: what x is multiplied by before it is quantized; None: nothing."""
+        return self.rows.smooth
 
     @property
     def share(self) -> float:
@@ -170,11 +178,11 @@ class MixedLinear(nn.Module):
         if x.ndim < 1 or x.dtype is not dtype or x.shape[-1] != self.in_features:
             accepted = f"{str(dtype).removeprefix('torch.')} [..., {self.in_features}]"
             raise ValueError(f"x is {describe(x)}; accepted: {accepted}; convert it with x.to(...) or pass what fits")
-        return self.of_codes(*QUANTIZE(x, None, None, "int8", self.x_group, EPS, False))
+        return self.of_codes(*QUANTIZE(x, None, self.smooth, "int8", self.x_group, EPS, False))
 
     def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
         """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as
-        ``quantize_activations`` gives them for ``x_group``. Raises ``ValueError`` for what does not fit."""
+        ``quantize_activations`` gives them for ``x_group`` and ``smooth``. Raises ``ValueError`` for what does not fit."""
         rows: QuantLinear = self._modules["rows"]  # type: ignore[assignment]
         held: dict[str, Any] = rows._buffers
         return gemm_mixed(
@@ -248,14 +256,20 @@ def layer_of(layer: nn.Linear, weight: MixedTensor, dtype: torch.dtype | None, d
 
 
 def rounded(
-    layer: nn.Linear, channels: Tensor, plan: PrecisionPlan, clip_search: bool, dtype: torch.dtype | None, dependent: bool
+    layer: nn.Linear,
+    channels: Tensor,
+    plan: PrecisionPlan,
+    clip_search: bool,
+    dtype: torch.dtype | None,
+    dependent: bool,
+    smoothing: Smoothing | None = None,
 ) -> QuantLinear | MixedLinear:
     """A layer in place of ``layer`` with ``channels`` in the higher format of ``plan``, rounded to nearest; a
     ``QuantLinear`` where that is none of them or all. Raises as ``MixedLinear.from_float`` does."""
     low = split_channels(channels, layer.out_features)[1]
     if low in (0, layer.out_features):
-        return QuantLinear.from_float(layer, plan.low if low else plan.high, clip_search, dtype, dependent)
-    return MixedLinear.from_float(layer, channels, plan.low, plan.high, clip_search, dtype)
+        return QuantLinear.from_float(layer, plan.low if low else plan.high, clip_search, dtype, dependent, smoothing)
+    return MixedLinear.from_float(layer, channels, plan.low, plan.high, clip_search, dtype, smoothing)
 
 
 def mixed_layers(

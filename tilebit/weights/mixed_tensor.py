@@ -3,6 +3,7 @@ takes it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ class MixedTensor:
     """A weight [n, k]: ``low`` and ``high`` hold its output channels in either format (None where a
     format has none), and ``channels`` int64 [n] says which channel each of their rows is, those of
     ``low`` first. Raises ``TypeError`` and ``ValueError`` for parts of another k or device, and for
-    channels that are not each of 0 to n - 1 once."""
+    channels that are not each of 0 to n - 1 once, and for parts with factors of x (``smooth``)
+    that are not the same: one x serves both."""
 
     low: QuantizedTensor | None
     high: QuantizedTensor | None
@@ -34,6 +36,9 @@ class MixedTensor:
         if len({(part.k, part.device) for part in self.parts}) > 1 or self.channels.device != self.parts[0].device:
             said = " and ".join(f"[{part.n}, {part.k}] on {part.device}" for part in self.parts)
             raise ValueError(f"low and high are {said}, channels on {self.channels.device}; accepted: one k and one device")
+        factors = [part.smooth for part in self.parts]
+        if not same_numbers(factors):
+            raise ValueError("low and high have different factors of x (smooth); accepted: the same, since one x serves both, or none")
         if self.channels.ndim != 1 or self.channels.dtype is not torch.int64:
             raise ValueError(f"channels are {describe(self.channels)}; accepted: int64 [{self.n}]")
         check_channels(self.channels, self.n)
@@ -60,6 +65,14 @@ class MixedTensor:
         """The weight [n, k], rows in the order of its channels; as exact as its parts'."""
         rows = torch.cat([part.dequantize(dtype) for part in self.parts])
         return torch.empty_like(rows).index_copy_(0, self.channels, rows)
+
+
+def same_numbers(held: Sequence[Tensor | None]) -> bool:
+    """Whether all are None, or all hold the same; on meta, where nothing is held, whether they are one tensor."""
+    first = held[0]
+    if first is None:
+        return all(other is None for other in held)
+    return all(other is first or (other is not None and not other.is_meta and torch.equal(other, first)) for other in held)
 
 
 def split_channels(channels: Tensor, n: int) -> tuple[Tensor, int]:

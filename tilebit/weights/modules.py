@@ -19,8 +19,9 @@ from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import Quantized, given_weights, linears_of
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
-from .quantize import QuantizedTensor, quantize
+from .quantize import QuantizedTensor
 from .saving import settle_saving
+from .smooth import Smoothing, quantize_smoothed, smoothing_of
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -32,15 +33,16 @@ class QuantLinear(nn.Module):
     that the module is on.
 
     Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``row_scales`` (formats
-    with two levels of scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints); shapes and
+    with two levels of scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints), ``smooth`` fp32 [k]
+    (smoothed inputs, which the kernel that quantizes x multiplies by it); shapes and
     layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
     where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them. A format with 8-bit x
     quantizes x at each call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
-    codes and permutations of another dtype among them, and then changes nothing. Derivatives are
-    those of ``tilebit.gemm``: with respect to x.
+    codes and permutations of another dtype among them, and then changes nothing; the layer then has the
+    entries' ``smooth``, or none, whatever it had. Derivatives are those of ``tilebit.gemm``: with respect to x.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
     describes: it may start while the previous kernel of the stream still runs. The layer keeps that
@@ -55,6 +57,7 @@ class QuantLinear(nn.Module):
     bias: Tensor | None
     perm: Tensor | None
     row_scales: Tensor | None
+    smooth: Tensor | None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dependent: bool = False) -> None:
         super().__init__()
@@ -81,16 +84,19 @@ class QuantLinear(nn.Module):
         clip_search: bool = False,
         dtype: torch.dtype | None = None,
         dependent: bool = False,
+        smoothing: Smoothing | None = None,
     ) -> QuantLinear:
         """``linear`` quantized (round to nearest; ``clip_search`` as in ``quantize``) on its own
-        device, computing in ``dtype``: by default the weight's, fp16 for fp32 weights. Raises
-        ``TypeError`` and ``ValueError`` as ``quantize`` and ``pack`` do."""
+        device, computing in ``dtype``: by default the weight's, fp16 for fp32 weights. ``smoothing``
+        (``search_smoothing``, ``calibrate_smoothing``): its factors are folded into the weight, and the
+        layer divides x by them. Raises ``TypeError`` and ``ValueError`` as ``quantize``,
+        ``quantize_smoothed`` and ``pack`` do."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"got from_float({type(linear).__name__}); accepted: torch.nn.Linear")
         format = format_of(format)
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
-        return cls(pack(quantize(weight, format, clip_search, chosen), chosen), linear.bias, dependent)
+        return cls(pack(quantize_smoothed(weight, format, smoothing, clip_search, chosen), chosen), linear.bias, dependent)
 
     @classmethod
     def from_checkpoint(
@@ -132,7 +138,7 @@ class QuantLinear(nn.Module):
         """The weight as ``tilebit.gemm`` takes it (sharing the buffers)."""
         return PackedWeight(
             self.weight, self.scales, self.zeros, self.out_features, self.in_features, self.format, self.dtype, self.arch,
-            self.perm, self.row_scales,
+            self.perm, self.row_scales, self.smooth,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ class QuantLinear(nn.Module):
             x = x.index_select(-1, perm)
         if self.format.x:
             return of_rows(
-                x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["bias"],
+                x, held["weight"], held["scales"], held["zeros"], held["row_scales"], held["smooth"], held["bias"],
                 self.out_features, self.in_features, self._format_name, self.dtype, self._dependent,
             )  # fmt: skip
         return call(
@@ -167,7 +173,7 @@ class QuantLinear(nn.Module):
 
     def of_codes(self, codes: Tensor, token_scales: Tensor) -> Tensor:
         """y of an x that is quantized already: int8 ``codes`` and fp32 ``token_scales`` as
-        ``quantize_activations`` gives them for ``x_group``. Raises ``ValueError`` for what does not fit,
+        ``quantize_activations`` gives them for ``x_group`` and ``smooth``. Raises ``ValueError`` for what does not fit,
         and for a layer that takes 16-bit x."""
         if self.x_group is None:
             order = "" if self.perm is None else ", with reordered columns,"
@@ -188,7 +194,7 @@ class QuantLinear(nn.Module):
 
     def _hold(self, packed: PackedWeight, bias: Tensor | None) -> None:
         self.arch = packed.arch
-        held = {"bias": bias, **{name: getattr(packed, name) for name in (*WEIGHTS, "perm")}}
+        held = {"bias": bias, **{name: getattr(packed, name) for name in (*WEIGHTS, "perm", "smooth")}}
         for name in sorted(held, key=lambda name: held[name] is None):  # absent ones last: torch.export counts on it
             self.register_buffer(name, held[name])
 
@@ -201,8 +207,9 @@ class QuantLinear(nn.Module):
             self.scales = before.scales.to(self.weight.device)
             cast = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
             self._dtype = cast if cast in DTYPES else before.dtype
-        if before.row_scales is not None:  # fp32 whatever the module computes in
-            self.row_scales = before.row_scales.to(self.weight.device)
+        for name in ("row_scales", "smooth"):  # fp32 whatever the module computes in
+            if (held := getattr(before, name)) is not None:
+                setattr(self, name, held.to(self.weight.device))
         if not (self.format.integer or self.format.own_scales) and self.scales.dtype != before.dtype and before.device.type != "meta":
             try:
                 pack(before.unpack(), self.scales.dtype, arch=before.arch)
@@ -227,7 +234,7 @@ class QuantLinear(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         described = {"n": self.out_features, "k": self.in_features, "format": self.format.to_json(), "arch": self.arch}
-        return to_tensor(described)
+        return to_tensor(described | ({} if self.smooth is None else {"smooth": True}))
 
     def set_extra_state(self, state: Any) -> None:
         """Checked in ``_load_from_state_dict``, before any buffer is touched."""
@@ -246,19 +253,31 @@ class QuantLinear(nn.Module):
         if found:
             errors += found
             return
+        if prefix + "weight" in state_dict:
+            stored = state_dict.get(prefix + "smooth")
+            if (stored is None) != (self.smooth is None):
+                self.smooth = None if stored is None else torch.ones(self.in_features, device=self.weight.device)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._settle()
 
     def fitting(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """(``state_dict`` with the layer's tensors in its own layout, what keeps them from being its, in
         sentences)."""
-        described = state_dict.get(prefix + EXTRA)
+        described, smoothed = state_dict.get(prefix + EXTRA), prefix + "smooth" in state_dict
         if described is not None and all(prefix + name in state_dict for name in ("weight", "scales")):
             try:
-                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, parse_described(described))}
+                said = parse_described(described)
+                if said.get("smooth", False) != smoothed:
+                    raise ValueError(
+                        f"the state_dict has {'' if smoothed else 'no '}{prefix}smooth, and says of the layer that its x is "
+                        f"{'not ' * smoothed}smoothed; accepted: what state_dict() gave, with all its entries"
+                    )
+                state_dict = {**state_dict, **self._as_stored_here(state_dict, prefix, said)}
             except ValueError as error:
                 return state_dict, [f"{prefix.rstrip('.') or 'QuantLinear'}: {error}"]
-        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None and name != "smooth"}
+        if smoothed:
+            buffers["smooth"] = torch.empty(self.in_features, device="meta")
         assign = bool(local_metadata.get("assign_to_params_buffers"))
         return state_dict, [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
 
@@ -309,6 +328,7 @@ def quantize_model(
     dependent: bool = False,
     weights: Mapping[str, Quantized] | None = None,
     precision: PrecisionPlan | None = None,
+    smoothing: Mapping[str, Smoothing] | None = None,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by a ``QuantLinear`` of ``format``, in place;
     returns the names replaced.
@@ -325,9 +345,12 @@ def quantize_model(
     predicate of (name, layer). A layer shared under several names is quantized once. Layers are
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
     new layer's. ``weights`` are weights quantized before, by layer (``calibrate``, which takes the same
-    ``precision``); ``format``, ``precision`` and ``clip_search`` are for layers without one. Raises ``ValueError`` when nothing is left to
-    replace, for ``weights`` or layers of ``precision`` of no layer, of another shape, or of one layer
-    twice, and for ``weights`` that are not what ``precision`` says of their layer. Afterwards ``save_pretrained`` of a
+    ``precision``); ``format``, ``precision`` and ``clip_search`` are for layers without one. ``smoothing`` (``calibrate_smoothing``,
+    by layer): factors that are folded into the layers' weights before they are rounded, and that the layers divide x by. Raises
+    ``ValueError`` when nothing is left to
+    replace, for ``weights``, ``smoothing`` or layers of ``precision`` of no layer, of another shape, or of one layer
+    twice, for ``weights`` that are not what ``precision`` says of their layer, and for ``smoothing`` of a layer
+    that has one of ``weights`` (which ``calibrate`` smooths) or of a format with 16-bit x. Afterwards ``save_pretrained`` of a
     transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
     is imported; of another library's it is an error. Experts that a model stacks in one tensor are no
     linear layers, and stay; one warning names them, with their share of the bytes.
@@ -339,6 +362,7 @@ def quantize_model(
     found = linears_of(model, skip)
     given = given_weights(found, weights or {})
     mixed = {} if precision is None else mixed_layers(found, precision, given)
+    smooth = smoothing_of(found, smoothing or {}, given)
     if dtype is None:
         for name, layer in found.items():
             if layer.weight.dtype not in DTYPES:
@@ -353,9 +377,9 @@ def quantize_model(
         if isinstance(weight := given.get(layer), QuantizedTensor)
         else layer_of(layer, weight, dtype, dependent)
         if weight is not None
-        else rounded(layer, mixed[layer], precision, clip_search, dtype, dependent)
+        else rounded(layer, mixed[layer], precision, clip_search, dtype, dependent, smooth.get(layer))
         if precision is not None and layer in mixed
-        else QuantLinear.from_float(layer, format, clip_search, dtype, dependent)
+        else QuantLinear.from_float(layer, format, clip_search, dtype, dependent, smooth.get(layer))
         for layer in dict.fromkeys(found.values())
     }
     for name, layer in found.items():

@@ -43,7 +43,9 @@ class PackedWeight:
     ``scales`` [n_pad, 2^bits]. n_pad is
     n rounded up to whole tiles; padding codes and scales are 0. ``perm`` int64 [k] or None: gather the columns of x with it first, y =
     x[:, perm] @ w'^T. ``row_scales`` fp32 [n_pad] of a format whose scales have two levels, else
-    None. Raises ``ValueError`` for anything else.
+    None. ``smooth`` fp32 [k], contiguous, or None: factors of the columns of x (after ``perm``), which it is
+    multiplied by before it is quantized; of formats with 8-bit x alone, positive and finite. Raises
+    ``ValueError`` for anything else.
     """
 
     weight: Tensor
@@ -56,12 +58,13 @@ class PackedWeight:
     arch: str
     perm: Tensor | None = None
     row_scales: Tensor | None = None
+    smooth: Tensor | None = None
     format_name: str = field(init=False, repr=False, default="")  # found once: calls pass it
     takes_codes: bool = field(init=False, repr=False, default=False)  # the format's x is of 8 bits; likewise
 
     def __post_init__(self) -> None:
-        optional = ("zeros", "perm", "row_scales")
-        expect_tensors(optional, weight=self.weight, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
+        optional = {"zeros": self.zeros, "perm": self.perm, "row_scales": self.row_scales, "smooth": self.smooth}
+        expect_tensors(tuple(optional), weight=self.weight, scales=self.scales, **optional)
         expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
         object.__setattr__(self, "format_name", self.format.name)
         object.__setattr__(self, "takes_codes", self.format.x != "")
@@ -75,6 +78,10 @@ class PackedWeight:
         expected = [(o.name, getattr(self, o.name), getattr(torch, o.dtype), o.shape) for o in present(stated)]
         if self.perm is not None:
             expected.append(("perm", self.perm, torch.int64, (self.k,)))
+        if self.smooth is not None:
+            if not self.takes_codes:
+                raise ValueError(f"smooth is given; {self.format.name} multiplies 16-bit x, which is not smoothed: pass None")
+            expected.append(("smooth", self.smooth, torch.float32, (self.k,)))
         for name, tensor, dtype, shape in expected:
             if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != self.weight.device:
                 raise ValueError(
@@ -94,9 +101,8 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, padding included."""
-        return sum(
-            t.numel() * t.element_size() for t in (self.weight, self.scales, self.zeros, self.perm, self.row_scales) if t is not None
-        )
+        held = (self.weight, self.scales, self.zeros, self.perm, self.row_scales, self.smooth)
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     def unpack(self) -> QuantizedTensor:
         """The inverse of ``pack`` (scales stay in ``dtype``). Raises ``ValueError`` for a format with
@@ -105,7 +111,7 @@ class PackedWeight:
         codes = unpack_words(self.weight, self.layout, self.n, self.k)
         zeros = None if self.zeros is None else self.zeros[:, : self.n].t().to(torch.uint8).contiguous()
         rows = None if self.row_scales is None else self.row_scales[: self.n].clone()
-        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows)
+        return QuantizedTensor(codes, self.scales[:, : self.n].t().contiguous(), zeros, self.format, self.perm, rows, self.smooth)
 
     def dequantize(self) -> Tensor:
         """The weight [n, k] in ``dtype``, y = x @ w^T."""
@@ -152,6 +158,7 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         arch=arch or arch_of(q.device),
         perm=q.perm,
         row_scales=rows,
+        smooth=None if q.smooth is None else q.smooth.contiguous(),
     )
 
 

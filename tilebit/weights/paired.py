@@ -65,7 +65,8 @@ def split_nibbles(weight: MixedTensor, low: GemmFormat | None = None) -> tuple[Q
         found.append({name: in_turn(held, lower[name]) for name, held in upper.items()})
     rows = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     of_rows = rows.pop("channels")
-    return QuantizedTensor(rows["codes"], rows["scales"], rows.get("zeros"), format, row_scales=rows.get("row_scales")), of_rows
+    smooth = weight.parts[0].smooth
+    return QuantizedTensor(rows["codes"], rows["scales"], rows.get("zeros"), format, None, rows.get("row_scales"), smooth), of_rows
 
 
 def dequantize_rows(rows: QuantizedTensor, channels: Tensor) -> Tensor:

@@ -37,9 +37,11 @@ class QuantizedTensor:
     symmetric format (the zero point is then ``format.symmetric_zero_point``: ``2 ** (bits - 1)`` of
     integers); with offsets both are uint8. ``perm`` int64 [k] (act-order checkpoints): column j of the codes is column
     ``perm[j]`` of the weight, so that groups are contiguous: y = x[:, perm] @ w'^T. ``row_scales``
-    fp32 [n] of a format whose scales have two levels (``format.row_scaled``), else None. All
+    fp32 [n] of a format whose scales have two levels (``format.row_scaled``), else None. ``smooth``
+    fp32 [k] of a weight for smoothed inputs, in the order of the codes' columns: x (after ``perm``) is
+    multiplied by it before it is quantized, y = (x * smooth) @ w'^T; of formats with 8-bit x alone. All
     tensors are on one device. Raises ``ValueError`` for anything else, codes and zero points above
-    ``2 ** bits - 1`` included.
+    ``2 ** bits - 1`` and factors that are not positive and finite included.
     """
 
     codes: Tensor
@@ -48,10 +50,11 @@ class QuantizedTensor:
     format: GemmFormat
     perm: Tensor | None = None
     row_scales: Tensor | None = None
+    smooth: Tensor | None = None
 
     def __post_init__(self) -> None:
-        optional = ("zeros", "perm", "row_scales")
-        expect_tensors(optional, codes=self.codes, scales=self.scales, zeros=self.zeros, perm=self.perm, row_scales=self.row_scales)
+        optional = {"zeros": self.zeros, "perm": self.perm, "row_scales": self.row_scales, "smooth": self.smooth}
+        expect_tensors(tuple(optional), codes=self.codes, scales=self.scales, **optional)
         expect("format", self.format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
         scaled(self.format)
         if self.codes.ndim != 2 or self.codes.dtype != torch.uint8 or 0 in self.codes.shape:
@@ -79,11 +82,12 @@ class QuantizedTensor:
             raise ValueError(f"row_scales are {_describe(self.row_scales)}; accepted: float32 [{self.n}]")
         if self.perm is not None and (tuple(self.perm.shape) != (self.k,) or self.perm.dtype != torch.int64):
             raise ValueError(f"perm is {_describe(self.perm)}; accepted: int64 [{self.k}]")
-        held = (self.codes, self.scales, self.zeros, self.perm, self.row_scales)
-        devices = {tensor.device for tensor in held if tensor is not None}
+        devices = {tensor.device for tensor in (self.codes, self.scales, *optional.values()) if tensor is not None}
         if len(devices) > 1:
             named = "codes, scales, zeros, row_scales and perm" if self.format.row_scaled else "codes, scales, zeros and perm"
             raise ValueError(f"{named} are on {sorted(map(str, devices))}; move them to one device")
+        if self.smooth is not None:
+            expect_factors(self.smooth, self.k, self.format)
         if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, device=self.perm.device)):
             raise ValueError(f"perm does not hold each of the columns 0..{self.k - 1} once")
         if self.format.bits < 8:
@@ -109,13 +113,17 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same weight on ``device``."""
-        zeros, perm, rows = (None if t is None else t.to(device) for t in (self.zeros, self.perm, self.row_scales))
-        return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm, rows)
+        held = (self.zeros, self.perm, self.row_scales, self.smooth)
+        zeros, perm, rows, smooth = (None if t is None else t.to(device) for t in held)
+        return QuantizedTensor(self.codes.to(device), self.scales.to(device), zeros, self.format, perm, rows, smooth)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [n, k] with its columns in their original order, so that y = x @ w^T; exact in
-        fp32 (with fp16 or bf16 scales; row scales round each weight once)."""
+        fp32 (with fp16 or bf16 scales; row scales round each weight once, and so do factors, of an x
+        that is not divided)."""
         weight = dequantized(self.codes, self.scales, self.zeros, self.format, self.row_scales)
+        if self.smooth is not None:
+            weight = weight * self.smooth
         if self.perm is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.perm, weight)
         return weight.to(dtype)
@@ -128,6 +136,17 @@ def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor | None, format: Gem
     at = None if zeros is None else _per_column(zeros.float(), format, k)
     rows = None if row_scales is None else row_scales[:, None]
     return format.weight_of(numbers(codes, format), _per_column(scales.float(), format, k), at, rows)
+
+
+def expect_factors(smooth: Tensor, k: int, format: GemmFormat) -> None:
+    """Raise ``ValueError`` for factors that are not [k] of a format with 8-bit x, fp32, positive and finite
+    (which is not asked of those on meta)."""
+    if not format.x:
+        raise ValueError(f"smooth is given; {format.name} multiplies 16-bit x, which is not smoothed: pass None, or a format with 8-bit x")
+    if smooth.dtype is not torch.float32 or tuple(smooth.shape) != (k,):
+        raise ValueError(f"smooth is {_describe(smooth)}; accepted: float32 [{k}]")
+    if not smooth.is_meta and not bool(((smooth > 0) & smooth.isfinite()).all()):
+        raise ValueError("smooth has factors that are zero, negative, infinite or NaN; accepted: positive, finite ones")
 
 
 def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dtype: torch.dtype | None = None) -> QuantizedTensor:

@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` does of models with packed layers, whichever library they are of."""
+"""``save_pretrained`` of models whose layers were replaced: it writes what can be read, or is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 
 
 def settle_saving(model: nn.Module) -> None:
-    """``save_pretrained`` writes what can be read, or is an error."""
+    """Have every model inside ``model`` that has ``save_pretrained`` save what it is now: those of
+    transformers as tilebit's directories; others refuse."""
     saved = [module for module in model.modules() if hasattr(module, "save_pretrained")]
     library = sys.modules.get("transformers")  # whose models none can be where nothing has imported it
     own = [module for module in saved if library is not None and isinstance(module, library.PreTrainedModel)]

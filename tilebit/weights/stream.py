@@ -1,10 +1,12 @@
 """A model's linear layers visited in the order in which they are computed, each with what its
-inputs say, so that a layer sees what the layers before it became.
+inputs say (``InputProducts``, or ``input_rows.InputRows``), so that a layer sees what the layers before it
+became.
 
 Decoder blocks that are computed one after the other are streamed: the inputs of one block for all
 batches are held. Layers of a block that take the same input, such as q, k and v, are visited
 together; a block is computed once for each such group, to see its inputs, and once with what all of
-its layers became. Other layers take a pass through the whole model each.
+its layers became. Other layers, those in a row that take the same input together, take a pass through the
+whole model each.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,16 @@ from ..progress import counted
 from .batches import evaluating, run
 
 Layers = Mapping[str, nn.Linear]
-Visit = Callable[[str, nn.Linear, Tensor], Tensor]
+T = TypeVar("T", covariant=True)
+
+
+class Gathered(Protocol[T]):
+    """What the inputs of some layers say, by the layer's name, over every call while it is open."""
+
+    @property
+    def of(self) -> Mapping[str, T]: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,30 +79,37 @@ class InputProducts:
         return self._last[2]
 
 
-def visit_layers(model: nn.Module, layers: Layers, batches: Sequence[Any], visit: Visit, progress: bool = False) -> None:
-    """Call ``visit(name, layer, products)`` for each of ``layers`` in the order in which ``model``
-    computes them; ``products`` is X^T X fp32 [k, k] of the layer's inputs over all ``batches``, and
-    what it returns, [n, k], is the layer's weight for the layers after it.
+def visit_layers(
+    model: nn.Module,
+    layers: Layers,
+    batches: Sequence[Any],
+    visit: Callable[[str, nn.Linear, T], Tensor],
+    progress: bool = False,
+    gather: Callable[[Layers], Gathered[T]] = InputProducts,
+) -> None:
+    """Call ``visit(name, layer, said)`` for each of ``layers`` in the order in which ``model``
+    computes them; ``said`` is what ``gather`` has of the layer's inputs over all ``batches``: X^T X fp32 [k, k],
+    or ``Inputs`` (``InputRows``). What it returns, [n, k], is the layer's weight for the layers after it.
 
-    In the blocks of the model's longest list of them, layers in a row that take the same input are
-    visited together, and so are those of all experts: they see one another as they were (GPTQ's
+    Layers in a row that take the same input are visited together, and in the blocks of the model's
+    longest list of them so are those of all experts: they see one another as they were (GPTQ's
     "true sequential" order; what it gains is in results/notes/quality-gptq.md). The model computes in evaluation mode,
     without gradients, and is as it was afterwards, also after an error: its layers' own weights are kept beside
-    the others until then. A layer that no batch reaches is visited last, with products of 0.
+    the others until then. A layer that no batch reaches is visited last, with what is said of no inputs.
     """
     originals: list[tuple[nn.Linear, nn.Parameter]] = []
 
-    def settle(names: Sequence[str], products: InputProducts) -> Iterator[str]:
+    def settle(names: Sequence[str], gathered: Gathered[T]) -> Iterator[str]:
         for name in names:
             layer = layers[name]
-            became = visit(name, layer, products.of[name])
+            became = visit(name, layer, gathered.of[name])
             originals.append((layer, layer.weight))
             layer.weight = nn.Parameter(became.to(layer.weight), requires_grad=False)
             yield name
 
     with torch.no_grad(), evaluating(model):
         try:
-            steps = _steps(model, layers, batches, settle)
+            steps = _steps(model, layers, batches, gather, settle)
             for _ in counted(steps, "calibrating", len(layers), progress):
                 pass
         finally:
@@ -99,20 +118,27 @@ def visit_layers(model: nn.Module, layers: Layers, batches: Sequence[Any], visit
 
 
 def _steps(
-    model: nn.Module, layers: Layers, batches: Sequence[Any], settle: Callable[[Sequence[str], InputProducts], Iterator[str]]
+    model: nn.Module,
+    layers: Layers,
+    batches: Sequence[Any],
+    gather: Callable[[Layers], Gathered[T]],
+    settle: Callable[[Sequence[str], Gathered[T]], Iterator[str]],
 ) -> Iterator[str]:
     blocks = find_blocks(model, layers)
     inside = {id(module) for block in blocks for module in block.modules()}
-    order = _call_order(model, layers, batches[0])
+    inputs_of = _call_order(model, layers, batches[0])
+    order = list(inputs_of)
     first = next((place for place, name in enumerate(order) if id(layers[name]) in inside), len(order))
     before, rest = order[:first], order[first:]
 
     def whole_passes(names: Sequence[str]) -> Iterator[str]:
-        for name in names:
-            with InputProducts({name: layers[name]}) as products:
+        for _, in_a_row in groupby(names, inputs_of.__getitem__):
+            group = list(in_a_row)
+            gathered = gather({name: layers[name] for name in group})
+            with gathered:
                 for batch in batches:
                     run(model, batch)
-            yield from settle([name], products)
+            yield from settle(group, gathered)
 
     yield from whole_passes(before)
     held = _block_inputs(model, blocks, batches) if blocks else None
@@ -124,10 +150,11 @@ def _steps(
         within = {id(module) for module in block.modules()}
         names = [name for name in rest if id(layers[name]) in within]
         for group in _sharing_inputs(block, {name: layers[name] for name in names}, inputs[0], own_calls[0]):
-            with InputProducts({name: layers[name] for name in group}) as products:
+            gathered = gather({name: layers[name] for name in group})
+            with gathered:
                 for x, call in zip(inputs, own_calls, strict=True):
                     block(x.clone(), *call.args, **call.kwargs)
-            yield from settle(group, products)
+            yield from settle(group, gathered)
         for place, call in enumerate(own_calls):
             inputs[place] = _first(block(inputs[place], *call.args, **call.kwargs))
     yield from whole_passes([name for name in rest if id(layers[name]) not in inside])
@@ -177,14 +204,27 @@ def find_blocks(model: nn.Module, layers: Layers) -> list[nn.Module]:
     return best
 
 
-def _call_order(model: nn.Module, layers: Layers, batch: Any) -> list[str]:
-    """The names of ``layers`` in the order of their first calls, those not called at the end."""
-    called: dict[str, None] = {}
+def _call_order(model: nn.Module, layers: Layers, batch: Any) -> dict[str, int]:
+    """The names of ``layers`` in the order of their first calls, those not called at the end, each with a
+    number: that of the layer before it where both took the same input, else another one."""
+    called: dict[str, int] = {}
+    last, number = None, 0
+
+    def calling(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal last, number
+            if name not in called:
+                x = args[0] if args else kwargs["input"]
+                number += x is not last
+                called[name], last = number, x
+
+        return call
+
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(lambda *_, name=name: called.setdefault(name)).remove)
+            hooks.callback(layer.register_forward_pre_hook(calling(name), with_kwargs=True).remove)
         run(model, batch)
-    return [*called, *(name for name in layers if name not in called)]
+    return called | {name: -place for place, name in enumerate(layers) if name not in called}
 
 
 def _block_inputs(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any]) -> tuple[list[Tensor], list[list[_Call]]] | None:

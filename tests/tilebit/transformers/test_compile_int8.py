@@ -13,21 +13,30 @@ from tiny_models import llama, made
 import tilebit
 from tilebit.ops import gemm_int8
 from tilebit.transformers import compile, fused
-from tilebit.transformers.fused import FusedStep, x_group
+from tilebit.transformers.fused import FusedStep, factors, x_group
 from tilebit.weights import mixed
 from tilebit.weights.mixed import MixedLinear
 from tilebit.weights.modules import QuantLinear
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan
 
 LAYERS = 2
-KINDS = ("w4a8_lqq_g64", "w8a8_channel", "w8a8_g128", "mixed")  # LiquidGEMM's, SmoothQuant's, MixLLM's, two of these in one layer
+KINDS = (  # LiquidGEMM's, SmoothQuant's without and with factors, MixLLM's, two of these in one layer
+    "w4a8_lqq_g64",
+    "w8a8_channel",
+    "w8a8_channel smooth",
+    "w8a8_g128",
+    "mixed",
+)
 
 
 def model_of(kind: str) -> Any:
     """All its linear layers are of one shape, so that few kernels compile."""
     model: Any = made(llama(num_attention_heads=2, intermediate_size=128), torch.float16)
     if kind != "mixed":
-        tilebit.quantize_model(model, kind)
+        format, *words = kind.split()
+        batches = [torch.randint(2, 256, (2, 24), generator=torch.Generator().manual_seed(4))]
+        smoothing = tilebit.calibrate_smoothing(model, batches, format, strengths=(0.5,)) if words else None
+        tilebit.quantize_model(model, format, smoothing=smoothing)
         return model
     names = [name for name, layer in model.named_modules() if type(layer) is torch.nn.Linear and name != "lm_head"]
     layers = tuple(LayerPrecision(name, 128, 128, torch.arange(1, 128, 4)) for name in names)
@@ -55,6 +64,7 @@ def test_codes_go_from_norms_and_gates_to_products(kind: str, monkeypatch: pytes
     step: FusedStep = model.tilebit_steps.step
     takers = [layer for block in step.blocks for layer in (block.qkv, block.o, block.gate_up, block.down)]
     assert {x_group(layer) for layer in takers} == ({128} if kind in ("w8a8_g128", "mixed") else {-1}) and x_group(model.lm_head) is None
+    assert any(factors(layer) is not None for layer in takers) == kind.endswith("smooth")
     with monkeypatch.context() as counting:
         apart: list[int] = []
         for module in (gemm_int8, mixed):
@@ -80,11 +90,11 @@ def _normed_in_turn(x: torch.Tensor, residual: Any, weight: torch.Tensor, eps: f
     if not out:
         return tilebit.add_norm(x, residual, weight, eps, offset, inplace=options["inplace"])
     summed = x if residual is None else residual.add_(x)
-    return *tilebit.quantize_activations(summed, out, options["group"], weight, eps), residual
+    return *tilebit.quantize_activations(summed, out, options["group"], weight, eps, options["smooth"]), residual
 
 
-def _gated_in_turn(x: torch.Tensor, activation: str, dependent: bool, out: str, group: int | None) -> Any:
-    return tilebit.quantize_activations(tilebit.gated(x, activation), out, group)
+def _gated_in_turn(x: torch.Tensor, activation: str, dependent: bool, out: str, group: int | None, smooth: torch.Tensor | None) -> Any:
+    return tilebit.quantize_activations(tilebit.gated(x, activation), out, group, smooth=smooth)
 
 
 def test_layers_take_codes_as_they_take_x():

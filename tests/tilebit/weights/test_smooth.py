@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import tilebit
-from tilebit.layouts.formats import FORMATS
+from tilebit.layouts.formats import FORMATS, FP8
 from tilebit.weights.gptq import gptq
 from tilebit.weights.quantize import QuantizedTensor, quantize
 from tilebit.weights.smooth import STRENGTHS, search_smoothing, smoothing_factors
 
-INT8 = [name for name, format in FORMATS.items() if format.integer_sums]
+CODED = [name for name, format in FORMATS.items() if format.x]  # of 8-bit x
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +36,15 @@ def _problem(seed: int = 0, n: int = 70, k: int = 200, spread: float = 1.5) -> t
 
 def _lost(w: Tensor, x: Tensor, q: QuantizedTensor, factors: Tensor) -> float:
     """Relative squared error of the output, by loops over the definition."""
-    rows = []
+    rows, e4m3 = [], q.format.x == FP8
     for row in (x / factors).double():
-        scale = float(row.abs().max()) / 127
-        rows.append((row / scale).round() * scale)
+        scale = float(row.abs().max()) / (448 if e4m3 else 127)
+        rows.append((row / scale).to(torch.float8_e4m3fn).double() * scale if e4m3 else (row / scale).round() * scale)
     got, expected = torch.stack(rows) @ q.dequantize().double().t(), x.double() @ w.double().t()
     return float((got - expected).square().sum() / expected.square().sum())
 
 
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", CODED)
 def test_it_is_the_best_of_the_grid(name: str) -> None:
     w, x = _problem(n=30, k=96)
     found, format = search_smoothing(w, x, name), FORMATS[name]
@@ -69,7 +69,7 @@ def test_factors_are_the_paper_s(strength: float) -> None:
     assert torch.allclose((x / factors) @ (w * factors).t(), x @ w.t(), rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", CODED)
 def test_never_worse_than_none_on_its_inputs(name: str) -> None:
     for seed, spread in itertools.product(range(4), (0.0, 1.0)):
         w, x = _problem(seed, 20, 96, spread)
@@ -79,6 +79,17 @@ def test_never_worse_than_none_on_its_inputs(name: str) -> None:
     w, x = torch.ones(3, 64), torch.ones(5, 64)
     found = search_smoothing(w, x, name)
     assert found.strength is None and torch.equal(found.factors, torch.ones(64)) and found.error == found.error_without
+
+
+def test_factors_are_made_of_the_largest_inputs_that_are_named() -> None:
+    """Of more inputs than the error is tried on."""
+    w, x = _problem(4)
+    named = x.abs().amax(0).roll(1)
+    found = search_smoothing(w, x, "w8a8_channel", (0.5,), largest=named)
+    assert not torch.equal(smoothing_factors(w, named[None], 0.5), smoothing_factors(w, x, 0.5))
+    expected = search_smoothing(w, x, "w8a8_channel", (0.5,), largest=x.abs().amax(0))
+    assert torch.equal(expected.factors, smoothing_factors(w, x, 0.5)) and expected.strength == 0.5
+    assert found.strength is None or torch.equal(found.factors, smoothing_factors(w, named[None], 0.5))
 
 
 def test_columns_of_zeros_and_huge_ones() -> None:
@@ -109,12 +120,14 @@ def test_what_it_finds_goes_through_the_kernels(name: str) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     w, x = torch.ones(2, 64), torch.ones(3, 64)
     cases = (
-        ({"format": "w4a16_g64"}, "accepted: formats with int8 x"),
+        ({"format": "w4a16_g64"}, "accepted: formats with int8 or e4m3 x"),
         ({"x": torch.ones(3, 32)}, r"x is torch.float32 \[3, 32\] on cpu; accepted for this w: floating point \[rows, 64\] on cpu"),
         ({"x": torch.ones(0, 64)}, r"x is torch.float32 \[0, 64\]"),
         ({"x": torch.ones(64)}, r"x is torch.float32 \[64\]"),
         ({"x": x.int()}, "x is torch.int32"),
         ({"x": x * float("nan")}, "x has NaN"),
+        ({"largest": torch.ones(63)}, r"largest is torch.float32 \[63\] on cpu; accepted for this w: floating point \[64\] on cpu"),
+        ({"largest": torch.full((64,), torch.inf)}, "largest has NaN or infinite values"),
         ({"w": w * float("inf")}, "w has 128 NaN or infinite values"),
         ({"w": torch.ones(64)}, "accepted: a floating point"),
         ({"strengths": (0.5, 1.5)}, r"strengths are \[0.5, 1.5\]; accepted: numbers from 0 to 1"),
@@ -122,5 +135,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for options, words in cases:
         with pytest.raises(ValueError, match=words):
             search_smoothing(**{"w": w, "x": x, "format": "w8a8_channel", **options})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="x is list"):
-        search_smoothing(w, [1.0], "w8a8_channel")  # type: ignore[arg-type]
+    for options, words in (({"largest": 3.0}, "largest is float"), ({"x": [1.0]}, "x is list")):
+        with pytest.raises(TypeError, match=words):
+            search_smoothing(**{"w": w, "x": x, "format": "w8a8_channel", **options})  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilebit.layouts.formats import FORMATS, FP8, INT8, PER_CHANNEL, GemmFormat
+from tilebit.weights.calibrate_smooth import calibrate_smoothing
 from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.layers import linears_of, once
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan, select_channels
 from tilebit.weights.quantize import quantize
 from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
 from tilebit.weights.salience import Salience, channel_salience
+from tilebit.weights.smooth import Smoothing
 from tilebit.weights.stream import visit_layers
 
 from .quality_caches import AT_ONCE, simulated_cache
@@ -45,7 +48,8 @@ class Variant:
     channels, picked by ``choice`` and ``terms`` from the salience over ``samples`` samples
     (``select_channels``). ``samples`` of a format of any precision: values count by the squared gradients of
     so many samples, with 0 alike. ``activations`` "": 16 bits. ``kv_format`` is the cache's, of which ``kept`` more
-    tokens than an incomplete group stay in 16 bits (``quality_caches``); "": none."""
+    tokens than an incomplete group stay in 16 bits (``quality_caches``); "": none. ``smooth``: inputs are divided, and
+    weights multiplied, by factors whose strength is searched on GPTQ's samples (``calibrate_smoothing``)."""
 
     format: str = ""
     method: str = ""
@@ -57,6 +61,7 @@ class Variant:
     activations: str = ""
     kv_format: str = ""
     kept: int = 0
+    smooth: bool = False
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Variant:
@@ -83,6 +88,7 @@ def variants() -> list[Variant]:
         replace(integers["g64"], method="gptq_clip"),
         integers["g128"],
         replace(integers["g128"], method="gptq_clip"),
+        *(replace(variant, method=method, smooth=True) for method in ("round", "gptq_clip") for variant in integers.values()),
         replace(mixed, share=0.0, method="gptq_clip"),
         replace(bytes_, method="gptq"),
         bytes_,
@@ -172,18 +178,22 @@ class Simulation:
             raise ValueError(f"method is {variant.method!r}; accepted: {', '.join(METHODS)}")
         if variant.activations not in ACTIVATIONS:
             raise ValueError(f"activations are {variant.activations!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
+        if variant.smooth and not (variant.activations and GemmFormat.parse(variant.format).x):
+            raise ValueError(f"inputs of {variant.format or '16 bits'} are smoothed; accepted: a format with 8-bit x, and its activations")
         said: dict[str, Any] = {"bits_per_weight": 16.0, "seconds_search": None, "seconds_quantize": None}
+        smoothing: dict[str, Smoothing] = {}
         try:
             if variant.format:
                 plan, said["seconds_search"] = self._plan(variant)
                 start = time.perf_counter()
-                for name, weight in self._weights(variant, plan).items():
+                smoothing = self._smoothing(variant)
+                for name, weight in self._weights(variant, plan, smoothing).items():
                     self.layers[name].weight.data.copy_(weight)
                 said["seconds_quantize"] = time.perf_counter() - start
                 said["bits_per_weight"] = plan.bits_per_weight
-            inputs = ACTIVATIONS[variant.activations]
+            inputs, factors = ACTIVATIONS[variant.activations], {name: own.reciprocals for name, own in smoothing.items()}
             with (
-                quantized_inputs(self.model, self.layers, *inputs) if inputs else _unchanged(),
+                quantized_inputs(self.model, self.layers, *inputs, smooth=factors) if inputs else _unchanged(),
                 simulated_cache(self.model, variant.kv_format, variant.kept) if variant.kv_format else _unchanged(),
             ):
                 yield said
@@ -227,11 +237,21 @@ class Simulation:
             self.clustered[name, seed, samples] = quantize_any(weight, seed, sensitivity=self._sensitivity(name, samples))
         return self.clustered[name, seed, samples].dequantize(bits)
 
-    def _weights(self, variant: Variant, plan: PrecisionPlan) -> Mapping[str, Tensor]:
-        """The values of every layer's weight, [n, k] each."""
+    def _smoothing(self, variant: Variant) -> dict[str, Smoothing]:
+        if not variant.smooth:
+            return {}
+        clip = variant.method.endswith("clip")
+        return calibrate_smoothing(self.model, self.texts.samples(*self.calibration), variant.format, clip_search=clip)
+
+    def _weights(self, variant: Variant, plan: PrecisionPlan, smoothing: Mapping[str, Smoothing]) -> Mapping[str, Tensor]:
+        """The values of every layer's weight, [n, k] each, for its smoothed inputs where they are."""
         clip, found = variant.method.endswith("clip"), {}
 
         def visit(name: str, layer: nn.Linear, products: Tensor | None) -> Tensor:
+            weight, own = layer.weight.detach(), smoothing.get(name)
+            if own is not None:
+                weight, products = own.fold(weight), None if products is None else own.fold_products(products)
+
             def values(rows: Tensor, format: GemmFormat) -> Tensor:
                 if format.codebook:
                     return self._clustered(name, rows, format.bits, variant.samples)
@@ -242,8 +262,8 @@ class Simulation:
                 )
                 return q.dequantize()
 
-            found[name] = by_precision(layer.weight.detach(), channels[name], plan, values)
-            return found[name]
+            found[name] = by_precision(weight, channels[name], plan, values)
+            return found[name] if own is None else found[name] * own.reciprocals
 
         channels = plan.channels
         if not variant.method.startswith("gptq"):
@@ -280,19 +300,21 @@ def fake_quantize(x: Tensor, group: int, kind: str = INT8) -> Tensor:
 
 
 class QuantizedInputs(nn.Module):
-    """``linear`` of ``fake_quantize(x, group, kind)``."""
+    """``linear`` of ``fake_quantize(x, group, kind)``, of x times ``smooth`` [k] where it is given."""
 
-    def __init__(self, linear: nn.Linear, group: int, kind: str = INT8) -> None:
+    def __init__(self, linear: nn.Linear, group: int, kind: str = INT8, smooth: Tensor | None = None) -> None:
         super().__init__()
-        self.linear, self.group, self.kind = linear, group, kind
+        self.linear, self.group, self.kind, self.smooth = linear, group, kind, smooth
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(fake_quantize(x, self.group, self.kind))
+        return self.linear(fake_quantize(x if self.smooth is None else x * self.smooth, self.group, self.kind))
 
 
 @contextmanager
-def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: int, kind: str = INT8) -> Iterator[None]:
-    """``model`` with ``QuantizedInputs`` in place of ``layers``, while this is open."""
+def quantized_inputs(
+    model: nn.Module, layers: Mapping[str, nn.Linear], group: int, kind: str = INT8, smooth: Mapping[str, Tensor] = MappingProxyType({})
+) -> Iterator[None]:
+    """``model`` with ``QuantizedInputs`` in place of ``layers``, ``smooth`` of those that it names, while this is open."""
 
     def put(name: str, module: nn.Module) -> None:
         parent, _, attribute = name.rpartition(".")
@@ -300,7 +322,7 @@ def quantized_inputs(model: nn.Module, layers: Mapping[str, nn.Linear], group: i
 
     try:
         for name, layer in layers.items():
-            put(name, QuantizedInputs(layer, group, kind))
+            put(name, QuantizedInputs(layer, group, kind, smooth.get(name)))
         yield
     finally:
         for name, layer in layers.items():

@@ -13,7 +13,7 @@ FIELDS = (
     "model", "format", "method", "high", "share", "choice", "terms", "samples", "activations", "bits_per_weight", "perplexity", "kl",
     "top1", "tokens", "window", "calibration_samples", "calibration_window", "search_window", "seconds_search", "gpu", "date",
 )  # fmt: skip
-VARIANT = ("format", "method", "high", "share", "choice", "terms", "samples", "activations")
+VARIANT = ("format", "method", "high", "share", "choice", "terms", "samples", "activations", "smooth")
 SETTINGS = ("tokens", "window", "calibration_samples", "calibration_window", "search_window", "damping")
 UNSAID_DAMPING = 0.1  # of GPTQ, in rows of before it could be chosen
 METHODS = {"": "16 bits", "round": "to nearest", "clip": "clip search", "gptq": "GPTQ", "gptq_clip": "GPTQ, clip search"}
@@ -47,6 +47,7 @@ def read_language_quality(folder: Path) -> dict[tuple[str, str], list[dict[str, 
     found: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for _, row in json_rows(folder, FIELDS):
         row.setdefault("damping", UNSAID_DAMPING)
+        row.setdefault("smooth", False)  # in rows of before it could be
         rows = found.setdefault((row["model"], row["gpu"]), {})
         key = tuple(row[name] for name in (*VARIANT, *SETTINGS))
         if key not in rows or row["date"] >= rows[key]["date"]:
@@ -99,12 +100,12 @@ def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines = [
             [
                 row["format"] or "fp16",
-                METHODS[row["method"]],
+                METHODS[row["method"]] + ", smoothed" * row["smooth"],
                 ACTIVATIONS[row["activations"]],
                 f"{row['bits_per_weight']:.2f}",
                 *_figures(row),
             ]
-            for row in sorted(formats, key=lambda row: (-row["bits_per_weight"], row["format"], *_last(row)))
+            for row in sorted(formats, key=lambda row: (-row["bits_per_weight"], row["format"], *_last(row), row["smooth"]))
         ]
         parts += ["**One format for all channels**", table(["weights", "method", "activations", "bits", *FIGURES], lines)]
     mixed = [row for row in rows if row["high"]]

@@ -27,15 +27,18 @@ from results.measure.quality_variants import (
 from results.report.quality import language_section, read_language_quality
 from results.report.rows import ROWS
 from tilebit import quantize_activations
-from tilebit.layouts.formats import FP8, QuantFormat
+from tilebit.layouts.formats import FORMATS, FP8, QuantFormat
 from tilebit.quality import log_probabilities
 from tilebit.weights.calibrate import calibrate
+from tilebit.weights.calibrate_smooth import calibrate_smoothing
 from tilebit.weights.precision import LayerPrecision, PrecisionPlan
 from tilebit.weights.quantize import quantize
+from tilebit.weights.smooth import quantize_smoothed
 
 VOCABULARY, WINDOW = 61, 24
 SETTINGS = Settings(tokens=48, window=WINDOW, calibration_samples=2, calibration_window=32, search_window=16)
 GPTQ, NEAREST = (Variant("w4a16_g32_asym", method) for method in ("gptq", "round"))
+LQQ = Variant("w4a8_lqq_g64", "round", activations="a8_token", smooth=True)
 TENTH = Variant(MIXED[0], "round", MIXED[1], 0.1, "global", "both", 3)
 
 
@@ -167,6 +170,31 @@ def test_layers_with_8_bit_activations_are_put_in_and_taken_out(simulation: Simu
     assert model.get_submodule(name) is own
 
 
+@pytest.mark.parametrize("method", ["round", "gptq_clip"])
+def test_inputs_are_smoothed(simulation: Simulation, method: str) -> None:
+    """Layers see what ``quantize_model`` makes of them: divided x in 8 bits, and the folded weight's values."""
+    variant = Variant("w8a8_channel", method, activations="a8_token", smooth=True)
+    samples, clip = simulation.texts.samples(2, 32), method.endswith("clip")
+    smoothing = calibrate_smoothing(simulation.model, samples, variant.format, clip_search=clip)
+    if method == "round":
+        weights = {name: quantize_smoothed(w, FORMATS[variant.format], smoothing[name]) for name, w in simulation.originals.items()}
+    else:
+        weights = calibrate(simulation.model, samples, variant.format, clip_search=clip, smoothing=smoothing)
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    own = "model.layers.0.mlp.up_proj"
+    assert smoothing[own].strength is not None
+    with simulation.of(variant) as said:
+        assert 8 <= said["bits_per_weight"] < 9
+        wrapped: Any = simulation.model.get_submodule(own)
+        for name, weight in weights.items():
+            folded = weight.dequantize() * smoothing[name].factors
+            assert torch.allclose(simulation.layers[name].weight, folded, rtol=1e-4, atol=1e-5), name
+        assert torch.equal(wrapped(x), simulation.layers[own](fake_quantize(x * smoothing[own].reciprocals, -1)))
+    for wrong in (replace(variant, activations=""), replace(variant, format="w4a16_g64")):
+        with pytest.raises(ValueError, match="are smoothed; accepted: a format with 8-bit x"), simulation.of(wrong):
+            pass
+
+
 def test_unknown_words_are_refused(simulation: Simulation) -> None:
     for variant, words in ((Variant("w4a16_g32", "best"), "accepted: round"), (Variant(activations="a4"), "accepted: ''")):
         with pytest.raises(ValueError, match=words), simulation.of(variant):
@@ -174,7 +202,7 @@ def test_unknown_words_are_refused(simulation: Simulation) -> None:
 
 
 def test_rows_are_appended_and_not_measured_again(model: Any, texts: Texts, tmp_path: Path) -> None:
-    out, wanted = tmp_path / "quality" / "cpu.jsonl", [Variant(), NEAREST, TENTH, replace(NEAREST, activations="a8_token")]
+    out, wanted = tmp_path / "quality" / "cpu.jsonl", [Variant(), NEAREST, TENTH, replace(NEAREST, activations="a8_token"), LQQ]
     assert missing(wanted, SETTINGS, out) == wanted
     fields = {"model": "tiny", "gpu": "some CPU", "commit": None}
     assert measured(model, texts, SETTINGS, wanted[:2], fields, out) == 2
@@ -182,10 +210,11 @@ def test_rows_are_appended_and_not_measured_again(model: Any, texts: Texts, tmp_
     assert missing(wanted, replace(SETTINGS, tokens=96), out) == wanted
     measured(model, texts, SETTINGS, wanted[2:], fields, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["format"] for row in rows] == ["", NEAREST.format, MIXED[0], NEAREST.format]
+    assert [row["format"] for row in rows] == ["", NEAREST.format, MIXED[0], NEAREST.format, LQQ.format]
     assert rows[0]["kl"] < 1e-5 < rows[3]["kl"] and rows[0]["bits_per_weight"] == 16
     section = language_section(out.parent)
     assert "| fp16 | 16 bits | 16 bits | 16.00 |" in section and "8 bits, a scale a token" in section
+    assert "| w4a8_lqq_g64 | to nearest, smoothed | 8 bits, a scale a token |" in section and section.count("smoothed") == 1
     assert "| 10% | all layers together, both terms, 3 samples | to nearest |" in section
     assert language_section(tmp_path) == ""
 
@@ -228,6 +257,9 @@ def test_every_variant_is_one_and_has_its_row_s_words() -> None:
     assert len(found) == len(set(found)) and found[0] == Variant()
     assert {variant.share for variant in found if variant.high} == {0.0, 0.1, 0.2, 0.5, 1.0}
     assert {variant.samples for variant in found if variant.high} == {16, 128}
+    for group, method in ((group, method) for group in ("g64", "g128") for method in ("round", "gptq_clip")):
+        own = replace(LQQ, format=f"w4a8_lqq_{group}", method=method)
+        assert own in found and replace(own, smooth=False) in found
 
 
 def test_the_shipped_rows_rank_as_they_must() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..weights.any_modules import AnyPrecisionLinear
 from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from .config import TilebitConfig
@@ -26,4 +27,5 @@ def attach(model: nn.Module) -> None:
             module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
         if isinstance(module, PreTrainedModel):
             module.hf_quantizer = quantizer
-    untie(model, [name for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, QuantLinear | MixedLinear)])
+    kinds = QuantLinear | MixedLinear | AnyPrecisionLinear
+    untie(model, [name for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, kinds)])

@@ -58,10 +58,33 @@ def test_inputs_are_smoothed_by_a_text(dense: Path, tmp_path: Path):
         (dense, "w8a8_channel", tmp_path / "none.txt", "none.txt"),
         (dense, "w8a8_channel", empty, "empty.txt is empty"),
         (out, "w8a8_channel", text, "is quantized already"),
+        (dense, "w3-8a16_any", text, "accepted: formats with scales"),
     ):
         got = said(source, other, "--format", format, "--smooth", file)
         assert got[0] in "12" and words in got
     assert {path.name for path in tmp_path.iterdir()} == {"out", "text.txt", "empty.txt"}
+
+
+def test_layers_with_formats_of_their_own(dense: Path, tmp_path: Path):
+    """Those of 8-bit x are smoothed, each as its format rounds; others, of 16 bits and a tied output layer among them, are not."""
+    (text := tmp_path / "text.txt").write_text(TEXT)
+    named = {"down_proj": "w4a16_g64", "gate_proj": "w4a8_channel_asym", "lm_head": "w8a16_channel"}
+    words = [word for name, format in named.items() for word in ("--layer", f"{name}={format}")]
+    assert said(dense, tmp_path / "out", "--format", "w8a8_channel", *words, "--smooth", text).startswith("0 ")
+    read = open_model(tmp_path / "out")
+    layers = {name: module for name, module in read.named_modules() if isinstance(module, QuantLinear)}
+    assert len(layers) == 15
+    for name, layer in layers.items():
+        assert layer.format.name == named.get(name.rpartition(".")[2], "w8a8_channel"), name
+        assert layer.format.x or layer.smooth is None
+    smoothed = {layer.format.name for layer in layers.values() if layer.smooth is not None}
+    assert "w8a8_channel" in smoothed
+    for more, message in (
+        (("--layer", "q_proj=w3-8a16_any"), "accepted: formats with scales"),
+        (("--layer", "lm_head=w8a16_channel", "--embeddings", "w8a16_channel"), "accepted: one of both"),
+    ):
+        got = said(dense, tmp_path / "other", "--format", "w8a8_channel", *more, "--smooth", text)
+        assert got[0] == "1" and message in got and not (tmp_path / "other").exists()
 
 
 def test_samples_lie_at_equal_distances(dense: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from any_layers import uniform, uniform_steps
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, gemma2, llama, made, saved
 from torch import nn
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig, PreTrainedConfig
 
 import tilebit
+from tilebit import AnyPrecisionLinear, QuantEmbedding
 from tilebit.layouts.formats import QuantFormat
 from tilebit.transformers import TilebitCache, TilebitConfig, compile
 from tilebit.transformers.fused import x_group
+from tilebit.weights.any_packed import pack_any
 from tilebit.weights.modules import QuantLinear
 from tilebit.weights.packed import pack
 from tilebit.weights.quantize import quantize
@@ -124,6 +127,40 @@ def test_a_model_that_was_quantized_in_memory_comes_back(tmp_path: Path):
     again = read(tmp_path)
     holds(again.lm_head, model.lm_head)
     assert torch.equal(again.model.embed_tokens.weight, weight) and torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("embeddings", [None, "w8a16_channel"])
+def test_it_may_be_of_any_precision(tmp_path: Path, embeddings: str | None):
+    """Packed while the model loads, once its weight is tied; in the width that is set."""
+    weight, folder = made(TIED).lm_head.weight.detach(), saved(tmp_path / "floats", TIED)
+    with uniform_steps():
+        model = read(folder, TilebitConfig("w4a16_g64", per_layer={"lm_head": "w3-4a16_any@3"}, embeddings=embeddings))
+        expected = AnyPrecisionLinear(pack_any(uniform(weight, 3, 4), weight.dtype))
+    model.save_pretrained(tmp_path / "packed")
+    for found in (model, read(tmp_path / "packed")):
+        head, embedding = found.lm_head, found.model.embed_tokens
+        a, b = head.state_dict(), expected.state_dict()
+        assert isinstance(head, AnyPrecisionLinear) and head.bits == 3 and all(torch.equal(a[name], b[name]) for name in b)
+        assert found.config.tie_word_embeddings is False and torch.equal(logits(found), logits(model))
+        if embeddings is None:
+            assert torch.equal(embedding.weight, weight)
+        else:
+            assert isinstance(embedding, QuantEmbedding)
+            holds(embedding.rows, packed_of(weight, embeddings))
+    said = config_of(tmp_path / "packed")["quantization_config"]
+    assert said["per_layer"] == {"lm_head": "w3-4a16_any@3"} and said.get("embeddings") == embeddings
+
+
+def test_of_any_precision_in_memory_it_comes_back(tmp_path: Path):
+    model: Any = made(TIED, torch.float16)
+    weight = model.lm_head.weight
+    with uniform_steps():
+        tilebit.quantize_model_any(model, 3, 4, skip=lambda name, _: name != "lm_head")
+    assert model.config.tie_word_embeddings is False and TIED.tie_word_embeddings is True
+    model.save_pretrained(tmp_path)
+    again = read(tmp_path)
+    assert isinstance(again.lm_head, AnyPrecisionLinear) and torch.equal(again.model.embed_tokens.weight, weight)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_what_else_is_tied_stays_so():

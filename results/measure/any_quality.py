@@ -26,9 +26,9 @@ from torch import Tensor
 from tilebit.autotune.provenance import now, source_commit
 from tilebit.quality import log_probabilities
 from tilebit.schedules.target import detect_target
-from tilebit.weights.kmeans import SortedRows, cluster, lloyd, segments
+from tilebit.weights.kmeans import SortedRows, cluster, lloyd, segments, spread
 from tilebit.weights.layers import linears_of, once
-from tilebit.weights.nested import even
+from tilebit.weights.nested import density_of, even
 from tilebit.weights.quantize_any import quantize_any
 
 from ..report.markdown import slug
@@ -49,8 +49,8 @@ def independent(w: Tensor, bits: int, sensitivity: Tensor | None) -> Tensor:
     for start in range(0, len(w), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         rows = SortedRows.of(w[part], None if sensitivity is None else sensitivity[part])
-        edges = cluster(rows, 1 << bits) if bits <= 4 else lloyd(rows, even(rows, 1 << bits))
-        numbers = rows.means(edges, rows.values[:, :1]).gather(1, segments(edges, rows.k)).half().to(w.dtype)
+        edges = cluster(rows, 1 << bits) if bits <= 4 else lloyd(rows, even(density_of(rows), 1 << bits))
+        numbers = spread(rows.means(edges, rows.first(edges)), segments(edges, rows.k), rows.k).half().to(w.dtype)
         found[part] = torch.empty_like(w[part]).scatter_(1, rows.order, numbers)
     return found
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .kmeans import SortedRows, best_on_grid, cluster, coarse, lloyd, near, segments
+from .kmeans import SortedRows, best_on_grid, cluster, coarse, lloyd, mean_of, near, segments, spread
 
 AHEAD = 2  # bits above the seed's: the width that is looked at beside the widest
 SEED_COUNTS = 4.0  # the seed's error beside that of any other width, each as a share of free clusters' error
-FREE_STEPS, TOGETHER_STEPS = 6, 8  # of Lloyd's algorithm, at most: most of the gain comes in the first ones
+FREE_STEPS, TOGETHER_STEPS = 3, 8  # of Lloyd's algorithm, at most: most of the gain comes in the first ones
 LEAST_ERROR = 1e-12  # of a row's squares: errors below are rounding
 
 
@@ -35,28 +35,38 @@ class Free:
     total: Tensor
 
     @classmethod
-    def of(cls, rows: SortedRows, clusters: int) -> Free:
+    def of(cls, rows: SortedRows, density: Tensor, clusters: int) -> Free:
         """By a few steps of Lloyd's algorithm from clusters of about equal errors."""
-        edges = lloyd(rows, even(rows, clusters), FREE_STEPS)
-        inside = segments(edges, rows.k)
-        share = 1.0 / edges.diff(dim=1).clamp(min=1)
-        away = rows.values - rows.means(edges, rows.values[:, :1]).gather(1, inside)
-        start = rows.values.new_zeros(len(inside), 1)
-        number = torch.cat((start, share.double().gather(1, inside).cumsum(1)), 1)
-        error = torch.cat((start, (rows.mass.diff(dim=1) * away**2).cumsum(1)), 1)
+        k = rows.k
+        edges = lloyd(rows, even(density, clusters), FREE_STEPS)
+        inside = segments(edges, k)
+        away = rows.values - spread(rows.means(edges, rows.first(edges)), inside, k)
+        share = spread(1.0 / edges.diff(dim=1), inside, k)
+        before = rows.values.new_zeros(2, len(away), k + 1)
+        torch.cumsum(share, 1, dtype=before.dtype, out=before[0, :, 1:])
+        torch.cumsum(away.square_().mul_(rows.weights), 1, out=before[1, :, 1:])
+        number, error = before
         total = error[:, -1:]
         return cls(number.float(), torch.where(total > 0, error / total, 0.0).float(), total)
 
 
-def even(rows: SortedRows, clusters: int) -> Tensor:
-    """Edges of ``clusters`` clusters with about equal errors: as dense as the cube root of the
-    weights' density (Panter and Dite 1951)."""
-    values, k = rows.values, rows.k
+def density_of(rows: SortedRows) -> Tensor:
+    """fp64 [n, k + 1]: before each position, the sum of the cube roots of the weights' density times
+    their distances: clusters that have equal parts of it have about equal errors (Panter and
+    Dite 1951)."""
+    values = rows.values
     padded = torch.cat((values[:, :1], values, values[:, -1:]), 1)
-    density = (rows.mass.diff(dim=1) * ((padded[:, 2:] - padded[:, :-2]) / 2).square_()).float() ** (1 / 3)
-    before = torch.cat((values.new_zeros(len(values), 1), density.cumsum(1, dtype=values.dtype)), 1)
-    places = torch.linspace(0, 1, clusters + 1, dtype=values.dtype, device=values.device)[1:-1] * before[:, -1:]
-    cuts = torch.searchsorted(before, places).clamp(max=k)
+    root = ((padded[:, 2:] - padded[:, :-2]).div_(2).square_().mul_(rows.weights)).float().log_().div_(3).exp_()
+    before = values.new_zeros(len(values), rows.k + 1)
+    torch.cumsum(root, 1, dtype=before.dtype, out=before[:, 1:])
+    return before
+
+
+def even(density: Tensor, clusters: int) -> Tensor:
+    """Edges of ``clusters`` clusters with equal parts of ``density`` (``density_of``)."""
+    k = density.shape[1] - 1
+    places = torch.linspace(0, 1, clusters + 1, dtype=density.dtype, device=density.device)[1:-1] * density[:, -1:]
+    cuts = torch.searchsorted(density, places).clamp(max=k)
     return torch.cat((torch.zeros_like(cuts[:, :1]), cuts, torch.full_like(cuts[:, :1], k)), 1)
 
 
@@ -71,7 +81,7 @@ class Ahead:
 
     def cost(self, number: Tensor, error: Tensor) -> Tensor:
         """Of parts with so many free clusters and so much of their error."""
-        return error * (number / self.codes) ** 2
+        return (number / self.codes).square_().mul_(error)
 
 
 def nested(rows: SortedRows, seed_bits: int, max_bits: int) -> Tensor:
@@ -84,8 +94,9 @@ def nested(rows: SortedRows, seed_bits: int, max_bits: int) -> Tensor:
     edges = cluster(rows, 1 << seed_bits)
     if seed_bits == max_bits:
         return edges
-    free = {bits: Free.of(rows, 1 << bits) for bits in {min(seed_bits + AHEAD, max_bits), max_bits}}
-    squares = (rows.mass.diff(dim=1) * rows.values**2).sum(1, keepdim=True)
+    density = density_of(rows)
+    free = {bits: Free.of(rows, density, 1 << bits) for bits in {min(seed_bits + AHEAD, max_bits), max_bits}}
+    squares = (rows.weights * rows.values**2).sum(1, keepdim=True)
     known = {seed_bits: squares - rows.gains(edges).sum(1, keepdim=True)} | {bits: one.total for bits, one in free.items()}
     scales = _between({bits: error.clamp(min=LEAST_ERROR * squares.clamp(min=1e-30)) for bits, error in sorted(known.items())})
 
@@ -111,7 +122,7 @@ def _between(known: dict[int, Tensor]) -> dict[int, Tensor]:
 
 def _costs(grid: Tensor, ahead: Sequence[Ahead]) -> Tensor:
     """fp32 [n, points, points]: what later widths cost of a cluster between any two cuts of ``grid``."""
-    costs = torch.zeros(())
+    costs = torch.zeros((), device=grid.device)
     for later in ahead:
         number, error = (before.gather(1, grid) for before in (later.free.number, later.free.error))
         costs = costs + later.cost(*(before[:, None, :] - before[:, :, None] for before in (number, error)))
@@ -124,30 +135,28 @@ def split(rows: SortedRows, edges: Tensor, scale: Tensor, ahead: Sequence[Ahead]
     with no or one value the second half is empty."""
     k = rows.k
     of = segments(edges, k)
-    mass, moment = rows.mass.gather(1, edges), rows.moment.gather(1, edges)
-    held, sums = mass.diff(dim=1), moment.diff(dim=1)
+    ends = rows.at(edges)
+    held, sums = ends.diff(dim=2)
     mean = torch.where(held > 0, sums / held, 0.0)
     # Left of a cut before position i: mass a, moment about the cluster's mean b. The error falls by
     # b^2 / a + b^2 / (held - a). Differences of sums in fp64, the rest in fp32.
-    a = rows.mass[:, :k] - mass[:, :-1].gather(1, of)
-    b = rows.moment[:, :k] - (moment[:, :-1] - mean * mass[:, :-1]).gather(1, of)
-    b = b.addcmul_(mean.gather(1, of), rows.mass[:, :k], value=-1).float()
-    rest = held.gather(1, of).sub_(a).mul_(a).float()
-    better = b.square_().mul_(held.float().gather(1, of)).div_(rest)
-    inside = (rest > 0) & (better > 0)  # a cluster's first position cuts nothing off
-    if ahead:
-        better = better.div_(scale.float())
-        for later in ahead:
-            number, error = later.free.number, later.free.error
-            ends = [(number.gather(1, at).gather(1, of), error.gather(1, at).gather(1, of)) for at in (edges[:, :-1], edges[:, 1:])]
-            left = later.cost(number[:, :k] - ends[0][0], error[:, :k] - ends[0][1])
-            better.sub_(later.cost(ends[1][0] - number[:, :k], ends[1][1] - error[:, :k]).add_(left))
-    better.masked_fill_(~inside, -torch.inf)
+    a, b = (before[:, :k] - spread(start[:, :-1], of, k) for before, start in zip(rows.sums, ends, strict=True))
+    b = b.addcmul_(spread(mean, of, k), a, value=-1).float()
+    rest = spread(held, of, k).sub_(a).mul_(a).float()
+    better = b.square_().mul_(spread((held / scale).float(), of, k)).div_(rest)
+    better.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a cluster's first position, 0 / 0, cuts nothing off
+    for later in ahead:
+        number, error = later.free.number, later.free.error
+        starts, stops = ((number.gather(1, at), error.gather(1, at)) for at in (edges[:, :-1], edges[:, 1:]))
+        for (its_number, its_error), sign in ((starts, 1), (stops, -1)):  # less what is left of a cut costs, and right of it
+            there = spread(its_number, of, k).sub_(number[:, :k]).square_()
+            better.addcmul_(there, spread(its_error, of, k).sub_(error[:, :k]), value=sign / later.codes**2)
     # The first position of each cluster that is best.
-    best = torch.full_like(held, -torch.inf, dtype=better.dtype).scatter_reduce_(1, of, better, "amax")
-    found = torch.where(better == best.gather(1, of), torch.arange(k, device=edges.device), k)
-    cut = torch.full_like(edges[:, 1:], k).scatter_reduce_(1, of, found, "amin")
-    cut = torch.where(best > -torch.inf, cut, edges[:, 1:])
+    best = torch.segment_reduce(better, "max", lengths=edges.diff(dim=1), axis=1, unsafe=True, initial=-torch.inf)
+    alike = rows.first(edges) >= rows.values.gather(1, (edges[:, 1:] - 1).clamp(min=0))
+    best.masked_fill_(alike, torch.inf)  # which no position has: the cut stays at the end
+    found = (better == spread(best, of, k)).flatten().nonzero()[:, 0]
+    cut = edges[:, 1:].flatten().scatter_reduce(0, of[found].long(), found % k, "amin").view_as(held)
     return torch.cat((torch.stack((edges[:, :-1], cut), 2).flatten(1), edges[:, -1:]), 1)
 
 
@@ -157,16 +166,16 @@ def together(rows: SortedRows, edges: Tensor, weights: Mapping[int, Tensor]) -> 
     good. ``edges`` are of the widest width."""
     values, widest = rows.values, max(weights)
     for _ in range(TOGETHER_STEPS):
-        slope = constant = torch.zeros((), dtype=torch.float64, device=edges.device)
+        ends, first = rows.at(edges), rows.first(edges)
+        slope, constant = values.new_zeros(2, len(edges), edges.shape[1] - 2)
         for bits, weight in weights.items():
-            at = edges[:, :: 1 << (widest - bits)]
-            lower, upper = values.gather(1, at[:, :-1].clamp(max=rows.k - 1)), values.gather(1, (at[:, 1:] - 1).clamp(min=0))
-            means = torch.cummax(rows.means(at, torch.maximum(lower, upper)), 1).values  # as in ``lloyd``
-            means = means[:, :, None].expand(-1, -1, 1 << (widest - bits)).flatten(1)  # of each of the widest width's clusters
-            before, after = means[:, :-1], means[:, 1:]  # the same inside a cluster
-            slope = slope + weight * (after - before)
-            constant = constant + weight * (after - before) * (after + before) / 2
-        places = torch.where(slope > 0, constant / slope, values.gather(1, edges[:, 1:-1].clamp(max=rows.k - 1)))
+            step = 1 << (widest - bits)
+            means = torch.cummax(mean_of(ends[..., ::step].diff(dim=2), first[:, ::step]), 1).values  # as in ``lloyd``
+            before, after = means[:, :-1], means[:, 1:]
+            part = weight * (after - before)
+            slope[:, step - 1 :: step] += part
+            constant[:, step - 1 :: step] += part * (after + before) / 2
+        places = torch.where(slope > 0, constant / slope, first[:, 1:])
         cuts = torch.searchsorted(values, torch.cummax(places, 1).values)
         moved = torch.cat((edges[:, :1], cuts, edges[:, -1:]), 1)
         if torch.equal(moved, edges):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..accepted import expect, expect_tensors
 from ..progress import counted
+from .cores import side_by_side
 from .kmeans import SortedRows, segments
 from .nested import nested
 
@@ -109,7 +110,8 @@ def quantize_any(
     ``sensitivity``: what a squared error of each value costs, floating point [n, k] on the same device
     and at least 0, up to a factor for each row: the diagonal of the Fisher information, the sum of
     squared gradients over calibration text. None: all values count alike. ``progress`` shows a
-    bar on a terminal. The same input gives the same codes.
+    bar on a terminal. A weight on a CPU is worked on by as many threads as ``torch.get_num_threads()``
+    says; the same input gives the same codes, whatever their number.
 
     Raises ``TypeError`` for what is no tensor, ``ValueError`` for other shapes, dtypes, devices or
     widths, for NaN and infinite values, for a sensitivity below 0, and for values that
@@ -129,7 +131,8 @@ def quantize_any(
     books = {bits: torch.empty(n, 1 << bits, dtype=torch.float16, device=w.device) for bits in range(seed_bits, max_bits + 1)}
     step = _ROWS if w.device.type == "cpu" else max(1, min(_GPU_ROWS, _GPU_VALUES // k))
     starts = range(0, n, step)
-    for start in counted(starts, "quantizing rows", len(starts), progress):
+
+    def work(start: int) -> None:
         part = slice(start, start + step)
         rows = SortedRows.of(w[part], None if sensitivity is None else sensitivity[part].detach())
         edges = nested(rows, seed_bits, max_bits)
@@ -140,7 +143,11 @@ def quantize_any(
                 at, means.repeat_interleave((at.shape[1] - 1) // means.shape[1], 1)
             )  # an empty half keeps its cluster's number
             book[part] = means
-        codes[part] = torch.empty_like(codes[part]).scatter_(1, rows.order, segments(edges, k).to(torch.uint8))
+        codes[part].scatter_(1, rows.order, (segments(edges, k) % (1 << max_bits)).to(torch.uint8).view(-1, k))
+
+    done = side_by_side(work, starts) if w.device.type == "cpu" else map(work, starts)
+    for _ in counted(done, "quantizing rows", len(starts), progress):
+        pass
     return AnyPrecisionTensor(codes, books)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tilebit.weights.kmeans import SortedRows, cluster
+from tilebit.weights.kmeans import SortedRows, ascending, cluster
 from tilebit.weights.nested import nested, split
 from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
 
@@ -174,6 +177,48 @@ def test_rows_do_not_depend_on_each_other() -> None:
     q = quantize_any(w)
     one = quantize_any(w[200:201])
     assert torch.equal(one.codes[0], q.codes[200]) and torch.equal(one.codebooks[5][0], q.codebooks[5][200])
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_any_number_of_threads_gives_the_same(threads: Callable[[int], None]) -> None:
+    w, weights = _layer("outliers", 150, 700), _weights(150, 700)
+    threads(1)
+    alone = quantize_any(w, sensitivity=weights)
+    for number in (2, 3, 16):
+        threads(number)
+        with torch.inference_mode(number == 3):
+            found = quantize_any(w.clone(), sensitivity=weights)
+        assert torch.equal(found.codes, alone.codes) and torch.get_num_threads() == number
+        assert all(torch.equal(found.codebooks[bits], alone.codebooks[bits]) for bits in alone.widths)
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 16
+
+
+def test_equal_values_lie_in_the_order_of_their_columns() -> None:
+    w = torch.tensor([[0.5, -0.0, -1.0, 0.0, 0.5, -2.0, 65504.0, -65504.0, 1e-45, -1e-45], [0.0] * 10])
+    values, order = ascending(w)
+    assert order.tolist() == [[7, 5, 2, 9, 1, 3, 8, 0, 4, 6], list(range(10))]
+    assert torch.equal(values, w.gather(1, order))
+    wide = _layer("laplace", 5, 3000).round(decimals=1)
+    for found, expected in zip(ascending(wide), torch.sort(wide, dim=1, stable=True), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_progress_counts_rows_on_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    for forced, shown, seen in (("1", True, True), ("1", False, False), (None, True, False)):
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        if forced is not None:
+            monkeypatch.setenv("FORCE_COLOR", forced)
+        quantize_any(_layer("gauss", 70, 8), progress=shown)
+        said = capsys.readouterr().err
+        assert ("quantizing rows" in said and "3/3" in said) == seen and (said == "") != seen
 
 
 @pytest.mark.parametrize(

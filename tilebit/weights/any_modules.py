@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from ..accepted import expect, expect_tensors
 from ..layouts.planes import plane_layout
 from ..ops.gemm import call
+from ..progress import counted
 from .any_kind import AnyKind
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
 from .any_state import PLANES, StoredAny, codebook_entry, expect_entries
@@ -212,12 +213,14 @@ def quantize_model_any(
     skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
     sensitivity: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    progress: bool = False,
 ) -> list[str]:
     """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns the
     names replaced.
 
-    ``skip``, and experts that are no linear layers, as in ``quantize_model``. ``sensitivity``: [n, k] by
-    layer, as ``quantize_any`` takes it; layers without one are clustered with all values alike. Layers are converted before any is
+    ``skip``, and experts that are no linear layers, as in ``quantize_model``. ``progress`` shows a bar on a
+    terminal. ``sensitivity``: [n, k] by layer, as ``quantize_any`` takes it; layers without one are
+    clustered with all values alike. Layers are converted before any is
     replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
     replace, and for a sensitivity of no layer. Afterwards ``save_pretrained`` of a transformers model
     writes a directory that ``from_pretrained`` reads once ``tilebit.transformers`` is imported, with the
@@ -228,8 +231,10 @@ def quantize_model_any(
     strange = [name for name in given if name not in found]
     if strange:
         raise ValueError(f"sensitivity names {strange[0]!r}; accepted: layers that are replaced: {', '.join(list(found)[:5])}, ...")
+    layers = once(found)
     converted = {
-        layer: AnyPrecisionLinear.from_float(layer, seed_bits, max_bits, given.get(name), dtype) for name, layer in once(found).items()
+        layer: AnyPrecisionLinear.from_float(layer, seed_bits, max_bits, given.get(name), dtype)
+        for name, layer in counted(layers.items(), "quantizing layers", len(layers), progress)
     }
     for name, layer in found.items():
         parent, _, attribute = name.rpartition(".")

@@ -71,6 +71,19 @@ def test_widths_that_are_not_held_are_refused_and_change_nothing() -> None:
         AnyPrecisionLinear(rows())  # pyright: ignore[reportArgumentType]
 
 
+def test_progress_counts_layers_on_a_terminal_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    for forced, shown, seen in (("1", True, True), ("1", False, False), (None, True, False)):
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        if forced is not None:
+            monkeypatch.setenv("FORCE_COLOR", forced)
+        shared = nn.Linear(8, 4)
+        model = nn.ModuleDict({"a": shared, "b": nn.Linear(8, 4), "c": shared})
+        assert tilebit.quantize_model_any(model, max_bits=4, dtype=BF16, progress=shown) == ["a", "b", "c"]
+        said = capsys.readouterr().err
+        assert ("quantizing layers" in said and "2/2" in said) == seen and (said == "") != seen
+
+
 def _narrow() -> dict[int, torch.Tensor]:
     return {bits: book for bits, book in weight().codebooks.items() if bits < 5}
 

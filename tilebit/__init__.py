@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops.prepare import prepare
     from .ops.quantize import quantize_activations
     from .ops.rows import add_norm, gated
+    from .weights.any_checkpoint import load_any_precision
     from .weights.any_modules import AnyPrecisionLinear, precision_view, quantize_model_any, set_precision
     from .weights.calibrate import calibrate
     from .weights.calibrate_smooth import calibrate_smoothing
@@ -58,6 +59,7 @@ _HOME = {
     "gemm": "ops.gemm",
     "gptq": "weights.gptq",
     "linear": "ops.linear",
+    "load_any_precision": "weights.any_checkpoint",
     "load_checkpoint": "weights.checkpoint",
     "pack": "weights.packed",
     "precision_view": "weights.any_modules",
@@ -93,6 +95,7 @@ __all__ = [
     "gemm",
     "gptq",
     "linear",
+    "load_any_precision",
     "load_checkpoint",
     "pack",
     "precision_view",

@@ -1,5 +1,5 @@
-"""How long the quantizer of any precision takes: ``python -m results.measure.any_quantizer --out FILE`` appends a
-row to FILE.
+"""How long the quantizer of any precision takes: ``python -m results.measure.any_quantizer --out FILE``
+appends a row to FILE.
 
 One weight of normal numbers, after one warm call; seconds are the median of the calls, which each
 end when the device has, on a CPU with as many threads as torch has.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from ..accepted import expect, expect_tensors
 from ..layouts.planes import plane_layout
 from ..ops.gemm import call
 from ..progress import counted
+from .any_files import layer_entries
 from .any_kind import AnyKind
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
-from .any_state import PLANES, StoredAny, codebook_entry, expect_entries
+from .any_state import PLANES, WEIGHTS, StoredAny, codebook_entry, expect_entries
+from .checkpoint_config import CheckpointError
 from .experts import warn_of_stacks
 from .extra_state import EXTRA
 from .layers import linears_of, once
 from .packed import DTYPES, arch_of
-from .quantize_any import MAX_BITS, quantize_any
+from .quantize_any import MAX_BITS, AnyPrecisionTensor, quantize_any
 from .saving import settle_saving
 
 
@@ -49,7 +52,12 @@ class AnyPrecisionLinear(nn.Module):
 
     def __init__(self, packed: AnyPrecisionWeight, bias: Tensor | None = None) -> None:
         super().__init__()
-        expect("packed", packed, AnyPrecisionWeight, "an AnyPrecisionWeight: pack_any(quantize_any(w), dtype)")
+        expect(
+            "packed",
+            packed,
+            AnyPrecisionWeight,
+            "an AnyPrecisionWeight: pack_any(q, dtype), or AnyPrecisionLinear.from_quantized(q, ...)",
+        )
         expect_tensors(optional=("bias",), bias=bias)
         if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
@@ -75,6 +83,59 @@ class AnyPrecisionLinear(nn.Module):
         weight = linear.weight.detach()
         chosen = dtype or (weight.dtype if weight.dtype in DTYPES else torch.float16)
         return cls(pack_any(quantize_any(weight, seed_bits, max_bits, sensitivity), chosen), linear.bias)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: AnyPrecisionTensor,
+        bias: Tensor | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+    ) -> AnyPrecisionLinear:
+        """``weight``, as ``quantize_any`` and ``load_any_precision`` give it, on ``device`` (default:
+        where it is), with ``bias`` [n]; it computes in ``dtype``, fp16 or bf16. Raises ``TypeError`` and
+        ``ValueError`` as ``pack_any`` does."""
+        return cls(pack_any(weight, dtype, device), bias)
+
+    @classmethod
+    def from_state(
+        cls,
+        state: Mapping[str, Tensor],
+        name: str = "",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> AnyPrecisionLinear:
+        """A layer from what ``state_dict`` said of one: ``planes``, codebooks, ``bias`` where there is one,
+        and ``_extra_state``, which names n, k and the widths; ``name`` and a dot stand before each.
+
+        Tensors are copied. The layer computes in ``dtype`` (default: the codebooks'), on ``device``
+        (default: theirs); planes that were packed for another one are packed again. Raises ``TypeError``
+        and ``ValueError`` for entries that are missing, of other widths, shapes or dtypes, and for
+        codebooks that ``dtype`` does not hold.
+        """
+        prefix = f"{name}." if name else ""
+        expect_entries(state, prefix, [EXTRA])
+        stored = StoredAny.parse(state[prefix + EXTRA])
+        known = {prefix + entry for entry in stored.entries}
+        others = [prefix + entry for entry in WEIGHTS if prefix + entry in state and prefix + entry not in known]
+        if others:
+            raise ValueError(f"the state_dict holds {others[0]} and stores {stored.widths[0]} to {stored.widths[-1]} bits; accepted: these")
+        copied = {entry: tensor.clone() if isinstance(tensor, Tensor) else tensor for entry, tensor in state.items() if entry in known}
+        weight = stored.weight(copied, prefix)
+        return cls(weight.cast(weight.dtype if dtype is None else dtype), state.get(prefix + "bias")).to(device or weight.device)
+
+    @classmethod
+    def from_file(
+        cls, path: str | Path, name: str = "", dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> AnyPrecisionLinear:
+        """The layer ``name`` of a directory, .safetensors file or pickled state_dict (of which only
+        tensors are read), as ``from_state`` makes it; "" is a file of one layer. Nothing is quantized.
+        Raises ``CheckpointError`` for files that cannot be read and for what is no such layer."""
+        state = layer_entries(Path(path), name)
+        try:
+            return cls.from_state(state, "", dtype, device)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name or path}: {error}") from None
 
     @property
     def bits(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tilebit
 from tilebit.weights.any_checkpoint import load_any_precision
 from tilebit.weights.checkpoint_config import CheckpointError
 
@@ -44,6 +45,20 @@ def test_codes_and_codebooks_are_read_exactly(tmp_path, k: int, pickled: bool) -
     (found,) = load_any_precision(path).items()
     assert found[0] == "a" and np.array_equal(found[1].codes.numpy(), codes)
     assert found[1].widths == WIDTHS and all(torch.equal(found[1].codebooks[b], tensors[f"a.lut{b}"]) for b in WIDTHS)
+
+
+def test_a_layer_computes_what_the_file_says(tmp_path) -> None:
+    codes, tensors = layer(96)
+    save_file({**tensors, "a.bias": torch.arange(3.0)}, tmp_path / "model.safetensors")
+    weight = tilebit.load_any_precision(tmp_path)["a"]
+    made = tilebit.AnyPrecisionLinear.from_quantized(weight, torch.arange(3.0), torch.float16)
+    x = torch.eye(96, dtype=torch.float16)[5:9]
+    for bits in WIDTHS:
+        numbers = tensors[f"a.lut{bits}"].gather(1, torch.from_numpy(codes >> (WIDTHS[-1] - bits)).long())
+        assert torch.equal(made(x, bits), (numbers[:, 5:9].T.float() + torch.arange(3.0)).half())
+    assert tilebit.AnyPrecisionLinear.from_quantized(weight, dtype=torch.bfloat16, device="cpu").dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="q is Tensor"):
+        tilebit.AnyPrecisionLinear.from_quantized(weight.codes)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import tilebit
 from tilebit import AnyPrecisionLinear
 from tilebit.ops import dispatch
 from tilebit.weights.any_packed import pack_any
+from tilebit.weights.checkpoint_config import CheckpointError
 from tilebit.weights.extra_state import from_tensor, to_tensor
 from tilebit.weights.quantize_any import AnyPrecisionTensor
 
@@ -135,6 +136,66 @@ def test_state_that_does_not_fit_changes_nothing(name: str, change, words: str) 
     with pytest.raises(RuntimeError, match=words):
         one.load_state_dict(state)
     assert torch.equal(one(rows()), expected(5, rows()))
+
+
+@pytest.mark.parametrize("name", ["", "a.b"])
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "directory"])
+def test_a_layer_is_opened_from_a_file(tmp_path, name: str, kind: str) -> None:
+    prefix, x = f"{name}." if name else "", rows()
+    state = {prefix + entry: tensor for entry, tensor in layer(1).state_dict().items()} | {"other": torch.ones(2)}
+    path = tmp_path / f"model.{'pt' if kind == 'pt' else 'safetensors'}"
+    (torch.save if kind == "pt" else save_file)(state, path)
+    opened = AnyPrecisionLinear.from_file(tmp_path if kind == "directory" else path, name)
+    assert opened.dtype == BF16 and opened.bits == 5
+    assert all(torch.equal(opened(x, bits), expected(bits, x, 1)) for bits in (3, 4, 5))
+    half = AnyPrecisionLinear.from_file(path, name, torch.float16, "cpu")
+    assert torch.equal(half(x.half(), 4), expected(4, x, 1, torch.float16))
+    with pytest.raises(CheckpointError, match=rf"has no layer 'c' of any precision; accepted: '{name}'"):
+        AnyPrecisionLinear.from_file(path, "c")
+
+
+def test_a_layer_is_made_from_tensors_of_its_own_and_of_another_device() -> None:
+    x, state = rows(), layer(1).state_dict()
+    made = AnyPrecisionLinear.from_state(state)
+    state["planes"].zero_()
+    state["bias"].zero_()
+    assert torch.equal(made(x), expected(5, x, 1))
+    there = AnyPrecisionLinear(pack_any(weight(1), BF16, arch="sm_90a"))
+    bare = AnyPrecisionLinear.from_state(there.state_dict())
+    assert bare.bias is None and bare.arch == "cpu" and torch.equal(bare.packed.unpack().codes, weight(1).codes)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("planes", lambda t: None, "no layer '' of any precision; accepted: files with some"),
+        ("_extra_state", lambda t: None, "no layer '' of any precision"),
+        ("planes", lambda t: t.float(), r"weight is torch\.float32"),
+        ("planes", lambda t: t[:4].clone(), "of 4 planes"),
+        ("codebook_4", lambda t: None, "lacks codebook_4"),
+        ("codebook_8", lambda t: torch.ones(N, 256), "holds codebook_8 and stores 3 to 5 bits"),
+        ("codebook_4", lambda t: t.half(), r"torch\.float16 of 4 bits and torch\.bfloat16"),
+        ("codebook_5", lambda t: t * torch.nan, "does not fit"),
+        ("bias", lambda t: t[:3].clone(), r"bias is torch\.bfloat16 \[3\]"),
+        ("_extra_state", lambda t: t[:-1].clone(), "the extra state is not an AnyPrecisionLinear's"),
+        ("_extra_state", lambda t: to_tensor({**from_tensor(t), "layout": "planes_old"}), "lie as planes_old has them"),
+    ],
+)
+def test_files_of_other_contents_are_refused(tmp_path, name: str, change, words: str) -> None:
+    state = layer(1).state_dict()
+    value = change(state.pop(name, None))
+    save_file({**state, **({} if value is None else {name: value})}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        AnyPrecisionLinear.from_file(tmp_path / "a.safetensors")
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path) -> None:
+    save_file(layer().state_dict(), tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        AnyPrecisionLinear.from_file(tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"lacks x\._extra_state"):
+        AnyPrecisionLinear.from_state(layer().state_dict(), "x")
 
 
 def test_copies_and_casts_compute_what_the_original_does() -> None:

@@ -34,7 +34,7 @@ USAGE = [
     (["compile", "--n", "0", "--k", "64"], "greater than or equal to 1"),
     (["compile", "--n", "64", "--k", "-1"], "greater than or equal to 1"),
     (["compile", "--n", "many", "--k", "64"], "a valid integer"),
-    (["compile", *SHAPE, "--m", "0"], "greater than or equal to 1"),
+    (["compile", *SHAPE, "--m", "0"], "no whole number from 1 on"),
     (["compile", *SHAPE, "--format", "int4"], "w4a16_g128"),
     (["compile", *SHAPE, "--dtype", "float32"], "float16"),
     (["compile", *SHAPE, "--target", "sm_70"], "sm_80"),

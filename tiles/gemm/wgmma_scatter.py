@@ -27,7 +27,7 @@ def scatter_macro(plan: Plan, m: Any) -> Any:
             if left == 0:
                 of_bytes, left = ask("of_bytes", block, i), ask("left", block, i)
             left = left - 1
-            if left == 0:
+            if left == 0:  # noqa: SIM102 (both are asked on the device)
                 if of_bytes == 1:
                     T.call_extern("handle", "tilebit::await_stage", T.address_of(handed[0]), turn)
                     T.call_extern(

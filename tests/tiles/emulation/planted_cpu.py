@@ -44,7 +44,7 @@ BUGS: dict[str, tuple[str, Edit, str]] = {
     "earlier groups lost": ("loops", swap((SUM, "joined * scale")), "wrong"),
     "split lost": ("loops", swap(("range(1, plan.schedule.split_k)", "range(2, plan.schedule.split_k)")), "wrong"),
     "k tile lost": ("loops", swap(("T.serial(tiles // whole)", "T.serial(tiles // whole - 1)")), "wrong"),
-    "tile lost": ("loops", swap(("T.If(nt < plan.n_tiles)", "T.If(nt < plan.n_tiles - 1)")), "NaN"),
+    "tile lost": ("loops", swap(("T.If(nt < plan.written_tiles)", "T.If(nt < plan.written_tiles - 1)")), "NaN"),
     "bias added twice": ("loops", swap(("else value + number", "else value + number + number")), "wrong"),
     "row scale forgotten": ("loops", swap((AFTER, AFTER.replace("after", "after[1:]"))), "wrong"),
     "bias before the row scale": ("loops", swap((AFTER, AFTER.replace("after", "after[::-1]"))), "wrong"),
@@ -104,16 +104,16 @@ INT8_BUGS: dict[str, tuple[str, Edit, int, int, bool]] = {
     "sums of the group before stay": (
         "loops",
         swap(
-            ("                    for rows in plan.row_passes:\n", ""),
+            ("            for rows in plan.row_passes:\n", ""),
             (
-                "            for count, first, run in plan.group_runs:\n",
-                "            rows = plan.row_passes[0]\n"
-                "            sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n"
-                "            for count, first, run in plan.group_runs:\n",
+                "    for count, first, run in plan.group_runs:\n",
+                "    rows = plan.row_passes[0]\n"
+                "    sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n"
+                "    for count, first, run in plan.group_runs:\n",
             ),
             (
-                "                        sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n",
-                "                    if True:\n",
+                "                sums = v.sums(plan.schedule.split_k * mb * len(rows), lanes, plan.sums_dtype)\n",
+                "            if True:\n",
             ),
         ),
         8,

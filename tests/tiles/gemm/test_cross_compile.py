@@ -336,7 +336,10 @@ def check_both_ways(source: str, step_sums: bool) -> None:
     """Of tiles of codes and of tiles of bytes: a loop for each, in which the same waits, products and releases follow one another in two
     parts, and loads for each part of either."""
     body = source[source.rindex("main_kernel(") :]
-    _, weights, _, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    _, weights, _, *others, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    for scattering in others:  # tiles of bytes, of schedules in which others come after them
+        check_order(scattering, "await_stage(", "tilebit::scatter_tile<", "tilebit::release<")
+        assert scattering.count("wait_for_predecessor") == 1  # the computing warps'
     _, *loops = re.split(r"for \(int j\w* = 0;", computing)
     assert (
         len(loops) == 2

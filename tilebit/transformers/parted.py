@@ -25,7 +25,8 @@ Part = Literal["residual", "gate", "norm"]
 PARTS: tuple[Part, ...] = get_args(Part)
 # What a step's products do where nothing else is asked for, up to MAX_M rows of x: the streaming programs serve
 # those. A step of an 8B model with the gate takes 1.61 and 2.47 ms at 1 and 16 sequences, without 1.69 and
-# 2.54, but at 64, where tiles are larger, 5.45 and 5.38 (4 bits, a 4-bit cache of 4096 tokens, H200). The other
+# 2.54, but at 64, where tiles are larger, 5.45 and 5.38 (4 bits, a 4-bit cache of 4096 tokens, H200, by weights
+# whose rows of gate and up lay in turn; as they are now 1.63 and 2.52, not beside the same without). The other
 # parts save nothing that shows (results/notes/step-parts.md).
 BY_DEFAULT: tuple[Part, ...] = ("gate",)
 Rows = Tensor | tuple[Tensor, Tensor]  # of x, or codes of it with their scales

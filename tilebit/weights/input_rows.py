@@ -3,13 +3,13 @@ of them to try a quantization of x on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .layer_inputs import LayerInputs
 
 ROWS = 1024  # that are held of a layer's inputs, at most
 
@@ -43,26 +43,18 @@ class Inputs:
             self._held, self._distance = [torch.cat(self._held)[::2].clone()], 2 * self._distance
 
 
-class InputRows:
+class InputRows(LayerInputs):
     """``Inputs`` of some ``layers``, by name in ``of``, of every call while this is open; ``together`` is known
     once it is closed."""
 
     def __init__(self, layers: Mapping[str, nn.Linear], most: int = ROWS) -> None:
+        super().__init__(layers)
         self.of = {name: Inputs(torch.zeros(layer.in_features, device=layer.weight.device), most) for name, layer in layers.items()}
-        self._layers = layers
-        self._hooks = ExitStack()
-        self._last: tuple[Tensor, int] | None = None  # an input and its version
         self._count = 0  # of inputs that differ from the one before
         self._taken: dict[str, list[int]] = {name: [] for name in layers}  # which of these, by layer
 
-    def __enter__(self) -> InputRows:
-        for name, layer in self._layers.items():
-            self._hooks.callback(layer.register_forward_pre_hook(self._adding_to(name), with_kwargs=True).remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._last = None
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         sharing: dict[tuple[int, ...], list[str]] = {}
         for name, taken in self._taken.items():
             sharing.setdefault(tuple(taken), []).append(name)
@@ -70,13 +62,7 @@ class InputRows:
             for name in names:
                 self.of[name].together = names if taken else [name]
 
-    def _adding_to(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = args[0] if args else kwargs["input"]
-            version = -1 if x.is_inference() else x._version
-            if self._last is None or self._last[0] is not x or self._last[1] != version or version < 0:
-                self._last, self._count = (x, version), self._count + 1
-            self._taken[name].append(self._count)
-            self.of[name].add(x.detach().reshape(-1, x.shape[-1]))
-
-        return add
+    def _take(self, name: str, x: Tensor) -> None:
+        self._count += not self._repeats(x)
+        self._taken[name].append(self._count)
+        self.of[name].add(x.detach().reshape(-1, x.shape[-1]))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..progress import counted
 from .batches import evaluating, run
+from .layer_inputs import LayerInputs
 
 Layers = Mapping[str, nn.Linear]
 T = TypeVar("T", covariant=True)
@@ -45,38 +46,25 @@ class _Call:
     kwargs: dict[str, Any]
 
 
-class InputProducts:
+class InputProducts(LayerInputs):
     """X^T X of the inputs X [rows, k] of some layers, summed in fp32 over every call while this is
     open; ``of[name]`` is [k, k] on the layer's device, 0 for a layer that was not called. A tensor
     that several layers take in a row is multiplied once."""
 
     def __init__(self, layers: Layers) -> None:
+        super().__init__(layers)
         self.of = {name: torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
-        self._layers = layers
-        self._hooks = ExitStack()
-        self._last: tuple[Tensor, int, Tensor] | None = None  # an input, its version, its product
+        self._product: Tensor | None = None  # of the last input
 
-    def __enter__(self) -> InputProducts:
-        for name, layer in self._layers.items():
-            self._hooks.callback(layer.register_forward_pre_hook(self._adding_to(name), with_kwargs=True).remove)
-        return self
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._product = None
 
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._last = None
-
-    def _adding_to(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.of[name] += self._product(args[0] if args else kwargs["input"])
-
-        return add
-
-    def _product(self, x: Tensor) -> Tensor:
-        version = -1 if x.is_inference() else x._version
-        if self._last is None or self._last[0] is not x or self._last[1] != version or version < 0:
+    def _take(self, name: str, x: Tensor) -> None:
+        if not self._repeats(x) or self._product is None:
             rows = x.detach().reshape(-1, x.shape[-1]).float()
-            self._last = (x, version, rows.t() @ rows)
-        return self._last[2]
+            self._product = rows.t() @ rows
+        self.of[name] += self._product
 
 
 def visit_layers(

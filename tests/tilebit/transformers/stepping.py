@@ -37,3 +37,11 @@ def steps_of(
         given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1, **options}
         found.append(model(input_ids=step, past_key_values=cache, **given).logits)
     return found
+
+
+@torch.no_grad()
+def prompt_and_steps(model: Any, cache: TilebitCache, ids: Tensor) -> list[Tensor]:
+    """Logits [rows, vocabulary] behind the prompt ``ids`` [rows, n], then behind its first and its second token again."""
+    model.set_attn_implementation("tilebit")
+    cache.reset()
+    return [model(input_ids=given, past_key_values=cache).logits[:, -1] for given in (ids, ids[:, :1], ids[:, 1:2])]

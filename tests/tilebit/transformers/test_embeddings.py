@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stepping import prompt_and_steps
 from tiny_models import gemma2, llama, made, saved
 from torch import nn
 from transformers import AutoModelForCausalLM, BartConfig
@@ -87,16 +88,9 @@ def test_by_default_it_is_kept(tmp_path: Path):
 def test_a_fused_step_looks_up_in_it(tmp_path: Path):
     model = quantized(tmp_path, "one").to(torch.float16)
     cache = TilebitCache(model.config, format="kv16", max_tokens=16, sequences=1)
-    model.set_attn_implementation("tilebit")
-
-    def steps() -> list[torch.Tensor]:
-        cache.reset()
-        with torch.no_grad():
-            return [model(input_ids=ids, past_key_values=cache).logits[:, -1] for ids in (IDS, IDS[:, :1], IDS[:, 1:2])]
-
-    expected = steps()
+    expected = prompt_and_steps(model, cache, IDS)
     compile(model, (1,), 64)
-    for a, b in zip(steps(), expected, strict=True):
+    for a, b in zip(prompt_and_steps(model, cache, IDS), expected, strict=True):
         assert float((a - b).abs().max()) < 0.1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from any_layers import uniform, uniform_steps
 from safetensors.torch import load_file, save_file
+from stepping import prompt_and_steps
 from tiny_models import SIZES, gemma2, llama, made, saved
 from torch import nn
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig, PreTrainedConfig
@@ -183,15 +184,8 @@ def test_a_fused_step_computes_it(format: str):
     model: Any = made(TIED, torch.float16)
     tilebit.quantize_model(model, format, skip=lambda name, _: name != "lm_head")
     cache = TilebitCache(model.config, format="kv16", max_tokens=16, sequences=1)
-    model.set_attn_implementation("tilebit")
-
-    def steps() -> list[torch.Tensor]:
-        cache.reset()
-        with torch.no_grad():
-            return [model(input_ids=ids, past_key_values=cache).logits[:, -1] for ids in (IDS, IDS[:, :1], IDS[:, 1:2])]
-
-    expected = steps()
+    expected = prompt_and_steps(model, cache, IDS)
     compile(model, (1,), SIZES["max_position_embeddings"])
     assert x_group(model.tilebit_steps.step._of.head) == (-1 if format == "w8a8_channel" else None)
-    for a, b in zip(steps(), expected, strict=True):
+    for a, b in zip(prompt_and_steps(model, cache, IDS), expected, strict=True):
         assert float((a - b).abs().max()) < 0.1 and torch.equal(a.argmax(-1), b.argmax(-1))

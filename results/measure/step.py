@@ -10,6 +10,8 @@ on the host, and the captured step is replayed; all sequences grow. With the pee
 Rows are ``tuned`` "step" where the user's records hold times of this device in steps
 (``tilebit.transformers.tune``).
 
+Weights of several formats (``--format``) are timed in turn with one another.
+
 The step is as ``compile`` makes it by default. With ``--parts`` the same step is timed in turn as
 ``compile(..., parts=...)`` makes it ("none": ``()``), on the same caches: what products gain and lose by
 doing their neighbours' work themselves. A row's ``parts`` are those that its products did at its batch.
@@ -28,8 +30,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,10 +64,13 @@ TOLERANCE = 0.02  # relative Frobenius error of a step's logits in fp16
 ROUNDING, MARGIN = 5e-4, 1.25  # of a number in fp16; of what moving embeddings so far does to logits
 ROUNDS, STEPS = 12, 8
 OWN, PARTED = "tilebit", "tilebit_parts"  # what rows call tilebit's steps: the default, and another
+IN_16_BITS = "cublas_fa3"  # the peer that does not take the codes
 NONE = "none"  # what asks for a step without parts
 NEW = 2 * (2 + (ROUNDS + 1) * STEPS) + 8  # tokens that a sequence gets at most, of two steps in turn, and more
 
 Step = Callable[[], object]
+Name = TypeVar("Name")
+Key = tuple[str, str, str]  # who steps, the format of weights, and of the cache
 
 
 def made_model(format: str | None, layers: int, device: str) -> Any:
@@ -121,20 +127,20 @@ def relative(y: Tensor, reference: Tensor) -> float:
     return float((y.float() - reference.float()).norm() / reference.float().norm())
 
 
-def timed(steps: Mapping[str, Step], device: str, rounds: int, calls: int) -> dict[str, list[float]]:
+def timed(steps: Mapping[Name, Step], device: str, rounds: int, calls: int) -> dict[Name, list[float]]:
     """Microseconds a call of each round: ``calls`` of each in turn, one after another without waiting."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    found: dict[Name, list[float]] = {key: [] for key in steps}
     for step in steps.values():  # clocks rise, caches fill
         for _ in range(calls):
             step()
     for _ in range(rounds):
-        for name, step in steps.items():
+        for key, step in steps.items():
             _wait(device)
             start = time.perf_counter()
             for _ in range(calls):
                 step()
             _wait(device)
-            found[name].append((time.perf_counter() - start) / calls * 1e6)
+            found[key].append((time.perf_counter() - start) / calls * 1e6)
     return found
 
 
@@ -158,71 +164,96 @@ def peer_steps(model: Any, device: str, harness: Any) -> dict[str, PeerStep]:
     except AttributeError as error:
         print(f"vLLM's library has no {error}: its step has torch.compile's glue", flush=True)
         glue = CompiledGlue()
-    return {"cublas_fa3": PeerStep(shape, dense, *rest, CompiledGlue()), "vllm_kernels": PeerStep(shape, marlin, *rest, glue)}
+    return {IN_16_BITS: PeerStep(shape, dense, *rest, CompiledGlue()), "vllm_kernels": PeerStep(shape, marlin, *rest, glue)}
 
 
-def measure(
-    model: Any, device: str, batch: int, context: int, kv_formats: Sequence[str], peers: dict[str, PeerStep], format: str,
-    variants: dict[str, DecodeSteps],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one batch and context; ``variants``: tilebit's steps, by what rows call them. Raises
-    ``ValueError`` where logits are not what they must be."""
-    config, lengths = model.config, spread(batch, context)
-    generator = torch.Generator(device).manual_seed(1)
-    ids = torch.randint(config.vocab_size, (batch,), device=device, generator=generator)
-    k, v = (torch.randn(sum(lengths), config.num_key_value_heads, config.head_dim, device=device, generator=generator).half() for _ in "kv")
-    steps: dict[str, Step] = {}
-    errors: dict[str, float] = {}
-    accepted: dict[str, float] = {}
+@dataclass(slots=True)
+class Ready:
+    """Steps of one batch and context, checked and captured, by impl, format of weights and format of cache: what
+    a call is, how far its logits are from what they must be, and how far they may be. ``held`` lives as long."""
+
+    steps: dict[Key, Step] = field(default_factory=dict)
+    errors: dict[Key, float] = field(default_factory=dict)
+    accepted: dict[Key, float] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+    reference: Tensor | None = None  # of 16-bit caches, for peers' logits
+
+    def checked(self) -> None:
+        """Raise ``ValueError`` where logits are not what they must be."""
+        wrong = {" ".join(key): (e, bound) for key, e in self.errors.items() if not e <= (bound := self.accepted.get(key, TOLERANCE))}
+        if wrong:
+            raise ValueError(f"relative errors of logits, and what is accepted, are {wrong}; no row is written")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """What every step of a batch and a context is given: a token of each sequence, and what their caches hold."""
+
+    ids: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, config: Any, batch: int, context: int, device: str) -> Content:
+        lengths, generator = spread(batch, context), torch.Generator(device).manual_seed(1)
+        ids = torch.randint(config.vocab_size, (batch,), device=device, generator=generator)
+        k, v = (torch.randn(sum(lengths), config.num_key_value_heads, config.head_dim, device=device, generator=generator) for _ in "kv")
+        return cls(ids, k.half(), v.half(), lengths)
+
+
+def make_ready(ready: Ready, of: Content, model: Any, format: str, kv_formats: Sequence[str], variants: dict[str, DecodeSteps]) -> None:
+    """Add steps of ``model`` over caches of ``kv_formats``; ``variants``: tilebit's, by what rows call them."""
     codes = bool(GemmFormat.parse(format).x)
-    reference: Tensor | None = None
-    held: list[Any] = []
     for name in kv_formats:
-        cache = filled(model, name, lengths, NEW, k, v)
-        expected = uncompiled(model, cache, ids, lengths)
+        cache = filled(model, name, of.lengths, NEW, of.k, of.v)
+        expected = uncompiled(model, cache, of.ids, of.lengths)
         sequences = cache.pool.cache.batch(cache.pool.handles)
-        runners = {impl: Runner(of, cache, ids, sequences) for impl, of in variants.items()}
-        for impl, runner in runners.items():
-            logits = once(runner, cache, lengths)
-            errors[f"{impl} {name}"] = relative(logits, expected)
-            reference = logits if (impl, name) == (OWN, "kv16") else reference
+        runners = {(impl, format, name): Runner(steps, cache, of.ids, sequences) for impl, steps in variants.items()}
+        for key, runner in runners.items():
+            logits = once(runner, cache, of.lengths)
+            ready.errors[key] = relative(logits, expected)
+            if ready.reference is None and key[::2] == (OWN, "kv16"):
+                ready.reference = logits
         bound = TOLERANCE
         if codes:
-            bound = accepted_error(model, ids, expected, lambda cache=cache: uncompiled(model, cache, ids, lengths))
-        accepted.update({f"{impl} {name}": bound for impl in runners})
-        for impl, runner in runners.items():
-            again = once(runner, cache, lengths)  # captured, and replayed
-            errors[f"{impl} {name}"] = max(errors[f"{impl} {name}"], relative(again, expected))
+            bound = accepted_error(model, of.ids, expected, lambda cache=cache: uncompiled(model, cache, of.ids, of.lengths))
+        ready.accepted.update(dict.fromkeys(runners, bound))
+        for key, runner in runners.items():
+            again = once(runner, cache, of.lengths)  # captured, and replayed
+            ready.errors[key] = max(ready.errors[key], relative(again, expected))
             if not bool(torch.isfinite(again).all()):
-                raise ValueError(f"the captured step of {impl} over {name} gives {again}")
-            steps[f"{impl} {name}"] = runner
-        held.append(cache)
-    if peers:
-        room = max(lengths) + 8
-        whole = [torch.zeros(config.num_hidden_layers, batch, room, *k.shape[1:], dtype=k.dtype, device=device) for _ in "kv"]
-        for rows, cache in zip((k, v), whole, strict=True):
-            for b, own in enumerate(rows.split(lengths)):
-                cache[:, b, : len(own)] = own
+                raise ValueError(f"the captured step of {' '.join(key)} gives {again}")
+            ready.steps[key] = runner
+        ready.held.append(cache)
+
+
+def make_peers_ready(ready: Ready, of: Content, config: Any, peers: dict[str, PeerStep], format: str) -> None:
+    """Add the steps of ``peers``, over a 16-bit cache that does not grow."""
+    shape = (config.num_hidden_layers, len(of.ids), max(of.lengths) + 8, *of.k.shape[1:])
+    whole = [torch.zeros(shape, dtype=of.k.dtype, device=of.k.device) for _ in "kv"]
+    for rows, cache in zip((of.k, of.v), whole, strict=True):
+        for b, own in enumerate(rows.split(of.lengths)):
+            cache[:, b, : len(own)] = own
     for name, peer in peers.items():
-        peer.hold(whole[0], whole[1], lengths)
-        errors[name] = relative(peer(ids), reference) if reference is not None else float("nan")
-        steps[name] = captured(peer, ids)
-    wrong = {name: (error, bound) for name, error in errors.items() if not error <= (bound := accepted.get(name, TOLERANCE))}
-    if wrong:
-        raise ValueError(f"relative errors of logits, and what is accepted, are {wrong}; no row is written")
-    rows = []
-    for step in steps.values():
+        key = (name, "fp16" if name == IN_16_BITS else format, "kv16")
+        peer.hold(whole[0], whole[1], of.lengths)
+        ready.errors[key] = relative(peer(of.ids), ready.reference) if ready.reference is not None else float("nan")
+        ready.steps[key] = captured(peer, of.ids)
+
+
+def measured(ready: Ready, device: str) -> list[dict[str, Any]]:
+    """A row of each step, all timed in turn, and the replays of tilebit's alone before."""
+    for step in ready.steps.values():
         step()  # a window may fill at the step before, which replays would repeat
-    replays: dict[str, Step] = {name: runner.replay for name, runner in steps.items() if isinstance(runner, Runner) and device != "cpu"}
-    alone = {name: statistics.median(us) for name, us in timed(replays, device, ROUNDS, STEPS).items()}
-    for name, us in timed(steps, device, ROUNDS, STEPS).items():
-        impl, _, kv_format = name.partition(" ")
+    replays: dict[Key, Step] = {key: runner.replay for key, runner in ready.steps.items() if isinstance(runner, Runner) and device != "cpu"}
+    alone = {key: statistics.median(us) for key, us in timed(replays, device, ROUNDS, STEPS).items()}
+    rows = []
+    for key, us in timed(ready.steps, device, ROUNDS, STEPS).items():
         own = spread_of(us)
         rows.append({
-            "impl": impl, "format": "fp16" if impl == "cublas_fa3" else format, "kv_format": kv_format or "kv16",
-            "batch": batch, "kv_len": context, "layers": config.num_hidden_layers, **own,
-            "graph_us": round(alone.get(name, own["us"]), 1), "rel_err": errors[name],
-            "rel_err_accepted": accepted.get(name, TOLERANCE),
+            **dict(zip(("impl", "format", "kv_format"), key, strict=True)), **own, "graph_us": round(alone.get(key, own["us"]), 1),
+            "rel_err": ready.errors[key], "rel_err_accepted": ready.accepted.get(key, TOLERANCE),
         })  # fmt: skip
     return rows
 
@@ -264,7 +295,9 @@ def _wait(device: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m results.measure.step", description="Time whole decode steps of an 8B model.")
     parser.add_argument("--device", help="cuda or cpu; default: the GPU where there is one")
-    parser.add_argument("--format", default="w4a16_g128", help="of weights (default: w4a16_g128)")
+    parser.add_argument(
+        "--format", default="w4a16_g128", help="of weights; with several, peers have the first's codes (default: w4a16_g128)"
+    )
     parser.add_argument("--kv", default=",".join(KV_FORMATS), help=f"formats of caches (default: {','.join(KV_FORMATS)})")
     parser.add_argument("--points", default="1x4096,16x4096,64x4096", help="batches and contexts (default: 1x4096,16x4096,64x4096)")
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="of the model (default: 32)")
@@ -275,44 +308,59 @@ def main(arguments: list[str] | None = None) -> None:
     target = detect_target(options.device)
     device = "cuda:0" if target.is_cuda else "cpu"
     points = [tuple(int(part) for part in point.split("x")) for point in options.points.split(",")]
-    start = time.perf_counter()
-    model = made_model(options.format, options.layers, device)
-    print(f"model made and quantized in {time.perf_counter() - start:.1f} s", flush=True)
-    start = time.perf_counter()
-    batches = sorted({batch for batch, _ in points})
-    room = max(context for _, context in points) + NEW
-    tilebit.transformers.compile(model, batches, room)
-    tilebit.prepare(model, batches)
-    variants = {OWN: model.tilebit_steps}
+    batches, room = sorted({batch for batch, _ in points}), max(context for _, context in points) + NEW
+    formats = options.format.split(",")
+    models = {format: compiled(format, options.layers, device, batches, room) for format in formats}
+    variants = {format: {OWN: model.tilebit_steps} for format, model in models.items()}
     if options.parts:
         asked = () if options.parts == NONE else tuple(options.parts.split(","))
-        variants[PARTED] = DecodeSteps(model, batches, room, asked)
-    print(f"compiled for {batches} rows in {time.perf_counter() - start:.1f} s", flush=True)
+        for format, model in models.items():
+            variants[format][PARTED] = DecodeSteps(model, batches, room, asked)
+    first = models[formats[0]]
     peers: dict[str, PeerStep] = {}
     if options.peers is not None:
         sys.path.insert(0, str(options.peers))
         harness: Any = __import__("gemm_peers")
         for library in ("_C.abi3.so", "_vllm_fa3_C.abi3.so"):
             __import__("common").load_so(library)
-        peers = peer_steps(model, device, harness)
+        peers = peer_steps(first, device, harness)
     in_steps = any(r.dependent and r.measured_on(target) for r in user_records())
-    common = {**process_fields(target), "op": "step", "tuned": "step" if in_steps else ""}
+    common = {**process_fields(target), "op": "step", "tuned": "step" if in_steps else "", "layers": options.layers}
     path = options.out / f"{file_stem(target.name)}.jsonl"
     for batch, context in points:
-        rows: list[dict[str, Any]] = []
+        ready, of = Ready(), Content.of(first.config, batch, context, device)
         try:
-            found = measure(model, device, batch, context, options.kv.split(","), peers, options.format, variants)
-            done = {impl: ",".join(parts_of(steps.step.products, batch)) for impl, steps in variants.items()}
-            rows = [{**common, **row, "parts": done.get(row["impl"], "")} for row in found]
+            for format, model in models.items():
+                make_ready(ready, of, model, format, options.kv.split(","), variants[format])
+            make_peers_ready(ready, of, first.config, peers, formats[0])
+            ready.checked()
+            found = measured(ready, device)
         except (ValueError, torch.OutOfMemoryError) as error:
             print(f"batch {batch}, context {context}: {error}", flush=True)
-        if rows:
-            write_rows(path, rows)
-            times = "  ".join(f"{r['impl']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in rows)
+        else:
+            done = {(impl, f): ",".join(parts_of(s.step.products, batch)) for f, own in variants.items() for impl, s in own.items()}
+            place = {"batch": batch, "kv_len": context}
+            write_rows(path, [{**common, **place, **row, "parts": done.get((row["impl"], row["format"]), "")} for row in found])
+            times = "  ".join(f"{r['impl']} {r['format']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in found)
             print(f"batch {batch}, context {context} {times} us", flush=True)
+        del ready, of
         gc.collect()  # the last point's caches and graphs, before the next
         if target.is_cuda:
             torch.cuda.empty_cache()
+
+
+def compiled(format: str, layers: int, device: str, batches: list[int], room: int) -> Any:
+    """The model with weights of ``format``, compiled for ``batches`` rows of at most ``room`` tokens."""
+    start = time.perf_counter()
+    model = made_model(format, layers, device)
+    made = time.perf_counter()
+    tilebit.transformers.compile(model, batches, room)
+    tilebit.prepare(model, batches)
+    print(
+        f"{format}: made and quantized in {made - start:.1f} s, compiled for {batches} rows in {time.perf_counter() - made:.1f} s",
+        flush=True,
+    )
+    return model
 
 
 if __name__ == "__main__":

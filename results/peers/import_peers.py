@@ -85,6 +85,8 @@ PEER_KINDS = {
     "tilebit_w8a8_g128": PeerKind("tilebit", "w8a8_g128", True),
     "tilebit_w4a8_g128_asym": PeerKind("tilebit", "w4a8_g128_asym", False),
     "tilebit_w8a8_fp8": PeerKind("tilebit", "w8a8_fp8", True, group_size=None),
+    "tilebit_w8a8_fp8_g128": PeerKind("tilebit", "w8a8_fp8_g128", True),
+    "vllm_fp8_block": PeerKind("vllm", "w8a8_fp8_g128", True),
     "tilebit_w4a8_fp8": PeerKind("tilebit", "w4a8_fp8", True),
     "tilebit_w4.4a8_g128": PeerKind("tilebit", "w4.4a8_g128"),
     "marlin_mxfp4": PeerKind("marlin", "w4a16_mxfp4", dtype="bfloat16", group_size=32),

@@ -1,6 +1,6 @@
 """Products of 8-bit x as plug-ins of the peer harness: tilebit's kernels of int8 and e4m3 x, and of the
-mixed linear layer, on the harness's weight and activations. These are quantized beforehand, for every
-peer alike.
+mixed linear layer, on the harness's weight and activations; and vLLM's of fp8 blocks, which the harness does
+not have. Activations are quantized beforehand, for every peer alike.
 
     PYTHONPATH=$PWD gemm_peers.py --plugin results/peers/int8_plugin.py --methods torch_fp16,humming_w4a8_int8,vllm_int8
     python -m results.peers.int8_plugin --compile 4096x4096,28672x4096 1,16,256
@@ -24,6 +24,7 @@ from torch import Tensor
 import tilebit
 from results.peers import peers_plugin
 from results.peers.peers_plugin import TIMER, TilebitPeer, _process
+from results.peers.vllm_blocks import VllmBlocks
 from tilebit.kernels import KernelUnavailable, build, find_kernel
 from tilebit.layouts.formats import GemmFormat
 from tilebit.ops.dispatch import device_target
@@ -34,7 +35,7 @@ from tilebit.weights.paired import row_count
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
 INT8 = ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym", "w8a8_g128", "w4a8_g128_asym")
-FP8 = ("w8a8_fp8", "w4a8_fp8")
+FP8 = ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8")
 FORMATS = (*INT8, *FP8)
 MIXED = {"w4.4a8_g128": ("w4a8_g128_asym", "w8a8_g128", 0.1)}  # low, high, the share of channels in high
 BASELINE = "tilebit_w4a16_sym"  # tilebit's own W4A16 in the same process
@@ -133,10 +134,15 @@ class MixedPeer(Int8Peer):
         return [lambda w=w: call(w) for w in self.ws], lambda: latest["y"], size, json.dumps(note)
 
 
-def peers() -> list[TilebitPeer]:
+def own() -> list[TilebitPeer]:
+    """tilebit's, of which ``$TILEBIT_PEERS`` selects by name."""
+    return peers_plugin.selected([*map(Int8Peer, FORMATS), *map(MixedPeer, MIXED), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
+
+
+def peers() -> list[TilebitPeer | VllmBlocks]:
     """The harness's entry point; ``$TILEBIT_PEERS`` selects by name."""
     peers_plugin.draw_orders()
-    return peers_plugin.selected([*map(Int8Peer, FORMATS), *map(MixedPeer, MIXED), TilebitPeer(BASELINE, *peers_plugin.KERNELS[BASELINE])])
+    return [*own(), *peers_plugin.selected([VllmBlocks()])]
 
 
 def workload(peer: TilebitPeer, m: int, n: int, k: int) -> Workload:
@@ -150,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", nargs=2, metavar=("SHAPES", "MS"), required=True, help="4096x4096,28672x4096 1,16,256")
     shapes, ms = parser.parse_args(arguments).compile
     weights = [tuple(int(size) for size in shape.split("x")) for shape in shapes.split(",")]
-    wanted = [workload(peer, int(m), n, k) for n, k in weights for m in ms.split(",") for peer in peers()]
+    wanted = [workload(peer, int(m), n, k) for n, k in weights for m in ms.split(",") for peer in own()]
     try:
         build(wanted, detect_target())
     except KernelUnavailable as error:

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ KERNELS = {
     "tilebit_w4a16_sym_bf16": (QuantFormat(4, GROUP, True), "q4", "bfloat16"),
 }
 TIMER = "peer harness, orders drawn"  # of the rows measured with this plug-in
+Peer = TypeVar("Peer", bound=Any)  # what has a name
 DEPENDENT = "_pdl"  # suffix of the peers that use programmatic dependent launch
 
 
@@ -168,7 +169,7 @@ def peers() -> list[TilebitPeer]:
     return selected(made)
 
 
-def selected(made: Iterable[TilebitPeer]) -> list[TilebitPeer]:
+def selected(made: Iterable[Peer]) -> list[Peer]:
     """Those that ``$TILEBIT_PEERS`` selects."""
     patterns = os.environ.get(SELECT, "*").split(",")
     return [peer for peer in made if any(fnmatchcase(peer.name, pattern.strip()) for pattern in patterns)]

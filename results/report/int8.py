@@ -15,6 +15,7 @@ AGAINST: dict[str, Callable[[Row], bool]] = {
     W4A8_PEERS: lambda row: row.impl != OURS and row.format.startswith("w4a8"),
     "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
     "W8A8 of fp8": lambda row: row.impl != OURS and row.format == "w8a8_fp8",
+    "W8A8 of fp8 blocks": lambda row: row.impl != OURS and row.format == "w8a8_fp8_g128",
     "tilebit W4A16": lambda row: row.impl == OURS and row.format == "w4a16",
     "cuBLAS, fp16": lambda row: row.format == "fp16",
 }

@@ -6,6 +6,8 @@ taken up by the columns that are still to come, as far as the inputs of the laye
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from .quantize import (
     search_groups,
 )
 from .quantize_lqq import row_scales
+from .replayed import Replayed
 
 BLOCK = 128  # columns whose errors reach the columns behind them in one product (section 4, step 2)
 # Of the mean of the Hessian's diagonal (section 4, step 3). The paper's 0.01 is for hundreds of thousands of tokens: with a few for each
@@ -174,22 +177,31 @@ def _compensated(
     # What the output loses is the sum of the columns' squared errors over those of the factor's diagonal: what the columns behind
     # cannot make up for. The Hessian's own diagonal would be their weight if nothing were made up for.
     importance = factor.diagonal() ** -2
-    for start in range(0, k, min(width, BLOCK)):
-        own = slice(start, min(k, start + min(width, BLOCK)))
+    # A dozen launches for each column and some hundred for the search in a group are what quantizing takes on a GPU.
+    search = Replayed(lambda block, importance: search_groups(block, format, scale_dtype, factors=factors, importance=importance))
+    rounds = Replayed(partial(_rounded, format=format))
+    columns_at_once = min(width, BLOCK)
+    for start in range(0, k, columns_at_once):
+        own = slice(start, min(k, start + columns_at_once))
         group = start // width
         if start % width == 0:  # the columns of this group hold all that those before them left to make up for
             shared = slice(start, min(k, start + width))
             block = columns[shared].t()[:, None, :].contiguous()
-            _, scale, zero = search_groups(block, format, scale_dtype, factors=factors, importance=importance[shared])
+            _, scale, zero = search(block, importance[shared])
             check_scales(scale)
             scales[:, group : group + 1], zeros[:, group : group + 1] = scale, zero
-        step, zero = scales[:, group].float(), zeros[:, group].float()
-        left, within = columns[own], factor[own, own]
-        errors = torch.empty_like(left)
-        for j in range(left.shape[0]):
-            chosen = nearest_codes(left[j], step, zero, format)
-            codes[start + j] = chosen.to(torch.uint8)
-            errors[j] = (left[j] - format.weight_of(chosen, step, zero)) / within[j, j]
-            left[j + 1 :].addr_(within[j, j + 1 :], errors[j], alpha=-1)
+        codes[own], errors = rounds(columns[own], factor[own, own], scales[:, group].float(), zeros[:, group].float())
         columns[own.stop :].addmm_(factor[own, own.stop :].t(), errors, alpha=-1)
     return codes, scales, zeros
+
+
+def _rounded(left: Tensor, within: Tensor, step: Tensor, zero: Tensor, format: GemmFormat) -> tuple[Tensor, Tensor]:
+    """(codes uint8, errors over the factor's diagonal fp32) of ``left`` fp32 [columns, n], which is overwritten, with
+    the factor's part ``within`` [columns, columns]."""
+    codes, errors = torch.empty_like(left, dtype=torch.uint8), torch.empty_like(left)
+    for j in range(left.shape[0]):
+        chosen = nearest_codes(left[j], step, zero, format)
+        codes[j] = chosen.to(torch.uint8)
+        errors[j] = (left[j] - format.weight_of(chosen, step, zero)) / within[j, j]
+        left[j + 1 :].addr_(within[j, j + 1 :], errors[j], alpha=-1)
+    return codes, errors

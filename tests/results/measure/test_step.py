@@ -57,12 +57,24 @@ def test_the_default_and_a_step_without_parts_say_what_their_products_do(small: 
     ]  # fmt: skip
 
 
+def test_weights_of_two_formats_in_turn(small: None, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--layers", "1", "--points", "2x200", "--kv", "kv4_channel", "--out", str(tmp_path)]
+    step.main([*options, "--format", "w4a16_g128,w4a8_lqq_g128", "--parts", "none"])
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["impl"], row["format"], row["parts"]) for row in rows] == [
+        ("tilebit", "w4a16_g128", "gate"), ("tilebit_parts", "w4a16_g128", ""),
+        ("tilebit", "w4a8_lqq_g128", ""), ("tilebit_parts", "w4a8_lqq_g128", ""),
+    ]  # fmt: skip
+    assert len({row["run"] for row in rows}) == 1 and all(row["rel_err"] <= row["rel_err_accepted"] for row in rows)
+
+
 def test_wrong_logits_write_no_row(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(step, "uncompiled", lambda model, cache, ids, lengths: torch.randn(len(ids), 256))
     step.main(["--device", "cpu", "--layers", "1", "--points", "1x150", "--kv", "kv4_channel", "--out", str(tmp_path)])
-    assert "relative errors of logits, and what is accepted, are {'tilebit kv4_channel'" in capsys.readouterr().out
+    assert "relative errors of logits, and what is accepted, are {'tilebit w4a16_g128 kv4_channel'" in capsys.readouterr().out
     assert list(tmp_path.glob("*.jsonl")) == []
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -15,26 +14,33 @@ from transformers import AttentionInterface
 
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.layouts.kv_formats import KVFormat
-from tilebit.layouts.kv_quantize import dequantize_group, quantize_group
 
 NAME = "simulated_cache"
+SHARED = {"channel": -2, "token": -1}  # the axis whose numbers share a scale
+LARGEST = 448.0  # of e4m3
 AT_ONCE = -1  # of ``kept``: a token is quantized when it comes
 
 
 def cached(x: Tensor, y: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
-    """Keys ``x`` and values ``y`` [heads, tokens, head_dim] as the codes of ``format`` stand for them, fp32.
-    The last group is filled up with zeros: it may be used only where each token has its own
-    parameters."""
-    heads, tokens, _ = x.shape
-    whole = pad(torch.stack([x, y]).float(), (0, 0, 0, -tokens % RESIDUAL)).numpy()
-    out = np.empty_like(whole)
-    for head in range(heads):
-        for first in range(0, whole.shape[2], RESIDUAL):
-            own = np.s_[:, head, first : first + RESIDUAL]
-            k, v = np.ascontiguousarray(whole[own])
-            out[own] = dequantize_group(quantize_group(k, v, format), format)
-    keys, values = torch.from_numpy(out[:, :, :tokens])
-    return keys, values
+    """Keys ``x`` and values ``y`` [heads, tokens, head_dim] as the codes of ``format`` stand for them, fp32, bit
+    for bit as ``layouts.kv_quantize`` has it. The last group is filled up with zeros: it may be used only
+    where each token has its own parameters."""
+    key = _coded(x, format.key, format.key_bits, format.key_scales)
+    return key, _coded(y, format.value, format.value_bits, format.value_scales)
+
+
+def _coded(x: Tensor, operand: str, bits: int, scales: str) -> Tensor:
+    tokens = x.shape[1]
+    groups = pad(x.half().float(), (0, 0, 0, -tokens % RESIDUAL)).unflatten(1, (-1, RESIDUAL))
+    if scales in SHARED:
+        steps = float((1 << bits) - 1)
+        low, high = groups.amin(SHARED[scales], keepdim=True), groups.amax(SHARED[scales], keepdim=True)
+        scale, zero = ((high - low) / steps).half().float(), low.half().float()
+        scale = torch.where(scale == 0, 1.0, scale)
+        groups = ((groups - zero) * (1.0 / scale)).round_().clamp_(0, steps) * scale + zero
+    elif operand != "float":
+        groups = groups.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
+    return groups.flatten(1, 2)[:, :tokens]
 
 
 def packed_tokens(tokens: int, kept: int) -> list[int]:
@@ -55,7 +61,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, format: KVFormat, kept: int, scale
     for count in sorted(set(packed)):  # queries that read the same codes
         first, end = packed.index(count), len(packed) - packed[::-1].index(count)
         keys, values = (torch.cat([c[:, :, :count], x[:, :, count:end]], 2) for c, x in ((coded_k, k), (coded_v, v)))
-        seen = torch.arange(end) <= torch.arange(first, end)[:, None]
+        places = torch.arange(end, device=q.device)
+        seen = places <= places[first:, None]
         out[:, :, first:end] = scaled_dot_product_attention(q[:, :, first:end], keys, values, seen, scale=scale, enable_gqa=True)
     return out
 

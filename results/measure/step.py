@@ -16,10 +16,10 @@ The step is as ``compile`` makes it by default. With ``--parts`` the same step i
 ``compile(..., parts=...)`` makes it ("none": ``()``), on the same caches: what products gain and lose by
 doing their neighbours' work themselves. A row's ``parts`` are those that its products did at its batch.
 
-Nothing is timed before it is checked. The step over a 16-bit cache must give the logits of the
-peers' steps, whose weights are the dequantized ones; over each low-bit cache, those of the model as
-it runs uncompiled, to 2 %. Activations of 8 bits magnify roundings. There the bound is measured: 1.25
-times the change of the uncompiled logits when the tokens' embeddings move by their rounding to fp16.
+Nothing is timed before it is checked. Steps must give the logits of the model as it runs uncompiled
+over a cache of the same format, to 2 %, and peers those over a 16-bit one. Activations of 8 bits
+magnify roundings. There the bound is measured: 1.25 times the change of the uncompiled logits when the
+tokens' embeddings move by their rounding to fp16.
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class Ready:
     errors: dict[Key, float] = field(default_factory=dict)
     accepted: dict[Key, float] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
-    reference: Tensor | None = None  # of 16-bit caches, for peers' logits
 
     def checked(self) -> None:
         """Raise ``ValueError`` where logits are not what they must be."""
@@ -211,10 +210,7 @@ def make_ready(ready: Ready, of: Content, model: Any, format: str, kv_formats: S
         sequences = cache.pool.cache.batch(cache.pool.handles)
         runners = {(impl, format, name): Runner(steps, cache, of.ids, sequences) for impl, steps in variants.items()}
         for key, runner in runners.items():
-            logits = once(runner, cache, of.lengths)
-            ready.errors[key] = relative(logits, expected)
-            if ready.reference is None and key[::2] == (OWN, "kv16"):
-                ready.reference = logits
+            ready.errors[key] = relative(once(runner, cache, of.lengths), expected)
         bound = TOLERANCE
         if codes:
             bound = accepted_error(model, of.ids, expected, lambda cache=cache: uncompiled(model, cache, of.ids, of.lengths))
@@ -228,8 +224,14 @@ def make_ready(ready: Ready, of: Content, model: Any, format: str, kv_formats: S
         ready.held.append(cache)
 
 
-def make_peers_ready(ready: Ready, of: Content, config: Any, peers: dict[str, PeerStep], format: str) -> None:
-    """Add the steps of ``peers``, over a 16-bit cache that does not grow."""
+def make_peers_ready(ready: Ready, of: Content, model: Any, peers: dict[str, PeerStep], format: str) -> None:
+    """Add the steps of ``peers``, over a 16-bit cache that does not grow. Their logits must be those of ``model``
+    over such a cache, which is gone before theirs is made."""
+    config = model.config
+    cache = filled(model, "kv16", of.lengths, NEW, of.k, of.v)
+    reference = uncompiled(model, cache, of.ids, of.lengths)
+    del cache
+    _emptied()
     shape = (config.num_hidden_layers, len(of.ids), max(of.lengths) + 8, *of.k.shape[1:])
     whole = [torch.zeros(shape, dtype=of.k.dtype, device=of.k.device) for _ in "kv"]
     for rows, cache in zip((of.k, of.v), whole, strict=True):
@@ -238,7 +240,7 @@ def make_peers_ready(ready: Ready, of: Content, config: Any, peers: dict[str, Pe
     for name, peer in peers.items():
         key = (name, "fp16" if name == IN_16_BITS else format, "kv16")
         peer.hold(whole[0], whole[1], of.lengths)
-        ready.errors[key] = relative(peer(of.ids), ready.reference) if ready.reference is not None else float("nan")
+        ready.errors[key] = relative(peer(of.ids), reference)
         ready.steps[key] = captured(peer, of.ids)
 
 
@@ -287,6 +289,12 @@ def captured(step: PeerStep, ids: Tensor) -> Step:
     return graph.replay
 
 
+def _emptied() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -332,7 +340,8 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             for format, model in models.items():
                 make_ready(ready, of, model, format, options.kv.split(","), variants[format])
-            make_peers_ready(ready, of, first.config, peers, formats[0])
+            if peers:
+                make_peers_ready(ready, of, first, peers, formats[0])
             ready.checked()
             found = measured(ready, device)
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -344,9 +353,7 @@ def main(arguments: list[str] | None = None) -> None:
             times = "  ".join(f"{r['impl']} {r['format']} {r['kv_format']} {r['us']} ({r['graph_us']})" for r in found)
             print(f"batch {batch}, context {context} {times} us", flush=True)
         del ready, of
-        gc.collect()  # the last point's caches and graphs, before the next
-        if target.is_cuda:
-            torch.cuda.empty_cache()
+        _emptied()  # the last point's caches and graphs, before the next
 
 
 def compiled(format: str, layers: int, device: str, batches: list[int], room: int) -> Any:

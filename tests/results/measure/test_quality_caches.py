@@ -19,7 +19,9 @@ from results.measure.quality_model import Texts, spaced, squared_gradients
 from results.measure.quality_variants import Simulation, Variant, format_variants
 from results.report.quality_formats import formats_quality_section, read_formats
 from tilebit.layouts.formats import FORMATS
+from tilebit.layouts.kv import RESIDUAL
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.layouts.kv_quantize import dequantize_group, quantize_group
 from tilebit.weights.quantize_any import quantize_any
 
 TOKENS = 300
@@ -38,6 +40,21 @@ def model() -> Any:
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize("name", ["kv16", "kv8_channel", "kv4_token", "kv2_token", "kvfp8", "k4_channel_v2"])
+def test_codes_stand_for_what_kernels_make_of_them(name: str) -> None:
+    """Bit for bit the twin's; a head of zeros, numbers beyond fp8's, and a last group that is not full."""
+    format, generator = KVFormat.from_name(name), torch.Generator().manual_seed(2)
+    k, v = (torch.randn(3, 2 * RESIDUAL + 40, 64, generator=generator) * torch.tensor([0.0, 1.0, 300.0])[:, None, None] for _ in "kv")
+    found = cached(k, v, format)
+    filled = [torch.nn.functional.pad(x.half().float(), (0, 0, 0, RESIDUAL - 40)).unflatten(1, (-1, RESIDUAL)).numpy() for x in (k, v)]
+    for head in range(3):
+        for group in range(3):
+            expected = dequantize_group(quantize_group(filled[0][head, group], filled[1][head, group], format), format)
+            for got, known in zip(found, expected, strict=True):
+                own = got[head, group * RESIDUAL :][:RESIDUAL]
+                assert torch.equal(own, torch.from_numpy(known)[: len(own)])
 
 
 @pytest.mark.slow

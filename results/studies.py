@@ -28,6 +28,8 @@ from .report.activations import FIELDS as ACTIVATIONS_FIELDS
 from .report.activations import activations_section
 from .report.any_drafts import FIELDS as ANY_DRAFTS_FIELDS
 from .report.any_drafts import any_drafts_section
+from .report.any_errors import FIELDS as ANY_ERRORS_FIELDS
+from .report.any_errors import any_errors_section
 from .report.any_m import any_m_section
 from .report.any_precision import FIELDS as ANY_PRECISION_FIELDS
 from .report.any_precision import any_precision_section
@@ -242,6 +244,14 @@ STUDIES = (
         ANY_QUALITY_FIELDS,
         lambda rows: any_quality_section(rows / "any_quality"),
         ("python -m results.measure.any_quality --model FOLDER",),
+    ),
+    Study(
+        "any_errors",
+        "The squared error of every width",
+        "How much more error does each width of one store leave than exact clusters of that width alone?",
+        ANY_ERRORS_FIELDS,
+        lambda rows: any_errors_section(rows / "any_errors"),
+        ("python -m results.measure.any_errors",),
     ),
     Study(
         "any_drafts",

@@ -3,10 +3,12 @@
 
 Model and texts are those of ``results.measure.quality``, which says how the folder is made; layers
 compute in fp32 with the values of their codebooks. "upscaled" is a width of one store of 3 to 8 bits
-(``quantize_any``), "independent" the k-means of that width alone, by Lloyd's algorithm. Values count
-alike, or by the squared gradients of calibration text, summed over samples (the Fisher
-information's diagonal). ``megabytes`` are what a token reads of linear layers: planes and codebooks.
-A row that is there is not measured again.
+(``quantize_any``), "exact" the k-means of that width alone, of the least error there is. (Earlier
+rows have "independent" ones, by Lloyd's algorithm above 4 bits.) Values count alike, or by the
+squared gradients of calibration text, summed over samples (the Fisher information's diagonal).
+``megabytes`` are what a token reads of linear layers: planes and codebooks. A row that is there, of
+the same settings and the same kind of device, is not measured again. Exact widths take a CPU's core
+an hour or so, a GPU minutes.
 """
 
 from __future__ import annotations
@@ -26,47 +28,40 @@ from torch import Tensor
 from tilebit.autotune.provenance import now, source_commit
 from tilebit.quality import log_probabilities
 from tilebit.schedules.target import detect_target
-from tilebit.weights.kmeans import SortedRows, cluster, lloyd, segments, spread
 from tilebit.weights.layers import linears_of, once
-from tilebit.weights.nested import density_of, even
 from tilebit.weights.quantize_any import quantize_any
 
 from ..report.markdown import slug
 from ..report.rows import ROWS
 from . import quality_model
+from .any_exact import independent
 from .quality import compared
 
 WIDTHS = range(3, 9)
-METHODS = ("upscaled", "independent")
+METHODS = ("upscaled", "exact")
 SENSITIVITIES = ("none", "fisher")
-ROWS_AT_ONCE = 32  # of a weight: as ``quantize_any`` takes them
 SAMPLES = 16, 128  # of calibration text, and tokens of each
-
-
-def independent(w: Tensor, bits: int, sensitivity: Tensor | None) -> Tensor:
-    """``w`` [n, k] with 2^bits numbers a row, rounded to fp16, of clusters that lie in no others."""
-    found = torch.empty_like(w)
-    for start in range(0, len(w), ROWS_AT_ONCE):
-        part = slice(start, start + ROWS_AT_ONCE)
-        rows = SortedRows.of(w[part], None if sensitivity is None else sensitivity[part])
-        edges = cluster(rows, 1 << bits) if bits <= 4 else lloyd(rows, even(density_of(rows), 1 << bits))
-        numbers = spread(rows.means(edges, rows.first(edges)), segments(edges, rows.k), rows.k).half().to(w.dtype)
-        found[part] = torch.empty_like(w[part]).scatter_(1, rows.order, numbers)
-    return found
 
 
 def weights_of(
     originals: dict[str, Tensor], method: str, sensitivity: dict[str, Tensor] | None, widths: list[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(bits, the values of all layers) of each of ``widths``."""
-    given: dict[str, Tensor | None] = {name: None if sensitivity is None else sensitivity[name] for name in originals}
     if method == "upscaled":
-        held = {name: quantize_any(w, sensitivity=given[name]) for name, w in originals.items()}
+        held = {name: quantize_any(w, sensitivity=None if sensitivity is None else sensitivity[name]) for name, w in originals.items()}
         for bits in widths:
             yield bits, {name: one.dequantize(bits) for name, one in held.items()}
         return
+    alike: dict[int, list[str]] = {}  # layers by the length of their rows: a GPU needs many at once
+    for name, w in originals.items():
+        alike.setdefault(w.shape[1], []).append(name)
     for bits in widths:
-        yield bits, {name: independent(w, bits, given[name]) for name, w in originals.items()}
+        found = {}
+        for names in alike.values():
+            given = None if sensitivity is None else torch.cat([sensitivity[name] for name in names])
+            every = independent(torch.cat([originals[name] for name in names]), bits, given)
+            found |= zip(names, every.split([len(originals[name]) for name in names]), strict=True)
+        yield bits, found
 
 
 def megabytes(originals: dict[str, Tensor], bits: int) -> float:
@@ -74,28 +69,41 @@ def megabytes(originals: dict[str, Tensor], bits: int) -> float:
     return sum(w.numel() * bits / 8 + len(w) * (2 << bits) for w in originals.values()) / 1e6
 
 
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Those that are there; earlier ones name Python's version, not whose texts they are of."""
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return [{"texts": "python" + ".".join(row["python"].split(".")[:2])} | row for row in rows]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m results.measure.any_quality", description="Measure the quality of every width.")
     default = os.environ.get("TILEBIT_QUALITY_MODEL")
     parser.add_argument("--model", type=Path, default=default, help="the model's folder (default: $TILEBIT_QUALITY_MODEL)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--only", choices=METHODS, help="measure no other clusters (default: all)")
     parser.add_argument("--tokens", type=int, default=16_384, help="evaluated (default: 16384)")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window (default: 1024)")
+    parser.add_argument("--library", type=Path, default=quality_model.LIBRARY, help="lib/pythonX.Y of texts (default: this Python's)")
     parser.add_argument("--out", type=Path, help="the file to append to (default: results/rows/any_quality/DEVICE.jsonl)")
     options = parser.parse_args(arguments)
     if options.model is None:
         parser.error("--model FOLDER or $TILEBIT_QUALITY_MODEL is needed: python -m results.measure.quality --convert makes it")
-    model, tokenizer = quality_model.load(options.model, torch.device("cpu"))
-    texts = quality_model.texts(tokenizer, options.tokens, options.window)
+    on_gpu = options.device.startswith("cuda")
+    gpu = torch.cuda.get_device_name() if on_gpu else detect_target("cpu").name
+    model, tokenizer = quality_model.load(options.model, torch.device(options.device))
+    texts = quality_model.texts(tokenizer, options.tokens, options.window, options.library)
     layers = once(linears_of(model, ("lm_head",)))
     originals = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    gpu = detect_target("cpu").name
     out = options.out or ROWS / "any_quality" / f"{slug(gpu)}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    there = [json.loads(line) for line in lines if line.strip()]
-    settings = {"model": quality_model.MODEL, "tokens": options.tokens, "window": options.window}
+    settings = {
+        "model": quality_model.MODEL, "tokens": options.tokens, "window": options.window, "texts": options.library.name, "gpu": gpu,
+        "samples": SAMPLES[0], "sample_tokens": SAMPLES[1],
+    }  # fmt: skip
+    there = rows_of(out)
     fields = {
-        **settings, "gpu": gpu, "samples": SAMPLES[0], "sample_tokens": SAMPLES[1], "python": platform.python_version(),
+        **settings, "threads": None if on_gpu else torch.get_num_threads(), "python": platform.python_version(),
         "torch": torch.__version__, "commit": source_commit() or None,
     }  # fmt: skip
     reference = [log_probabilities(model, window) for window in texts.windows]
@@ -113,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if missing(dense):
         measure(dense)
     fisher: dict[str, Tensor] | None = None
-    for method in METHODS:
+    for method in METHODS if options.only is None else (options.only,):
         for kind in SENSITIVITIES:
             wanted = {
                 bits: {"bits": bits, "method": method, "sensitivity": kind, "megabytes": round(megabytes(originals, bits), 1)}

@@ -68,6 +68,7 @@ def squared_gradients(model: Any, layers: Mapping[str, nn.Linear], samples: Sequ
     for layer in layers.values():
         layer.weight.requires_grad_(True)
     for ids in samples:
+        ids = ids.to(next(iter(found.values())).device)
         model(ids, labels=ids, use_cache=False).loss.backward()
         for name, layer in layers.items():
             assert layer.weight.grad is not None

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from .ablation import Ablation
 from .any_quality import Rows as AnyQuality
-from .any_quality import any_quality_plot
 from .attention import ABOUT_PLOT, BASELINE, STATED_MARK, attention_plot, decode_rows
 from .attention_rows import FLOAT, AttentionRow
 from .formats import points_of
@@ -69,8 +68,8 @@ def draw(
             figures[quality_plot(model, gpu)] = quality(model, rows)
         for (model, gpu), rows in (every_format or {}).items():
             figures[formats_plot(model, gpu)] = formats(model, rows)
-        for (model, gpu), rows in (every_width or {}).items():
-            figures[any_quality_plot(model, gpu)] = any_quality(model, rows)
+        for setting, rows in (every_width or {}).items():
+            figures[setting.plot] = any_quality(setting.model, rows)
         for gpu, rows in (int8 or {}).items():
             if points := points_of(rows):
                 figures[int8_plot(gpu)] = int8_speed(gpu, points)

@@ -47,17 +47,12 @@ CAVEAT = (
 def read_formats(folder: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The newest row of each variant with the most text, by model and device, in the order of the files.
     Raises ``ValueError`` with file and line for a row that lacks a field."""
-    return with_most_text(folder, FIELDS, FIELDS[1:11])
-
-
-def with_most_text(folder: Path, fields: Sequence[str], variant: Sequence[str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """As ``read_formats``, of rows with ``fields`` that ``variant`` tells apart."""
-    rows = [row for _, row in json_rows(folder, fields)]
+    rows = [row for _, row in json_rows(folder, FIELDS)]
     found: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, Any]]] = {}
     for row in rows:
         most = max(other["tokens"] for other in rows if (other["model"], other["gpu"]) == (row["model"], row["gpu"]))
         if row["tokens"] == most:
-            found.setdefault((row["model"], row["gpu"]), {})[tuple(row[name] for name in variant)] = row
+            found.setdefault((row["model"], row["gpu"]), {})[tuple(row[name] for name in FIELDS[1:11])] = row
     return {where: list(kept.values()) for where, kept in found.items()}
 
 

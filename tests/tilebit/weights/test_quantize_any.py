@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from cluster_cases import layer, optima, weights_of
 from torch import Tensor
 
 from tilebit.weights.kmeans import SortedRows, ascending, cluster
@@ -17,46 +18,13 @@ from tilebit.weights.quantize_any import AnyPrecisionTensor, quantize_any
 LARGEST_RATIO = 1.25  # of an upscaled weight's squared error to the exact optimum's at the same width
 
 
-def _layer(kind: str, n: int, k: int, seed: int = 0) -> Tensor:
-    made = torch.Generator().manual_seed(seed)
-    w = torch.randn(n, k, generator=made)
-    if kind == "outliers":
-        w[torch.rand(n, k, generator=made) < 0.005] *= 20
-    if kind == "laplace":
-        w = w.sign() * torch.rand(n, k, generator=made).clamp(min=1e-6).log()
-    return w
-
-
-def _weights(n: int, k: int) -> Tensor:
-    return torch.randn(n, k, generator=torch.Generator().manual_seed(9)) ** 2
-
-
-def _optima(values: np.ndarray, weights: np.ndarray, clusters: list[int]) -> dict[int, float]:
-    """The least weighted squared error of one row for each number of clusters, by dynamic programming
-    over every cut."""
-    order = np.argsort(values)
-    v, s = values[order].astype(np.float64), weights[order].astype(np.float64)
-    mass, moment, square = (np.concatenate(([0.0], np.cumsum(part))) for part in (s, s * v, s * v * v))
-    width = mass[None, :] - mass[:, None]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cost = square[None, :] - square[:, None] - (moment[None, :] - moment[:, None]) ** 2 / width
-    cost = np.where(np.arange(len(mass))[None, :] > np.arange(len(mass))[:, None], cost, np.inf)
-    np.fill_diagonal(cost, 0.0)
-    best, found = cost[0], {}
-    for count in range(2, max(clusters) + 1):
-        best = (best[:, None] + cost).min(0)
-        if count in clusters:
-            found[count] = float(best[-1])
-    return found
-
-
 def _errors(w: Tensor, q: AnyPrecisionTensor, weights: Tensor | None = None) -> dict[int, Tensor]:
     return {bits: (((w - q.dequantize(bits)) ** 2) * (1 if weights is None else weights)).sum(1) for bits in q.widths}
 
 
 def _ratios(kind: str, widths: range, weighted: bool = False) -> dict[int, float]:
-    w, weights = _layer(kind, 1, 2048), _weights(1, 2048) if weighted else torch.ones(1, 2048)
-    exact = _optima(w[0].numpy(), weights[0].numpy(), [1 << bits for bits in widths])
+    w, weights = layer(kind, 1, 2048), weights_of(1, 2048) if weighted else torch.ones(1, 2048)
+    exact = optima(w[0].numpy(), weights[0].numpy(), [1 << bits for bits in widths])
     errors = _errors(w, quantize_any(w, sensitivity=weights if weighted else None), weights)
     return {bits: float(errors[bits][0]) / exact[1 << bits] for bits in widths}
 
@@ -69,7 +37,7 @@ def test_errors_are_near_the_exact_optimum_of_each_width(kind: str, weighted: bo
 
 @pytest.mark.parametrize("kind", ["laplace", "outliers"])
 def test_looking_ahead_leaves_less_error_than_the_best_cut_of_each_width(kind: str) -> None:
-    rows = SortedRows.of(_layer(kind, 16, 1024), _weights(16, 1024))
+    rows = SortedRows.of(layer(kind, 16, 1024), weights_of(16, 1024))
     squares = (rows.mass.diff(dim=1) * rows.values**2).sum(1)
     best, seen = cluster(rows, 8), nested(rows, 3, 8)
     assert float(((squares - rows.gains(seen[:, ::32]).sum(1)) / (squares - rows.gains(best).sum(1))).mean()) < 1.02  # of the seed
@@ -82,18 +50,18 @@ def test_looking_ahead_leaves_less_error_than_the_best_cut_of_each_width(kind: s
 @pytest.mark.parametrize("seed_bits", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["gauss", "outliers", "laplace"])
 def test_the_seed_is_as_good_as_exact_clustering(kind: str, seed_bits: int) -> None:
-    w, weights = _layer(kind, 6, 400, seed_bits), _weights(6, 400)
+    w, weights = layer(kind, 6, 400, seed_bits), weights_of(6, 400)
     weights /= weights.mean(1, keepdim=True)  # in units of which rows count
     rows = SortedRows.of(w, weights)
     edges = cluster(rows, 1 << seed_bits)
     error = (weights.double() * w.double() ** 2).sum(1) - rows.gains(edges).sum(1)
-    exact = [_optima(w[i].numpy(), weights[i].numpy(), [1 << seed_bits])[1 << seed_bits] for i in range(6)]
+    exact = [optima(w[i].numpy(), weights[i].numpy(), [1 << seed_bits])[1 << seed_bits] for i in range(6)]
     ratios = error / torch.tensor(exact)
     assert float(ratios.max()) < 1.02 and float(ratios.mean()) < 1.005, ratios
 
 
 def test_each_cluster_is_cut_where_the_error_is_least() -> None:
-    w, weights = _layer("laplace", 4, 61), _weights(4, 61)
+    w, weights = layer("laplace", 4, 61), weights_of(4, 61)
     rows = SortedRows.of(w, weights)
     edges = cluster(rows, 8)
     cut = split(rows, edges, torch.ones(4, 1, dtype=torch.float64))
@@ -112,7 +80,7 @@ def _within(v: np.ndarray, s: np.ndarray) -> float:
 
 @pytest.mark.parametrize("kind", ["gauss", "outliers"])
 def test_codes_are_prefixes_and_error_falls_with_every_bit(kind: str) -> None:
-    w = _layer(kind, 130, 515)
+    w = layer(kind, 130, 515)
     for seed_bits in (2, 3, 4):
         q = quantize_any(w, seed_bits)
         errors = _errors(w, q)
@@ -125,7 +93,7 @@ def test_codes_are_prefixes_and_error_falls_with_every_bit(kind: str) -> None:
 
 
 def test_codebooks_are_the_weighted_means_of_their_codes() -> None:
-    w, weights = _layer("gauss", 5, 300), _weights(5, 300)
+    w, weights = layer("gauss", 5, 300), weights_of(5, 300)
     q = quantize_any(w, sensitivity=weights)
     for bits in q.widths:
         codes = q.codes_of(bits).long()
@@ -136,7 +104,7 @@ def test_codebooks_are_the_weighted_means_of_their_codes() -> None:
 
 
 def test_sensitive_values_are_kept_better() -> None:
-    w = _layer("gauss", 16, 512)
+    w = layer("gauss", 16, 512)
     weights = torch.ones(16, 512)
     weights[:, :32] = 1000.0
     plain, aware = quantize_any(w), quantize_any(w, sensitivity=weights)
@@ -149,7 +117,7 @@ def test_sensitive_values_are_kept_better() -> None:
 
 
 def test_values_that_nothing_depends_on_lie_between_their_neighbours_codes() -> None:
-    w, weights = _layer("gauss", 3, 64), _weights(3, 64)
+    w, weights = layer("gauss", 3, 64), weights_of(3, 64)
     weights[:, ::3] = 0.0
     weights[2] = 0.0
     q = quantize_any(w, sensitivity=weights)
@@ -173,7 +141,7 @@ def test_rows_of_few_values(k: int) -> None:
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
-    w = _layer("outliers", 300, 96)
+    w = layer("outliers", 300, 96)
     q = quantize_any(w)
     one = quantize_any(w[200:201])
     assert torch.equal(one.codes[0], q.codes[200]) and torch.equal(one.codebooks[5][0], q.codebooks[5][200])
@@ -187,7 +155,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def test_any_number_of_threads_gives_the_same(threads: Callable[[int], None]) -> None:
-    w, weights = _layer("outliers", 150, 700), _weights(150, 700)
+    w, weights = layer("outliers", 150, 700), weights_of(150, 700)
     threads(1)
     alone = quantize_any(w, sensitivity=weights)
     for number in (2, 3, 16):
@@ -205,7 +173,7 @@ def test_equal_values_lie_in_the_order_of_their_columns() -> None:
     values, order = ascending(w)
     assert order.tolist() == [[7, 5, 2, 9, 1, 3, 8, 0, 4, 6], list(range(10))]
     assert torch.equal(values, w.gather(1, order))
-    wide = _layer("laplace", 5, 3000).round(decimals=1)
+    wide = layer("laplace", 5, 3000).round(decimals=1)
     for found, expected in zip(ascending(wide), torch.sort(wide, dim=1, stable=True), strict=True):
         assert torch.equal(found, expected)
 
@@ -216,7 +184,7 @@ def test_progress_counts_rows_on_a_terminal_alone(capsys: pytest.CaptureFixture[
         monkeypatch.delenv("FORCE_COLOR", raising=False)
         if forced is not None:
             monkeypatch.setenv("FORCE_COLOR", forced)
-        quantize_any(_layer("gauss", 70, 8), progress=shown)
+        quantize_any(layer("gauss", 70, 8), progress=shown)
         said = capsys.readouterr().err
         assert ("quantizing rows" in said and "3/3" in said) == seen and (said == "") != seen
 
@@ -239,13 +207,13 @@ def test_progress_counts_rows_on_a_terminal_alone(capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_cannot_be_quantized_is_refused(change, message: str) -> None:
-    w, arguments = change(_layer("gauss", 4, 8) + 3, {})
+    w, arguments = change(layer("gauss", 4, 8) + 3, {})
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         quantize_any(w, **arguments)
 
 
 def test_widths_that_are_not_held_are_refused() -> None:
-    q = quantize_any(_layer("gauss", 4, 8), max_bits=6)
+    q = quantize_any(layer("gauss", 4, 8), max_bits=6)
     for call in (q.codes_of, q.codebooks_of, q.dequantize):
         with pytest.raises(ValueError, match="bits is 7; accepted: 3 to 6"):
             call(7)
@@ -260,7 +228,7 @@ def test_widths_that_are_not_held_are_refused() -> None:
 @pytest.mark.parametrize("exponent", [-80, -40, 40])
 def test_a_factor_of_the_sensitivity_changes_nothing(exponent: int) -> None:
     """Squared gradients are tiny, and fp32 takes no products of them."""
-    w, weights = _layer("gauss", 6, 512), _weights(6, 512)
+    w, weights = layer("gauss", 6, 512), weights_of(6, 512)
     expected, found = quantize_any(w, sensitivity=weights), quantize_any(w, sensitivity=weights.double() * 2.0**exponent)
     assert torch.equal(found.codes, expected.codes)
     assert all(torch.equal(found.codebooks[bits], expected.codebooks[bits]) for bits in expected.widths)

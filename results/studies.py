@@ -41,6 +41,8 @@ from .report.chains import FIELDS as CHAIN_FIELDS
 from .report.chains import chain_section, read_chains
 from .report.cpu import FIELDS as CPU_FIELDS
 from .report.cpu import cpu_section
+from .report.foreign import FIELDS as FOREIGN_FIELDS
+from .report.foreign import foreign_section
 from .report.formats import FORMATS_FIELDS, floats_section, formats_section
 from .report.gemm import gemm_section
 from .report.int8 import int8_section
@@ -268,6 +270,14 @@ STUDIES = (
         LOADING_FIELDS,
         lambda rows: loading_section(rows / "loading"),
         ("python -m results.measure.loading --model FOLDER",),
+    ),
+    Study(
+        "foreign",
+        "Directories that other quantizers write",
+        "Does a directory that llm-compressor, GPTQModel or AutoAWQ wrote compute here what it computes there?",
+        FOREIGN_FIELDS,
+        lambda rows: foreign_section(rows / "foreign"),
+        ("python -m results.measure.foreign --python PATH --tool TOOL",),
     ),
     Study(
         "ablation",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tiles"))
 from sample.artifacts import key_of, make_kernel
+from serving_environment import serving_python, serving_variables
 
 from tilebit import packs
 from tilebit.layouts.formats import QuantFormat
@@ -347,12 +346,6 @@ def test_a_damaged_kernel_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "pack").exists()
 
 
-# What a serving environment has: torch with what it needs, numpy, apache-tvm-ffi, and the libraries of the door. No compiler.
-SERVING = (
-    *("torch", "torchgen", "functorch", "numpy", "tvm_ffi", "typing_extensions", "filelock", "safetensors", "sympy", "mpmath"),
-    *("networkx", "jinja2", "markupsafe", "fsspec", "nvidia", "triton", "torch_c_dlpack_ext"),
-)
-
 SERVE = """
 import importlib.util, sys
 for name in ("tilelang", "tvm"):
@@ -401,28 +394,9 @@ def test_a_pack_serves_without_a_compiler(tmp_path: Path) -> None:
     }
     np.savez(tmp_path / "operands.npz", **operands)
 
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
-    for name in SERVING:
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            source = Path(spec.submodule_search_locations[0]) if spec.submodule_search_locations else Path(str(spec.origin))
-            (site / source.name).symlink_to(source)
-            for companion in (f"{name}.libs", f"{name}-stubs"):
-                if (source.parent / companion).exists():
-                    (site / companion).symlink_to(source.parent / companion)
-    root = Path(packs.__file__).parent
-    (site / "tilebit").mkdir()
-    for source in root.iterdir():
-        (site / "tilebit" / source.name).symlink_to(source)
-    for folder in ("layouts", "schedules"):  # the folders that the door needs to read a pack; neither tiles nor autotune
-        package = Path(str(sys.modules[f"tilebit.{folder}"].__file__)).parent
-        if not (site / "tilebit" / folder).exists():
-            (site / "tilebit" / folder).symlink_to(package)
-
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [str(venv / "bin" / "python"), "-c", SERVE, str(tmp_path / "pack"), str(tmp_path / "operands.npz"), str(tmp_path / "y.npy")]
+    python = serving_python(tmp_path / "venv")
+    command = [str(python), "-c", SERVE, str(tmp_path / "pack"), str(tmp_path / "operands.npz"), str(tmp_path / "y.npy")]
+    env = serving_variables(tmp_path / "cache")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     weights = (codes.astype(np.float64) - zeros.repeat(128, axis=1)) * scales.repeat(128, axis=1)

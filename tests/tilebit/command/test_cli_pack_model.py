@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from any_layers import uniform_steps
+from serving_environment import serving_python, serving_variables
 from typer.testing import CliRunner
 
 from tilebit.command.cli import app
@@ -188,17 +189,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "dense")
 
 
-WITHOUT_COMPILERS = """
-import sys
-sys.modules["tilelang"] = sys.modules["tvm"] = None  # not there, whoever asks
-from tilebit.command.cli import main
-sys.argv = ["tilebit", *sys.argv[1:]]
-main()
-"""
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment that serves models: tilebit, torch, transformers, apache-tvm-ffi and what these need."""
+    return serving_python(tmp_path_factory.mktemp("environments") / "serving", "transformers")
 
 
 @pytest.mark.slow
-def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Path, device: torch.device):
+def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, python: Path, tmp_path: Path, device: torch.device):
     """The same text, from an empty cache; without the pack the error says what is missing."""
     pack = tmp_path / "pack"
     model = (str(dense), "--format", "w4a16_g64", "--kv-format", "kv4_channel", "--dtype", "float16")
@@ -207,10 +205,9 @@ def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Pat
     assert len(json.loads(packed.stdout)["kernels"]) >= 8
     words = ("generate", *model, "--prompt", "a small model", "--max-tokens", "130", "--device", str(device), "--json")
     expected = json.loads(call(*words).stdout)["text"]
-    environment = {**os.environ, "TILEBIT_NO_COMPILE": "1", "TILEBIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", WITHOUT_COMPILERS, *words, *more], env=environment, capture_output=True, text=True)
+        return serve(python, tmp_path, "-m", "tilebit", *words, *more)
 
     found = run("--pack", str(pack))
     assert found.returncode == 0, found.stderr
@@ -219,6 +216,59 @@ def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, tmp_path: Pat
     assert text == expected if device.type == "cpu" else text[:4] == expected[:4]  # kernels may be others, and round otherwise
     lacking = run()
     assert lacking.returncode == 1 and "TILEBIT_NO_COMPILE" in lacking.stderr and "tilebit" in lacking.stderr
+
+
+SPEAK = """
+import sys
+from importlib.util import find_spec
+directory, pack, cache_format = sys.argv[1:]
+if pack:
+    for name in ("tvm", "tilelang", "xgboost", "z3", "cloudpickle", "scipy", "matplotlib", "compressed_tensors", "pytest"):
+        assert find_spec(name) is None, name + " is visible"
+import torch
+from transformers import AutoModelForCausalLM
+from tilebit import packs
+from tilebit.transformers import TilebitCache, compile
+if pack:
+    packs.load(pack)
+model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float16)
+model.set_attn_implementation("tilebit")
+ids = torch.arange(2, 42)[None]
+for steps in ("launched", "compiled"):
+    if steps == "compiled":
+        compile(model, (1,), 192)
+    cache = TilebitCache(model.config, format=cache_format, max_tokens=192, sequences=1)
+    print(model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=24).tolist())
+assert not pack or not [name for name in sys.modules if name.split(".")[0] in ("tvm", "tilelang")]
+"""
+
+
+@pytest.mark.slow
+def test_a_packed_directory_runs_from_a_pack_without_a_compiler(dense: Path, python: Path, tmp_path: Path):
+    """Layers of integers with x in 8 bits, of any precision, and of 16-bit x, on the CPU, with steps launched one by one and compiled."""
+    directory, pack, cache_format = tmp_path / "packed", tmp_path / "pack", "kv8_token"
+    layers = ("--layer", "mlp.down_proj=w3-4a16_any@3", "--layer", "self_attn.o_proj=w8a16_channel")
+    for words in (
+        ("quantize", str(dense), str(directory), "--format", "w4a8_lqq_g64", *layers, "--dtype", "float16", "--device", "cpu"),
+        ("pack", str(pack), "--model", str(directory), "--kv-format", cache_format, "--dtype", "float16", "--target", "cpu"),
+    ):
+        made = call(*words)
+        assert made.exit_code == 0, made.output
+    found = serve(python, tmp_path, "-c", SPEAK, str(directory), str(pack), cache_format)
+    assert found.returncode == 0, found.stderr
+    expected = subprocess.run(
+        [sys.executable, "-c", SPEAK, str(directory), "", cache_format],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert expected.returncode == 0, expected.stderr
+    assert found.stdout == expected.stdout and len(json.loads(found.stdout.splitlines()[1])[0]) == 64
+
+
+def serve(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A process of the serving environment, with an empty cache and nothing compiled."""
+    return subprocess.run([str(python), *words], env=serving_variables(folder / "cache"), cwd=folder, capture_output=True, text=True)
 
 
 def test_what_a_pack_of_a_model_refuses(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -38,7 +38,7 @@ class VllmBlocks:
     def prepare(self, sh: Any) -> None:
         """Quantize the weight, and copy it as often as the harness wants."""
         harness = importlib.import_module("gemm_peers")
-        harness.load_so("_C.abi3.so")
+        harness.load_so("_C_stable_libtorch.abi3.so")
         codes, scales = blocks_of(sh.W, BLOCK)
         self.ws, self.scales, self.ref = harness.copies(codes), scales, restored(codes, scales)
         self.bytes = codes.numel() + 4 * scales.numel()

@@ -15,6 +15,7 @@ from .rows import OURS, Row, json_rows, read_rows
 from .step import FIELDS as STEP_FIELDS
 from .targets import Where
 
+PARTED = "tilebit_parts"  # a step with other parts than the default's
 LAYERS = 32  # of the 8B model whose steps and prompts count
 
 
@@ -75,12 +76,13 @@ def _any_precision(folder: Path) -> Iterator[Time]:
 
 
 def _step(folder: Path) -> Iterator[Time]:
-    """Steps with the shipped records; those tuned where they run are a series of their own."""
+    """Steps as ``compile`` makes them by default, with the shipped records; those with other parts in products, and
+    those tuned where they run, are series of their own."""
     for _, row in json_rows(folder, STEP_FIELDS):
         if right(row) and row["layers"] == LAYERS:
-            parts = f", {row['parts']} in products" if row.get("parts") else ""
+            parts = f" {row.get('parts') or 'nothing'} in products" if row["impl"] == PARTED else ""
             tuned = " tuned in steps" if row.get("tuned") else ""
-            series = f"{row['impl'].removesuffix('_parts')}{parts} {row['format']} {row['kv_format']}{tuned}"
+            series = f"{row['impl']}{parts} {row['format']} {row['kv_format']}{tuned}"
             yield Time(row["gpu"], row["run"], series, (row["kv_len"],), row["batch"], row["us"], row["commit"])
 
 

@@ -135,14 +135,11 @@ ANY_PRECISION = (
     *(_any(bits, _originals(bits), (1,), 1.5, gpus=(H200,)) for bits in AT_ONE_ROW),
 )
 
-STEPS = ("tilebit w4a16_g128 kv4_channel", "tilebit, gate in products w4a16_g128 kv4_channel")
+OF_TILEBIT = "tilebit w4a16_g128 kv4_channel"
 IN_16_BITS = Others("16 bits (cuBLAS, FA3)", ("cublas_fa3 fp16 kv16",))
 OF_VLLM = Others("vLLM's kernels", ("vllm_kernels w4a16_g128 kv16",))
 BATCHES = {1: (1.65, 1.38, 2.9), 16: (2.5, None, 2.8), 64: (5.4, None, 2.4)}  # ms of 4096 tokens: asked, aim; times as fast as 16 bits
-PLACES = (  # 64 x 32768 tokens in 16 bits are 275 GB
-    *((ours, tokens, batch) for ours in STEPS for tokens, batch in ((4096, 1), (4096, 16), (4096, 64), (32768, 1))),
-    (STEPS[0], 32768, 16),
-)
+PLACES = ((4096, 1), (4096, 16), (4096, 64), (32768, 1), (32768, 16))  # 64 x 32768 tokens in 16 bits are 275 GB
 
 
 def _step(ours: str, against: Others | None, tokens: int, batch: int, asked: float, **more: Any) -> Target:
@@ -150,10 +147,10 @@ def _step(ours: str, against: Others | None, tokens: int, batch: int, asked: flo
 
 
 STEP = (
-    *(_step(ours, None, 4096, b, ms, aim=aim, figure=TAKES, gpus=(H200,)) for ours in STEPS for b, (ms, aim, _) in BATCHES.items()),
-    *(_step(ours, IN_16_BITS, tokens, b, BATCHES[b][2]) for ours, tokens, b in PLACES),
-    *(_step(ours, OF_VLLM, tokens, b, 1.5) for ours, tokens, b in PLACES),
-    _step("tilebit w4a8_lqq_g128 kv4_channel", Others("w4a16_g128, the same cache", STEPS[:1]), 4096, 64, 1.0),
+    *(_step(OF_TILEBIT, None, 4096, b, ms, aim=aim, figure=TAKES, gpus=(H200,)) for b, (ms, aim, _) in BATCHES.items()),
+    *(_step(OF_TILEBIT, IN_16_BITS, tokens, b, BATCHES[b][2]) for tokens, b in PLACES),
+    *(_step(OF_TILEBIT, OF_VLLM, tokens, b, 1.5) for tokens, b in PLACES),
+    _step("tilebit w4a8_lqq_g128 kv4_channel", Others("w4a16_g128, the same cache", (OF_TILEBIT,)), 4096, 64, 1.0),
 )
 
 OF_A_PROMPT = {"w4a16_g128": 0.97, "w4a8_lqq_g128": 1.5}  # times as fast as 16 bits, for one prompt of 8192 tokens

@@ -39,8 +39,8 @@ STUDY = {
         "[All times](any_precision.md)."
     ),
     "step": (
-        "One new token for each sequence, 32 layers, a 4-bit cache, shipped schedules; beside it 16-bit caches. "
-        '"Gate in products" keeps a second copy of the weights of gate and up. [All times](step.md).'
+        "One new token for each sequence, 32 layers, a 4-bit cache, shipped schedules, the step that `compile` makes by default; "
+        "beside it 16-bit caches. [All times](step.md)."
     ),
     "prompt": "One prompt of 8192 tokens into a 4-bit cache, 32 layers. [All times](prompt.md).",
 }
@@ -106,7 +106,7 @@ def verdict(each: Found) -> str:
 
 
 def _name(each: Found) -> str:
-    return each.target.ours.removeprefix("tilebit").lstrip(", ")
+    return each.target.ours.removeprefix("tilebit ")
 
 
 def _beside(each: Found) -> str:

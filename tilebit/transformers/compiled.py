@@ -66,12 +66,12 @@ def compile(
     first call behind ``set_precision`` has the kernels of a new width ready, compiled then if they must be.
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
-    "gate" (gate and up apply the activation up to 16 rows of x: on an H200, with weights whose rows lay in
-    turn, it saved 3 to 5 % of a step of up to 16 sequences, and cost 1 % of one of 64), "residual" (o and down add to the residual
-    stream) and "norm" (qkv, and gate and up, norm up to 16 rows of x, behind a "residual"). The default
-    is the gate; ``()`` asks for none. The last two save nothing that shows at one sequence, and cost time
-    at 16 and more (results/notes/step-parts.md). Sums are then rounded once where they were rounded
-    twice. No part needs memory. Packs of models hold the kernels of steps with the default.
+    "gate" (gate and up apply the activation up to 16 rows of x: on an H200 1 to 2 % of a step of up to 16
+    sequences), "residual" (o and down add to the residual stream) and "norm" (qkv, and gate and up, norm
+    up to 16 rows of x, behind a "residual"). The default is the gate; ``()`` asks for none. The last two
+    save nothing that shows at one sequence, and cost time at 16 and more (results/notes/step-parts.md).
+    Sums are then rounded once where they were rounded twice. No part needs memory. Packs of models hold
+    the kernels of steps with the default.
 
     Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
     for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``

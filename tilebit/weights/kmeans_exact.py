@@ -100,12 +100,11 @@ def cheapest(sums: Tensor, price: Tensor) -> Tensor:
     low = 0
     for end in range(1, len(mass)):
         best = (moment[end] - moment[low:end]).square_().div_(mass[end] - mass[low:end]).add_(gain[low:end])
-        here, its = gain[end], start[end]
-        torch.max(best, 0, out=(here, its))
-        here.sub_(price)
-        its.add_(low)
+        most, its = best.max(0)
+        torch.sub(most, price, out=gain[end])
+        torch.add(its, low, out=start[end])
         if end % LOOKS == 0:
-            low = int(its.min())
+            low = int(start[end].min())
     return walked(start)
 
 

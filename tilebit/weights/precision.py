@@ -105,9 +105,9 @@ class PrecisionPlan:
         return cls(tuple(layers), GemmFormat.parse(data["low"]), GemmFormat.parse(data["high"]))
 
     def draw(self, path: str | Path) -> Path:
-        """Write a picture of each layer's share to ``path`` (.png, .svg, .pdf), as in figure 2 of
-        the paper: layers in the model's order, one colour for each kind of layer. Raises
-        ``ImportError`` where matplotlib is missing."""
+        """Write a picture of each layer's share, as in figure 2 of the paper, and of its bits a weight to
+        ``path`` (.png, .svg, .pdf): layers in the model's order, one colour for each kind of layer.
+        Raises ``ImportError`` where matplotlib is missing."""
         from .precision_picture import draw_plan
 
         return draw_plan(self, Path(path))

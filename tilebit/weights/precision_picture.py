@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def draw_plan(plan: PrecisionPlan, path: Path) -> Path:
-    """Bars of the layers' shares, as ``PrecisionPlan.draw`` says."""
+    """Bars of the layers' shares and of their bits a weight, as ``PrecisionPlan.draw`` says."""
     try:
         from matplotlib import color_sequences
         from matplotlib.figure import Figure
@@ -19,17 +19,24 @@ def draw_plan(plan: PrecisionPlan, path: Path) -> Path:
     kinds: dict[str, list[int]] = {}
     for place, layer in enumerate(plan.layers):
         kinds.setdefault(layer.name.rpartition(".")[2], []).append(place)
-    figure = Figure(figsize=(max(6.0, min(24.0, len(plan.layers) / 12)), 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(max(6.0, min(24.0, len(plan.layers) / 12)), 5.2), layout="constrained")
+    shares, bits = figure.subplots(2, sharex=True)
     colours = color_sequences["tab10"]
     for index, (kind, places) in enumerate(kinds.items()):
-        axes.bar(places, [100 * plan.layers[place].share for place in places], width=1.0, color=colours[index % 10], label=kind)
-    axes.axhline(100 * plan.share, color="black", linewidth=1, linestyle="--")
-    axes.set_xlabel("linear layers in the model's order")
-    axes.set_ylabel(f"channels in {plan.high.bits} bits, %")
-    axes.set_title(
-        f"{plan.share:.1%} of channels in {plan.high.name}, the others in {plan.low.name}: {plan.bits_per_weight:.2f} bits a weight"
+        look = {"width": 1.0, "color": colours[index % 10], "label": kind}
+        shares.bar(places, [100 * plan.layers[place].share for place in places], **look)
+        bits.bar(places, [plan.layer_bits(plan.layers[place]) for place in places], **look)
+    for axes, overall, name in (
+        (shares, 100 * plan.share, f"channels in {plan.high.bits} bits, %"),
+        (bits, plan.bits_per_weight, "bits a weight"),
+    ):
+        axes.axhline(overall, color="black", linewidth=1, linestyle="--")
+        axes.set_ylabel(name)
+    bits.set_xlabel("linear layers in the model's order")
+    shares.set_title(
+        f"{plan.share:.1%} of channels in {plan.high.name}, the others in {plan.low.name}: {plan.bits_per_weight:.2f} bits a weight",
+        fontsize=9,
     )
-    axes.legend(fontsize=7, ncols=4)
+    shares.legend(fontsize=7, ncols=4)
     figure.savefig(path, dpi=120)
     return path

@@ -191,6 +191,8 @@ def test_the_picture(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = select_channels(_salience(), 0.4).draw(tmp_path / f"plan{suffix}")
     assert path.stat().st_size > 1000
+    if suffix == ".svg":
+        assert all(f"<!-- {words} -->" in path.read_text() for words in ("channels in 8 bits, %", "bits a weight", "q", "v"))
 
 
 def test_the_picture_without_matplotlib_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,10 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A model's directory
 WeightFormat = Annotated[
     str | None, typer.Option("--format", help="Quantize a 16-bit model to this format while it loads, such as w4a16_g128.")
 ]
+WeightFormats = Annotated[
+    list[str] | None,
+    typer.Option("--format", help="Quantize a 16-bit model to this format while it loads; repeat it for a row each. 'none': as it is."),
+]
 Skip = Annotated[
     list[str] | None,
     typer.Option("--skip", help="A layer that stays as it is, by name or its last parts; repeat it for several. Default: lm_head."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, Smooth, WeightFormat
+from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, Smooth, WeightFormat, WeightFormats
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
 from .several import Layers, formats_by_layer
 from .tasks import Json, named_target, pack_kernels, schedule_text
@@ -132,18 +132,20 @@ def evaluate(
     window: Annotated[int, typer.Option("--window", help="Tokens that are seen at most.", min=2)] = 1024,
     stride: Annotated[int, typer.Option("--stride", help="Tokens from window to window.", min=1)] = 512,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens of the text to use.", min=2)] = None,
-    format: WeightFormat = None,
+    format: WeightFormats = None,
     skip: Skip = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """How well the model predicts a text: perplexity, and how far its predictions are from the 16-bit
-    model's (mean KL divergence per token; how often the most likely token is the same)."""
+    model's (mean KL divergence per token; how often the most likely token is the same): a row for each
+    format of weights and each of the cache."""
     _needed()
     if stride >= window:
         raise typer.BadParameter(f"--stride is {stride}; accepted: 1 to {window - 1}, less than --window")
-    chosen, place = None if format is None else _quantization(format, skip, False), _device(device)
+    chosen = [None if name == "none" else _quantization(name, skip, False) for name in dict.fromkeys(format or ["none"])]
+    place = _device(device)
     caches = [None if name == "none" else name for name in dict.fromkeys(kv_format or ["none"])]
     for name in caches:
         if name is not None:
@@ -157,10 +159,11 @@ def evaluate(
     if as_json:
         print_json(rows)
         return
-    table = new_table(f"{text}: {rows[0]['tokens']} tokens predicted", "model", "cache", "perplexity", "KL, nats", "same token")
+    columns = ("model", "weights", "cache", "perplexity", "KL, nats", "same token")
+    table = new_table(f"{text}: {rows[0]['tokens']} tokens predicted", *columns)
     for row in rows:
         kl, top1 = ("-" if row[name] is None else f"{row[name]:{kind}}" for name, kind in (("kl", ".2e"), ("top1", ".1%")))
-        table.add_row(row["model"], row["kv_format"] or "none", f"{row['perplexity']:.4g}", kl, top1)
+        table.add_row(row["model"], row["format"] or "as they are", row["kv_format"] or "none", f"{row['perplexity']:.4g}", kl, top1)
     print_parts(table)
 
 

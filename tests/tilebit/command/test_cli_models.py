@@ -29,6 +29,9 @@ from tilebit.transformers.tuning import TunedProduct
 TEXT = "a small model that was made on the spot says nothing of note " * 3
 
 
+PACKED = "w4a16_g64"
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers whose tokens are characters."""
@@ -38,7 +41,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(dense: Path) -> Path:
     out = dense.parent / "packed"
-    said = parsed("quantize", str(dense), str(out), "--format", "w4a16_g64")
+    said = parsed("quantize", str(dense), str(out), "--format", PACKED)
     assert said["after_bytes"] < 0.6 * said["before_bytes"] and 0 < said["memory_bytes"] < said["peak_bytes"]
     return out
 
@@ -186,6 +189,25 @@ def test_a_small_cache_costs_more_than_a_large_one(dense: Path, text: Path):
         "evaluate", str(dense), *asked, *(word for f in ("none", "kv8_token", "kv2_token") for word in ("--kv-format", f))
     )
     assert none["kl"] == 0 and none["top1"] == 1.0 and 0 < eight["kl"] < two["kl"] / 3
+
+
+def test_formats_of_weights_make_a_table(dense: Path, packed: Path, text: Path):
+    """A row for each format and each cache, and of the format that a directory was packed in that directory's numbers."""
+    asked = ("--text", str(text), "--max-tokens", "96", "--window", "95", "--stride", "94", "--reference", str(dense))
+    formats, caches = ("none", "w8a16_channel", PACKED), ("none", "kv8_token")
+    words = [word for f in formats for word in ("--format", f)] + [word for f in caches for word in ("--kv-format", f)]
+    reference, *rows = parsed("evaluate", str(dense), *asked, *words)
+    assert (reference["format"], reference["kv_format"], reference["kl"]) == (None, None, None)
+    assert [(row["format"], row["kv_format"]) for row in rows] == [
+        (None if f == "none" else f, None if c == "none" else c) for f in formats for c in caches
+    ]
+    plain, eight, four = (row["kl"] for row in rows[::2])
+    assert plain == 0 < eight < four / 3
+    _, known = parsed("evaluate", str(packed), *asked)
+    assert known["format"] is None and all(rows[4][name] == pytest.approx(known[name], rel=1e-6) for name in ("perplexity", "kl", "top1"))
+    table = call("evaluate", str(dense), *asked, *words[:4]).output
+    assert "as they are" in table and "w8a16_channel" in table
+    assert "w5a16" in refused("evaluate", str(dense), *asked, "--format", "w8a16_channel", "--format", "w5a16_g128")
 
 
 @pytest.mark.parametrize(("length", "window", "stride"), [(2, 2, 1), (17, 5, 4), (17, 5, 1), (16, 16, 8), (40, 16, 8), (41, 16, 15)])

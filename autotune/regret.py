@@ -54,9 +54,10 @@ class Regret:
         return {"op": "ranker", **size, **numbers, "source": self.source, "left_out": self.left_out, **times, "gpu": self.gpu}
 
 
-def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
+def regrets(found: Sequence[Sample], left_out: str, least: float = LEAST) -> list[Regret]:
     """What each of ``SOURCES`` chooses for every workload of ``found`` (one arch's samples) when
-    ``left_out`` is unseen.
+    ``left_out`` is unseen. A turn leaves out at least ``least`` of all samples: the more, the fewer
+    turns, and the less there is to learn from.
 
     Raises ``ValueError`` for another ``left_out``, and where leaving one out leaves nothing."""
     if left_out not in LEFT_OUT:
@@ -65,7 +66,7 @@ def regrets(found: Sequence[Sample], left_out: str) -> list[Regret]:
     if len(groups) < 2:
         raise ValueError(f"the records hold {len(groups)} {left_out}s; accepted: at least 2, one to leave out and one to learn from")
     rows = []
-    for group in _together(groups, LEAST * len(found)):
+    for group in _together(groups, least * len(found)):
         seen = set(map(id, group))
         others = [s for s in found if id(s) not in seen]
         ranker, known = trained(others), Known.among(s.record for s in others)

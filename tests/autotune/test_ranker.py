@@ -129,8 +129,7 @@ def test_those_of_few_records_are_left_out_together(found, monkeypatch, least, t
     few = [s for s in found if (s.record.workload.n, s.record.workload.k) in SHAPES[:3]]
     learned = []
     monkeypatch.setattr(regret, "trained", lambda others: learned.append(others) or trained(others))
-    monkeypatch.setattr(regret, "LEAST", least)
-    rows = regrets(few, "shape")
+    rows = regrets(few, "shape", least)
     assert len(learned) == turns
     assert len(rows) == len(SOURCES) * len({(s.record.workload, s.target) for s in few})
     shapes = [{(s.record.workload.n, s.record.workload.k) for s in others} for others in learned]
@@ -146,8 +145,9 @@ def test_regret_needs_something_to_learn_from(found):
 
 @pytest.mark.slow
 def test_regret_on_the_shipped_records():
-    """The bound that choices without a record must keep, whole shapes left out."""
-    by = {line["source"]: line for line in summary(regrets(samples(shipped_records(), "sm_90a"), "shape"))}
+    """The bound that choices without a record must keep, whole shapes left out: a sixth of the records at once, where the study leaves out
+    a twentieth, so that every turn learns from less."""
+    by = {line["source"]: line for line in summary(regrets(samples(shipped_records(), "sm_90a"), "shape", least=1 / 6))}
     assert by["ranker"]["median"] <= 1.10 and by["ranker"]["worst"] <= 1.35
     others = min(by["analytic"]["mean"], by["nearest"]["mean"])
     assert by["ranker"]["mean"] <= others + 0.005, f"train differently: {COMMAND}"

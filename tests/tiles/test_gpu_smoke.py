@@ -139,7 +139,18 @@ CASES: tuple[Case, ...] = (
     (GlueWorkload("gated", 130, 1032), Schedule("gated_rows", 1, 1, 1, num_warps=4)),
     (GlueWorkload("gated", 3, 4096, "bfloat16", activation="gelu_tanh"), Schedule("gated_rows", 1, 1, 1, num_warps=8)),
 )
-EACH = list({case[1].program: case for case in CASES}.values())  # a kernel of every program
+# What no test named test_compiles_as_promised compiles for this architecture: tails, streams that know their bytes by a list of columns,
+# decode without bulk copies, caches of full windows, and packs. The last case of a program.
+OF_NONE = (
+    "gemm_wgmma",
+    "gemm_stream",
+    "gemm_stream_bulk",
+    "attention_decode",
+    "attention_decode_bulk",
+    "attention_append",
+    "attention_pack",
+)
+SOME = [{case[1].program: case for case in CASES}[name] for name in OF_NONE]
 
 
 def label(case: Case) -> str:
@@ -157,9 +168,9 @@ def test_every_cuda_program_is_there() -> None:
 @pytest.mark.slow
 def test_the_kernels_compile() -> None:
     """As before the first test on a GPU: what tests declare is compiled at once."""
-    declares = [SimpleNamespace(get_closest_marker=lambda _, case=case: pytest.mark.kernels(of=lambda: [case])) for case in EACH]
+    declares = [SimpleNamespace(get_closest_marker=lambda _, case=case: pytest.mark.kernels(of=lambda: [case])) for case in SOME]
     built = compiled(declares, target_from_name("sm_90a"))
-    assert list(built) == EACH and all(isinstance(found, Kernel) for found in built.values()), built
+    assert list(built) == SOME and all(isinstance(found, Kernel) for found in built.values()), built
 
 
 @pytest.mark.gpu

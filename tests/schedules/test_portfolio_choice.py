@@ -212,6 +212,17 @@ def test_without_records_of_steps_a_product_there_is_served_as_it_is_alone(targe
             assert choose(there.with_m(m), target) == choose(shape.with_m(m), target)
 
 
+def test_a_gate_in_turn_says_nothing_of_schedules_that_were_timed_in_halves(mine: Path) -> None:
+    here = Workload(1, *SHAPE, gate="silu", gate_halves=True, dependent=True)
+    there = replace(here, gate_halves=False)
+    first, second, *_ = [s for s in candidates(here, H200) or [] if not legal(there, s, H200)]
+    write(mine, [*timed(here, (first, 7.2), (second, 7.4)), *timed(there, (second, 7.0))])
+    assert choose(here, H200).schedule == first and choose(there, H200).schedule == second
+    assert choose(here, SIBLING).schedule == first
+    write(mine, [*timed(here, (first, 7.2)), *timed(there, (second, 7.0))])
+    assert choose(here, H200).schedule == second, "of which nothing else is known"
+
+
 def test_what_failed_alone_is_not_chosen_in_a_step(mine: Path) -> None:
     here = Workload(1, *SHAPE, dependent=True)
     alone = replace(here, dependent=False)
@@ -235,10 +246,12 @@ def fastest_in_steps() -> dict[Workload, TuningRecord]:
 def test_products_of_an_8b_model_s_steps_ship_with_the_times_that_they_have_there() -> None:
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     asked = {Workload(m, n, k, gate="silu" if n == 28672 and m < 64 else "", dependent=True) for m in (1, 16, 64) for n, k in shapes}
-    assert set(fastest_in_steps()) == asked
+    of_four = {Workload(4, n, k, dependent=True) for n, k in shapes if n != 28672}
+    in_halves = {Workload(m, 28672, 4096, gate="silu", gate_halves=True, dependent=True) for m in (1, 4)}
+    assert set(fastest_in_steps()) == asked | of_four | in_halves
 
 
-@pytest.mark.parametrize("there", fastest_in_steps(), ids=lambda w: f"{w.m}x{w.n}x{w.k}{w.gate}")
+@pytest.mark.parametrize("there", fastest_in_steps(), ids=lambda w: f"{w.m}x{w.n}x{w.k}{w.gate}{'_halves' * w.gate_halves}")
 def test_the_fastest_in_a_step_serves_there_and_there_alone(there: Workload, shipped: None) -> None:
     best, choice, shape = fastest_in_steps()[there], choose(there, H200), portfolio(there, H200)
     assert (choice.schedule, choice.source, choice.record) == (best.schedule, "tuned", best)

@@ -17,9 +17,10 @@ from statistics import mean, median
 from typing import Any
 
 from ..schedules.gemm.workload import Workload
+from ..schedules.neighbours import Known, neighbours
 from ..schedules.ranker import expected_us
 from ..schedules.schedule import Schedule
-from ..schedules.select import NEAR_ENOUGH, Known, neighbours
+from ..schedules.select import NEAR_ENOUGH
 from .provenance import now, source_commit
 from .ranker import Sample, add_options, asked, trained
 

@@ -17,26 +17,22 @@ that neighbours' schedules only join its candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import inf
 
-from .distance import MAX_DISTANCE, distance
+from .neighbours import Known, neighbours, speaks_in_steps
 from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation
 from .portfolio import Portfolio, borders, calibrated, table, with_points
 from .ranker import Ranker, forget_rankers, known_ranker
-from .records import WRONG, TuningRecord, latest, shipped_records, user_records
+from .records import WRONG, TuningRecord, shipped_records, user_records
 from .schedule import Schedule
 from .target import Target
 
 # A neighbour's schedule is taken over unless the model expects it to be this much slower here than
 # its own best: a tile tuned for 16 rows reads the weight twice for 32.
 NEAR_ENOUGH = 1.2
-GOOD_THERE = 1.05  # and only one that was about the fastest of its own workload
-# Fields of a product's workload that say what is done beside it: what was measured in a step says
-# nothing about twins that do other things there.
-BESIDE = ("width", "residual", "gate", "norm")
 _candidates = lru_cache(maxsize=1024)(candidates)  # asked again and again of one workload; nobody changes the list
 
 
@@ -139,66 +135,6 @@ def explain(
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """Records as choosing asks for them: ``of`` each workload the last of each schedule and device,
-    and the ``good`` ones, which were about the fastest of their workload and device, one list for
-    each two: those of an (arch, operation, class of numbers), as no others say anything about each
-    other."""
-
-    of: Mapping[AnyWorkload, Sequence[TuningRecord]]
-    good: Mapping[tuple[str, str, str], Sequence[Sequence[TuningRecord]]]
-
-    @classmethod
-    def among(cls, records: Iterable[TuningRecord]) -> Known:
-        of: dict[AnyWorkload, list[TuningRecord]] = {}
-        for r in latest(records).values():
-            of.setdefault(r.workload, []).append(r)
-        good: dict[tuple[str, str, str], list[list[TuningRecord]]] = {}
-        for workload, found in of.items():
-            timed: dict[tuple[str, str, int], list[tuple[float, TuningRecord]]] = {}
-            for r in found:
-                if r.ok and r.us is not None:
-                    timed.setdefault((r.arch, r.gpu, r.units), []).append((r.us, r))
-            for (arch, _, _), pairs in timed.items():
-                best = min(us for us, _ in pairs)
-                good.setdefault((arch, workload.op, workload.kind), []).append([r for us, r in pairs if us <= GOOD_THERE * best])
-        return cls(of, good)
-
-    def here(self, workload: AnyWorkload, target: Target) -> list[TuningRecord]:
-        """What was measured for ``workload`` on ``target``; of a dependent one also what was measured of
-        it alone, but of schedules that were in steps."""
-        records = (r for w in dict.fromkeys((alone(workload), workload)) for r in self.of.get(w, ()))
-        return list({r.schedule: r for r in records if r.measured_on(target)}.values())
-
-
-def neighbours(workload: AnyWorkload, target: Target, records: Known | Iterable[TuningRecord]) -> list[tuple[float, TuningRecord]]:
-    """(distance, record) of what says something about ``workload`` on ``target``, the nearest and
-    fastest first (of a dependent workload those in steps before the others): everything measured for
-    it here, and of other workloads and devices what was about the fastest there; but of a schedule that
-    was timed for it on a device not the time of a workload as near (gates in turn are at no distance
-    from those in halves). Legality here is not asked."""
-    known = records if isinstance(records, Known) else Known.among(records)
-    near = [(0.0, r) for r in known.here(workload, target) if r.ok and r.us is not None]
-    own = workload, alone(workload)
-    for alike in known.good.get((target.arch, workload.op, workload.kind), ()):
-        first = alike[0]
-        if first.workload in own and first.measured_on(target):
-            continue
-        if first.dependent and not _in_steps(first.workload, workload):
-            continue
-        d = distance(first, workload, target)
-        if d is not None and d <= MAX_DISTANCE:
-            near += [(d, r) for r in alike]
-    timed = {_timing(r): d for d, r in near if r.workload in own}
-    near = [(d, r) for d, r in near if r.workload in own or d > timed.get(_timing(r), -1.0)]
-    return sorted(near, key=lambda pair: (pair[0], not pair[1].dependent, pair[1].us or inf))
-
-
-def _timing(record: TuningRecord) -> tuple[Schedule, bool, str, int]:
-    return record.schedule, record.dependent, record.gpu, record.units
-
-
 @lru_cache(maxsize=1)
 def _known_records() -> Known:
     return Known.among((*shipped_records(), *user_records()))
@@ -284,7 +220,7 @@ def _portfolio_in_steps(shape: AnyWorkload, target: Target) -> tuple[Portfolio, 
             continue
         m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]  what is dependent is a product
         here = replace(shape, m=m)
-        if _in_steps(there, here):
+        if speaks_in_steps(there, here):
             choice = _cached_exact(here, target)
             us = choice.record.us if choice.record is not None else choice.predicted_us
             timed[m] = choice.schedule, itself.us[itself.index(m)] if us is None else us
@@ -294,13 +230,6 @@ def _portfolio_in_steps(shape: AnyWorkload, target: Target) -> tuple[Portfolio, 
 def _shape(workload: AnyWorkload) -> AnyWorkload:
     """What workloads with one portfolio have in common: a kernel, and whether it is launched in steps."""
     return workload.static() if alone(workload) is workload else replace(workload.static(), dependent=True)
-
-
-def _in_steps(there: AnyWorkload, here: AnyWorkload) -> bool:
-    """Whether what was measured in steps for ``there`` speaks for ``here``: in steps, for itself and its
-    twins that do the same beside."""
-    twins = alone(here) is not here and there.op == here.op and operation(here.op).twins(there, here)
-    return twins and all(getattr(there, name) == getattr(here, name) for name in BESIDE)
 
 
 def _is_twin(record: TuningRecord, workload: AnyWorkload, target: Target) -> bool:

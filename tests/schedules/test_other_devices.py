@@ -14,9 +14,10 @@ from lanes import one_of_each
 
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.neighbours import Known, neighbours
 from tilebit.schedules.operations import candidates
 from tilebit.schedules.records import TuningRecord, latest
-from tilebit.schedules.select import NEAR_ENOUGH, Known, choose, explain, neighbours, portfolio, refresh
+from tilebit.schedules.select import NEAR_ENOUGH, choose, explain, portfolio, refresh
 from tilebit.schedules.target import Target, target_from_name
 
 A100 = target_from_name("sm_80")  # nothing is shipped for it

@@ -14,11 +14,12 @@ import pytest
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules import select
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.neighbours import Known, neighbours
 from tilebit.schedules.operations import candidates, estimate, legal, operation
 from tilebit.schedules.portfolio import MOST_KERNELS, Portfolio
 from tilebit.schedules.records import TuningRecord, latest, shipped_records
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import NEAR_ENOUGH, Known, choose, explain, neighbours, portfolio, refresh
+from tilebit.schedules.select import NEAR_ENOUGH, choose, explain, portfolio, refresh
 from tilebit.schedules.target import Target, target_from_name
 
 H200 = target_from_name("sm_90a")

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilebit.layouts.formats import BITS, GROUP_SIZES, QuantFormat
+from tilebit.schedules.distance import MAX_DISTANCE, distance
 from tilebit.schedules.gemm.cost import estimate
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, legal
 from tilebit.schedules.records import STATUSES, TuningRecord
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import MAX_DISTANCE, NEAR_ENOUGH, choose, distance, explain, refresh, select
+from tilebit.schedules.select import NEAR_ENOUGH, choose, explain, refresh, select
 from tilebit.schedules.target import Target, target_from_name
 
 H200 = target_from_name("sm_90a")

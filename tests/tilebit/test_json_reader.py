@@ -27,10 +27,10 @@ from tilebit.layouts.kv_formats import KVFormat
 from tilebit.runtime import CorruptArtifact, load_kernel, read_manifest
 from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.neighbours import Known
 from tilebit.schedules.ranker import load_ranker
 from tilebit.schedules.records import MAX_LINE, SHOWN, RecordWarning, TuningRecord, load_records, parse_records
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.select import Known
 from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.weights.checkpoint import CheckpointError, load_checkpoint
 from tilebit.weights.synthetic import write_checkpoint

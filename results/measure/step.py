@@ -52,7 +52,8 @@ from tilebit.transformers.parted import PARTS, parts_of
 from tilebit.transformers.tuning import filled
 
 from ..peers.step_peers import CompiledGlue, Layer, PeerStep, Shape, VllmGlue, dense_product, marlin_product
-from ..report.rows import ROWS
+from ..report.rows import OURS, ROWS
+from ..report.step import PARTED
 
 MODEL: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -63,7 +64,6 @@ KV_FORMATS = ("kv16", "kv8_channel", "kv4_channel", "kv2_channel")
 TOLERANCE = 0.02  # relative Frobenius error of a step's logits in fp16
 ROUNDING, MARGIN = 5e-4, 1.25  # of a number in fp16; of what moving embeddings so far does to logits
 ROUNDS, STEPS = 12, 8
-OWN, PARTED = "tilebit", "tilebit_parts"  # what rows call tilebit's steps: the default, and another
 IN_16_BITS = "cublas_fa3"  # the peer that does not take the codes
 NONE = "none"  # what asks for a step without parts
 NEW = 2 * (2 + (ROUNDS + 1) * STEPS) + 8  # tokens that a sequence gets at most, of two steps in turn, and more
@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     batches, room = sorted({batch for batch, _ in points}), max(context for _, context in points) + NEW
     formats = options.format.split(",")
     models = {format: compiled(format, options.layers, device, batches, room) for format in formats}
-    variants = {format: {OWN: model.tilebit_steps} for format, model in models.items()}
+    variants = {format: {OURS: model.tilebit_steps} for format, model in models.items()}
     if options.parts:
         asked = () if options.parts == NONE else tuple(options.parts.split(","))
         for format, model in models.items():

@@ -52,7 +52,7 @@ KERNELS = {
     "tilebit_w4a16_sym_bf16": (QuantFormat(4, GROUP, True), "q4", "bfloat16"),
 }
 TIMER = "peer harness, orders drawn"  # of the rows measured with this plug-in
-Peer = TypeVar("Peer", bound=Any)  # what has a name
+Peer = TypeVar("Peer", bound=Any)  # tilebit's or another's, with a name
 DEPENDENT = "_pdl"  # suffix of the peers that use programmatic dependent launch
 
 

@@ -43,7 +43,7 @@ def foreign_section(folder: Path) -> str:
         "that the tool computes with, and of the logits of 40 tokens beside those of the tool's model on the same CPU. "
         f"Rounding makes up to {WEIGHT_LIMIT:.0e} and {LOGIT_LIMIT:.0e} in float16, {BFLOAT16} times that in bfloat16; logits of formats "
         "that quantize x differ by more, since x on the edge of a step goes either way, and compressed-tensors' steps of int8 are 1/127.5 "
-        "of a row's largest number where tilebit's, as vLLM's, are 1/127."
+        "of a row's largest number where tilebit's are 1/127."
     )
     parts, groups = [about], {}
     for (tool, *releases, _), row in newest.items():

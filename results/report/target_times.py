@@ -13,9 +13,9 @@ from .any_precision import FIELDS as ANY_PRECISION_FIELDS
 from .prompt import FIELDS as PROMPT_FIELDS
 from .rows import OURS, Row, json_rows, read_rows
 from .step import FIELDS as STEP_FIELDS
+from .step import PARTED
 from .targets import Where
 
-PARTED = "tilebit_parts"  # a step with other parts than the default's
 LAYERS = 32  # of the 8B model whose steps and prompts count
 
 

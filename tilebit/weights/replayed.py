@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Replayed:
-    """``function`` makes a tuple of tensors of tensors on one device, without a look at their values; it may
-    write to its arguments.
+    """``function`` takes tensors on one device and gives a tuple of tensors. It must not read their values on the
+    host, and may write to its arguments.
 
     On a GPU the first call runs it, and the second, with arguments of the same shapes and dtypes, captures it as a
     CUDA graph, which is replayed from then on, on copies of the arguments: what is returned is overwritten

@@ -3,7 +3,7 @@
 
 Model and texts are those of ``results.measure.quality``, which says how the folder is made; layers
 compute in fp32 with the values of their codebooks. "upscaled" is a width of one store of 3 to 8 bits
-(``quantize_any``), "exact" the k-means of that width alone, of the least error there is. (Earlier
+(``quantize_any``), "upscaled_4" of one of 4 to 8 bits, "exact" the k-means of that width alone, of the least error there is. (Earlier
 rows have "independent" ones, by Lloyd's algorithm above 4 bits.) Values count alike, or by the
 squared gradients of calibration text, summed over samples (the Fisher information's diagonal).
 ``megabytes`` are what a token reads of linear layers: planes and codebooks. A row that is there, of
@@ -38,7 +38,8 @@ from .any_exact import independent
 from .quality import compared
 
 WIDTHS = range(3, 9)
-METHODS = ("upscaled", "exact")
+SEEDS = {"upscaled": 3, "upscaled_4": 4}  # bits of the store's narrowest width
+METHODS = (*SEEDS, "exact")
 SENSITIVITIES = ("none", "fisher")
 SAMPLES = 16, 128  # of calibration text, and tokens of each
 
@@ -47,8 +48,8 @@ def weights_of(
     originals: dict[str, Tensor], method: str, sensitivity: dict[str, Tensor] | None, widths: list[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(bits, the values of all layers) of each of ``widths``."""
-    if method == "upscaled":
-        held = {name: quantize_any(w, sensitivity=None if sensitivity is None else sensitivity[name]) for name, w in originals.items()}
+    if seed := SEEDS.get(method):
+        held = {name: quantize_any(w, seed, sensitivity=None if sensitivity is None else sensitivity[name]) for name, w in originals.items()}
         for bits in widths:
             yield bits, {name: one.dequantize(bits) for name, one in held.items()}
         return
@@ -126,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             wanted = {
                 bits: {"bits": bits, "method": method, "sensitivity": kind, "megabytes": round(megabytes(originals, bits), 1)}
                 for bits in WIDTHS
+                if bits >= SEEDS.get(method, 0)
             }
             wanted = {bits: what for bits, what in wanted.items() if missing(what)}
             if not wanted:

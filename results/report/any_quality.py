@@ -49,6 +49,8 @@ Rows = dict[Setting, list[dict[str, Any]]]
 KINDS = {
     ("upscaled", "none"): "one store",
     ("upscaled", "fisher"): "one store, by squared gradients",
+    ("upscaled_4", "none"): "one store from 4 bits on",
+    ("upscaled_4", "fisher"): "one store from 4 bits on, by squared gradients",
     ("exact", "none"): "that width alone",
     ("exact", "fisher"): "that width alone, by squared gradients",
     ("independent", "none"): "that width alone, not exact",
@@ -56,7 +58,7 @@ KINDS = {
 }
 ABOUT = (
     "**One store** holds 3 to 8 bits of every weight (`quantize_any`; Any-Precision LLM, sections 4.1 and 4.2): each width is "
-    "the first bits of the next one. Values count alike or **by squared gradients** of the loss on calibration text, summed over "
+    "the first bits of the next one. **From 4 bits on** its seed has 4 bits, which no narrower width constrains. Values count alike or **by squared gradients** of the loss on calibration text, summed over "
     "samples. All linear layers but the output layer; computing is fp32 with the values of the codebooks. Measured are perplexity of "
     "Python's language reference, the mean **KL** divergence of the next token's distribution from the 16-bit model's in nats, and how "
     "often the most likely token is the same (**top-1**). **Megabytes** are what a token reads of linear layers, codebooks included: "

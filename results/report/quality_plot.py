@@ -78,7 +78,7 @@ def any_quality(title: str, rows: Sequence[dict[str, Any]]) -> Figure:
     axes: Axes = figure.subplots()
     for index, (kind, name) in enumerate(KINDS.items()):
         if points := sorted((row["bits"], row["kl"]) for row in rows if (row["method"], row["sensitivity"]) == kind):
-            style = {"upscaled": "-o", "exact": "--s", "independent": ":^"}[kind[0]]
+            style = {"upscaled": "-o", "upscaled_4": "-.v", "exact": "--s", "independent": ":^"}[kind[0]]
             axes.plot(*zip(*points, strict=True), style, color=COLORS[index % 2], markersize=4, label=name)
     _label(axes, "bits a weight, codebooks not counted", f"{title}, every width of one store")
     return figure

@@ -74,13 +74,13 @@ def test_earlier_clusters_of_one_width_are_said_not_to_be_exact(tmp_path: Path) 
 def test_the_plot_has_a_line_for_each_kind(tmp_path: Path) -> None:
     rows = [
         row(bits, method, kind, 1 / bits)
-        for method in ("upscaled", "exact", "independent")
+        for method in ("upscaled", "upscaled_4", "exact", "independent")
         for kind in ("none", "fisher")
         for bits in (3, 4)
     ]
     ((_, shown),) = read_any_quality(written(tmp_path, row(16, "", "", 0.0), *rows)).items()
     (axes,) = any_quality("tiny", shown).axes
-    assert [np.asarray(line.get_xdata()).tolist() for line in axes.get_lines()] == [[3, 4]] * 6
+    assert [np.asarray(line.get_xdata()).tolist() for line in axes.get_lines()] == [[3, 4]] * 8
 
 
 def test_a_row_that_lacks_a_field_is_named(tmp_path: Path) -> None:

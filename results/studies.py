@@ -23,6 +23,7 @@ from .report.ablation import (
     attention_ablation_section,
     liquid_ablation_section,
     read_ablation,
+    sums_ablation_section,
 )
 from .report.activations import FIELDS as ACTIVATIONS_FIELDS
 from .report.activations import activations_section
@@ -297,6 +298,14 @@ STUDIES = (
             liquid_variants_section(rows / "ablation_int8", read_rows(rows / "int8")),
         ),
         ("python -m results.measure.ablation.liquid",),
+    ),
+    Study(
+        "ablation_sums",
+        "How sums of groups become fp32",
+        "Which way from int32 sums of a group to fp32 is the fastest?",
+        ABLATION_FIELDS,
+        lambda rows: sums_ablation_section(read_ablation(rows / "ablation_sums")),
+        ("python -m results.measure.ablation.sums",),
     ),
     Study(
         "ablation_any",

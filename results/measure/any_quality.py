@@ -49,7 +49,8 @@ def weights_of(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(bits, the values of all layers) of each of ``widths``."""
     if seed := SEEDS.get(method):
-        held = {name: quantize_any(w, seed, sensitivity=None if sensitivity is None else sensitivity[name]) for name, w in originals.items()}
+        given = sensitivity or dict.fromkeys(originals)
+        held = {name: quantize_any(w, seed, sensitivity=given[name]) for name, w in originals.items()}
         for bits in widths:
             yield bits, {name: one.dequantize(bits) for name, one in held.items()}
         return
@@ -59,8 +60,8 @@ def weights_of(
     for bits in widths:
         found = {}
         for names in alike.values():
-            given = None if sensitivity is None else torch.cat([sensitivity[name] for name in names])
-            every = independent(torch.cat([originals[name] for name in names]), bits, given)
+            weights = None if sensitivity is None else torch.cat([sensitivity[name] for name in names])
+            every = independent(torch.cat([originals[name] for name in names]), bits, weights)
             found |= zip(names, every.split([len(originals[name]) for name in names]), strict=True)
         yield bits, found
 

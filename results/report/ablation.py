@@ -1,5 +1,5 @@
 """What each idea adds to the speed of products, of 8-bit activations and of any precision too, and of
-decode: rows of ``ablation``, ``ablation_int8``, ``ablation_any`` and ``ablation_attention``."""
+decode: rows of ``ablation``, ``ablation_int8``, ``ablation_sums``, ``ablation_any`` and ``ablation_attention``."""
 
 from __future__ import annotations
 
@@ -64,17 +64,29 @@ def liquid_ablation_section(studies: list[Ablation]) -> str:
     return _pictured(studies, about, "each variant", "ablation_int8", _without, numbered=False)
 
 
+def sums_ablation_section(studies: list[Ablation]) -> str:
+    """µs of a group-wise product by how sums become fp32, and in brackets how many times the library's,
+    which is the last step; "" without rows."""
+    about = (
+        "Median µs of `w4a8_g128_asym` on tensor cores by how int32 sums of 128 values of k become fp32 (MixLLM, section 3.3), each the "
+        "fastest of the same schedules, in one process; every variant gives the same numbers and was checked. In brackets, how many times "
+        "as long as the last one, which the library has."
+    )
+    return _pictured(studies, about, "", "", _without, numbered=False)
+
+
 def _pictured(
     studies: list[Ablation], about: str, picture: str, name: str, cell: Callable[[dict[int, float], int], str], numbered: bool
 ) -> str:
-    """A title, the plot of the study ``name`` and a table for each device: steps by products."""
+    """A title, the plot of the study ``name``, if it has one, and a table for each device: steps by products."""
     parts = []
     for study in studies:
         header = [*(["step", "idea"] if numbered else ["variant"]), *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
         lines = [
             [*[str(step)] * numbered, idea, *(cell(times, step) for times in study.times.values())] for step, idea in study.ideas.items()
         ]
-        parts += [f"## {study.gpu}", f"![{picture}](../plots/{slug(study.gpu)}_{name}.svg)", table(header, lines, numbers=False)]
+        plot = [f"![{picture}](../plots/{slug(study.gpu)}_{name}.svg)"] if picture else []
+        parts += [f"## {study.gpu}", *plot, table(header, lines, numbers=False)]
     return "\n\n".join([about, *parts]) if parts else ""
 
 

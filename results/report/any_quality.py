@@ -58,11 +58,12 @@ KINDS = {
 }
 ABOUT = (
     "**One store** holds 3 to 8 bits of every weight (`quantize_any`; Any-Precision LLM, sections 4.1 and 4.2): each width is "
-    "the first bits of the next one. **From 4 bits on** its seed has 4 bits, which no narrower width constrains. Values count alike or **by squared gradients** of the loss on calibration text, summed over "
-    "samples. All linear layers but the output layer; computing is fp32 with the values of the codebooks. Measured are perplexity of "
-    "Python's language reference, the mean **KL** divergence of the next token's distribution from the 16-bit model's in nats, and how "
-    "often the most likely token is the same (**top-1**). **Megabytes** are what a token reads of linear layers, codebooks included: "
-    "they weigh more in a model as small as this one."
+    "the first bits of the next one. **From 4 bits on** its seed has 4 bits, which no narrower width constrains. Values count alike "
+    "or **by squared gradients** of the loss on calibration text, summed over samples. All linear layers but the output layer; "
+    "computing is fp32 with the values of the codebooks. Measured are perplexity of Python's language reference, the mean **KL** "
+    "divergence of the next token's distribution from the 16-bit model's in nats, and how often the most likely token is the "
+    "same (**top-1**). **Megabytes** are what a token reads of linear layers, codebooks included: they weigh more in a model as small as "
+    "this one."
 )
 ALONE = {
     "exact": "**That width alone** is the exact k-means of each output channel for that width and no other, of the least squared error "

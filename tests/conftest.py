@@ -41,6 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small problems: on a busy machine a second thread of torch's is waited for longer than it works."""
+    import torch  # seconds: only where a test computes
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def _mark_slow(items: list[pytest.Item]) -> None:
     left = {f"tests/{name}": count for name, count in slow_functions().items()}
     for item in items:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_language_model import VOCABULARY, text_of, tiny
 from torch import nn
 
 from results.measure import any_quality, quality_model
@@ -18,37 +18,18 @@ from results.measure.quality_model import Texts, spaced, squared_gradients
 from tilebit.weights.kmeans import SortedRows, lloyd
 from tilebit.weights.nested import density_of, even
 
-VOCABULARY = 61
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def tiny() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1,
-        head_dim=16, tie_word_embeddings=True, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def texts_of(_: Any, tokens: int, window: int, library: Path) -> Texts:
-    ids = torch.randint(0, VOCABULARY, (600,), generator=torch.Generator().manual_seed(1))
+    ids = text_of()
     return Texts(spaced(ids, -(-tokens // window), window), ids)
 
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs the program with some arguments, and gives the rows that it added."""
-    monkeypatch.setattr(quality_model, "load", lambda folder, device: (tiny(), None))
+    monkeypatch.setattr(quality_model, "load", lambda folder, device: (tiny(1), None))
     monkeypatch.setattr(quality_model, "texts", texts_of)
     monkeypatch.setattr(any_quality, "WIDTHS", (3, 5))
     monkeypatch.setattr(any_quality, "SAMPLES", (2, 16))
@@ -92,7 +73,7 @@ def test_earlier_rows_count_without_the_name_of_their_texts(study: Any, monkeypa
 
 
 def test_layers_are_clustered_together_where_rows_are_as_long() -> None:
-    model, generator = tiny(), torch.Generator().manual_seed(2)
+    model, generator = tiny(1), torch.Generator().manual_seed(2)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and "lm_head" not in name}
     originals = {name: layer.weight.detach() for name, layer in layers.items()}
     gradients = squared_gradients(model, layers, [torch.randint(0, VOCABULARY, (1, 24), generator=generator)])

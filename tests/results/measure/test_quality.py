@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_language_model import text_of, tiny
 
 from results.measure import quality, quality_model
 from results.measure.quality import Settings, compared, measured, missing
@@ -35,37 +35,23 @@ from tilebit.weights.precision import LayerPrecision, PrecisionPlan
 from tilebit.weights.quantize import quantize
 from tilebit.weights.smooth import quantize_smoothed
 
-VOCABULARY, WINDOW = 61, 24
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WINDOW = 24
 SETTINGS = Settings(tokens=48, window=WINDOW, calibration_samples=2, calibration_window=32, search_window=16)
 GPTQ, NEAREST = (Variant("w4a16_g32_asym", method) for method in ("gptq", "round"))
 LQQ = Variant("w4a8_lqq_g64", "round", activations="a8_token", smooth=True)
 TENTH = Variant(MIXED[0], "round", MIXED[1], 0.1, "global", "both", 3)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
-        head_dim=16, tie_word_embeddings=True, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    return tiny(2)
 
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (600,), generator=generator)
+    ids = text_of()
     return Texts(spaced(ids, 2, WINDOW), ids[100:])
 
 

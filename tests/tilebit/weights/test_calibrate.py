@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +18,10 @@ from tilebit.weights.modules import QuantLinear, quantize_model
 from tilebit.weights.quantize import QuantizedTensor, quantize
 from tilebit.weights.stream import find_blocks, visit_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, TOKENS = 40, 11
 FORMAT = QuantFormat(4, 32, False)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +17,10 @@ from tilebit.weights.gptq import gptq
 from tilebit.weights.input_rows import InputRows, Inputs
 from tilebit.weights.smooth import Smoothing, quantize_smoothed, search_smoothing
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, FORMAT = 64, "w4a8_lqq_g64"
 STRENGTHS = (0.0, 0.3, 0.6)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Block(nn.Module):

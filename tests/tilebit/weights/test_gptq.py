@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from lanes import one_of_each
@@ -14,16 +12,9 @@ from tilebit.weights.gptq import DAMPING, gptq
 from tilebit.weights.packed import pack
 from tilebit.weights.quantize import QuantizedTensor, quantize
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FORMATS = [format for format in EVERY.values() if format.integer]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _problem(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

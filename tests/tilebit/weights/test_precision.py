@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,11 @@ from tilebit.weights.precision import PrecisionPlan, select_channels
 from tilebit.weights.quantize import quantize
 from tilebit.weights.salience import Salience, channel_salience
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOW, HIGH = QuantFormat(4, 32, False), QuantFormat(8, 32, True)
 NAMES = ("up", "mixer", "down")
 VOCABULARY = 17
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Toy(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,9 @@ from tilebit.weights.gptq import gptq
 from tilebit.weights.quantize import QuantizedTensor, quantize
 from tilebit.weights.smooth import STRENGTHS, search_smoothing, smoothing_factors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CODED = [name for name, format in FORMATS.items() if format.x]  # of 8-bit x
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Problems are small: on a busy machine a second thread is waited for longer than it works."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _problem(seed: int = 0, n: int = 70, k: int = 200, spread: float = 1.5) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from tilebit.tiles.compiler.kernel import Kernel
 from tilebit.tiles.compiler.pool import CompilePool
 
 
-def asked(op: str, format: str, head_dim: int = 128, **changes) -> AttentionWorkload:
-    return AttentionWorkload(op, 32, 1, 4096, 32, 8, head_dim, KVFormat.from_name(format), **changes)
+def asked(op: str, format: str, head_dim: int = 128, q_len: int = 1, **changes) -> AttentionWorkload:
+    return AttentionWorkload(op, 32, q_len, 4096, 32, 8, head_dim, KVFormat.from_name(format), **changes)
 
 
 CASES = (
@@ -32,6 +32,9 @@ CASES = (
     ("sm_80", asked("decode", "kv8_token", window=1000, sink_tokens=4)),
     ("sm_86", asked("decode", "kv16", dtype="bfloat16")),
     ("sm_89", asked("decode", "k8_channel_v4", 256, page_size=64)),
+    ("sm_90a", asked("decode", "kv2_channel", q_len=16)),  # drafts of several tokens, whose products are wide
+    ("sm_90a", asked("decode", "kv8_channel", 64, q_len=5)),
+    ("sm_80", asked("decode", "kv2_token", q_len=3)),
     ("sm_90a", asked("append", "kv4_channel", rotary="half")),
     ("sm_80", asked("append", "kvfp8", 64, dtype="bfloat16")),
 )
@@ -47,7 +50,7 @@ def pool() -> Iterator[CompilePool]:
 @pytest.mark.parametrize(
     ("arch", "workload"),
     one_of_each(CASES, lambda case: "any", several=True),
-    ids=[f"{arch}-{w.op}-{w.format.name}" for arch, w in CASES],
+    ids=[f"{arch}-{w.op}-{w.format.name}-{w.q_len}" for arch, w in CASES],
 )
 def test_compiles_as_promised(pool: CompilePool, arch: str, workload: AttentionWorkload):
     target = target_from_name(arch)

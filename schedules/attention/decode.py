@@ -34,7 +34,8 @@ SUM_PADDING = 4  # floats a column, which keep the warps' partial sums free of b
 SPARE_REGISTERS = 44  # of addresses, codes on their way and running maxima
 SCALED_QUERIES = 12  # and of queries that take the keys' channel scales
 # And of each eight columns beyond the first, by tokens of a unit: what spilled, compiled for sm_90a and sm_80, at 64 and 128 channels.
-WIDER = {BULK: {16: 0, 32: 12, 64: 57, 128: 85}, ASYNC: {16: 0, 32: 12, 64: 45, 128: 85}}
+WIDER = {16: 0, 32: 12, 64: 45, 128: 85}
+WIDER_BULK = WIDER | {64: 57}
 PLAN_WORDS = 3  # of shared memory that say how the blocks share the units
 STATIC_SMEM = 64  # the ticket, and where the block's share begins
 # What is tried. 32 x 4,096 tokens on an H200: at 4 bits 39.0 us with 8 warps and 39.6 with 12, at 8
@@ -115,7 +116,7 @@ def registers_needed(workload: AttentionWorkload, schedule: Schedule) -> int:
     takes 20 more."""
     tiles, columns = workload.head_dim // 16, schedule.block_m // 8
     scaled = SCALED_QUERIES if workload.format.key_scales == "channel" else 0
-    wider = (columns - 1) * WIDER[schedule.program][schedule.block_n]
+    wider = (columns - 1) * (WIDER_BULK if schedule.program == BULK else WIDER)[schedule.block_n]
     return tiles * columns * (2 + 4) + tiles * 5 // 2 + columns * 16 + scaled + wider + SPARE_REGISTERS
 
 

@@ -3,9 +3,9 @@
 
 Model and texts are those of ``results.measure.quality``, which says how the folder is made; layers
 compute in fp32 with the values of their codebooks. "upscaled" is a width of one store of 3 to 8 bits
-(``quantize_any``), "upscaled_4" of one of 4 to 8 bits, "exact" the k-means of that width alone, of the least error there is. (Earlier
-rows have "independent" ones, by Lloyd's algorithm above 4 bits.) Values count alike, or by the
-squared gradients of calibration text, summed over samples (the Fisher information's diagonal).
+(``quantize_any``), "upscaled_4" of one of 4 to 8 bits, "exact" the k-means of that width alone, of the
+least error there is. (Earlier rows have "independent" ones, by Lloyd's algorithm above 4 bits.) Values
+count alike, or by the squared gradients of calibration text, summed over samples (the Fisher information's diagonal).
 ``megabytes`` are what a token reads of linear layers: planes and codebooks. A row that is there, of
 the same settings and the same kind of device, is not measured again. Exact widths take a CPU's core
 an hour or so, a GPU minutes.

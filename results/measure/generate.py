@@ -8,10 +8,9 @@ between them. Beside it stands the captured step alone, replayed as ``generate``
 captures nothing, the row repeats the token's time.
 
 Nothing is timed before it is checked: the logits of ``generate``'s last token must be those of the model
-as it runs uncompiled, token after token, to 2 % over a 16-bit cache. Codes of activations, and of keys and
-values, round to their neighbours where numbers differ by rounding, which random weights make much of (2,048
-channels and 16 layers on a CPU: 0.3 % over 16 bits, 2.8 % over 4 bits): there to what ``results.measure.step``
-accepts, 1.25 times what moving embeddings by their rounding does.
+as it runs uncompiled, token after token, to 2 % over a 16-bit cache. Where numbers differ by rounding,
+codes of activations, and of keys and values, become their neighbours, and random weights make much of
+that (results/notes/step-codes.md): there to what ``results.measure.step`` accepts.
 """
 
 from __future__ import annotations

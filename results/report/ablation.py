@@ -72,21 +72,20 @@ def sums_ablation_section(studies: list[Ablation]) -> str:
         "fastest of the same schedules, in one process; every variant gives the same numbers and was checked. In brackets, how many times "
         "as long as the last one, which the library has."
     )
-    return _pictured(studies, about, "", "", _without, numbered=False)
+    return _pictured(studies, about, "each way", "ablation_sums", _without, numbered=False)
 
 
 def _pictured(
     studies: list[Ablation], about: str, picture: str, name: str, cell: Callable[[dict[int, float], int], str], numbered: bool
 ) -> str:
-    """A title, the plot of the study ``name``, if it has one, and a table for each device: steps by products."""
+    """A title, the plot of the study ``name`` and a table for each device: steps by products."""
     parts = []
     for study in studies:
         header = [*(["step", "idea"] if numbered else ["variant"]), *(f"{n} x {k}, m = {m}" for n, k, m in study.times)]
         lines = [
             [*[str(step)] * numbered, idea, *(cell(times, step) for times in study.times.values())] for step, idea in study.ideas.items()
         ]
-        plot = [f"![{picture}](../plots/{slug(study.gpu)}_{name}.svg)"] if picture else []
-        parts += [f"## {study.gpu}", *plot, table(header, lines, numbers=False)]
+        parts += [f"## {study.gpu}", f"![{picture}](../plots/{slug(study.gpu)}_{name}.svg)", table(header, lines, numbers=False)]
     return "\n\n".join([about, *parts]) if parts else ""
 
 

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     results, rows = options.root / "results", options.root / "results" / "rows"
     plots = draw(
         read_rows(rows / "gemm"),
-        {name: read_ablation(rows / name) for name in ("ablation", "ablation_int8")},
+        {name: read_ablation(rows / name) for name in ("ablation", "ablation_int8", "ablation_sums")},
         results / "plots",
         read_attention(rows / "attention"),
         read_language_quality(rows / "quality"),

@@ -53,7 +53,8 @@ def measured(case: dict[str, Any], cache: Path, compiling: bool = True) -> dict[
 def rows_of(model: Path, work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of each case, in the order of ``CASES``; directories, packs and caches are made in ``work``."""
     packed, pack, cache = (work / name for name in ("packed", "pack", "cache"))
-    command("quantize", str(model), str(packed), "--format", options.format, "--dtype", options.dtype, "--device", "cpu", cache=cache)
+    kind = ("--format", options.format, "--dtype", options.dtype, "--device", options.device)
+    command("quantize", str(model), str(packed), *kind, cache=cache)
     tokens = str(options.prompt_tokens + options.new_tokens)
     common = {name: getattr(options, name) for name in ("device", "dtype", "prompt_tokens", "new_tokens")}
     found: dict[str, dict[str, Any]] = {}

@@ -14,6 +14,7 @@ from .prompt import FIELDS as PROMPT_FIELDS
 from .rows import OURS, Row, json_rows, read_rows
 from .step import FIELDS as STEP_FIELDS
 from .step import PARTED
+from .step_generate import OP as IN_GENERATE
 from .targets import Where
 
 LAYERS = 32  # of the 8B model whose steps and prompts count
@@ -77,9 +78,9 @@ def _any_precision(folder: Path) -> Iterator[Time]:
 
 def _step(folder: Path) -> Iterator[Time]:
     """Steps as ``compile`` makes them by default, with the shipped records; those with other parts in products, and
-    those tuned where they run, are series of their own."""
+    those tuned where they run, are series of their own. A token of ``generate`` is more than a step."""
     for _, row in json_rows(folder, STEP_FIELDS):
-        if right(row) and row["layers"] == LAYERS:
+        if right(row) and row["layers"] == LAYERS and row.get("op") != IN_GENERATE:
             parts = f" {row.get('parts') or 'nothing'} in products" if row["impl"] == PARTED else ""
             tuned = " tuned in steps" if row.get("tuned") else ""
             series = f"{row['impl']}{parts} {row['format']} {row['kv_format']}{tuned}"

@@ -63,10 +63,11 @@ def test_without_rows_there_is_no_page(tmp_path: Path) -> None:
 
 def test_tokens_of_generate_stand_beside_their_graph(tmp_path: Path) -> None:
     """The newest of each; steps are not mixed with them."""
-    old, new = (row("tilebit", us, run, op="generate", graph_us=2000.0) for us, run in ((3000.0, "1"), (2200.0, "2")))
+    fields = {"op": "generate", "graph_us": 2000.0, "rel_err_accepted": 0.02}
+    old, new = (row("tilebit", us, run, **fields) for us, run in ((3000.0, "1"), (2200.0, "2")))
     text = section(tmp_path, old, new, row("tilebit", 2100.0, "3", op="step"))
     steps, tokens = text.split("### In generate")
     assert "| as shipped | 2.10 | 2.00 | - | - |" in steps and "2.20" not in steps
-    assert "| 16 | 4096 | 32 | w4a16_g128 | kv16 | 2.20 | 2.00 | 10% | aaaaaaa |" in tokens and "3.00" not in tokens
+    assert "| 16 | 4096 | 32 | w4a16_g128 | kv16 | 2.20 | 2.00 | 10% | 0.1% (of 2%) | aaaaaaa |" in tokens and "3.00" not in tokens
     alone = section(tmp_path, new)
     assert alone.startswith("## a GPU\n\n### In generate") and alone.count("| 16 |") == 1

@@ -147,6 +147,7 @@ def test_steps_count_with_shipped_schedules_and_right_logits(tmp_path: Path) -> 
         step("tilebit", "w4a16_g128", 1.0, "3", rel_err=0.5, rel_err_accepted=0.02),
         step("tilebit", "w4a16_g128", 1.0, "3", layers=2),
         step("tilebit_parts", "w4a16_g128", 1.0, "3", parts="gate"),
+        step("tilebit", "w4a16_g128", 1.0, "3", op="generate"),
     ]
     result = found(tmp_path, [*rows, *others], target)
     assert result.figure == pytest.approx(1.6) and result.met

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,7 @@ class TilebitCache(Cache):
         self.format = KVFormat.from_name(format) if isinstance(format, str) else format
         self.seen = 0
         self.step: Step | None = None
+        self.pending: Callable[[], None] | None = None  # takes back a step that was launched ahead (``ahead.py``)
         self._undo: Undo | None = None
         self._recording = self._broken = False
         self._padding: list[tuple[int, Tensor]] = []  # (first column, bool [rows, columns], true where one is padding) of steps with some
@@ -190,6 +191,16 @@ class TilebitCache(Cache):
         for layer in self.own:
             layer.seen = self.seen
 
+    def take_back(self) -> None:
+        """The last step has been written, and does not count: the next one writes over it."""
+        assert self.step is not None
+        self.pool.cache.table.retract(self.pool.handles, self.step.counts)
+        self.seen -= self.step.columns
+
+    def _without_pending(self) -> None:
+        if self.pending is not None:
+            self.pending()
+
     def _begun(
         self,
         rows: int,
@@ -245,6 +256,7 @@ class TilebitCache(Cache):
     # ---- what generate asks for ----
 
     def crop(self, tokens_to_remove: int) -> None:
+        self._without_pending()
         given = int(tokens_to_remove)  # generate passes a tensor; above 0 it is what is left, as of old
         removed = min(-given if given <= 0 else max(0, self.seen - given), self.seen)
         if removed and self.pool.handles:
@@ -267,10 +279,12 @@ class TilebitCache(Cache):
         return counts.tolist()
 
     def activate_past_recording(self) -> None:
+        self._without_pending()
         self._recording = True
         super().activate_past_recording()
 
     def reset(self) -> None:
+        self._without_pending()
         self.pool.reset()
         self.seen, self._padding, self._undo, self._broken = 0, [], None, False
         for layer in self.layers:
@@ -293,6 +307,7 @@ class TilebitCache(Cache):
             layer.batch_select_indices(indices)
 
     def _select(self, rows: Sequence[int]) -> None:
+        self._without_pending()
         if not self.pool.handles:
             return
         self.pool.select(rows)

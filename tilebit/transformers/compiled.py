@@ -25,6 +25,7 @@ from ..kernels import build
 from ..ops.plans import bucket, rehearsed
 from ..progress import waiting
 from ..weights.any_modules import AnyPrecisionLinear
+from .ahead import StepAhead
 from .anatomy import anatomy
 from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
@@ -130,7 +131,7 @@ class DecodeSteps:
     def __init__(self, model: PreTrainedModel, sizes: list[int], max_tokens: int, parts: tuple[Part, ...] = BY_DEFAULT) -> None:
         self.model, self.sizes, self.max_tokens, self.parts = model, sizes, max_tokens, parts
         self._graphs: Graphs = weakref.WeakKeyDictionary()
-        self.inputs = StepInputs(model)
+        self.inputs, self.ahead = StepInputs(model), StepAhead(self)
         self._build()
 
     def _build(self) -> None:
@@ -157,7 +158,7 @@ class DecodeSteps:
 
     def _in_width(self) -> Widths:
         """The widths that layers are set to, whose kernels are there."""
-        widths = self._widths()
+        widths = self.widths()
         if widths not in self._ready:
             prepared(self.step.products, self.sizes)
             self._ready.add(widths)
@@ -174,8 +175,10 @@ class DecodeSteps:
         model.__dict__["forward"] = MethodType(_called(type(model)), self)
         model.__dict__.update({name: MethodType(_changed(type(model), name), self) for name in CHANGES})
         self.inputs.install()
+        self.ahead.install()
 
     def uninstall(self) -> None:
+        self.ahead.uninstall()
         self.inputs.uninstall()
         for name in self._own:
             self.model.__dict__.pop(name, None)
@@ -186,6 +189,7 @@ class DecodeSteps:
         made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
         made.sizes, made.max_tokens, made.parts, made._held, made._stale = self.sizes, self.max_tokens, self.parts, [], True
         made._graphs, made.inputs = weakref.WeakKeyDictionary(), copy.deepcopy(self.inputs, memo)
+        made.ahead = copy.deepcopy(self.ahead, memo)
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -196,30 +200,43 @@ class DecodeSteps:
         return self._own["forward"](*given, **named)
 
     def called(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        taken = None if given else self._taker(named)
+        plain = not given and self._plain(named)
+        logits = self.ahead.taken(named if plain else None)
+        if logits is not None:
+            return _answer(logits, named["past_key_values"])
+        taken = self._taker(named) if plain else None
         return self.original(*given, **named) if taken is None else taken()
 
     def changed(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._stale = True
         return self._own[name](*given, **named)
 
+    def is_current(self) -> bool:
+        """Whether each layer is the one that the step was built of."""
+        return not self._stale and all(owner.get(name) is module for owner, name, module in self._held)
+
     def _current(self) -> None:
-        """Build the step again where a layer is another one than it was built of."""
-        if self._stale or any(owner.get(name) is not module for owner, name, module in self._held):
+        if not self.is_current():
             self._build()
 
     # ---- a call ----
 
-    def _taker(self, named: dict[str, Any]) -> Callable[[], CausalLMOutputWithPast] | None:
-        """Who takes a call with these arguments; None: the model itself."""
-        ids, cache = named.get("input_ids"), named.get("past_key_values")
-        if not isinstance(cache, TilebitCache) or not isinstance(ids, Tensor) or ids.ndim != 2:
-            return None
-        (rows, columns), mask, positions = ids.shape, named.get("attention_mask"), named.get("position_ids")
+    def _plain(self, named: dict[str, Any]) -> bool:
+        """Whether a call asks for nothing that fused kernels do not give."""
+        ids, mask = named.get("input_ids"), named.get("attention_mask")
+        if not isinstance(named.get("past_key_values"), TilebitCache) or not isinstance(ids, Tensor) or ids.ndim != 2:
+            return False
         others = {name for name, value in named.items() if name not in ALLOWED and value not in (None, False)}
         if others or named.get("return_dict") is False or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
-            return None
-        if torch.is_grad_enabled() or self.model.training or not cache.fusible or cache.seen + columns > self.max_tokens:
+            return False
+        return not torch.is_grad_enabled() and not self.model.training
+
+    def _taker(self, named: dict[str, Any]) -> Callable[[], CausalLMOutputWithPast] | None:
+        """Who takes a plain call with these arguments; None: the model itself."""
+        ids, cache, mask, positions = (named.get(name) for name in ("input_ids", "past_key_values", "attention_mask", "position_ids"))
+        assert isinstance(ids, Tensor) and isinstance(cache, TilebitCache)
+        rows, columns = ids.shape
+        if not cache.fusible or cache.seen + columns > self.max_tokens:
             return None
         if columns == 1:
             if rows in self.sizes and cache.seen > 0 and self._one_each(cache, mask, positions, rows):
@@ -245,7 +262,8 @@ class DecodeSteps:
     def _stepped(self, cache: TilebitCache, ids: Tensor) -> CausalLMOutputWithPast:
         self._current()
         logits = self.run(cache, ids[:, 0])
-        return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
+        self.ahead.stepped(cache, len(ids))
+        return _answer(logits, cache)
 
     def _prompted(self, cache: TilebitCache, ids: Tensor, mask: Tensor | None, kept: int) -> CausalLMOutputWithPast:
         """Logits of the last ``kept`` columns of a prompt, or of a chunk of one."""
@@ -266,7 +284,7 @@ class DecodeSteps:
 
     def _prepare_prompt(self, tokens: int, kv: KVCache, batch: Batch, call: Callable[[], object]) -> None:
         """Compile what the first prompt of about this size will launch, in parallel."""
-        kind = (bucket(tokens), bucket(batch.size), kv.format.name, self._widths())
+        kind = (bucket(tokens), bucket(batch.size), kv.format.name, self.widths())
         if kind in self._prompts:
             return
         prepared(self.step.products, [tokens])
@@ -276,14 +294,18 @@ class DecodeSteps:
 
     def run(self, cache: TilebitCache, ids: Tensor) -> Tensor:
         """Logits [rows, vocabulary] behind ``ids`` [rows]: on a GPU a buffer that the next step writes to."""
+        logits = self.launched(cache, ids)
+        cache.settle()
+        return logits
+
+    def launched(self, cache: TilebitCache, ids: Tensor) -> Tensor:
+        """``run`` for who says later whether the step counts: ``cache.settle()``, or ``cache.take_back()``."""
         step = cache.begin_step(len(ids), 1, None, self.model.dtype, ids.device, all_tokens=True)
         try:
-            logits = self.launch(cache.pool.cache, step.batch, ids)
+            return self.launch(cache.pool.cache, step.batch, ids)
         except Exception:
             cache.abandon()
             raise
-        cache.settle()
-        return logits
 
     def launch(self, kv: KVCache, batch: Batch, ids: Tensor) -> Tensor:
         """``run`` for who keeps sequences in a ``KVCache`` of their own, with a layer for each of the model's:
@@ -308,17 +330,18 @@ class DecodeSteps:
     def tokens(self, batch: Batch) -> Tensor | None:
         """The int64 [rows] that the captured step of ``batch`` reads its tokens from, for who samples into
         it; None before it is captured."""
-        captured = self._graphs.get(batch, {}).get(self._widths())
+        captured = self._graphs.get(batch, {}).get(self.widths())
         return None if captured is None else captured.ids
 
     def replay(self, batch: Batch) -> None:
         """The captured step of ``batch`` once more, as it is: what is left without the host's work."""
-        captured = self._graphs[batch][self._widths()]
+        captured = self._graphs[batch][self.widths()]
         assert captured is not None
         batch.lag(captured.growth)
         captured.graph.replay()
 
-    def _widths(self) -> Widths:
+    def widths(self) -> Widths:
+        """The widths that any-precision layers are set to."""
         return tuple(layer.bits for layer in self._any)
 
     def _captures(self, ids: Tensor) -> bool:
@@ -333,6 +356,11 @@ class DecodeSteps:
             batch.grow(added)
             logits = self.step(held, kv, batch)
         return Captured(graph, held, logits, growth, added)
+
+
+def _answer(logits: Tensor, cache: TilebitCache) -> CausalLMOutputWithPast:
+    """Of a step, whose ``logits`` [rows, vocabulary] the next one may write to."""
+    return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
 
 
 def _rehearse(batch: Batch, call: Callable[[], object]) -> None:

@@ -75,6 +75,12 @@ class Pool:
                 self._batch.assign(self.handles)
         return self.cache.advance(self._batch, counts, deferred)
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether each sequence can be so many tokens longer in the memory that is there."""
+        held = [self.cache.table.sequence(handle) for handle in self.handles]
+        needed = sum(max(0, self._pages(s.length + tokens) - len(s.pages)) for s in held)
+        return needed <= self.cache.free_pages and all(s.length + tokens <= self.max_tokens for s in held)
+
     def lengths(self) -> list[int]:
         return [self.cache.length(handle) for handle in self.handles]
 

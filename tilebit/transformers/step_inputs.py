@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 GROW, SLICE = "_update_model_kwargs_for_generation", "prepare_inputs_for_generation"  # transformers' methods
-MASK, POSITIONS = "attention_mask", "position_ids"
+MASK, POSITIONS, IDS = "attention_mask", "position_ids", "input_ids"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,7 @@ class StepInputs:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._mask = self._positions = _Known()
+        self._cut: tuple[_Known, weakref.ref[Tensor]] | None = None  # the last column of tokens, and all of them
         self._own: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
@@ -93,6 +94,10 @@ class StepInputs:
         if positions is not None:
             self._positions = self._positions.read(positions, lengths)
 
+    def cut_from(self, ids: Tensor) -> Tensor | None:
+        """The tokens [rows, columns] whose last column ``generate`` made ``ids`` of; None: not known."""
+        return self._cut[1]() if self._cut is not None and self._cut[0].has(ids) else None
+
     def _grow(self, outputs: Any, model_kwargs: dict[str, Any], *given: Any, **named: Any) -> dict[str, Any]:
         mask, positions = model_kwargs.get(MASK), model_kwargs.get(POSITIONS)
         with _versions():
@@ -108,6 +113,9 @@ class StepInputs:
         whole, last = named.get(POSITIONS), made.get(POSITIONS)
         if isinstance(whole, Tensor) and isinstance(last, Tensor) and last is not whole and last.shape[-1] == 1:
             self._positions = _Known.of(whole, last, numbers=self._positions.numbers if self._positions.has(whole) else None)
+        tokens, ids = given[0] if given else named.get(IDS), made.get(IDS)
+        cut = isinstance(tokens, Tensor) and isinstance(ids, Tensor) and ids is not tokens and ids.shape == (len(tokens), 1)
+        self._cut = (_Known.of(ids), weakref.ref(tokens)) if cut else None
         return made
 
 

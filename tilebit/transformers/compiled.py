@@ -56,6 +56,9 @@ def compile(
     its own. A call with more than 16 new tokens in each of any number of rows, a
     prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q
     and k. Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
+    ``generate`` finds most steps launched when it asks for them: each is launched when its tokens are chosen, while
+    the host reads whether all rows have ended, and one that nobody asks for is taken back. Beams and drafts have
+    none of that, nor has ``torch.inference_mode``, whose tensors do not say who wrote to them.
     Masks and positions that ``generate`` makes are read at its first step and known from then on; those of
     calls, or that others have written to, are read at each step, which waits for the device.
 

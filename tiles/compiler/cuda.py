@@ -22,7 +22,7 @@ from ...schedules.operations import params as kernel_parameters
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target, target_from_name
 from ..program import DEVICE_DIR, TileProgram
-from .hasten import hasten_tilelang
+from .hasten import hasten_tilelang, without_repeats
 from .host_plan import HostPlan, describe_params, read_host
 from .host_stub import CUBIN_NAME, compile_stub, generate_stub
 from .lint import Instructions, Resources, count_instructions, disassemble
@@ -98,7 +98,7 @@ def lower_cuda(function: Any, arch: str, pass_configs: dict[str, Any] | None = N
     from tilelang.engine.lower import lower
 
     cuda = tvm.target.Target({"kind": "cuda", "arch": arch})
-    with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs or {})), cuda:
+    with tvm.transform.PassContext(opt_level=3, config=dict(pass_configs or {})), cuda, without_repeats():
         return lower(function, target=cuda)
 
 

@@ -38,8 +38,50 @@ for name, value in {Z3_OPTIONS!r}.items():
 """
 
 
-def test_a_text_is_rewritten_once_and_its_variables_are_bound_each_time(tmp_path: Path):
-    script = tmp_path / "macros.py"  # a file: TileLang reads the text of a macro there
-    script.write_text(MACROS)
+# A kernel that reads its input's last number by an index that is given.
+NEGATIVE = """
+import sys
+import tilelang
+import tilelang.language as T
+from tilelang import transform
+from tilebit.tiles.compiler.cuda import lower_cuda
+from tilebit.tiles.compiler.hasten import LEFT_OUT, ORDER_OF, _named
+
+def kernel(index):
+    @T.prim_func
+    def main(x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32")):
+        with T.Kernel(1, threads=64):
+            y[T.get_thread_binding()] = x[index]
+
+    return main
+
+def passes():
+    return [getattr(_named(module), name) for module, name in (*LEFT_OUT, ("tilelang.transform", "LegalizeNegativeIndex"))]
+
+before = passes()
+assert "x[63]" in lower_cuda(kernel(63), "sm_80").kernel_source
+assert passes() == before
+try:
+    found = lower_cuda(kernel(-1), "sm_80").kernel_source
+except ValueError as error:
+    assert "an index of x is -1; accepted: 0 and above" in str(error), error
+else:  # another version of TileLang, which counts from the end
+    assert not tilelang.__version__.startswith(ORDER_OF) and "x[63]" in found, (tilelang.__version__, found)
+assert passes() == before
+"""
+
+
+def run(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "script.py"  # a file: TileLang reads the text of a macro there
+    script.write_text(text)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=os.environ.copy())
     assert done.returncode == 0, done.stderr
+
+
+def test_an_index_below_zero_is_no_other_number(tmp_path: Path):
+    """TileLang's pass that would count from the end is left out; what is left out comes back behind each kernel."""
+    run(tmp_path, NEGATIVE)
+
+
+def test_a_text_is_rewritten_once_and_its_variables_are_bound_each_time(tmp_path: Path):
+    run(tmp_path, MACROS)

@@ -47,6 +47,7 @@ from .report.foreign import foreign_section
 from .report.formats import FORMATS_FIELDS, floats_section, formats_section
 from .report.gemm import gemm_section
 from .report.int8 import int8_section
+from .report.int8_alone import int8_alone_section
 from .report.kv_cache import FIELDS as KV_CACHE_FIELDS
 from .report.kv_cache import accuracy_section
 from .report.liquid_model import liquid_model_section
@@ -191,6 +192,14 @@ STUDIES = (
         Row,
         lambda rows: joined(int8_section(found := read_rows(rows / "int8")), liquid_model_section(found) if found else ""),
         ("python -m results.peers.import_peers FILE --classes w4a8,w8a8,w4.4a8,w4a16,w16a16 --out results/rows/int8",),
+    ),
+    Study(
+        "int8_alone",
+        "Products of 8-bit activations, each alone",
+        "How fast is each where its own power sets the clock, and not that of the kernel before?",
+        Row,
+        lambda rows: int8_alone_section(read_rows(rows / "int8_alone"), read_rows(rows / "int8")),
+        ("python -m results.peers.import_peers FILE --alone --classes w4a8,w8a8,w4a16,w16a16 --out results/rows/int8_alone",),
     ),
     Study(
         "activations",

@@ -28,6 +28,7 @@ KEY = ("run", "peer", "n", "k", "m")  # what tells rows of one file apart
 GROUP = 128  # values of k per scale of every 4- and 8-bit weight of the harness
 PROCESS = ("run", "gpu", "driver", "cuda", "torch", "tilelang", "commit", "date", "timer")
 CLASSES = ("w4a16", "w8a16", "w16a16")  # those that the tables compare
+ALONE = "peer harness, each alone"  # the timer of rows that ``gemm_peers.py --sequential`` measured
 PLUGIN_NAME = re.compile(r"tilebit_(w[48]a16)_(sym|asym)(_bf16)?(_pdl)?")
 
 
@@ -185,8 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", help="of every row (default: what tilebit's rows of the same process say)")
     parser.add_argument("--classes", default=",".join(CLASSES), help=f"kernel classes to import (default: {','.join(CLASSES)})")
     parser.add_argument("--out", type=Path, default=ROWS / "gemm", help="folder of the rows, one file per device")
+    parser.add_argument("--alone", action="store_true", help="the file is of gemm_peers.py --sequential: each kernel was timed by itself")
     options = parser.parse_args(arguments)
     process = {name: value for name in ("run", "gpu", "date") if (value := getattr(options, name))}
+    if options.alone:
+        process["timer"] = ALONE
     try:
         rows, left_out = import_rows(json.loads(options.file.read_text()), process, options.classes.split(","))
     except (OSError, ValueError, KeyError) as error:

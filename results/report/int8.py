@@ -58,16 +58,16 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
             cells = []
             for _, least, most in BANDS:
                 ratios = [
-                    ratio
+                    one
                     for (m, _, _), found in sorted(processes.items())
-                    if least <= m <= most and (ratio := _ratio(found.values(), name, compared)) is not None
+                    if least <= m <= most and (one := ratio(found.values(), name, compared)) is not None
                 ]
                 cells.append(f"**{geometric_mean(ratios):.2f}** ({min(ratios):.2f} of {len(ratios)})" if ratios else "-")
             if any(cell != "-" for cell in cells):
                 yield [name, f"against {what}", *cells]
 
 
-def _ratio(processes: Iterable[Mapping[str, Row]], name: str, compared: Callable[[Row], bool]) -> float | None:
+def ratio(processes: Iterable[Mapping[str, Row]], name: str, compared: Callable[[Row], bool]) -> float | None:
     """How many times as fast ``name`` is as the fastest of what it is compared with, by each one's newest
     process that timed both; None: none did."""
     pairs = newest_beside(processes, name).values()

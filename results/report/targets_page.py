@@ -31,7 +31,8 @@ STUDY = {
     "int8": (
         "Beside W4A8 stand humming (int8 and fp8), Marlin (int8) and vLLM's CUTLASS kernel (fp8, as it chooses and the best of its "
         "schedules); beside fp8 W8A8 vLLM and torch by rows. Group-wise formats are asked for 1.35 times the fastest W4A16 of any peer: "
-        "tilebit's own stands for it, which is [at most 1 % slower](gemm.md) from 1024 rows on. [All times](int8.md)."
+        "tilebit's own stands for it, which is [at most 1 % slower](gemm.md) from 1024 rows on. All are timed in turn, in drawn orders; "
+        "[each alone](int8_alone.md) at 1024 and 4096 rows is another matter. [All times](int8.md)."
     ),
     "any_precision": (
         "The 16-bit product is the one that was timed in turn with that width. Any-Precision LLM's own kernels were timed by the peer "

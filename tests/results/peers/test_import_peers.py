@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from results.peers import peers_plugin
-from results.peers.import_peers import CLASSES, PEER_KINDS, PeerKind, import_rows, main, peer_kind
+from results.peers.import_peers import ALONE, CLASSES, PEER_KINDS, PeerKind, import_rows, main, peer_kind
 from results.report.rows import Row, read_rows
 
 NOTE = {"run": "r1", "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "tilelang": "0.1.15", "commit": "c" * 40}
@@ -47,6 +47,15 @@ def test_rows_say_how_their_process_took_turns():
     note = json.dumps({**NOTE, "timer": peers_plugin.TIMER})
     rows, _ = import_rows([measured("marlin_u4zp"), measured("tilebit_w4a16_asym", note=note)], {})
     assert [row["timer"] for row in rows] == [peers_plugin.TIMER] * 2
+
+
+def test_rows_that_were_timed_alone_say_so(tmp_path: Path):
+    file = tmp_path / "measured.json"
+    file.write_text(
+        json.dumps([measured("marlin_u4zp"), measured("tilebit_w4a16_asym", note=json.dumps({**NOTE, "timer": peers_plugin.TIMER}))])
+    )
+    assert main([str(file), "--alone", "--out", str(tmp_path / "rows")]) == 0
+    assert [row.timer for row in read_rows(tmp_path / "rows")["NVIDIA H200"]] == [ALONE] * 2
 
 
 def test_every_name_of_the_plug_in_and_the_baselines_has_a_kind():

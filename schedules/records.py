@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
@@ -108,8 +108,9 @@ class TuningRecord:
         return {**self.extra, **data, "workload": self.workload.to_json(), "schedule": self.schedule.to_json()}
 
     @classmethod
-    def from_json(cls, data: Any) -> TuningRecord:
-        """Unknown fields go to ``extra``; a missing or mislabelled one raises ``ValueError``."""
+    def from_json(cls, data: Any, made: Made | None = None) -> TuningRecord:
+        """Unknown fields go to ``extra``; a missing or mislabelled one raises ``ValueError``. ``made`` holds what was
+        made of others' workloads and schedules, of which many records have the same."""
         if not isinstance(data, dict):
             raise ValueError(f"not a record: {type(data).__name__}; accepted: a JSON object")
         missing = [name for name in ("workload", "schedule", "gpu", "arch", "units") if name not in data]
@@ -128,9 +129,24 @@ class TuningRecord:
         if extra.get("place") == "step":  # as a time in a model's step was marked before workloads said so; it is none of the product alone
             values["workload"] = {**values["workload"], "dependent": True}
             del extra["place"]
-        values["workload"] = workload_from_json(values["workload"])
-        values["schedule"] = Schedule.from_json(values["schedule"])
+        for name, make in (("workload", workload_from_json), ("schedule", Schedule.from_json)):
+            values[name] = make(values[name]) if made is None else made.of(make, values[name])
         return cls(**values, extra=extra)
+
+
+class Made:
+    """What functions made of JSON values."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, str], Any] = {}
+
+    def of(self, make: Callable[[Any], Any], value: Any) -> Any:
+        """``make(value)``, made once of equal values."""
+        key = make, repr(value)  # by repr 1, 1.0 and True are three
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = make(value)
+        return found
 
 
 _NUMBER = (float, int, type(None))
@@ -150,7 +166,7 @@ def parse_records(text: bytes, source: str) -> list[TuningRecord]:
     that are not installed here are left out without a word."""
     records: list[TuningRecord] = []
     shown: list[str] = []
-    bad = 0
+    bad, made = 0, Made()
     lines = text.split(b"\n")
     torn = len(lines) if lines[-1].strip() else 0  # number of a last line that lacks its newline
     for number, line in enumerate(lines, 1):
@@ -160,7 +176,7 @@ def parse_records(text: bytes, source: str) -> list[TuningRecord]:
             bad += 1
             continue
         try:
-            records.append(TuningRecord.from_json(parse_json(line, MAX_LINE)))
+            records.append(TuningRecord.from_json(parse_json(line, MAX_LINE), made))
         except NotInstalled:
             continue  # a record of another package's operation or format, which nothing here asks for
         except ValueError as error:

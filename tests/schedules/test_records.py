@@ -42,6 +42,20 @@ def test_round_trip_through_a_file(tmp_path):
     assert load_records(path) == [RECORD, FAILED]
 
 
+def test_equal_workloads_are_one_and_what_is_only_equal_to_them_is_none(tmp_path):
+    """1 is no truth value: a line that says it is skipped, behind one that is right."""
+    path = tmp_path / "r.jsonl"
+    mislabelled = RECORD.to_json()
+    mislabelled["workload"]["bias"] = 1
+    path.write_text(
+        lines(RECORD, FAILED) + json.dumps(mislabelled) + "\n" + lines(replace(RECORD, schedule=replace(RECORD.schedule, raster=0)))
+    )
+    with pytest.warns(RecordWarning, match="skipped 1 lines"):
+        first, failed, other = load_records(path)
+    assert first == RECORD and first.workload is failed.workload is other.workload
+    assert first.schedule is failed.schedule and other.schedule.raster == 0
+
+
 def test_unknown_fields_are_kept():
     data = {**RECORD.to_json(), "clock_mhz": 1980, "from_the_future": {"a": [1]}}
     record = TuningRecord.from_json(data)

@@ -21,7 +21,8 @@ from .prelude import FILES
 # Files of this package that decide what an artifact contains, beside the program's own.
 PIPELINE = {
     "tilelang": (
-        *("request.py", "compile.py", "cuda.py", "prelude.py", "lint.py", "host_plan.py", "host_stub.py", "../device/host_runtime.h"),
+        *("request.py", "compile.py", "cuda.py", "hasten.py", "prelude.py", "lint.py", "host_plan.py", "host_stub.py"),
+        "../device/host_runtime.h",
         *(f"../device/{name}" for name in FILES),
     ),
     "tvm": ("request.py", "compile.py", "cpu.py"),

@@ -11,8 +11,10 @@ alone decide who adds up what, in which order.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from ...layouts.kv import GRANULE
@@ -138,25 +140,32 @@ def decode_candidates(program: str, workload: AttentionWorkload, target: Target)
     if all(registers_needed(workload, Schedule(program, 16, m, workload.head_dim)) > 255 for m in widths):
         widths = [BLOCK_M[-2], BLOCK_M[0]]
     found: list[Schedule] = []
+    deepest = cache(lambda base: _deepest(base, workload, target))
     for fewest, most in WARPS_PER_SM:
         if len(found) < ENOUGH:
-            sizes = product(widths, IN_FLIGHT, BLOCK_N[::-1], MIN_BLOCKS, NUM_WARPS)
-            deepened = (
-                _deepened(Schedule(program, block_n, block_m, workload.head_dim, 1, warps, min_blocks=blocks), workload, target, in_flight)
-                for block_m, in_flight, block_n, blocks, warps in sizes
+            bases = (
+                (in_flight, Schedule(program, block_n, block_m, workload.head_dim, 1, warps, min_blocks=blocks))
+                for block_m, in_flight, block_n, blocks, warps in product(widths, IN_FLIGHT, BLOCK_N[::-1], MIN_BLOCKS, NUM_WARPS)
                 if fewest <= warps * blocks <= most
             )
+            deepened = (_deepened(base, workload, deepest(base), in_flight) for in_flight, base in bases)
             found = list(dict.fromkeys([*found, *(s for s in deepened if s is not None)]))
     return found
 
 
-def _deepened(base: Schedule, workload: AttentionWorkload, target: Target, in_flight: int) -> Schedule | None:
-    """``base`` with rings that keep about ``in_flight`` bytes on their way to an SM, or the deepest
+def _deepened(base: Schedule, workload: AttentionWorkload, deepest: int, in_flight: int) -> Schedule | None:
+    """``base`` with rings that keep about ``in_flight`` bytes on their way to an SM, or the ``deepest``
     that fit; None: none fit."""
     wanted = round(2 * in_flight / (base.num_warps * base.min_blocks * sum(unit_bytes(workload, base))))
-    depths = range(min(max(wanted, STAGES[0]), STAGES[1]), STAGES[0] - 1, -1)
-    fitting = (replace(base, num_stages=depth) for depth in depths)
-    return next((s for s in fitting if not decode_legal(workload, s, target)), None)
+    return replace(base, num_stages=min(max(wanted, STAGES[0]), deepest)) if deepest else None
+
+
+def _deepest(base: Schedule, workload: AttentionWorkload, target: Target) -> int:
+    """Of ``base`` the most stages that are legal, 0 where none are: a deeper ring needs more memory, and
+    nothing else."""
+    depths = range(STAGES[0], STAGES[1] + 1)
+    fit = bisect_left(depths, True, key=lambda depth: bool(decode_legal(workload, replace(base, num_stages=depth), target)))
+    return depths[fit - 1] if fit else 0
 
 
 def field_reasons(

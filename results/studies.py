@@ -196,7 +196,7 @@ STUDIES = (
     Study(
         "int8_alone",
         "Products of 8-bit activations, each alone",
-        "How fast is each where its own power sets the clock, and not that of the kernel before?",
+        "How fast is each where no other kernel runs in between?",
         Row,
         lambda rows: int8_alone_section(read_rows(rows / "int8_alone"), read_rows(rows / "int8")),
         ("python -m results.peers.import_peers FILE --alone --classes w4a8,w8a8,w4a16,w16a16 --out results/rows/int8_alone",),

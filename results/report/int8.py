@@ -11,6 +11,7 @@ from .rows import OURS, Row
 
 BANDS = (("m <= 64", 1, 64), ("m = 128 to 512", 65, 1023), ("m >= 1024", 1024, 1 << 30))
 W4A8_PEERS, W8A8_PEERS = "fastest W4A8 kernel here", ("W8A8 of int8", "W8A8 of fp8")
+Processes = dict[tuple[int, int, int], dict[str, dict[str, Row]]]
 AGAINST: dict[str, Callable[[Row], bool]] = {
     W4A8_PEERS: lambda row: row.impl != OURS and row.format.startswith("w4a8"),
     "W8A8 of int8": lambda row: row.impl != OURS and row.format == "w8a8_int8",
@@ -49,9 +50,7 @@ def int8_section(devices: Mapping[str, Iterable[Row]]) -> str:
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Mean, worst and number of points of each band, for each format and what it is compared with."""
-    processes: dict[tuple[int, int, int], dict[str, dict[str, Row]]] = {}  # rows of a point by process and series
-    for row in rows:
-        processes.setdefault((row.m, row.n, row.k), {}).setdefault(row.run, {})[row.series] = row
+    processes = by_point(rows)
     formats = sorted({row.series for row in rows if row.impl == OURS and "a8" in row.format})
     for name in formats:
         for what, compared in AGAINST.items():
@@ -65,6 +64,14 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
                 cells.append(f"**{geometric_mean(ratios):.2f}** ({min(ratios):.2f} of {len(ratios)})" if ratios else "-")
             if any(cell != "-" for cell in cells):
                 yield [name, f"against {what}", *cells]
+
+
+def by_point(rows: Iterable[Row]) -> Processes:
+    """The rows of each m, n and k, by process and series."""
+    found: Processes = {}
+    for row in rows:
+        found.setdefault((row.m, row.n, row.k), {}).setdefault(row.run, {})[row.series] = row
+    return found
 
 
 def ratio(processes: Iterable[Mapping[str, Row]], name: str, compared: Callable[[Row], bool]) -> float | None:

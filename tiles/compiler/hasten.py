@@ -1,5 +1,5 @@
-"""TileLang in less time: what it generates stays the same, which ``tests/tiles/test_goldens.py``
-holds it to."""
+"""TileLang in less time: what it generates does the same, and for the kernels of
+``tests/tiles/test_goldens.py`` is the same text (results/notes/lowering-time.md)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 # rows, which is an eighth less of the time in which a kernel is generated.
 Z3_OPTIONS = {"smt.arith.solver": 2, "smt.arith.propagation_mode": 0}
 
-# Passes of the order in which TileLang of this version lowers a kernel for CUDA, whose work a later one does as
-# well: by module and name, which of a kernel's calls. Others follow another order, and are left as they are.
+# The order of passes in which this version of TileLang lowers a kernel for CUDA is known here. Those whose work a
+# later one does as well, by module and name: which of the calls for a kernel. Other versions run all of theirs.
 ORDER_OF = "0.1.15"
 LEFT_OUT = {
     ("tilelang.transform", "Simplify"): (1, 2, 3, 4),
     ("tilelang.cuda.pipeline.tirx.transform", "Simplify"): (1,),
 }
-NEGATIVE = ("tilelang.transform", "LegalizeNegativeIndex")  # of indices that ``reject_negative`` has not found
+NEGATIVE = ("tilelang.transform", "LegalizeNegativeIndex")  # a slow search; ``reject_negative`` stands in its place
 
 
 @functools.cache

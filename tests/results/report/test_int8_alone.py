@@ -22,6 +22,8 @@ def test_alone_and_in_turn_stand_side_by_side() -> None:
     turns += [row("tilebit", "w4a8_lqq", 10.0, n=8192, run="2"), row("vllm", "w8a8_int8", 8.0, n=8192, run="2")]
     lines = int8_alone_section({"a GPU": alone}, {"a GPU": turns}).split("\n")
     assert "| tilebit w4a8_lqq_g128 | against W8A8 of int8 | 2 | **1.15** (1.10) | **0.85** (0.80) |" in lines
+    turns += [row("humming", "w8a8_int8", 4.0, run="2")]  # which was not timed alone
+    assert int8_alone_section({"a GPU": alone}, {"a GPU": turns}).split("\n") == lines
     assert not any("fp8" in line for line in lines)
 
 

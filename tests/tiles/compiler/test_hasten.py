@@ -40,12 +40,10 @@ for name, value in {Z3_OPTIONS!r}.items():
 
 # A kernel that reads its input's last number by an index that is given.
 NEGATIVE = """
-import sys
 import tilelang
 import tilelang.language as T
-from tilelang import transform
 from tilebit.tiles.compiler.cuda import lower_cuda
-from tilebit.tiles.compiler.hasten import LEFT_OUT, ORDER_OF, _named
+from tilebit.tiles.compiler.hasten import LEFT_OUT, NEGATIVE, ORDER_OF, _named
 
 def kernel(index):
     @T.prim_func
@@ -56,7 +54,7 @@ def kernel(index):
     return main
 
 def passes():
-    return [getattr(_named(module), name) for module, name in (*LEFT_OUT, ("tilelang.transform", "LegalizeNegativeIndex"))]
+    return [getattr(_named(module), name) for module, name in (*LEFT_OUT, NEGATIVE)]
 
 before = passes()
 assert "x[63]" in lower_cuda(kernel(63), "sm_80").kernel_source

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
+from typing import NamedTuple
 
 from ...layouts.formats import PER_CHANNEL, GemmFormat
 from ..schedule import Schedule, in_turn
@@ -47,6 +48,7 @@ LEAST_K_BYTES = 64  # of x of bytes one ldmatrix brings as much
 CLUSTER_SMS = {4: 0.94, 8: 0.91}
 # What is tried.
 FULL_WAVES = (0.8, 0.5, 0.0)  # of the SMs' places that a grid must fill; the next where few grids do
+FULLER = 0.03  # of a grid whose last tile overlaps the one before, than all that divide the rows
 ENOUGH = 16  # candidates that end the search for less full grids
 MOST_BLOCKS, SPLIT_BELOW = 8, 2  # blocks an SM, one after another; tiles an SM from which no split is tried
 SPLITS = (1, 2, 4, 8)  # clusters of three fill GPCs badly: 40 of them took two waves (5120 x 27648, m = 1: 32.2 us, of four 20.5, H200)
@@ -195,8 +197,10 @@ def stream_legal(workload: Workload, schedule: Schedule, target: Target) -> list
         return reasons
     n_pad, packed_k = -(-workload.n // 64) * 64, PACKED_K[f.bits]
     k_pad = -(-workload.k // packed_k) * packed_k
-    if n_pad % s.block_n:
-        reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): its divisors.")
+    if s.block_n > n_pad:
+        reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): up to that.")
+    if workload.gate_halves and n_pad % s.block_n:
+        reasons.append(f"block_n is {s.block_n}; accepted where gates are the first half of {workload.n} rows: divisors of {n_pad}.")
     if s.block_k % packed_k or k_pad % s.block_k:
         reasons.append(
             f"block_k is {s.block_k}; accepted for k {workload.k} at {f.bits} bits: multiples of {packed_k} that divide {k_pad} (k padded)."
@@ -243,30 +247,56 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
         return []
     program = BULK if target.arch in ARCHES[BULK] else ASYNC
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
-    n_pad = -(-workload.n // 64) * 64
-    grids = []
-    for block_n, split_k, min_blocks in product(range(WARP_ROWS[-1], MAX_BLOCK_N + 1, WARP_ROWS[-1]), SPLITS, RESIDENT):
-        base = Schedule(program, block_n, block_m, BLOCK_K[-1], STAGES[0], 1, split_k, min_blocks)
-        tiles = n_pad // block_n
-        blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
-        enough = target.units * (min_blocks - 1) < blocks
-        enough = enough and not (workload.gate_halves and warps_n(base) % 2)
-        if n_pad % block_n == 0 and enough and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
-            grids.append((blocks / (-(-blocks // places) * target.units * min_blocks), base))
-    few = [grid for grid in grids if n_pad // grid[1].block_n * grid[1].split_k <= target.units * MOST_BLOCKS]
-    # None has so few where n has no large divisor (151936 x 5120, m = 1: these 128 rows 90 us, the
-    # best of gemm_wgmma 138, H200).
-    widest = max((base.block_n for _, base in grids), default=0)
-    grids = few or [grid for grid in grids if grid[1].block_n == widest]
-    # Small tiles take twice the instructions; few large blocks read x less often.
-    grids.sort(key=lambda grid: (warp_rows(grid[1]) == WARP_ROWS[-1], n_pad // grid[1].block_n * grid[1].split_k, -grid[0]))
-    found: list[Schedule] = []
+    whole, overlapping = _grids(workload, block_m, program, target)
     pipelines = cache(lambda base: _pipelines(base, workload, target))
-    for fullest in FULL_WAVES:
-        found = in_turn([pipelines(base) for full, base in grids if full >= fullest])
-        if len(found) >= ENOUGH:
+    least = FULL_WAVES[-1]
+    for least in FULL_WAVES:
+        if sum(len(pipelines(grid.base)) for grid in whole if grid.full >= least) >= ENOUGH:
             break
-    return found
+    grids = [grid for grid in whole + overlapping if grid.full >= least]
+    # Small tiles take twice the instructions; few large blocks read x less often.
+    grids.sort(key=lambda grid: (warp_rows(grid.base) == WARP_ROWS[-1], grid.blocks, -grid.full))
+    return in_turn([pipelines(grid.base) for grid in grids])
+
+
+class _Grid(NamedTuple):
+    """Of ``blocks`` that compute ``base``, a schedule without its pipeline; ``full``: the share of the
+    SMs' places that rows fill."""
+
+    full: float
+    blocks: int
+    base: Schedule
+
+
+def _grids(workload: Workload, block_m: int, program: str, target: Target) -> tuple[list[_Grid], list[_Grid]]:
+    """Grids of nearly enough blocks and not many: (those that divide the rows, those whose last tile
+    overlaps the tile before and which rows fill FULLER than any of the others with no more blocks, as
+    many on an SM)."""
+    n_pad = -(-workload.n // 64) * 64
+    whole: list[_Grid] = []
+    overlapping: list[_Grid] = []
+    for block_n, split_k, min_blocks in product(range(WARP_ROWS[-1], min(MAX_BLOCK_N, n_pad) + 1, WARP_ROWS[-1]), SPLITS, RESIDENT):
+        tiles = -(-n_pad // block_n)
+        blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
+        if target.units * (min_blocks - 1) < blocks and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
+            full = n_pad * split_k / block_n / (-(-blocks // places) * target.units * min_blocks)
+            base = Schedule(program, block_n, block_m, BLOCK_K[-1], STAGES[0], 1, split_k, min_blocks)
+            if not (workload.gate_halves and (n_pad % block_n or warps_n(base) % 2)):
+                (overlapping if n_pad % block_n else whole).append(_Grid(full, blocks, base))
+    most = target.units * MOST_BLOCKS
+    # None of a huge n without large divisors is of few (151936 x 5120, m = 1: 128 rows a block 90 us, the
+    # best of gemm_wgmma 138, H200).
+    widest = max((grid.base.block_n for grid in whole), default=0)
+    whole = [grid for grid in whole if grid.blocks <= most] or [grid for grid in whole if grid.base.block_n == widest]
+    fullest: dict[int, list[float]] = {}  # by blocks an SM, of no more than so many blocks
+    for resident in RESIDENT:
+        best = [0.0] * (most + 1)
+        for grid in whole:
+            if grid.base.min_blocks == resident and grid.blocks <= most:
+                best[grid.blocks] = max(best[grid.blocks], grid.full)
+        fullest[resident] = list(accumulate(best, max))
+    few = (grid for grid in overlapping if grid.blocks <= most)
+    return whole, [grid for grid in few if grid.full > fullest[grid.base.min_blocks][grid.blocks] + FULLER]
 
 
 def _pipelines(base: Schedule, workload: Workload, target: Target) -> list[Schedule]:

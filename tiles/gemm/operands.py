@@ -123,6 +123,13 @@ class Operands:
         weight exceed it."""
         return T.int32(self.n_tiles), self.k_tiles * 2, 256
 
+    def first_row(self, T: Any, bx: Any) -> Any:
+        """Of W, of block ``bx`` along n of a streaming program. Where block_n does not divide the rows, the
+        last block is moved back to end with the last of them: rows that the one before has too are
+        found twice, the same, and stored twice."""
+        bn = self.schedule.block_n
+        return bx * bn if self.n_pad % bn == 0 else T.min(bx * bn, self.n_pad - bn)
+
     @property
     def asymmetric(self) -> bool:
         return not self.workload.format.symmetric

@@ -187,7 +187,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
-        with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
+        with T.Kernel(-(-p.n_pad // s.block_n), T.ceildiv(m, s.block_m), splits, threads=threads, cluster_dims=cluster) as (bx, by, bz):
             T.import_source(device_source(tuple(dict.fromkeys((*HEADERS, *codec_of(workload.format).headers)))))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             shared = T.alloc_shared((rules.shared_words(workload, s, target),), p.sums_dtype)  # rings and barriers, then sums

@@ -101,7 +101,7 @@ def ring_macros(workload: Workload, schedule: Schedule) -> SimpleNamespace:
         """Of W, which is row ``row`` of the block's: with gates as the first half, of these and then of as
         many that they gate."""
         if not workload.gate_halves:
-            return bx * s.block_n + row
+            return p.first_row(T, bx) + row
         half = s.block_n // 2
         return bx * half + row + T.if_then_else(row < half, 0, p.n // 2 - half)
 

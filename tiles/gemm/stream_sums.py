@@ -28,7 +28,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     p, s, splits, bn = Operands(workload, schedule), schedule, schedule.split_k, schedule.block_n
     rings = rings or rules.rings(s)
     threads, pitch, elements = s.num_warps * 32, rules.sum_pitch(s), s.block_n * s.block_m
-    n_blocks, sums_dtype, zero = p.n_pad // bn, p.sums_dtype, 0 if p.integer_sums else 0.0
+    n_blocks, sums_dtype, zero = -(-p.n_pad // bn), p.sums_dtype, 0 if p.integer_sums else 0.0
     take_ticket = f"tilebit::take_ticket<{threads}, 0>"
     # Of a cluster: a barrier in 16 bytes, then the parts that the blocks send, float4 [block][what
     # this block stores / 4].
@@ -57,7 +57,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
         return gate_of(index) if paired else index
 
     def finished(after, bx, by, element, value, factor):
-        value, channel = T.cast(value, "float32"), across(bx * bn + element % bn, p.n // 2)
+        value, channel = T.cast(value, "float32"), across(p.first_row(T, bx) + element % bn, p.n // 2)
         return finish(value * factor if normed else value, after, m=by * s.block_m + element // bn, n=channel)
 
     def ring_squares(shared, ring, column):
@@ -69,14 +69,15 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     @T.macro
     def put(y, after, bx, by, element, value):
         """``value`` where the index, or the order, says."""
-        if stored(bx * bn + element % bn, after, p.columns):
-            y[by * s.block_m + element // bn, column_of(bx * bn + element % bn, after)] = T.cast(value, workload.dtype)
+        if stored(p.first_row(T, bx) + element % bn, after, p.columns):
+            y[by * s.block_m + element // bn, column_of(p.first_row(T, bx) + element % bn, after)] = T.cast(value, workload.dtype)
 
     @T.macro
     def store_gated(y, after, bx, by, element, gate, up, factor):
         """Of the gate ``element`` and what it gates."""
-        if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
-            y[by * s.block_m + element // bn, (bx * bn + element % bn) // (2 * GATE_ROWS) * GATE_ROWS + element % GATE_ROWS] = T.cast(
+        row = p.first_row(T, bx) + element % bn
+        if row < p.n and by * s.block_m + element // bn < y.shape[0]:
+            y[by * s.block_m + element // bn, row // (2 * GATE_ROWS) * GATE_ROWS + element % GATE_ROWS] = T.cast(
                 T.call_pure_extern("float32", activated, finished(after, bx, by, element, gate, factor))
                 * finished(after, bx, by, element + GATE_ROWS, up, factor),
                 workload.dtype,
@@ -86,10 +87,10 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     def store_added(y, after, bx, by, element, value, second, factor):
         """Of ``element`` and the one 8 rows further: their sum, or each, as the index says."""
         total = T.alloc_var("float32")
-        if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+        if p.first_row(T, bx) + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
             total = finished(after, bx, by, element, value, factor)
-            if bx * bn + element % bn + GATE_ROWS < p.n:
-                if column_of(bx * bn + element % bn + GATE_ROWS, after) == ADDED:
+            if p.first_row(T, bx) + element % bn + GATE_ROWS < p.n:
+                if column_of(p.first_row(T, bx) + element % bn + GATE_ROWS, after) == ADDED:
                     total = total + finished(after, bx, by, element + GATE_ROWS, second, factor)
                 else:
                     put(y, after, bx, by, element + GATE_ROWS, finished(after, bx, by, element + GATE_ROWS, second, factor))
@@ -99,8 +100,8 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
 
     @T.macro
     def store(y, after, bx, by, element, value, factor):
-        if bx * bn + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
-            y[by * s.block_m + element // bn, bx * bn + element % bn] = T.cast(
+        if p.first_row(T, bx) + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+            y[by * s.block_m + element // bn, p.first_row(T, bx) + element % bn] = T.cast(
                 finished(after, bx, by, element, value, factor), workload.dtype
             )
 

@@ -128,18 +128,38 @@ def test_every_shape_of_int8_x_has_tiles(arch: str, name: str):
                 assert {s.block_k for s in found if s.program == tiled} >= {64, 128}
 
 
+def _full(n: int, s: Schedule) -> float:
+    """The share of the SMs' places that rows fill."""
+    places = cluster_sms(s.split_k, H200) * s.min_blocks
+    return n * s.split_k / s.block_n / (-(-(-(-n // s.block_n) * s.split_k) // places) * 132 * s.min_blocks)
+
+
 def test_grids_are_nearly_whole_waves_where_they_can_be():
     for n, k in ((4096, 4096), (28672, 4096), (10240, 8192)):
         for s in stream_candidates(Workload(1, n, k, W4), H200):
-            blocks, places = n // s.block_n * s.split_k, cluster_sms(s.split_k, H200) * s.min_blocks
-            assert blocks / (-(-blocks // places) * 132 * s.min_blocks) >= 0.8
+            assert _full(n, s) >= 0.8
 
 
 @pytest.mark.parametrize("m", [1, 16])
 def test_a_wide_weight_without_large_divisors_is_streamed_too(m):
-    """151936 = 128 x 1187 rows: more blocks than are tried of other weights, of the largest tile that divides them."""
+    """151936 = 128 x 1187 rows: the largest tile that divides them, more blocks than are tried of other weights, and tiles that do not."""
     found = [s for s in candidates(Workload(m, 151936, 5120), H200) or [] if s.program == "gemm_stream_bulk"]
-    assert len(found) >= 8 and {s.block_n for s in found} == {128}
+    assert {s.block_n for s in found if 151936 % s.block_n == 0} == {128} and len([s for s in found if s.block_n == 128]) >= 4
+    assert all(-(-151936 // s.block_n) <= 8 * 132 for s in found if s.block_n != 128)
+
+
+@pytest.mark.parametrize(
+    ("n", "block_n", "split_k", "resident"), [(31552, 240, 1, 1), (63104, 480, 1, 1), (9024, 144, 2, 1), (18944, 144, 1, 1)]
+)
+@pytest.mark.parametrize("m", [1, 16])
+def test_tiles_overlap_where_none_that_divides_fills_a_wave(n: int, block_n: int, split_k: int, resident: int, m: int):
+    """Rows of mixed layers and of Qwen2.5-7B: no factor of 3, 5, 7 or 11 for 132 blocks."""
+    found = stream_candidates(Workload(m, n, 4096, W4), H200)
+    assert any((s.block_n, s.split_k, s.min_blocks) == (block_n, split_k, resident) for s in found)
+    whole = [s for s in found if n % s.block_n == 0]
+    for s in set(found).difference(whole):
+        blocks = -(-n // s.block_n) * s.split_k
+        assert all(_full(n, s) > _full(n, o) for o in whole if o.min_blocks == s.min_blocks and n // o.block_n * o.split_k <= blocks)
 
 
 def test_clusters_take_less_than_all_sms():

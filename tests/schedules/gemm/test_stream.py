@@ -41,6 +41,7 @@ from tilebit.tiles.program import DEVICE_DIR
 
 H200, A100 = target_from_name("sm_90a"), target_from_name("sm_80")
 W4 = Workload(1, 4096, 4096)
+HALVES = replace(W4, n=8192, gate="silu", gate_halves=True)
 ASYNC = Schedule("gemm_stream", 64, 8, 128, 3, 8)
 BULK = replace(ASYNC, program="gemm_stream_bulk")
 
@@ -64,7 +65,8 @@ ILLEGAL = [
     (replace(BULK, min_blocks=9), H200, W4, "min_blocks is 9"),
     (replace(BULK, raster=2), H200, W4, "raster is 2; accepted by gemm_stream_bulk, which does not use it: 0"),
     (replace(ASYNC, stream_k=True), A100, W4, "stream_k is True; accepted by gemm_stream, which does not use it"),
-    (replace(BULK, block_n=96), H200, W4, "block_n is 96; accepted for n 4096 (padded to 4096): its divisors"),
+    (replace(BULK, block_n=128), H200, Workload(1, 64, 4096), "block_n is 128; accepted for n 64 (padded to 64): up to that"),
+    (replace(BULK, block_n=96), H200, HALVES, "block_n is 96; accepted where gates are the first half of 8192 rows: divisors of 8192"),
     (replace(BULK, block_k=32), H200, W4, "block_k is 32; accepted for k 4096 at 4 bits: multiples of 64"),
     (BULK, H200, Workload(1, 4096, 4096 + 64), "multiples of 64 that divide 4160 (k padded)"),
     (replace(BULK, block_n=256, num_warps=6), H200, W4, "num_warps is 6; accepted for block_n 256: multiples of 4 (64 rows a warp)"),

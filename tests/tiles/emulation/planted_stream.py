@@ -19,6 +19,7 @@ BULK_SPLIT = Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)
 THREE = Schedule("gemm_stream", 192, 16, 128, 2, 3)  # that bring six rows of x at once
 SIXTEEN = Schedule("gemm_stream", 64, 16, 64, 2, 2)
 APART = Schedule("gemm_stream_bulk", 256, 16, 128, 2, 4)
+OVERLAPPING = Schedule("gemm_stream_bulk", 128, 8, 64, 2, 2)  # of 192 rows the second block begins with row 64
 OFF = Schedule("gemm_stream", 80, 8, 64, 2, 2)  # a warp's rows lie in two packed records
 MANY, WIDE_M = work(W4Z, m=16), work(W4Z, m=16, n=256, k=1024)
 FINE = QuantFormat(4, 32, False)
@@ -113,5 +114,13 @@ BUGS = (
     device("ticket without a fence before it, small m", FEW, SPLIT, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
     device("ticket without a fence after it, small m", FEW, SPLIT, ("others);\n    __threadfence();", "others);"), sign="fence"),
     sums("sums read before they are sent", FEW, BULK_SPLIT, (TOLD, "pass"), sign=""),
+    sums(
+        "sums of a block that was moved back as if it were not", work(W4, m=5, n=192), OVERLAPPING,
+        ("p.first_row(T, bx) + element % bn", "bx * bn + element % bn"),
+    ),
+    sums(
+        "rows of a block that was moved back lost", work(W4, m=5, n=192), OVERLAPPING,
+        ("if p.first_row(T, bx) + element % bn < p.n and", "if bx * bn + element % bn < p.n and"),
+    ),
     sums("sums sent to the wrong place", FEW, BULK_SPLIT, ("piece % each) * 4", "piece) * 4"), sign=""),
 )  # fmt: skip

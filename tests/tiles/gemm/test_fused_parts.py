@@ -175,7 +175,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         RESIDUAL[5], "operands.py", (('index = (at["m"], at["n"])', 'index = ((at["m"] > 0) * (at["m"] - 1), at["n"])'),),
     ),
     "stream: the residual of the first rows": (
-        RESIDUAL[7], "stream_sums.py", (("across(bx * bn + element % bn,", "across(element % bn,"),),
+        RESIDUAL[7], "stream_sums.py", (("across(p.first_row(T, bx) + element % bn,", "across(element % bn,"),),
     ),
     "gates and ups exchanged": (GATED[1], "device", (("apply(sums[i + e]) * sums[i + 2 + e]", "apply(sums[i + 2 + e]) * sums[i + e]"),)),
     "ups are stored": (GATED[1], "device", (("source = mine + place(column, OF_Y * at)", "source = mine + place(column, OF_Y * at + 1)"),)),

@@ -66,6 +66,13 @@ BETWEEN_RECORDS = (
     (Workload(3, 430, 192, QuantFormat(8, 64, True), "bfloat16"), Schedule("gemm_stream", 224, 4, 64, 2, 4)),
     (Workload(3, 192, 257, QuantFormat(8, 32, False), "bfloat16", bias=True), Schedule("gemm_stream", 96, 4, 32, 3, 4, split_k=2)),
 )
+# The last block's rows overlap those of the one before: of one packed record and of two, alone, by a cluster, by a ticket.
+OVERLAPPING = (
+    (Workload(11, 320, 384, QuantFormat(4, 128, False), bias=True), Schedule("gemm_stream_bulk", 144, 16, 128, 2, 3)),
+    (Workload(5, 300, 500, QuantFormat(4, 32, True), "bfloat16"), Schedule("gemm_stream_bulk", 128, 8, 64, 2, 4, split_k=2)),
+    (Workload(3, 250, 384, QuantFormat(8, 64, False), bias=True), Schedule("gemm_stream", 80, 4, 64, 2, 2, split_k=2)),
+    (Workload(1, 192, 256, MXFP4, "bfloat16"), Schedule("gemm_stream_bulk", 112, 1, 64, 2, 2)),
+)
 SHAPES = ((16, 128, 512), (5, 100, 500), (1, 64, 384), (11, 128, 257))
 # Two levels of scales, alone and before a bias.
 TWICE_SCALED = (
@@ -75,13 +82,13 @@ TWICE_SCALED = (
     (Workload(16, 128, 384, TWO_LEVELS, bias=True), Schedule("gemm_stream_bulk", 128, 16, 64, 2, 4, split_k=2)),
 )
 STREAM_FORMATS = tuple(f for f in FORMATS if f.group_size != 64)
-CASES = (*in_turn(SCHEDULES, SHAPES, STREAM_FORMATS, dict.fromkeys(PROGRAMS, HOPPER)), *BETWEEN_RECORDS, *TWICE_SCALED)
+CASES = (*in_turn(SCHEDULES, SHAPES, STREAM_FORMATS, dict.fromkeys(PROGRAMS, HOPPER)), *BETWEEN_RECORDS, *OVERLAPPING, *TWICE_SCALED)
 SHARED = tuple(case for case in CASES if case[1].split_k > 1)
 
 
-def kind(case: Case) -> tuple[str, bool]:
+def kind(case: Case) -> tuple[str, bool, bool]:
     """What the code of a kernel depends on most."""
-    return case[1].program, case[1].split_k > 1
+    return case[1].program, case[1].split_k > 1, case in OVERLAPPING
 
 
 def test_the_cases_cover_everything():
@@ -90,7 +97,7 @@ def test_the_cases_cover_everything():
     assert {(w.m, w.n, w.k) for w, _ in CASES} >= set(SHAPES)
     assert any(w.n % s.block_n and w.m % s.block_m and w.k % s.block_k for w, s in CASES)
     assert {s.program for w, s in SHARED if -(-w.k // s.block_k) % s.split_k} == set(PROGRAMS), "no case has shares of unequal length"
-    for workload, schedule in (*BETWEEN_RECORDS, *TWICE_SCALED):
+    for workload, schedule in (*BETWEEN_RECORDS, *OVERLAPPING, *TWICE_SCALED):
         assert legal(workload, schedule, HOPPER) == []
 
 

@@ -63,6 +63,10 @@ CUDA_CASES = (
     (Workload(3, 72, 256, CHANNEL, "bfloat16", token_scales=True, width=144), Schedule("gemm_stream", 64, 4, 64, 3, 4)),
     (Workload(20, 176, 512, LQQ, bias=True, width=100), Schedule("gemm_wgmma", 64, 16, 128, 3, 4)),
     (Workload(9, 144, 512, LQQ, "bfloat16", bias=True, width=80), Schedule("gemm_stream_bulk", 64, 16, 128, 2, 4)),
+    (
+        Workload(7, 190, 576, NIBBLES, "bfloat16", bias=True, width=150),
+        Schedule("gemm_stream_bulk", 80, 8, 64, 2, 2, split_k=2),
+    ),  # overlaps
     (Workload(20, 144, 256, ASYM, width=90), Schedule("gemm_wgmma", 128, 16, 128, 3, 8)),
     (Workload(20, 144, 256, ASYM, bias=True, width=90), Schedule("gemm_mma", 64, 16, 64, 3, 4)),
 )
@@ -313,9 +317,11 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
         CUDA_CASES[8], "operands.py", (("tensor[channel] for", "tensor[(channel + 1) % tensor.shape[0]] for"),),
     ),
     "stream: the index of the first tile": (
-        CUDA_CASES[12], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "column_of(element % bn, after)"),),
+        CUDA_CASES[12], "stream_sums.py", (("column_of(p.first_row(T, bx) + element % bn, after)", "column_of(element % bn, after)"),),
     ),
-    "stream: no index": (CUDA_CASES[13], "stream_sums.py", (("column_of(bx * bn + element % bn, after)", "bx * bn + element % bn"),)),
+    "stream: no index": (
+        CUDA_CASES[13], "stream_sums.py", (("column_of(p.first_row(T, bx) + element % bn, after)", "bx * bn + element % bn"),),
+    ),
     "rows are not added": (CUDA_CASES[1], "device", (("if (second != ADDED) return;", "return;"),)),
     "rows are added whatever the index says": (CUDA_CASES[0], "device", (("if (second != ADDED) return;", ""),)),
     "the row before is told to be added": (CUDA_CASES[3], "device", (("+ 8 + ((thread & 31) >> 2)", "+ 7 + ((thread & 31) >> 2)"),)),

@@ -55,7 +55,7 @@ NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
 # of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
 WASTED, WASTED_WAVES = 16, 1
-JOINED_M = 128  # from this m on nibbles of bytes are joined, too: below, a weight's bytes decide, which are as many
+JOINED_M = 64  # from this m on nibbles of bytes are joined, too: below, a weight's bytes decide, which are as many
 MANY_ROWS = 256  # from this m on it was never the fastest; from here on blocks that share x are tried
 RASTER_M = 1024  # from this m on row tiles are visited in groups too
 FEW_RASTER_M = 129  # and, of x in 8 bits, from this on all at once, where half of the cache does not hold the weight

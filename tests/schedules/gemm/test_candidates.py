@@ -170,11 +170,11 @@ def test_clusters_take_less_than_all_sms():
 def test_nibbles_are_joined_too_where_operations_count(name: str):
     rows = Workload(1024, 31552, 4096, QuantFormat.parse(name), width=28672)
     nibbles, tried = replace(rows, nibbles=True), {}
-    for m in (64, 128, 1024, 4096):
+    for m in (32, 64, 128, 1024, 4096):
         tried[m] = candidates(nibbles.with_m(m), H200) or []
         assert not any(s.joined for s in candidates(rows.with_m(m), H200) or [])
         joined = [s for s in tried[m] if s.joined]
-        assert bool(joined) == (m >= 128) and [s for s in tried[m] if not s.joined]
+        assert bool(joined) == (m >= 64) and [s for s in tried[m] if not s.joined]
         assert all(s.block_n == 16 * s.num_warps and s.program == "gemm_wgmma" for s in joined)
     best = {way: min(estimate(nibbles, s, H200).us for s in tried[1024] if s.joined == way) for way in (False, True)}
     assert 0.6 < best[True] / best[False] < 0.95  # a tenth less to multiply, in whole tiles

@@ -125,8 +125,8 @@ class Operands:
 
     def first_row(self, T: Any, bx: Any) -> Any:
         """Of W, of block ``bx`` along n of a streaming program. Where block_n does not divide the rows, the
-        last block is moved back to end with the last of them: rows that the one before has too are
-        found twice, the same, and stored twice."""
+        last block is moved back to end with the last of them: it finds rows that the one before has,
+        too, and does not store them."""
         bn = self.schedule.block_n
         return bx * bn if self.n_pad % bn == 0 else T.min(bx * bn, self.n_pad - bn)
 

@@ -66,6 +66,12 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     def root_of(squares):
         return T.call_pure_extern("float32", "tilebit::inverse_root", squares, T.float32(workload.k), T.float32(literal(workload.eps)))
 
+    def stores(y, bx, by, element):
+        """Whether the element is of a row of W that the block before does not have, and of a row of x."""
+        row = p.first_row(T, bx) + element % bn
+        there = T.And(row < p.n, by * s.block_m + element // bn < y.shape[0])
+        return there if p.n_pad % bn == 0 else T.And(there, row >= bx * bn)
+
     @T.macro
     def put(y, after, bx, by, element, value):
         """``value`` where the index, or the order, says."""
@@ -76,7 +82,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     def store_gated(y, after, bx, by, element, gate, up, factor):
         """Of the gate ``element`` and what it gates."""
         row = p.first_row(T, bx) + element % bn
-        if row < p.n and by * s.block_m + element // bn < y.shape[0]:
+        if stores(y, bx, by, element):
             y[by * s.block_m + element // bn, row // (2 * GATE_ROWS) * GATE_ROWS + element % GATE_ROWS] = T.cast(
                 T.call_pure_extern("float32", activated, finished(after, bx, by, element, gate, factor))
                 * finished(after, bx, by, element + GATE_ROWS, up, factor),
@@ -87,7 +93,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
     def store_added(y, after, bx, by, element, value, second, factor):
         """Of ``element`` and the one 8 rows further: their sum, or each, as the index says."""
         total = T.alloc_var("float32")
-        if p.first_row(T, bx) + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+        if stores(y, bx, by, element):
             total = finished(after, bx, by, element, value, factor)
             if p.first_row(T, bx) + element % bn + GATE_ROWS < p.n:
                 if column_of(p.first_row(T, bx) + element % bn + GATE_ROWS, after) == ADDED:
@@ -100,7 +106,7 @@ def sum_macros(workload: Workload, schedule: Schedule, rings: int = 0) -> Simple
 
     @T.macro
     def store(y, after, bx, by, element, value, factor):
-        if p.first_row(T, bx) + element % bn < p.n and by * s.block_m + element // bn < y.shape[0]:
+        if stores(y, bx, by, element):
             y[by * s.block_m + element // bn, p.first_row(T, bx) + element % bn] = T.cast(
                 finished(after, bx, by, element, value, factor), workload.dtype
             )

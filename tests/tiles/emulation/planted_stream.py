@@ -100,7 +100,9 @@ BUGS = (
     loop("shares of k that overlap", FEW, SPLIT, ("(bz + 1) * p.steps", "(bz + 2) * p.steps"), sign="past the ends"),
     # the end of a tile
     loop("warps' sums not met", FEW, STREAM, ("own_sums = thread // 32 // warps_n", "own_sums = 0")),
-    sums("n tail not masked, small m", work(W4, m=5, n=100), STREAM, ("% bn < p.n and", "% bn < p.n_pad and"), sign="after the output"),
+    sums(
+        "n tail not masked, small m", work(W4, m=5, n=100), STREAM, ("T.And(row < p.n, by", "T.And(row < p.n_pad, by"), sign="after the output"
+    ),
     sums("row scale forgotten, small m", work(TWO_LEVELS, m=5), STREAM, (AFTER, AFTER.replace("after", "after[1:]"))),
     sums("bias before the row scale, small m", work(TWO_LEVELS, bias=True, m=5), SPLIT, (AFTER, AFTER.replace("after", "after[::-1]"))),
     sums("row scale forgotten, bulk", work(TWO_LEVELS, bias=True, m=5), BULK_SPLIT, (AFTER, AFTER.replace("after", "after[1:]"))),
@@ -118,9 +120,6 @@ BUGS = (
         "sums of a block that was moved back as if it were not", work(W4, m=5, n=192), OVERLAPPING,
         ("p.first_row(T, bx) + element % bn", "bx * bn + element % bn"),
     ),
-    sums(
-        "rows of a block that was moved back lost", work(W4, m=5, n=192), OVERLAPPING,
-        ("if p.first_row(T, bx) + element % bn < p.n and", "if bx * bn + element % bn < p.n and"),
-    ),
+    sums("rows of a block that was moved back lost", work(W4, m=5, n=192), OVERLAPPING, ("row >= bx * bn)", "row >= bx * bn + 16)")),
     sums("sums sent to the wrong place", FEW, BULK_SPLIT, ("piece % each) * 4", "piece) * 4"), sign=""),
 )  # fmt: skip

@@ -53,6 +53,9 @@ RESIDUAL = (
     (Workload(3, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any", 64, 4, 1, 2, 2, split_k=2)),
     (Workload(2, 350, 512, ANY, bias=True, residual=True), Schedule("gemm_any_binary", 32, 1, 1, 3, 4)),
     (Workload(40, 100, 512, ANY, bias=True, residual=True), Schedule("gemm_any_wgmma", 64, 32, 256, 2, 4, split_k=2)),
+    # The last block has rows of the one before, too, which would be added twice.
+    (Workload(5, 300, 384, W4_128, "bfloat16", bias=True, residual=True), Schedule("gemm_stream_bulk", 128, 8, 64, 2, 4)),
+    (Workload(3, 190, 512, CHANNEL, residual=True), Schedule("gemm_stream", 80, 4, 64, 2, 2, split_k=2)),
 )
 GATED = (
     (Workload(40, 208, 256, W4, bias=True, gate="gelu"), Schedule("gemm_wgmma", 128, 64, 64, 2, 8, split_k=2)),
@@ -64,6 +67,7 @@ GATED = (
     (Workload(7, 496, 300, NIBBLES, "bfloat16", gate="silu"), Schedule("gemm_mma", 128, 8, 128, 3, 8, split_k=3)),
     (Workload(5, 192, 512, W4_128, "bfloat16", bias=True, gate="silu"), Schedule("gemm_stream_bulk", 64, 8, 64, 2, 2, split_k=2)),
     (Workload(5, 320, 512, W4_128, "bfloat16", gate="silu"), Schedule("gemm_stream_bulk", 80, 8, 64, 2, 2, split_k=3)),
+    (Workload(5, 320, 512, W4_128, gate="silu"), Schedule("gemm_stream_bulk", 112, 8, 64, 2, 2, split_k=2)),  # overlap
     (Workload(11, 208, 256, W4_128, bias=True, gate="gelu"), Schedule("gemm_stream", 64, 16, 64, 2, 2, split_k=2)),
     (Workload(3, 192, 256, LQQ, "bfloat16", bias=True, gate="gelu_tanh"), Schedule("gemm_stream", 64, 4, 64, 2, 2)),
     (Workload(3, 112, 512, ANY, "bfloat16", gate="silu"), Schedule("gemm_any", 64, 4, 1, 2, 2)),
@@ -174,6 +178,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "mma.sync: the residual of the row before": (
         RESIDUAL[5], "operands.py", (('index = (at["m"], at["n"])', 'index = ((at["m"] > 0) * (at["m"] - 1), at["n"])'),),
     ),
+    "stream: rows of two blocks stored by both": (RESIDUAL[11], "stream_sums.py", (("T.And(there, row >= bx * bn)", "there"),)),
     "stream: the residual of the first rows": (
         RESIDUAL[7], "stream_sums.py", (("across(p.first_row(T, bx) + element % bn,", "across(element % bn,"),),
     ),
@@ -216,7 +221,7 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
 def test_planted_bugs_are_caught(bug: str):
     case, file, edits = PLANTED[bug]
     try:
-        found = check(emulated(case, {file: swap(*edits)}), exact_problem(case[0], 1, "sm_90a"))
+        found = check(emulated(case, {file: swap(*edits)}), exact_problem(case[0], 1, "sm_90a"), inplace=case[0].residual)
     except KernelFault:
         return
     assert found

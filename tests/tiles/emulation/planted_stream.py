@@ -101,7 +101,8 @@ BUGS = (
     # the end of a tile
     loop("warps' sums not met", FEW, STREAM, ("own_sums = thread // 32 // warps_n", "own_sums = 0")),
     sums(
-        "n tail not masked, small m", work(W4, m=5, n=100), STREAM, ("T.And(row < p.n, by", "T.And(row < p.n_pad, by"), sign="after the output"
+        "n tail not masked, small m", work(W4, m=5, n=100), STREAM,
+        ("T.And(row < p.n, by", "T.And(row < p.n_pad, by"), sign="after the output",
     ),
     sums("row scale forgotten, small m", work(TWO_LEVELS, m=5), STREAM, (AFTER, AFTER.replace("after", "after[1:]"))),
     sums("bias before the row scale, small m", work(TWO_LEVELS, bias=True, m=5), SPLIT, (AFTER, AFTER.replace("after", "after[::-1]"))),

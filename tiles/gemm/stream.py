@@ -8,7 +8,8 @@ rows of x; its ``num_warps`` warps take the steps of k (``block_k`` deep) in tur
 the packed lines of its own rows through a ring of ``num_stages`` slots that no other warp touches:
 nobody waits for anybody before the last product. A warp holds 64, 80, 112, 48, 32 or 16 rows, the
 first of these that divides block_n; where that is not all of them, neighbouring warps share the
-slots of x. ``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
+slots of x. Where block_n does not divide the rows, the last tile ends with the last of them.
+``split_k`` blocks share an output tile. Codes go to the tensor cores as they are
 (``codecs/raw.cuh``): a mask makes a 4-bit code an fp16 subnormal, and scale and zero point are
 applied to the fp32 sums once a group. Of int8 x the codes become int8 operands
 (``codecs/byte_product.cuh``) and sums stay int32 until all parts are added up; where groups of x

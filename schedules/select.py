@@ -27,6 +27,7 @@ from .operations import AnyWorkload, Estimate, alone, candidates, estimate, lega
 from .portfolio import Portfolio, borders, calibrated, table, with_points
 from .ranker import Ranker, forget_rankers, known_ranker
 from .records import WRONG, TuningRecord, shipped_records, user_records
+from .remembered import forget, keep, recall
 from .schedule import Schedule
 from .target import Target
 
@@ -113,6 +114,7 @@ def refresh() -> None:
     _cached_choice.cache_clear()
     _cached_exact.cache_clear()
     _cached_portfolio.cache_clear()
+    forget()
 
 
 def explain(
@@ -155,6 +157,31 @@ def _cached_exact(workload: AnyWorkload, target: Target) -> Choice:
 
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
+    choice = _remembered_choice(workload, target)
+    if choice is None:
+        choice = _new_choice(workload, target)
+        record = None if choice.record is None else choice.record.to_json()
+        keep(
+            "choice", workload, target,
+            {"schedule": choice.schedule.to_json(), "source": choice.source, "record": record, "distance": choice.distance,
+             "predicted_us": choice.predicted_us},
+        )  # fmt: skip
+    return choice
+
+
+def _remembered_choice(workload: AnyWorkload, target: Target) -> Choice | None:
+    """An earlier process's; None: there is none that can be used."""
+    data = recall("choice", workload, target)
+    try:
+        if data is None or legal(workload, schedule := Schedule.from_json(data["schedule"]), target):
+            return None
+        record = None if data["record"] is None else TuningRecord.from_json(data["record"])
+        return Choice(schedule, data["source"], record, data["distance"], data["predicted_us"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _new_choice(workload: AnyWorkload, target: Target) -> Choice:
     exact = _cached_exact(workload, target)
     if not operation(workload.op).proposed:
         return exact
@@ -170,6 +197,30 @@ def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
 def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
     """The portfolio of a ``_shape``, and the numbers of rows at which the shape or a twin was tuned,
     here or on a sibling of this device."""
+    remembered = _remembered_portfolio(static, target)
+    if remembered is not None:
+        return remembered
+    found, tuned = _new_portfolio(static, target)
+    serving = [schedule.to_json() for schedule in found.serving]
+    keep("portfolio", static, target, {"bounds": found.bounds, "serving": serving, "us": found.us, "tuned": sorted(tuned)})
+    return found, tuned
+
+
+def _remembered_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]] | None:
+    """An earlier process's; None: there is none that can be used."""
+    data = recall("portfolio", static, target)
+    try:
+        if data is None or not len(data["bounds"]) == len(data["serving"]) == len(data["us"]) > 0:
+            return None
+        serving = tuple(map(Schedule.from_json, data["serving"]))
+        if any(legal(static, schedule, target) for schedule in set(serving)):
+            return None
+        return Portfolio(tuple(data["bounds"]), serving, tuple(data["us"])), frozenset(data["tuned"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _new_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
     if alone(static) is not static:
         return _portfolio_in_steps(static, target)
     records, ranker = _known_records(), known_ranker(target)

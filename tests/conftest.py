@@ -77,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """Tests change what choices depend on while a process runs: each asks the rules and records that it has."""
+    from tilebit.schedules import remembered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remembered, "ENABLED", False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _few_compilers() -> Iterator[None]:
     """One compiler for each test process that shares the cores with others, where a program would start one for each core, and kept for the
     whole run: it takes seconds of a core to start, several kernels' worth."""

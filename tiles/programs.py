@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,29 +35,37 @@ def program_sources(name: str) -> tuple[Path, ...]:
     libraries = {LIBRARY, module.__name__.partition(".")[0]}
     package = module.__name__.rpartition(".")[0] or module.__name__
     waiting = [f"{package}.{path.stem}" for path in Path(str(module.__file__)).parent.glob("*.py")]
-    found: dict[str, Path] = {}
+    specs: dict[str, ModuleSpec | None] = {}
+    seen: set[str] = set()
+    found: set[Path] = set()
     while waiting:
         current = waiting.pop()
-        path = None if current in found else _source(current)
+        path = None if current in seen else _source(current, specs)
+        seen.add(current)
         if path is not None:
-            found[current] = path
+            found.add(path)
             waiting += _imports(current, path, libraries)
-    return (*sorted(set(found.values())), *(DEVICE_DIR / header for header in sorted(module.PROGRAM.headers)))
+    return (*sorted(found), *(DEVICE_DIR / header for header in sorted(module.PROGRAM.headers)))
 
 
-def _source(module: str) -> Path | None:
-    spec = _spec(module)
+def _source(module: str, known: dict[str, ModuleSpec | None]) -> Path | None:
+    spec = _spec(module, known)
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def _spec(module: str) -> ModuleSpec | None:
-    """Of a module, or None for a name inside one. Nothing is imported, packages above it neither: those of
-    programs import their compilers, and a package of models its library, which takes seconds."""
-    above, _, _ = module.rpartition(".")
-    package = _spec(above) if above else None
-    path = package.submodule_search_locations if package is not None else None
-    if above and path is None:
-        return None
+def _spec(module: str, known: dict[str, ModuleSpec | None]) -> ModuleSpec | None:
+    """Of a module, or None for a name inside one; ``known`` keeps them. Nothing is imported, packages above
+    it neither: those of programs import their compilers, and a package of models its library, which takes
+    seconds."""
+    if module not in known:
+        above, _, _ = module.rpartition(".")
+        package = _spec(above, known) if above else None
+        path = package.submodule_search_locations if package is not None else None
+        known[module] = None if above and path is None else _found(module, path)
+    return known[module]
+
+
+def _found(module: str, path: Sequence[str] | None) -> ModuleSpec | None:
     try:
         return next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
     except ImportError:  # of a finder that refuses

@@ -57,6 +57,6 @@ def test_no_package_is_imported_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_p
         (tmp_path / "apart" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "apart" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert programs._source("apart.inside.part") == tmp_path / "apart/inside/part.py"
-    assert programs._source("apart.inside.part.name") is programs._source("apart.nothing") is None
+    assert programs._source("apart.inside.part", {}) == tmp_path / "apart/inside/part.py"
+    assert programs._source("apart.inside.part.name", {}) is programs._source("apart.nothing", {}) is None
     assert "apart" not in sys.modules

@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ...runtime import MANIFEST_NAME, CorruptArtifact, read_manifest
+from ...schedules.remembered import default_root
 from .kernel import Kernel
 
 STALE_SECONDS = 24 * 3600  # a build directory older than this belongs to a process that died
@@ -24,12 +25,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class CacheError(Exception):
     """The cache directory cannot be used or written."""
-
-
-def default_root() -> Path:
-    """``$TILEBIT_CACHE``, else ``~/.cache/tilebit``."""
-    configured = os.environ.get("TILEBIT_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "tilebit"
 
 
 class ArtifactCache:

@@ -74,7 +74,8 @@ class TilebitCache(Cache):
         model.set_attn_implementation("tilebit")
         model.generate(**inputs, past_key_values=TilebitCache(model.config, format="kv4_channel"))
 
-    ``max_tokens`` bounds a sequence (default: the model's own bound). With ``sequences`` the memory
+    ``max_tokens`` bounds a sequence (default: the model's own bound): as many fit, and what its last
+    page and the window of its newest tokens hold besides is not refused. With ``sequences`` the memory
     for as many of them (rows of the batch: beams and returned sequences, too) is taken at the
     first call and never grows; without, it doubles when it is full. ``head_scales`` are fp8's, as
     ``KVCache`` takes them. The newest 0 to 127 tokens of a sequence are in 16 bits. Padding never

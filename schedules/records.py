@@ -215,19 +215,22 @@ def load_records(path: str | os.PathLike[str]) -> list[TuningRecord]:
     return parse_records(Path(path).read_bytes(), str(path))
 
 
-def shipped_records() -> list[TuningRecord]:
-    """The records that came with the package, measured on its authors' devices."""
+def shipped_records(arch: str | None = None) -> list[TuningRecord]:
+    """The records that came with the package, measured on its authors' devices; with ``arch`` those of
+    one architecture, without reading the thousands of others."""
     folder = resources.files("tilebit.schedules") / "tuned"
     if not folder.is_dir():
         return []
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
-    return [record for f in files for record in _parsed(f.read_bytes(), f.name)]
+    return [record for f in files for record in _parsed(f.read_bytes(), f.name, arch)]
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: bytes, source: str) -> tuple[TuningRecord, ...]:
+def _parsed(text: bytes, source: str, arch: str | None) -> tuple[TuningRecord, ...]:
     """Shipped records are thousands and seldom change: ``refresh`` reads them again and parses them
     once."""
+    if arch is not None:
+        text = b"".join(line for line in text.splitlines(keepends=True) if f'"arch": "{arch}"'.encode() in line)
     return tuple(parse_records(text, source))
 
 

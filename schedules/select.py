@@ -110,6 +110,7 @@ def refresh() -> None:
     """Forget cached records, rankers and choices, so that the next ``select`` sees what was tuned
     and trained since."""
     _known_records.cache_clear()
+    _own_records.cache_clear()
     forget_rankers()
     _cached_choice.cache_clear()
     _cached_exact.cache_clear()
@@ -137,22 +138,28 @@ def explain(
     return sorted(rows, key=lambda r: (not r.chosen, bool(r.illegal), r.record is None or not r.record.ok, _time(r)))
 
 
+@lru_cache(maxsize=8)
+def _known_records(arch: str) -> Known:
+    """Those of one architecture: others' say nothing about it."""
+    return Known.among((*shipped_records(arch), *_own_records()))
+
+
 @lru_cache(maxsize=1)
-def _known_records() -> Known:
-    return Known.among((*shipped_records(), *user_records()))
+def _own_records() -> list[TuningRecord]:
+    return user_records()
 
 
 def _known(target: Target, records: Sequence[TuningRecord] | None, ranker: Ranker | None) -> tuple[Known, Ranker | None]:
     """The records and the ranker that count."""
     if records is not None:
         return Known.among(records), ranker
-    return _known_records(), ranker or known_ranker(target)
+    return _known_records(target.arch), ranker or known_ranker(target)
 
 
 @lru_cache(maxsize=65536)
 def _cached_exact(workload: AnyWorkload, target: Target) -> Choice:
     """Without a portfolio."""
-    return _choose(workload, target, _known_records(), known_ranker(target))
+    return _choose(workload, target, _known_records(target.arch), known_ranker(target))
 
 
 @lru_cache(maxsize=65536)
@@ -223,7 +230,7 @@ def _remembered_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfoli
 def _new_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
     if alone(static) is not static:
         return _portfolio_in_steps(static, target)
-    records, ranker = _known_records(), known_ranker(target)
+    records, ranker = _known_records(target.arch), known_ranker(target)
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
@@ -266,7 +273,7 @@ def _portfolio_in_steps(shape: AnyWorkload, target: Target) -> tuple[Portfolio, 
     steps tell of."""
     itself, tuned = _cached_portfolio(alone(shape), target)
     timed: dict[int, tuple[Schedule, float]] = {}
-    for there, found in _known_records().of.items():
+    for there, found in _known_records(target.arch).of.items():
         if not found[0].dependent or not any(r.ok and r.measured_on_sibling(target) for r in found):
             continue
         m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]  what is dependent is a product

@@ -267,6 +267,6 @@ def test_what_ships_of_steps_changes_nothing_alone(mine: Path, monkeypatch: pyte
         return [(choose(w, target), portfolio(w, target)) for w, target in asked]
 
     found = chosen()
-    monkeypatch.setattr(select, "shipped_records", lambda: [r for r in shipped_records() if not r.dependent])
+    monkeypatch.setattr(select, "shipped_records", lambda arch: [r for r in shipped_records(arch) if not r.dependent])
     refresh()
     assert found == chosen()

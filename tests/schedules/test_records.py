@@ -155,6 +155,13 @@ def test_where_the_users_records_are(tmp_path, monkeypatch):
     assert records_path() == Path(tmp_path) / ".config/tilebit/records.jsonl"
 
 
+def test_shipped_records_of_one_arch_are_all_of_that_arch():
+    every = shipped_records()
+    assert {r.arch for r in every} >= {"sm_90a", "cpu"}
+    for arch in {*(r.arch for r in every), "sm_80"}:
+        assert shipped_records(arch) == [r for r in every if r.arch == arch]
+
+
 def test_shipped_records_are_clean():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -97,12 +97,12 @@ def seen(workload: AnyWorkload, schedule: Schedule, target: Target, expected: Es
 def vector(values: Mapping[str, float], names: Sequence[str]) -> list[float]:
     """The values of ``names`` in order; NaN, which the trees know as missing, for one that is not
     there (a program's column: 0)."""
-    return [values.get(name, missing) for name, missing in _missing(tuple(names))]
+    return list(map(values.get, names, _missing(tuple(names))))
 
 
 @lru_cache(maxsize=16)
-def _missing(names: tuple[str, ...]) -> list[tuple[str, float]]:
-    return [(name, 0.0 if name.startswith("program=") else nan) for name in names]
+def _missing(names: tuple[str, ...]) -> tuple[float, ...]:
+    return tuple(0.0 if name.startswith("program=") else nan for name in names)
 
 
 def expected_us(workload: AnyWorkload, schedules: Sequence[Schedule], target: Target, ranker: Ranker | None) -> list[float]:

@@ -234,12 +234,14 @@ def _new_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, froz
     measured: dict[Schedule, dict[int, float]] = {}
     tuned: dict[int, Schedule] = {}
     failed: set[Schedule] = set()
+    with_rows = cache(lambda m: replace(static, m=m))  # thousands of records are of a few dozen m
+    twins = operation(static.op).twins
     for there, found in records.of.items():
         if there.op != static.op or found[0].dependent:
             continue
         m: int = there.m  # pyright: ignore[reportAttributeAccessIssue]
-        here = replace(static, m=m)
-        if not operation(static.op).twins(there, here):
+        here = with_rows(m)
+        if not twins(there, here):
             continue
         for r in (r for r in found if r.measured_on_sibling(target)):
             if m not in tuned:

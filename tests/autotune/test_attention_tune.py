@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,34 +45,41 @@ def cpu():
     return target
 
 
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory) -> Iterator[DeviceWorker]:
+    """One measuring process for all: it takes seconds to import torch."""
+    with DeviceWorker("cpu", tmp_path_factory.mktemp("locks")) as worker:
+        yield worker
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPTIONS)
-def test_cpu_programs_are_tuned(op, tmp_path):
+def test_cpu_programs_are_tuned(op, worker, tmp_path):
     target, workload = cpu(), replace(W, op=op, **OPTIONS[op])
     store, cache = RecordStore(tmp_path / "records.jsonl"), ArtifactCache(tmp_path / "cache")
-    report = tune([workload, replace(workload, kv_len=410)], target, store=store, cache=cache, progress=False, jobs=1, max_candidates=2)
+    given = {"store": store, "cache": cache, "measurer": worker, "progress": False, "jobs": 1, "max_candidates": 2}
+    report = tune([workload, replace(workload, kv_len=410)], target, **given)
     (result,) = report.results
     assert report.complete and result.failed == 0, [r.reason for r in store.records()]
     assert result.workload == workload.bucketed() and result.best is not None and result.best.rel_err is not None
     choice = choose(workload, target, store.records())
     assert (choice.source, choice.schedule) == ("tuned", result.best.schedule)
     assert sum(row.record is not None for row in explain(workload, target, store.records())) == result.measured
-    again = tune([workload], target, store=store, cache=cache, progress=False, max_candidates=2)
+    again = tune([workload], target, **given)
     assert (again.results[0].measured, again.results[0].reused) == (0, result.measured)
 
 
 @pytest.mark.slow
-def test_a_kernel_of_another_question_is_not_measured(tmp_path):
+def test_a_kernel_of_another_question_is_not_measured(worker, tmp_path):
     """A kernel without a window, which the gate is told has one."""
     target, cache = cpu(), ArtifactCache(tmp_path / "cache")
     schedule = Schedule("attention_decode_cpu", 16, 1, 64, num_warps=target.units)
     kernel = compile_kernel(CompileRequest(schedule.program, W, schedule, target), cache)
-    with DeviceWorker("cpu", tmp_path) as worker:
-        assert worker.measure(kernel.path, W, schedule, target).status == "ok"
-        outcome = worker.measure(kernel.path, replace(W, window=50), schedule, target)
-        assert outcome.status == "wrong" and "relative error" in outcome.reason and outcome.us is None
-        outcome = worker.measure(kernel.path, replace(W, lse=False), schedule, target)
-        assert outcome.status == "error" and "the kernel takes lse, which this workload does not have" in outcome.reason
+    assert worker.measure(kernel.path, W, schedule, target).status == "ok"
+    outcome = worker.measure(kernel.path, replace(W, window=50), schedule, target)
+    assert outcome.status == "wrong" and "relative error" in outcome.reason and outcome.us is None
+    outcome = worker.measure(kernel.path, replace(W, lse=False), schedule, target)
+    assert outcome.status == "error" and "the kernel takes lse, which this workload does not have" in outcome.reason
 
 
 class NoCompiler:

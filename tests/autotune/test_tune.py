@@ -41,7 +41,7 @@ from .faulty_kernels import BEHAVIOURS, publish_kernel
 
 CPU = Target("cpu", "test cpu", 2, 0, 0, 1 << 20, 20.0, 0.1, 100.0, ("avx512", "avx2"))
 WORKLOAD = Workload(2, 48, 96, QuantFormat(4, 32))
-COMPILE_TIMEOUT = 8.0
+COMPILE_TIMEOUT = 3.0  # what does not hang fails in a tenth of it
 MANY = [Schedule("gemm_cpu", 32 * i, 1, 32, num_warps=2) for i in range(1, 17)]
 
 
@@ -55,10 +55,8 @@ class FaultyCompiler:
     """Kernels of a plain C GEMM that behave as ``plan[schedule]`` says ("right" unless planned); compile faults happen in a real compile
     pool."""
 
-    def __init__(
-        self, cache: ArtifactCache, plan: dict[Schedule, str] | None = None, pool: CompilePool | None = None, microseconds: int = 0
-    ) -> None:
-        self.cache, self.plan, self.pool, self.microseconds = cache, plan or {}, pool, microseconds
+    def __init__(self, cache: ArtifactCache, plan: dict[Schedule, str] | None = None, pool: CompilePool | None = None) -> None:
+        self.cache, self.plan, self.pool = cache, plan or {}, pool
         self.compiled: list[Schedule] = []
 
     def compile(self, requests):
@@ -68,7 +66,7 @@ class FaultyCompiler:
         self.compiled.append(request.schedule)
         behaviour = self.plan.get(request.schedule, "right")
         if behaviour in BEHAVIOURS:
-            return publish_kernel(request, self.cache, behaviour, self.microseconds, self.cache.root / "killed")
+            return publish_kernel(request, self.cache, behaviour, mark=self.cache.root / "killed")
         assert self.pool is not None
         schedule = replace(request.schedule, program=faulty_program.NAME, raster=faulty_program.FAULTS[behaviour])
         (failure,) = self.pool.compile([CompileRequest(faulty_program.NAME, request.workload, schedule, request.target)])
@@ -129,7 +127,7 @@ def test_eight_faults_cost_eight_candidates(cache, store):
     schedules = searched(WORKLOAD, CPU, 12) or []
     faults = ["hang", "segfault", "wrong", "nan", "compile_raise", "compile_hang", "killed_once", "compile_crash"]  # and the torn record
     plan = dict(zip(schedules[1:], faults, strict=False))
-    with CompilePool(jobs=1, cache=cache, timeout=COMPILE_TIMEOUT) as pool, DeviceWorker("cpu", cache.root / "locks", timeout=4) as worker:
+    with CompilePool(jobs=1, cache=cache, timeout=COMPILE_TIMEOUT) as pool, DeviceWorker("cpu", cache.root / "locks", timeout=2) as worker:
         compiler = FaultyCompiler(cache, plan, pool)
         measurer = TearingMeasurer(worker, store.path)
         report = tune(
@@ -158,13 +156,23 @@ def test_eight_faults_cost_eight_candidates(cache, store):
         assert compiler.compiled == [] and measurer.turns == 9, "three of twelve never reached the measurer"
 
 
+# It compiles nothing: kernels are in the cache.
 SCRIPT = """
 import json, sys
 sys.path[:] = {path!r}
-from tests.autotune.test_tune import CPU, FaultyCompiler, DeviceWorker, RecordStore, ArtifactCache, Workload, QuantFormat, tune
-from tests.autotune.test_tune import MANY, search
-search.candidates = lambda workload, target: MANY
+from tilebit.autotune import search
+from tilebit.autotune.store import RecordStore
+from tilebit.autotune.tune import tune
+from tilebit.autotune.worker import DeviceWorker
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import Target
+from tilebit.tiles.compiler.cache import ArtifactCache
+many = [Schedule.from_json(s) for s in {schedules!r}]
+search.candidates = lambda workload, target: many
 cache, store = ArtifactCache({cache!r}), RecordStore({store!r})
+class Compiled:
+    def compile(self, requests): return [cache.lookup(request.key) for request in requests]
 class Logged:
     def __init__(self, worker): self.worker = worker
     def measure(self, kernel, workload, schedule, target):
@@ -174,9 +182,8 @@ class Logged:
     def compare(self, kernels, workload, schedules, target):
         return self.worker.compare(kernels, workload, schedules, target)
 with DeviceWorker("cpu", cache.root / "locks", timeout=20) as worker:
-    workloads = [Workload(m, 48, 96, QuantFormat(4, 32)) for m in (1, 2)]
-    report = tune(workloads, CPU, store=store, cache=cache, compiler=FaultyCompiler(cache, microseconds=300), measurer=Logged(worker),
-                  progress=False, max_candidates=8, patience=99)
+    report = tune([Workload.from_json(w) for w in {workloads!r}], Target.from_json({target!r}), store=store, cache=cache,
+                  compiler=Compiled(), measurer=Logged(worker), progress=False, max_candidates={each}, patience=99)
 print(json.dumps([[r.measured, r.reused, r.left] for r in report.results]))
 """
 
@@ -184,27 +191,36 @@ print(json.dumps([[r.measured, r.reused, r.left] for r in report.results]))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="kill -9 of a process tree")
 def test_killed_run_resumes_without_measuring_twice(cache, store, tmp_path):
-    log = tmp_path / "log"
-    code = SCRIPT.format(path=sys.path, cache=str(cache.root), store=str(store.path), log=str(log))
+    """Killed while the first of two workloads is measured."""
+    log, each = tmp_path / "log", 4
+    workloads = [WORKLOAD.with_m(m) for m in (1, 2)]
+    for workload in workloads:
+        for schedule in searched(workload, CPU, each) or []:
+            publish_kernel(CompileRequest(schedule.program, workload, schedule, CPU), cache)
+    code = SCRIPT.format(
+        path=sys.path, cache=str(cache.root), store=str(store.path), log=str(log), each=each, target=CPU.to_json(),
+        workloads=[w.to_json() for w in workloads], schedules=[s.to_json() for s in MANY],
+    )  # fmt: skip
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    while len(store.path.read_bytes().splitlines() if store.path.exists() else []) < 5:
+    while len(store.path.read_bytes().splitlines() if store.path.exists() else []) < 3:
         assert first.poll() is None, "the first run should be busy"
         time.sleep(0.02)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     done = store.records()
     known = {(r.workload, r.schedule) for r in done}
-    assert 5 <= len(known) < 16
+    assert 3 <= len(known) < 2 * each
 
     second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     results = json.loads(second.stdout)
-    assert sum(r[1] for r in results) == len(known) and sum(r[0] for r in results) == 16 - len(known)
+    assert sum(r[1] for r in results) == len(known) and sum(r[0] for r in results) == 2 * each - len(known)
     assert store.records()[: len(done)] == done
     per_candidate = Counter((r.workload, r.schedule) for r in store.records())
-    assert len(per_candidate) == 16 and set(per_candidate.values()) <= {1, 2}, "measured once, and the fastest few once more side by side"
+    assert len(per_candidate) == 2 * each
+    assert set(per_candidate.values()) <= {1, 2}, "measured once, and the fastest few once more side by side"
     begun = Counter(log.read_text().splitlines())
     twice = [line for line, count in begun.items() if count > 1]
-    assert len(begun) == 16 and len(twice) <= 1, "only the candidate in flight when the run was killed may begin again"
+    assert len(begun) == 2 * each and len(twice) <= 1, "only the candidate in flight when the run was killed may begin again"
 
 
 def scripted(cache, store, times=None, workloads=(WORKLOAD,), **options):

@@ -35,7 +35,7 @@ def cache(tmp_path_factory) -> ArtifactCache:
 
 @pytest.fixture(scope="module")
 def worker(cache):
-    with DeviceWorker("cpu", cache.root / "locks", timeout=3) as worker:
+    with DeviceWorker("cpu", cache.root / "locks", timeout=2) as worker:
         yield worker
 
 
@@ -85,7 +85,7 @@ FAULTS = [
     (5, "raise", "error", r"x must be contiguous"),
     (6, "segfault", "crash", r"SIGSEGV"),
     (7, "abort", "crash", r"SIGABRT: .*heap corruption"),
-    (8, "hang", "hang", r"had not finished after 3 s"),
+    (8, "hang", "hang", r"had not finished after 2 s"),
     (9, "killed", "crash", r"SIGKILL"),
 ]
 
@@ -147,14 +147,14 @@ def test_one_device_measures_for_one_process_at_a_time(cache):
     """While another process holds the device, a job waits, and its own timeout does not run."""
     from filelock import FileLock
 
-    with DeviceWorker("cpu", cache.root / "elsewhere", timeout=2) as worker:
+    with DeviceWorker("cpu", cache.root / "elsewhere", timeout=1.5) as worker:
         assert measure(worker, publish(cache, 0, "right")).status == "ok"
         lock = FileLock(worker.lock, thread_local=False)
         lock.acquire()
         begin = time.monotonic()
-        threading.Timer(3.0, lock.release).start()
+        threading.Timer(2.0, lock.release).start()
         assert measure(worker, publish(cache, 0, "right")).status == "ok"
-        assert time.monotonic() - begin >= 3.0
+        assert time.monotonic() - begin >= 2.0
 
 
 def test_no_process_no_measurement(cache, monkeypatch):

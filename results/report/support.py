@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,8 +10,9 @@ from tilebit.layouts.formats import FORMATS, PER_CHANNEL, GemmFormat
 from tilebit.layouts.kv_formats import KVFormat
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.gemm.workload import DTYPES, Workload
-from tilebit.schedules.operations import candidates, legal, programs
-from tilebit.schedules.target import ARCHES, target_from_name
+from tilebit.schedules.operations import AnyWorkload, legal, operation
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import ARCHES, Target, target_from_name
 from tilebit.weights.paired import HIGH_OF, row_count
 
 from .markdown import table
@@ -34,10 +35,17 @@ def supported(format: GemmFormat, arch: str, dtype: str, mixed: bool = False) ->
     for m, n, k in PROBES:
         rows = row_count(n - n // 8, n // 8) if mixed else n
         workload = Workload(m, rows, k, format, dtype, width=n if mixed else 0)
-        found = candidates(workload, target) or []
-        if not any(not legal(workload, schedule, target) for schedule in found):
+        if all(legal(workload, schedule, target) for schedule in _offered(workload, target)):
             return False
     return True
+
+
+def _offered(workload: AnyWorkload, target: Target) -> Iterator[Schedule]:
+    """The candidates of one program after another: whoever looks for one that is legal, and finds it
+    with the first program, searches no other. The last ones find theirs sooner."""
+    for rule in reversed(operation(workload.op).rules):
+        if target.arch in rule.tried and not rule.unserved(workload, target.arch):
+            yield from rule.candidates(workload, target)
 
 
 @cache
@@ -61,8 +69,12 @@ def _attention_dtypes(op: str, format: KVFormat, arch: str) -> tuple[str, ...]:
     target, served = target_from_name(arch), set(DTYPES)
     for batch, q_len, kv_len, heads_q, heads_kv, head_dim, page_size in ATTENTION_PROBES:
         workload = AttentionWorkload(op, batch, q_len, kv_len, heads_q, heads_kv, head_dim, format, page_size=page_size)
-        found = [s for s in candidates(workload, target) or [] if s.program in programs()]
-        served &= {d for d in DTYPES if any(not legal(replace(workload, dtype=d), s, target) for s in found)}
+        found: set[str] = set()
+        for schedule in _offered(workload, target):
+            found |= {d for d in served - found if not legal(replace(workload, dtype=d), schedule, target)}
+            if found == served:
+                break
+        served = found
     return tuple(dtype for dtype in DTYPES if dtype in served)
 
 

@@ -33,6 +33,7 @@ HALF, WORD, BFLOAT = [2, 16], [1, 32], [4, 16]
 SAMPLE_REQUEST = CompileRequest(
     "sample.w4a16", Workload(64, N, K), Schedule("sample.w4a16", 128, BM, 128, num_stages=2, num_warps=8), target_from_name("sm_90a")
 )
+OF_THE_LIBRARY = (("sm_90a", True), ("sm_80", False))  # with and without a split
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +80,32 @@ def play(library: Path, calls: list[dict[str, Any]], driver: Path | None, folder
     return Recording(json.loads(done.stdout.splitlines()[-1]), [json.loads(line) for line in log.read_text().splitlines()])
 
 
-def host_values(request: CompileRequest, folder: Path) -> dict[str, Any]:
-    """{m: tensor maps, grid, block, shared memory, arguments} by TVM's own arithmetic on the lowered host function, in another process."""
-    schedule, w = folder / "schedule.json", request.workload
-    assert isinstance(w, Workload), "a GEMM"
-    schedule.write_text(json.dumps(request.schedule.to_json()))
-    script = [sys.executable, str(SAMPLE / "host_values.py"), request.program, str(w.n), str(w.k), str(schedule), request.target.arch]
-    env = {**os.environ, "PYTHONPATH": str(HERE)}
-    done = subprocess.run([*script, *map(str, MS)], env=env, capture_output=True, text=True, timeout=240)
+def of_the_library(arch: str, split: bool) -> CompileRequest:
+    workload, target = Workload(16, 256, 1024), target_from_name(arch)
+    schedule = next(s for s in candidates(workload, target) or [] if (s.split_k > 1) == split)
+    return CompileRequest(schedule.program, workload, schedule, target)
+
+
+@pytest.fixture(scope="module")
+def host_values(tmp_path_factory: pytest.TempPathFactory) -> dict[CompileRequest, dict[str, Any]]:
+    """{m: tensor maps, grid, block, shared memory, arguments} by TVM's own arithmetic on lowered host functions, in another process: one
+    for all of them, which imports TileLang for seconds."""
+    requests, kernels = [SAMPLE_REQUEST, *(of_the_library(*case) for case in OF_THE_LIBRARY)], []
+    for request in requests:
+        w = request.workload
+        assert isinstance(w, Workload), "a GEMM"
+        schedule = request.schedule.to_json()
+        kernels.append({"program": request.program, "n": w.n, "k": w.k, "schedule": schedule, "arch": request.target.arch})
+    path = tmp_path_factory.mktemp("lowered") / "kernels.json"
+    path.write_text(json.dumps(kernels))
+    command = [sys.executable, str(SAMPLE / "host_values.py"), str(path), *map(str, MS)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(requests, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def assert_plays(kernel: Kernel, request: CompileRequest, driver: Path, folder: Path) -> Recording:
+def assert_plays(kernel: Kernel, expected: dict[str, Any], driver: Path, folder: Path) -> Recording:
     """Every launch of ``kernel`` asks of the driver exactly what the lowered host function says, for every m of ``MS``."""
-    expected = host_values(request, folder)
     first = expected[str(MS[0])]["args"]
     kinds = "".join("m" if str(a).endswith("_desc") else "p" if isinstance(a, str) else "i" for a in first)
     calls = [tensors(kernel, m) for m in MS]
@@ -134,8 +146,8 @@ def tensors(kernel: Kernel, m: int) -> list[dict[str, Any]]:
 
 @needs_nvcc
 @pytest.mark.slow
-def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, driver: Path, tmp_path: Path) -> None:
-    recording = assert_plays(kernel, SAMPLE_REQUEST, driver, tmp_path)
+def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, host_values: Any, driver: Path, tmp_path: Path) -> None:
+    recording = assert_plays(kernel, host_values[SAMPLE_REQUEST], driver, tmp_path)
     launches, encodes = recording.calls("launch"), recording.calls("encode")
     assert [launch["grid"] for launch in launches] == [[N // 128, -(-m // BM), 1] for m in MS]
     assert [launch["params"][-1] for launch in launches] == list(MS)
@@ -149,12 +161,13 @@ def test_launches_are_what_the_lowered_host_function_says(kernel: Kernel, driver
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "split"), [("sm_90a", True), ("sm_80", False)])
-def test_the_library_s_programs_launch_what_they_were_lowered_to(driver: Path, tmp_path: Path, arch: str, split: bool) -> None:
-    workload, target = Workload(16, 256, 1024), target_from_name(arch)
-    schedule = next(s for s in candidates(workload, target) or [] if (s.split_k > 1) == split)
-    request = CompileRequest(schedule.program, workload, schedule, target)
-    recording = assert_plays(compile_kernel(request), request, driver, tmp_path)
+@pytest.mark.parametrize(("arch", "split"), OF_THE_LIBRARY)
+def test_the_library_s_programs_launch_what_they_were_lowered_to(
+    host_values: Any, driver: Path, tmp_path: Path, arch: str, split: bool
+) -> None:
+    request = of_the_library(arch, split)
+    recording = assert_plays(compile_kernel(request), host_values[request], driver, tmp_path)
+    schedule = request.schedule
     n_tiles = -(-256 // schedule.block_n)
     blocks = [g[0] * g[1] * g[2] for g in (launch["grid"] for launch in recording.calls("launch"))]
     assert blocks == [n_tiles * -(-m // schedule.block_m) * schedule.split_k for m in MS]

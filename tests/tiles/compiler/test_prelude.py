@@ -22,9 +22,8 @@ from tilebit.tiles.program import DEVICE_DIR
 
 # Between them: tensor maps, multicast, barriers, clusters, products of warpgroups; copies, products of a warp, named barriers.
 KERNELS = {case[2].program: case for case in reversed(CASES) if case[2].program != "gemm_wgmma" or case[2].cluster > 1}
-PARTS = ("instruction/mma", "instruction/wgmma", "intrin", "barrier", "copy", "copy_sm90", "cluster", "ldsm", "threadblock_swizzle")
-# As TileLang begins it; includes that a kernel does not need are no error.
-THEIR_PRELUDE = "#if defined(_MSC_VER)\n#include <cuda.h>\n#endif\n" + "".join(f"#include <tl_templates/cuda/{name}.h>\n" for name in PARTS)
+PARTS = ("instruction/mma", "intrin", "barrier", "copy", "ldsm", "threadblock_swizzle")
+OF_HOPPER = ("instruction/wgmma", "copy_sm90", "cluster")  # nvcc takes a second to read them
 KERNEL_OF_HALVES = f"""
 {KERNEL} void __launch_bounds__(32) main_kernel(half_t* __restrict__ x, half_t* __restrict__ y) {{
   y[threadIdx.x] = (half_t)(EXPRESSION);
@@ -32,9 +31,14 @@ KERNEL_OF_HALVES = f"""
 """
 
 
-def with_their_prelude(ours: str) -> str:
+def their_prelude(parts: tuple[str, ...]) -> str:
+    """As TileLang begins a source; includes that a kernel does not need are no error."""
+    return "#if defined(_MSC_VER)\n#include <cuda.h>\n#endif\n" + "".join(f"#include <tl_templates/cuda/{name}.h>\n" for name in parts)
+
+
+def with_their_prelude(ours: str, arch: str) -> str:
     start, kernel = ours.index((DEVICE_DIR / FILES[0]).read_text()), ours.index(KERNEL)
-    return ours[:start] + THEIR_PRELUDE + ours[kernel:]
+    return ours[:start] + their_prelude((*PARTS, *(OF_HOPPER if arch == "sm_90a" else ()))) + ours[kernel:]
 
 
 def instructions(ptx: str) -> list[str]:
@@ -56,7 +60,7 @@ def test_the_instructions_are_those_of_tilelangs_headers(name: str, tmp_path: Pa
     ours = (kernel.path / "kernel.cu").read_text().replace("#define STAGES_ARE_COPIED\n", "")
     assert "tl_templates" not in ours
     found = []
-    for source in (ours, with_their_prelude(ours)):
+    for source in (ours, with_their_prelude(ours, arch)):
         (tmp_path / "kernel.cu").write_text(source)
         found.append(instructions(run_nvcc(tmp_path, arch)[1]))
     assert len(found[0]) > 100 and found[0] == found[1]
@@ -69,7 +73,7 @@ def test_the_instructions_are_those_of_tilelangs_headers(name: str, tmp_path: Pa
     ids=["what ours states", "sums that TileLang rounds to halves", "a function that ours lacks"],
 )
 def test_what_ours_does_not_state_is_tilelangs(expression: str, prelude: str, tmp_path: Path):
-    source = THEIR_PRELUDE + KERNEL_OF_HALVES.replace("EXPRESSION", expression)
+    source = their_prelude(("copy",)) + KERNEL_OF_HALVES.replace("EXPRESSION", expression)
     _, ptx, chosen = compile_source(source, tmp_path, "sm_80", ())
     assert chosen == prelude and "main_kernel" in ptx
     assert ("tl_templates" in (tmp_path / "kernel.cu").read_text()) == (prelude == "tilelang")

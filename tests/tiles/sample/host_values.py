@@ -1,6 +1,7 @@
-"""What a program's lowered host function says for given m, by TVM's own substitution and arithmetic. Runs in a process of its own.
+"""What lowered host functions say for given m, by TVM's own substitution and arithmetic. Runs in a process of its own.
 
-Usage: host_values.py program n k schedule.json arch m... Prints {"names": [...], m: {"maps": {...}, "grid", "block", "smem", "args"}}.
+Usage: host_values.py kernels.json m... Of each of a list of {"program", "n", "k", "schedule", "arch"} it prints, in a list,
+{"names": [...], m: {"maps": {...}, "grid", "block", "smem", "args"}}.
 """
 
 import json
@@ -12,9 +13,10 @@ from tilebit.schedules.target import target_from_name
 from tilebit.tiles.programs import program
 
 
-def main(name, n, k, schedule, arch, ms):
-    target = target_from_name(arch)
-    function = program(name).build(Workload(1, n, k), schedule, target)
+def values_of(kernel, ms):
+    target = target_from_name(kernel["arch"])
+    workload, schedule = Workload(1, kernel["n"], kernel["k"]), Schedule.from_json(kernel["schedule"])
+    function = program(kernel["program"]).build(workload, schedule, target)
     from tilebit.tiles.compiler.cuda import lower_cuda
 
     artifact = lower_cuda(function, target.arch)
@@ -64,16 +66,9 @@ def main(name, n, k, schedule, arch, ms):
                     "args": [value(v) for v in values[: len(values) - len(tags)]],
                 }
         answer[m] = {"maps": maps, **launch}
-    print(json.dumps(answer))
+    return answer
 
 
 if __name__ == "__main__":
-    with open(sys.argv[4]) as file:
-        main(
-            sys.argv[1],
-            int(sys.argv[2]),
-            int(sys.argv[3]),
-            Schedule.from_json(json.load(file)),
-            sys.argv[5],
-            [int(m) for m in sys.argv[6:]],
-        )
+    with open(sys.argv[1]) as file:
+        print(json.dumps([values_of(kernel, [int(m) for m in sys.argv[2:]]) for kernel in json.load(file)]))

@@ -204,9 +204,9 @@ def test_operands_that_do_not_fit_are_named(here: Target, change: dict[str, torc
 # ---- packs ----
 
 SERVE = """
-import torch
 from tilebit import packs
 packs.load(sys.argv[1])
+import torch
 import toy.scaled_add_op
 given = torch.load(sys.argv[2])
 torch.save(torch.ops.toy.scaled_add(*given), sys.argv[3])

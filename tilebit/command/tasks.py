@@ -37,6 +37,8 @@ def named_target(name: str) -> Target:
     from ..schedules.target import detect_target, target_from_name
 
     with usage():
+        if name == "cpu":  # the same wherever it is asked for: torch, which takes seconds to import, finds GPUs
+            return target_from_name(name)
         here = detect_target(name if name.startswith("cuda") else None)
         return here if name == "auto" or name.startswith("cuda") or name == here.arch else target_from_name(name)
 

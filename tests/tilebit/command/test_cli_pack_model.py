@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +194,24 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return serving_python(tmp_path_factory.mktemp("environments") / "serving", "transformers")
 
 
+# `python -m tilebit` without the pack, which must fail, and what it said to a file; then with it.
+TWICE = """
+import runpy, sys
+from contextlib import redirect_stderr
+lacking, pack, *words = sys.argv[1:]
+def tilebit(*more):
+    sys.argv[1:] = [*words, *more]
+    try:
+        runpy.run_module("tilebit", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+with open(lacking, "w") as file, redirect_stderr(file):
+    assert tilebit() == 1
+sys.exit(tilebit("--pack", pack))
+"""
+
+
 @pytest.mark.slow
 def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, python: Path, tmp_path: Path, device: torch.device):
     """The same text, from an empty cache; without the pack the error says what is missing."""
@@ -206,45 +223,50 @@ def test_generate_runs_from_a_pack_without_a_compiler(dense: Path, python: Path,
     words = ("generate", *model, "--prompt", "a small model", "--max-tokens", "130", "--device", str(device), "--json")
     expected = json.loads(call(*words).stdout)["text"]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return serve(python, tmp_path, "-m", "tilebit", *words, *more)
-
-    found = run("--pack", str(pack))
+    found = serve(python, tmp_path, "-c", TWICE, str(tmp_path / "lacking"), str(pack), *words)
     assert found.returncode == 0, found.stderr
     text = json.loads(found.stdout)["text"]
     assert len(text) == len(expected) == 130  # a window fills on the way
     assert text == expected if device.type == "cpu" else text[:4] == expected[:4]  # kernels may be others, and round otherwise
-    lacking = run()
-    assert lacking.returncode == 1 and "TILEBIT_NO_COMPILE" in lacking.stderr and "tilebit" in lacking.stderr
+    lacking = (tmp_path / "lacking").read_text()
+    assert "TILEBIT_NO_COMPILE" in lacking and "tilebit" in lacking
 
 
-SPEAK = """
-import sys
+def spoken(directory: str, cache_format: str) -> list[Any]:
+    """What a packed model writes, with steps launched one by one and compiled."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import tilebit.transformers
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float16)
+    model.set_attn_implementation("tilebit")
+    ids, found = torch.arange(2, 42)[None], []
+    for steps in ("launched", "compiled"):
+        if steps == "compiled":
+            tilebit.transformers.compile(model, (1,), 192)
+        cache = tilebit.transformers.TilebitCache(model.config, format=cache_format, max_tokens=192, sequences=1)
+        found.append(model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=24).tolist())
+    return found
+
+
+SPEAK = f"""
+from __future__ import annotations
+import json, sys
 from importlib.util import find_spec
 directory, pack, cache_format = sys.argv[1:]
-if pack:
-    for name in ("tvm", "tilelang", "xgboost", "z3", "cloudpickle", "scipy", "matplotlib", "compressed_tensors", "pytest"):
-        assert find_spec(name) is None, name + " is visible"
-import torch
-from transformers import AutoModelForCausalLM
+for name in ("tvm", "tilelang", "xgboost", "z3", "cloudpickle", "scipy", "matplotlib", "compressed_tensors", "pytest"):
+    assert find_spec(name) is None, name + " is visible"
+{inspect.getsource(spoken)}
 from tilebit import packs
-from tilebit.transformers import TilebitCache, compile
-if pack:
-    packs.load(pack)
-model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float16)
-model.set_attn_implementation("tilebit")
-ids = torch.arange(2, 42)[None]
-for steps in ("launched", "compiled"):
-    if steps == "compiled":
-        compile(model, (1,), 192)
-    cache = TilebitCache(model.config, format=cache_format, max_tokens=192, sequences=1)
-    print(model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=24).tolist())
-assert not pack or not [name for name in sys.modules if name.split(".")[0] in ("tvm", "tilelang")]
+packs.load(pack)
+print(json.dumps(spoken(directory, cache_format)))
+assert not [name for name in sys.modules if name.split(".")[0] in ("tvm", "tilelang")]
 """
 
 
 @pytest.mark.slow
-def test_a_packed_directory_runs_from_a_pack_without_a_compiler(dense: Path, python: Path, tmp_path: Path):
+def test_a_packed_directory_runs_from_a_pack_without_a_compiler(dense: Path, python: Path, tmp_path: Path, one_thread: None):
     """Layers of integers with x in 8 bits, of any precision, and of 16-bit x, on the CPU, with steps launched one by one and compiled."""
     directory, pack, cache_format = tmp_path / "packed", tmp_path / "pack", "kv8_token"
     layers = ("--layer", "mlp.down_proj=w3-4a16_any@3", "--layer", "self_attn.o_proj=w8a16_channel")
@@ -256,14 +278,8 @@ def test_a_packed_directory_runs_from_a_pack_without_a_compiler(dense: Path, pyt
         assert made.exit_code == 0, made.output
     found = serve(python, tmp_path, "-c", SPEAK, str(directory), str(pack), cache_format)
     assert found.returncode == 0, found.stderr
-    expected = subprocess.run(
-        [sys.executable, "-c", SPEAK, str(directory), "", cache_format],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert expected.returncode == 0, expected.stderr
-    assert found.stdout == expected.stdout and len(json.loads(found.stdout.splitlines()[1])[0]) == 64
+    written = json.loads(found.stdout)
+    assert written == spoken(str(directory), cache_format) and len(written) == 2 and len(written[1][0]) == 64
 
 
 def serve(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

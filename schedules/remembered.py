@@ -51,8 +51,8 @@ def keep(what: str, workload: AnyWorkload, target: Target, answer: Any) -> None:
     if asked is None or path is None:
         return
     with contextlib.suppress(OSError):
-        if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):  # private, both: artifacts, which are code, lie beside it
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _drop_oldest(path.parent)
         line = json.dumps({"asked": asked, "answer": answer}).encode() + b"\n"

@@ -76,6 +76,12 @@ def test_the_next_process_finds_the_same_and_computes_nothing(own_folder: Path, 
     assert {"tuned", "ranker"} <= sources, "records and predictions are remembered, too"
 
 
+def test_the_cache_is_private(own_folder: Path):
+    choose(TUNED, H200)
+    (path,) = own_folder.iterdir()
+    assert [oct(made.stat().st_mode & 0o777) for made in (own_folder.parent, own_folder, path)] == ["0o700", "0o700", "0o600"]
+
+
 def test_a_process_of_its_own_remembers(own_folder: Path):
     choose(TUNED, H200)
     code = (

@@ -12,13 +12,15 @@ from ...layouts.planes import CUDA_TILE_N
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .any import steps
+from .any import STEP_K, steps
+from .any_wgmma import STAGE_K
 from .cost import LANES, spread
 from .workload import Workload
 
 LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 69.9, 8: 91.8}  # cycles, of 64 channels
 PRODUCTS = 0.55  # cycles of 64 channels and a row of x
 WAITING_ROW, WAITING_LOOK_UP = 0.29, 1.56  # of a warp: for a row of x, of the look-ups' cycles
+SLOTS_US = 0.98  # of STEP_K: a block alone on its SM waits so long for x where slots hold no more than it reads at once
 OTHER = 0.35  # of the shorter of the two, which the longer does not hide
 HOT, HOT_US = 0.12, 3000.0  # what a kernel of so many microseconds and more takes longer: clocks fall
 ENDS_US = 2.6  # of a tile: its tables and first slots, its columns of y
@@ -37,6 +39,8 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     waiting = WAITING_ROW * rows + WAITING_LOOK_UP * look_ups
     cycles = max(busy, waiting) + OTHER * min(busy, waiting)
     compute = rounds * grid.steps * 16 * cycles / (clock * 1e3)
+    if grid.resident == 1 and s.num_stages * STAGE_K <= STEP_K:
+        compute = max(compute, rounds * grid.steps * SLOTS_US)
     compute *= 1 + HOT * min(1.0, compute / HOT_US)
     load = w.weight_bytes / (target.read_gbps * 1e3)
     ends = rounds * grid.ends * ENDS_US

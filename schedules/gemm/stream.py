@@ -270,8 +270,8 @@ class _Grid(NamedTuple):
 
 def _grids(workload: Workload, block_m: int, program: str, target: Target) -> tuple[list[_Grid], list[_Grid]]:
     """Grids of nearly enough blocks and not many: (those that divide the rows, those whose last tile
-    overlaps the tile before and which rows fill FULLER than any of the others with no more blocks, as
-    many on an SM)."""
+    overlaps the tile before: which rows fill nearly, and FULLER than any of the others with no more
+    blocks, as many on an SM)."""
     n_pad = -(-workload.n // 64) * 64
     whole: list[_Grid] = []
     overlapping: list[_Grid] = []
@@ -295,7 +295,7 @@ def _grids(workload: Workload, block_m: int, program: str, target: Target) -> tu
             if grid.base.min_blocks == resident and grid.blocks <= most:
                 best[grid.blocks] = max(best[grid.blocks], grid.full)
         fullest[resident] = list(accumulate(best, max))
-    few = (grid for grid in overlapping if grid.blocks <= most)
+    few = (grid for grid in overlapping if grid.blocks <= most and grid.full >= FULL_WAVES[0])
     return whole, [grid for grid in few if grid.full > fullest[grid.base.min_blocks][grid.blocks] + FULLER]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log
 from types import MappingProxyType
+from typing import Any
 
 from .schedule import Schedule
 
@@ -42,6 +43,19 @@ class Portfolio:
     def index(self, m: int) -> int:
         """Which part of the table ``m`` falls into."""
         return min(bisect_left(self.bounds, m), len(self.bounds) - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bounds": self.bounds, "serving": [schedule.to_json() for schedule in self.serving], "us": self.us}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Portfolio:
+        """The inverse of ``to_json``. Raises ``KeyError``, ``TypeError`` and ``ValueError`` for what is none."""
+        found = cls(tuple(data["bounds"]), tuple(map(Schedule.from_json, data["serving"])), tuple(data["us"]))
+        if not len(found.bounds) == len(found.serving) == len(found.us) > 0:
+            raise ValueError(
+                f"{len(found.bounds)} bounds, {len(found.serving)} schedules, {len(found.us)} times; accepted: as many, and some"
+            )
+        return found
 
     @property
     def kernels(self) -> tuple[Schedule, ...]:

@@ -17,10 +17,11 @@ that neighbours' schedules only join its candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import inf
+from typing import Any, TypeVar
 
 from .neighbours import Known, neighbours, speaks_in_steps
 from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation
@@ -34,6 +35,7 @@ from .target import Target
 # A neighbour's schedule is taken over unless the model expects it to be this much slower here than
 # its own best: a tile tuned for 16 rows reads the weight twice for 32.
 NEAR_ENOUGH = 1.2
+Found = TypeVar("Found")
 _candidates = lru_cache(maxsize=1024)(candidates)  # asked again and again of one workload; nobody changes the list
 
 
@@ -49,6 +51,17 @@ class Choice:
     record: TuningRecord | None = None
     distance: float = 0.0
     predicted_us: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        record = None if self.record is None else self.record.to_json()
+        return {"schedule": self.schedule.to_json(), "source": self.source, "record": record, "distance": self.distance,
+                "predicted_us": self.predicted_us}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any) -> Choice:
+        """The inverse of ``to_json``. Raises ``KeyError``, ``TypeError`` and ``ValueError`` for what is none."""
+        record = None if data["record"] is None else TuningRecord.from_json(data["record"])
+        return cls(Schedule.from_json(data["schedule"]), data["source"], record, data["distance"], data["predicted_us"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +177,25 @@ def _cached_exact(workload: AnyWorkload, target: Target) -> Choice:
 
 @lru_cache(maxsize=65536)
 def _cached_choice(workload: AnyWorkload, target: Target) -> Choice:
-    choice = _remembered_choice(workload, target)
+    choice = _recalled("choice", workload, target, Choice.from_json, lambda found: [found.schedule])
     if choice is None:
         choice = _new_choice(workload, target)
-        record = None if choice.record is None else choice.record.to_json()
-        keep(
-            "choice", workload, target,
-            {"schedule": choice.schedule.to_json(), "source": choice.source, "record": record, "distance": choice.distance,
-             "predicted_us": choice.predicted_us},
-        )  # fmt: skip
+        keep("choice", workload, target, choice.to_json())
     return choice
 
 
-def _remembered_choice(workload: AnyWorkload, target: Target) -> Choice | None:
-    """An earlier process's; None: there is none that can be used."""
-    data = recall("choice", workload, target)
+def _recalled(
+    what: str, workload: AnyWorkload, target: Target, read: Callable[[Any], Found], schedules: Callable[[Found], Iterable[Schedule]]
+) -> Found | None:
+    """What an earlier process found; None: nothing, or nothing that is whole, legal and of this package's
+    programs."""
+    data = recall(what, workload, target)
     try:
-        if data is None or legal(workload, schedule := Schedule.from_json(data["schedule"]), target):
-            return None
-        record = None if data["record"] is None else TuningRecord.from_json(data["record"])
-        return Choice(schedule, data["source"], record, data["distance"], data["predicted_us"])
+        found = None if data is None else read(data)
     except (KeyError, TypeError, ValueError):
         return None
+    wrong = found is not None and any("." in s.program or legal(workload, s, target) for s in set(schedules(found)))
+    return None if wrong else found
 
 
 def _new_choice(workload: AnyWorkload, target: Target) -> Choice:
@@ -204,27 +214,16 @@ def _new_choice(workload: AnyWorkload, target: Target) -> Choice:
 def _cached_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:
     """The portfolio of a ``_shape``, and the numbers of rows at which the shape or a twin was tuned,
     here or on a sibling of this device."""
-    remembered = _remembered_portfolio(static, target)
-    if remembered is not None:
-        return remembered
-    found, tuned = _new_portfolio(static, target)
-    serving = [schedule.to_json() for schedule in found.serving]
-    keep("portfolio", static, target, {"bounds": found.bounds, "serving": serving, "us": found.us, "tuned": sorted(tuned)})
-    return found, tuned
+    remembered = _recalled("portfolio", static, target, _portfolio_from_json, lambda found: found[0].serving)
+    if remembered is None:
+        remembered = _new_portfolio(static, target)
+        found, tuned = remembered
+        keep("portfolio", static, target, {**found.to_json(), "tuned": sorted(tuned)})
+    return remembered
 
 
-def _remembered_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]] | None:
-    """An earlier process's; None: there is none that can be used."""
-    data = recall("portfolio", static, target)
-    try:
-        if data is None or not len(data["bounds"]) == len(data["serving"]) == len(data["us"]) > 0:
-            return None
-        serving = tuple(map(Schedule.from_json, data["serving"]))
-        if any(legal(static, schedule, target) for schedule in set(serving)):
-            return None
-        return Portfolio(tuple(data["bounds"]), serving, tuple(data["us"])), frozenset(data["tuned"])
-    except (KeyError, TypeError, ValueError):
-        return None
+def _portfolio_from_json(data: Any) -> tuple[Portfolio, frozenset[int]]:
+    return Portfolio.from_json(data), frozenset(data["tuned"])
 
 
 def _new_portfolio(static: AnyWorkload, target: Target) -> tuple[Portfolio, frozenset[int]]:

@@ -148,6 +148,7 @@ def test_lines_that_are_no_answers_are_done_without(own_folder: Path, spoilt: st
         lambda answer: answer.update(us=[]),
         lambda answer: [s.update(block_n=72) for s in answer.get("serving", [answer.get("schedule")])],
         lambda answer: answer.update(record={}, tuned=3),
+        lambda answer: [s.update(program="tests.nowhere") for s in answer.get("serving", [answer.get("schedule")])],
     ],
 )
 def test_answers_that_are_not_legal_are_found_anew(own_folder: Path, change):

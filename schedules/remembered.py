@@ -1,5 +1,5 @@
 """Choices of earlier processes, kept beside the artifacts: the portfolios of an 8B model's shapes
-take three seconds to find, most of a program's way to its first token where kernels are at hand.
+take seconds to find, half of a program's way to its first token where kernels are at hand.
 
 A choice depends on sources and measurements, so the file that keeps it is named by their digest:
 all Python of ``schedules`` and ``layouts``, shipped and user's records and rankers, and XGBoost's
@@ -22,8 +22,8 @@ from typing import Any
 
 from ..json_reader import parse_json
 from .operations import AnyWorkload
-from .ranker import SUFFIX, known_ranker, user_model_path
-from .records import records_path, user_records
+from .ranker import SUFFIX
+from .records import records_path
 from .target import Target
 
 ENABLED = True  # False: this process finds out for itself, where something else than files decides
@@ -42,13 +42,14 @@ def default_root() -> Path:
 def recall(what: str, workload: AnyWorkload, target: Target) -> Any | None:
     """What ``keep`` was given by a process with the same sources and measurements; None: nothing."""
     asked = _asked(what, workload, target)
-    return _kept(target).get(asked) if asked is not None else None
+    return _kept().get(asked) if asked is not None else None
 
 
 def keep(what: str, workload: AnyWorkload, target: Target, answer: Any) -> None:
     """Remember ``answer``, which JSON can hold."""
-    asked, path = _asked(what, workload, target), _path()
-    if asked is None or path is None:
+    asked = _asked(what, workload, target)
+    path = None if asked is None else _path()
+    if path is None:
         return
     with contextlib.suppress(OSError):
         for folder in (path.parent.parent, path.parent):  # private, both: artifacts, which are code, lie beside it
@@ -88,17 +89,12 @@ def _names(data: Any) -> Iterator[str]:
             yield from _names(value)
 
 
-@lru_cache(maxsize=8)
-def _kept(target: Target) -> dict[str, Any]:
-    """All answers that are there. The user's own files are read as well, which says what is wrong with
-    them in every process."""
-    path = _path()
+@lru_cache(maxsize=1)
+def _kept() -> dict[str, Any]:
+    """All answers that are there."""
+    path, found = _path(), dict[str, Any]()
     if path is None or not path.is_file():
-        return {}
-    user_records()
-    if Path(user_model_path(target.arch)).is_file():
-        known_ranker(target)
-    found: dict[str, Any] = {}
+        return found
     with contextlib.suppress(OSError):
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):

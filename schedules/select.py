@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import inf
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .neighbours import Known, neighbours, speaks_in_steps
 from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation
 from .portfolio import Portfolio, borders, calibrated, table, with_points
-from .ranker import Ranker, forget_rankers, known_ranker
+from .ranker import Ranker, forget_rankers, known_ranker, user_model_path
 from .records import WRONG, TuningRecord, shipped_records, user_records
 from .remembered import forget, keep, recall
 from .schedule import Schedule
@@ -188,8 +189,12 @@ def _recalled(
     what: str, workload: AnyWorkload, target: Target, read: Callable[[Any], Found], schedules: Callable[[Found], Iterable[Schedule]]
 ) -> Found | None:
     """What an earlier process found; None: nothing, or nothing that is whole, legal and of this package's
-    programs."""
+    programs. The user's own files are read as well, which says what is wrong with them in every process."""
     data = recall(what, workload, target)
+    if data is not None:
+        _own_records()
+        if Path(user_model_path(target.arch)).is_file():
+            known_ranker(target)
     try:
         found = None if data is None else read(data)
     except (KeyError, TypeError, ValueError):

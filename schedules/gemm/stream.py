@@ -249,10 +249,11 @@ def stream_candidates(workload: Workload, target: Target) -> list[Schedule]:
     block_m = next((b for b in BLOCK_M if b >= workload.m), BLOCK_M[-1])
     whole, overlapping = _grids(workload, block_m, program, target)
     pipelines = cache(lambda base: _pipelines(base, workload, target))
-    least = FULL_WAVES[-1]
-    for least in FULL_WAVES:
-        if sum(len(pipelines(grid.base)) for grid in whole if grid.full >= least) >= ENOUGH:
-            break
+
+    def enough(least: float) -> bool:
+        return sum(len(pipelines(grid.base)) for grid in whole if grid.full >= least) >= ENOUGH
+
+    least = next(filter(enough, FULL_WAVES), FULL_WAVES[-1])
     grids = [grid for grid in whole + overlapping if grid.full >= least]
     # Small tiles take twice the instructions; few large blocks read x less often.
     grids.sort(key=lambda grid: (warp_rows(grid.base) == WARP_ROWS[-1], grid.blocks, -grid.full))

@@ -3,18 +3,19 @@ and codebooks, see ``tiles/gemm/any_wgmma.py``.
 
 ``block_n`` output channels by ``block_m`` rows of x a block, 16 channels a computing warp; ``block_k``
 is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each. With ``stream_k`` blocks
-take one tile after another and share those of a last wave, as of ``gemm_wgmma``.
+take one tile after another and share those of a last wave, as of ``gemm_wgmma``. A ``cluster`` of two has the
+same channels and neighbouring rows of x: each looks up half of the channels' weights, for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 
 from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
-from ..target import Target
+from ..target import Target, target_from_name
 from .any import ENTRY, STEP_K, steps
 from .residence import crowding
 from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, handed_on, row_bytes, staged_columns
@@ -22,21 +23,26 @@ from .workload import Workload
 
 PROGRAM = "gemm_any_wgmma"
 ARCHES = ("sm_90a",)
+HOPPER = target_from_name("sm_90a")
 STAGE_K = 64
 BLOCK_N, ROWS = (64, 128, 192, 256), 16  # ROWS: of a warp
 ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
+CLUSTERS, CLUSTER_N = (1, 2), 128  # CLUSTER_N: of a cluster's tiles, of which a warpgroup looks up half
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
 LEAST_BITS = 3  # of codes
 # By the bits of a code: so many of a lane's PAIRS pairs are looked up in registers (PERMUTED_TALL: in tiles
 # of more than FOUR_M rows of x), of so many of its two rows; the others in shared memory.
 PAIRS, PERMUTED, PERMUTED_TALL, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {5: 2}, {3: 2, 4: 2, 5: 1}
-FOUR_BITS = 7  # of up to so many bits tables in shared memory have four copies, which no two lanes meet in, ...
-FOUR_N, FOUR_M = 64, 128  # ... of wider ones where a tile is no larger; else two
-HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones one
+# Of up to so many bits tables in shared memory have four copies; of a bit more where a block looks up no more than
+# so many rows; of two more where its tile has no more rows of x, either. Others have two.
+FOUR_BITS, FOUR_N, FOUR_M = 6, 64, 128
+HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones where there is room, else one
+SENT = 2  # places of a block for operands that the other of a cluster looks up
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
 SPARE = 28  # registers of addresses, loop state and look-ups under way
+LEAST_CLUSTER_M = 160  # of what is tried: lower tiles take as long one above the other
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
 SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
@@ -47,43 +53,63 @@ TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 def permuted(workload: Workload, schedule: Schedule) -> int:
     """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
-    usual = PERMUTED.get(workload.format.bits, 0)
-    return PERMUTED_TALL.get(workload.format.bits, usual) if schedule.block_m > FOUR_M else usual
+    bits, usual = workload.format.bits, PERMUTED.get(workload.format.bits, 0)
+    if schedule.cluster > 1 and KEPT_ROWS.get(bits) == 1:  # half of the look-ups: shared memory is not what binds, and registers are few
+        return 0
+    return PERMUTED_TALL.get(bits, usual) if schedule.block_m > FOUR_M else usual
+
+
+def own_rows(schedule: Schedule) -> int:
+    """Of the weight, that a block looks up."""
+    return schedule.block_n // schedule.cluster
 
 
 def copies(workload: Workload, schedule: Schedule) -> int:
     """Of a table in shared memory; 0: there is none."""
-    bits, small = workload.format.bits, schedule.block_n <= FOUR_N and schedule.block_m <= FOUR_M
+    bits, few = workload.format.bits, own_rows(schedule) <= FOUR_N
+    small = few and (bits == FOUR_BITS + 1 or schedule.block_m <= FOUR_M)
     return 0 if permuted(workload, schedule) == PAIRS else 4 if bits <= FOUR_BITS or small else 2
 
 
 def tables_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a block's tables, each of two warps' rows for four copies, of four warps' for two."""
     each = copies(workload, schedule)
-    return schedule.block_n * each // (8 * ROWS) * (ENTRY << workload.format.bits)
+    return own_rows(schedule) * each // (8 * ROWS) * (ENTRY << workload.format.bits)
 
 
-def kept_registers(workload: Workload) -> int:
+def kept_registers(workload: Workload, schedule: Schedule) -> int:
     """Of a computing thread, for codebooks of KEPT_ROWS rows, two numbers in each."""
     bits = workload.format.bits
-    return KEPT_ROWS.get(bits, 0) << bits - 1
+    return KEPT_ROWS[bits] << bits - 1 if permuted(workload, schedule) else 0
 
 
-def held_steps(workload: Workload) -> int:
+def held_steps(workload: Workload, schedule: Schedule) -> int:
     """Steps whose planes have a place in shared memory."""
-    return HELD_STEPS if workload.format.bits <= HELD_BITS else 1
+    fit = workload.format.bits <= HELD_BITS or not crowding(schedule, _shared_bytes(workload, schedule, HELD_STEPS), 0, HOPPER, "")
+    return HELD_STEPS if fit else 1
 
 
-def planes_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory that planes pass through."""
-    return held_steps(workload) * workload.format.bits * schedule.block_n * STEP_K // 8
+def staged_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks of a
+    cluster have no tables meanwhile: the place is the tables'."""
+    return schedule.block_n * staged_columns(schedule.block_m) * 2 + row_bytes(workload, schedule)
+
+
+def sent_bytes(schedule: Schedule) -> int:
+    """Bytes of shared memory that operands from the other block of a cluster pass through."""
+    return SENT * own_rows(schedule) * STAGE_K * 2 if schedule.cluster > 1 else 0
 
 
 def shared_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory of a block: tables, planes, slots of x, and columns on their way to y."""
-    s = schedule
-    staged = s.block_n * staged_columns(s.block_m) * 2 + row_bytes(workload, s)
-    return tables_bytes(workload, s) + planes_bytes(workload, s) + s.num_stages * s.block_m * STAGE_K * 2 + staged + STATIC_SMEM
+    """Bytes of shared memory of a block: tables, columns on their way to y, planes, operands of the other
+    block, slots of x."""
+    return _shared_bytes(workload, schedule, held_steps(workload, schedule))
+
+
+def _shared_bytes(workload: Workload, schedule: Schedule, steps_held: int) -> int:
+    s, kept = schedule, (tables_bytes(workload, schedule), staged_bytes(workload, schedule))
+    planes = steps_held * workload.format.bits * own_rows(s) * STEP_K // 8
+    return (max(kept) if s.cluster > 1 else sum(kept)) + planes + sent_bytes(s) + s.num_stages * s.block_m * STAGE_K * 2 + STATIC_SMEM
 
 
 def registers(schedule: Schedule) -> tuple[int, int]:
@@ -95,7 +121,7 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
     """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (half as many without a table), codebooks."""
     codes = 16 if copies(workload, schedule) else 8
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload) + SPARE
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload, schedule) + SPARE
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -103,7 +129,7 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     s, reasons = schedule, []
     if workload.format.bits < LEAST_BITS:
         reasons.append(f"codes have {workload.format.bits} bits; accepted: {LEAST_BITS} and more. Use gemm_any.")
-    for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,))):
+    for field, accepted in (("block_n", BLOCK_N), ("block_m", BLOCK_M), ("block_k", (STEP_K,)), ("cluster", CLUSTERS)):
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
     for field, low, high in (
@@ -121,6 +147,10 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
     if s.stream_k and s.split_k > 1:
         reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
+    if s.cluster > 1 and s.split_k > 1:
+        reasons.append(f"cluster is {s.cluster} and split_k {s.split_k}; accepted: one of them 1.")
+    if s.cluster > 1 and s.block_n != CLUSTER_N:
+        reasons.append(f"cluster is {s.cluster} and block_n {s.block_n}; accepted: block_n {CLUSTER_N}, or cluster 1.")
     if s.split_k > steps(workload):
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
@@ -170,8 +200,15 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
         rasters = RASTERS if workload.m >= RASTER_M else RASTERS[:1]
         for raster, stream_k in product(rasters, (False, True) if split_k == 1 else (False,)):
             s = Schedule(PROGRAM, block_n, block_m, STEP_K, STAGES[1], block_n // ROWS, split_k, min_blocks, raster, stream_k)
-            depths = (replace(s, num_stages=stages) for stages in range(STAGES[1], STAGES[0] - 1, -1))
-            for deepest in islice((deep for deep in depths if not any_wgmma_legal(workload, deep, target)), 1):
-                yield deepest
-                if deepest.num_stages > STEP_K // STAGE_K:
-                    yield replace(s, num_stages=STEP_K // STAGE_K)
+            pairs = split_k == 1 and block_n == CLUSTER_N and min_blocks == 1 and workload.m > block_m >= LEAST_CLUSTER_M
+            for cluster in CLUSTERS if pairs else CLUSTERS[:1]:
+                yield from _deep(replace(s, cluster=cluster), workload, target)
+
+
+def _deep(schedule: Schedule, workload: Workload, target: Target) -> Iterator[Schedule]:
+    """With as many slots of x as fit, with as many beside HELD_STEPS, and with those of a step."""
+    depths = [replace(schedule, num_stages=stages) for stages in range(STAGES[1], STAGES[0] - 1, -1)]
+    fit = [deep for deep in depths if not any_wgmma_legal(workload, deep, target)]
+    yield from fit[:1]
+    yield from [deep for deep in fit if held_steps(workload, deep) == HELD_STEPS][:1]
+    yield from [deep for deep in fit[1:] if deep.num_stages == STEP_K // STAGE_K]

@@ -17,7 +17,8 @@ from .any_wgmma import STAGE_K
 from .cost import LANES, spread
 from .workload import Workload
 
-LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 69.9, 8: 91.8}  # cycles, of 64 channels
+LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 71.0, 8: 82.0}  # cycles, of 64 channels
+SENT = 35.0  # cycles, of 64 channels that the other block of a cluster looks up
 PRODUCTS = 0.55  # cycles of 64 channels and a row of x
 WAITING_ROW, WAITING_LOOK_UP = 0.29, 1.56  # of a warp: for a row of x, of the look-ups' cycles
 SLOTS_US = 0.98  # of STEP_K: a block alone on its SM waits so long for x where slots hold no more than it reads at once
@@ -31,11 +32,12 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     """The model's expectation for ``schedule``; meant for legal ones."""
     w, s, clock = workload, schedule, target.dequant_gops / target.units / LANES
     groups, rows, look_ups = s.block_n // CUDA_TILE_N, s.block_m, LOOK_UPS[w.format.bits]
-    tiles = -(-w.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(w.m, 1) // rows)
+    tiles = -(-w.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(w.m, 1) // (rows * s.cluster)) * s.cluster
     grid = spread(tiles, steps(w), s, target)
     rounds = -(-grid.blocks // grid.resident)
 
-    busy = grid.resident * groups * (look_ups + PRODUCTS * rows)
+    prepared = look_ups if s.cluster == 1 else (look_ups + SENT) / s.cluster
+    busy = grid.resident * groups * (prepared + PRODUCTS * rows)
     waiting = WAITING_ROW * rows + WAITING_LOOK_UP * look_ups
     cycles = max(busy, waiting) + OTHER * min(busy, waiting)
     compute = rounds * grid.steps * 16 * cycles / (clock * 1e3)

@@ -64,6 +64,8 @@ CASES: tuple[Case, ...] = (
     (Workload(300, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_wgmma", 64, 128, 256, 3, 4, split_k=2)),
     (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 96, 256, 3, 8)),
     (Workload(400, 8192, 1152, W5_ANY), Schedule("gemm_any_wgmma", 64, 128, 256, 4, 4, stream_k=True)),
+    (Workload(300, 505, 1001, W5_ANY, "bfloat16"), Schedule("gemm_any_wgmma", 128, 160, 256, 4, 8, cluster=2)),
+    (Workload(700, 8192, 1152, W8_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True, cluster=2)),
     (DenseWorkload(13, 505, 1000), Schedule("gemm_dense", 128, 16, 64, 4, 8)),
     (DenseWorkload(60, 640, 4096, "bfloat16"), Schedule("gemm_dense", 64, 64, 64, 3, 4, min_blocks=3)),
     (ExpandWorkload(505, 1001, 3), Schedule("expand_any", 1, 1, 1, num_warps=4)),

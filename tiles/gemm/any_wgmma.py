@@ -16,7 +16,14 @@ roles:
 ``full`` hands what came to the computing warpgroups, ``empty`` hands it back; planes have a pair of
 their own. A computing warp has 16 channels; the planes of a step are 16 bytes of each plane a lane, in
 registers, so that their place in Ps is filled anew while they are multiplied. A step is four parts of 64 k, which
-have two operands in turn: while one is multiplied, the next is looked up. With ``stream_k`` blocks take
+have two operands in turn: while one is multiplied, the next is looked up.
+
+With ``cluster`` two blocks have the same channels and neighbouring rows of x. Each has planes and tables
+of half of the channels, looks these up and sends the operands to the other block, too, through places
+in its shared memory (``given`` hands a place over, ``vacant`` back): of its warpgroups half look up, the
+others receive. A weight is then looked up once for 2 ``block_m`` rows of x.
+
+With ``stream_k`` blocks take
 one tile after another, and share those of a last wave (``gemm_wgmma``); the next one's planes and x come
 while its tables are laid out. What it gains and what binds it: results/notes/any-many-rows.md.
 """
@@ -24,7 +31,7 @@ while its tables are laid out. What it gains and what binds it: results/notes/an
 from typing import Any
 
 from ...schedules.gemm import any_wgmma as rules
-from ...schedules.gemm.rules import grid_blocks, persistent, row_bytes
+from ...schedules.gemm.rules import grid_blocks, persistent
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -37,10 +44,16 @@ from .wgmma_plan import Plan
 HEADERS = (
     "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "codecs/any_operand.cuh", "store/split_k.cuh",
     "store/epilogue.cuh", "store/gate.cuh", "store/pairs.cuh", "store/parts.cuh", "order/tiles.cuh",
-    "store/scatter.cuh", "store/finish.cuh",
+    "store/scatter.cuh", "store/finish.cuh", "pipeline/operands.cuh",
 )  # fmt: skip
 PARTS = tuple(range(rules.STEP_K // rules.STAGE_K))  # of a step
 WORDS = 16  # of codes, of 128 k
+PLACES = tuple(range(rules.SENT))  # of operands that the other block looks up
+PLACE_OF, TURN_OF = tuple(part % rules.SENT for part in PARTS), tuple(part // rules.SENT % 2 for part in PARTS)
+OPERAND = rules.STAGE_K // 4  # words of a lane's operand
+# Named barriers (the four before are warpgroups' own): of the warps that look up; of those and the others, by
+# which the place of tables is free, and by which it is the end of a tile's.
+LOOKING_UP, TABLES_FREE, TABLES_DONE = (BARRIER + 5 + i for i in range(3))
 
 
 def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
@@ -48,8 +61,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     import tilelang.language as T
 
     p, s, dtype, bits = Operands(workload, schedule), schedule, workload.dtype, workload.format.bits
-    plan, bn, bm, stages = Plan(p), s.block_n, s.block_m, s.num_stages
-    k_tiles, consumers, columns, held = rules.steps(workload), s.num_warps * 32, p.staged_columns, rules.held_steps(workload)
+    plan, bn, bm, stages, cluster = Plan(p, below=s.cluster > 1), s.block_n, s.block_m, s.num_stages, s.cluster
+    k_tiles, consumers, held = rules.steps(workload), s.num_warps * 32, rules.held_steps(workload, s)
+    own_rows, own_warps = rules.own_rows(s), s.num_warps // cluster  # of the weight, that a block looks up; its warps that do
     operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, {rules.copies(workload, s)}, {rules.permuted(workload, s)}>"
     producer_registers, consumer_registers = rules.registers(s)
     planes_of_step = tuple(range(bits))
@@ -57,7 +71,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     m, words = T.dynamic("m"), T.dynamic("words")
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
-    blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm) * s.split_k
+    blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm * cluster) * (cluster * s.split_k)
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -72,9 +86,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 step, bx, left = ask("step", block, i), ask("n_block", block, i), ask("left", block, i)
             T.mbarrier_wait_parity(empty[i % held], (i // held & 1) ^ 1)
             for plane in planes_of_step:
-                row = plane * p.n_tiles + bx * (bn // 64)
+                row = plane * p.n_tiles + bx * (bn // 64) + block % cluster * (own_rows // 64)
                 T.tma_copy(
-                    halves[row : row + bn // 64, step * 2 : step * 2 + 2, 0:256], Ps[i % held, plane, :, :, :], barrier=full[i % held]
+                    halves[row : row + own_rows // 64, step * 2 : step * 2 + 2, 0:256], Ps[i % held, plane, :, :, :], barrier=full[i % held]
                 )  # fmt: skip
             T.barrier_arrive(full[i % held])
             step, left = step + 1, left - 1
@@ -94,11 +108,28 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             step, left = step + 1, left - 1
 
     @T.macro
-    def multiply_part(Xs, tables, kept, codes, W, Y, full, empty, warp, lane, stage, last, phase, part, step):
+    def look_up(tables, kept, codes, W, Es, given, vacant, warp, lane, part, other):
         T.call_extern(
             "handle", f"{operand}::look_up", codes.access_ptr("r"), T.address_of(tables[0]), kept.access_ptr("r"), W.access_ptr("w"),
             part % 2, warp, lane,
         )  # fmt: skip
+        if cluster > 1:
+            await_full(vacant[PLACE_OF[part]], TURN_OF[part] ^ 1)
+            T.call_extern(
+                "handle", f"tilebit::send_operand<{OPERAND}>", W.access_ptr("r"), T.address_of(Es[PLACE_OF[part], 0]),
+                T.address_of(given[PLACE_OF[part]]), warp, lane, other,
+            )  # fmt: skip
+
+    @T.macro
+    def receive(W, Es, given, warp, lane, part):
+        await_full(given[PLACE_OF[part]], TURN_OF[part])
+        T.call_extern("handle", f"tilebit::expect_operand<{OPERAND}>", T.address_of(given[PLACE_OF[part]]), lane)
+        T.call_extern(
+            "handle", f"tilebit::receive_operand<{OPERAND}>", W.access_ptr("w"), T.address_of(Es[PLACE_OF[part], 0]), warp, lane
+        )  # fmt: skip
+
+    @T.macro
+    def multiply_part(Xs, W, Y, full, empty, lane, stage, last, phase, part, step):
         await_full(full[stage], phase)
         T.wgmma_gemm(W, Xs[stage, :, :], Y, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=step * len(PARTS) + part == 0)
         T.wait_wgmma(1)  # the part before, whose operand is overwritten next
@@ -106,19 +137,20 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def multiply(
-        Ps, Xs, tables, kept, planes, codes, operands, Y, planes_full, planes_empty, full, empty, warp, lane,
+        Ps, Xs, Es, tables, kept, planes, codes, operands, Y, planes_full, planes_empty, full, empty, given, vacant, warp, lane, other,
         steps, taken: T.Ref, stage: T.Ref, last: T.Ref, phase: T.Ref,
     ):  # fmt: skip
         for step in T.serial(steps):
             await_full(planes_full[taken % held], taken // held & 1)
             T.call_extern(
-                "handle", f"tilebit::read_planes<{bits}, {bn}>", planes.access_ptr("w"), T.address_of(Ps[taken % held, 0, 0, 0, 0]),
+                "handle", f"tilebit::read_planes<{bits}, {own_rows}>", planes.access_ptr("w"), T.address_of(Ps[taken % held, 0, 0, 0, 0]),
                 warp, lane,
             )  # fmt: skip
             for part in PARTS:
                 if part % 2 == 0:
-                    T.call_extern("handle", f"{operand}::select", planes.access_ptr("r"), codes.access_ptr("w"), part // 2)
-                multiply_part(Xs, tables, kept, codes, operands[part % 2], Y, full, empty, warp, lane, stage, last, phase, part, step)
+                    T.call_extern("handle", f"{operand}::select", planes.access_ptr("r"), codes.access_ptr("w"), part // 2, lane)
+                look_up(tables, kept, codes, operands[part % 2], Es, given, vacant, warp, lane, part, other)
+                multiply_part(Xs, operands[part % 2], Y, full, empty, lane, stage, last, phase, part, step)
                 if part == 0:  # a product has been made of them: an arrival does not wait for loads that are on their way
                     T.sync_warp()
                     T.call_extern("handle", plan.release, T.address_of(planes_empty[taken % held]), lane)
@@ -128,14 +160,39 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             taken = taken + 1
 
     @T.macro
+    def multiply_given(
+        Xs, Es, operands, Y, full, empty, given, vacant, warp, lane, other,
+        steps, taken: T.Ref, stage: T.Ref, last: T.Ref, phase: T.Ref,
+    ):  # fmt: skip
+        """``multiply`` by operands that the other block looks up."""
+        for step in T.serial(steps):
+            for part in PARTS:
+                receive(operands[part % 2], Es, given, warp, lane, part)
+                multiply_part(Xs, operands[part % 2], Y, full, empty, lane, stage, last, phase, part, step)
+                T.sync_warp()  # a product has been made of it, as of planes
+                T.call_extern("handle", "tilebit::hand_back", T.address_of(vacant[PLACE_OF[part]]), lane, other)
+                last = stage
+                phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
+                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+            taken = taken + 1
+
+    @T.macro
     def fill(scales, tables, kept, own, first_row):
-        """All computing warps have looked up what they want of the tables before, and then all have filled these."""
-        T.call_extern("handle", f"tilebit::sync_group<{BARRIER}, {consumers}>", 0)
+        """All warps have looked up what they want of the tables before, or stored through their place, and then all that
+        look up have filled these."""
+        T.call_extern("handle", f"tilebit::sync_group<{TABLES_FREE}, {consumers}>", 0)
         T.call_extern(
-            "handle", f"{operand}::fill<{bn}, {consumers}>", T.address_of(tables[0]), kept.access_ptr("w"),
+            "handle", f"{operand}::fill<{own_rows}, {own_warps * 32}>", T.address_of(tables[0]), kept.access_ptr("w"),
             T.address_of(scales[first_row, 0]), own,
         )  # fmt: skip
-        T.call_extern("handle", f"tilebit::sync_group<{BARRIER}, {consumers}>", 0)
+        T.call_extern("handle", f"tilebit::sync_group<{LOOKING_UP}, {own_warps * 32}>", 0)
+
+    @T.macro
+    def leave_tables():
+        """Where columns pass through the tables' place: all that look up have, and tell the others."""
+        if cluster > 1:
+            T.call_extern("handle", f"tilebit::sync_group<{LOOKING_UP}, {own_warps * 32}>", 0)
+            T.call_extern("handle", f"tilebit::arrive_group<{TABLES_DONE}, {consumers}>", 0)
 
     @T.macro
     def end_tile(Y, where, asked, staging, workspace, y, empty, last, step, block, own, lane, after):
@@ -162,19 +219,22 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
-        with T.Kernel(blocks, threads=rules.PRODUCERS + consumers) as block:
-            T.import_source(device_source(HEADERS))
+        with T.Kernel(blocks, threads=rules.PRODUCERS + consumers, cluster_dims=cluster) as block:
+            T.import_source("#define STAGES_ARE_COPIED\n" + device_source(HEADERS))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             T.disable_warp_group_reg_alloc()
             thread = T.get_thread_binding()
             after = p.after((), token_scales=token_scales, bias=bias, residual=residual)
             halves = T.reshape(weight, (T.int32(bits * p.n_tiles), k_tiles * 2, 256))  # as of ``Operands.halves``
             Xs = T.alloc_shared((stages, bm, rules.STAGE_K), dtype)
-            Ps = T.alloc_shared((held, bits, bn // 64, 2, 256), "int32")
-            tables = T.alloc_shared((max(4, rules.tables_bytes(workload, s) // 4),), "int32")
-            staging = T.alloc_shared((columns * bn + row_bytes(workload, s) // 2,), dtype)
+            Ps = T.alloc_shared((held, bits, own_rows // 64, 2, 256), "int32")
+            Es = T.alloc_shared((rules.SENT, own_rows * rules.STAGE_K), dtype) if cluster > 1 else None
+            of_tables, of_staging = rules.tables_bytes(workload, s) // 4, rules.staged_bytes(workload, s) // 4
+            tables = T.alloc_shared((max(4, of_tables, of_staging if cluster > 1 else 0),), "int32")
+            staging = tables if cluster > 1 else T.alloc_shared((of_staging,), "int32")
             full, planes_full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * held)  # the lanes of a loading warp
-            empty, planes_empty = T.alloc_barrier([s.num_warps] * stages), T.alloc_barrier([s.num_warps] * held)
+            empty, planes_empty = T.alloc_barrier([s.num_warps] * stages), T.alloc_barrier([own_warps] * held)
+            given, vacant = (T.alloc_cluster_barrier([own_warps] * rules.SENT) if cluster > 1 else None for _ in range(2))
             W = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             W_rest = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
@@ -190,22 +250,39 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 planes, codes = T.alloc_local((bits * 4,), "uint32"), T.alloc_local((WORDS,), "uint32")
-                kept = T.alloc_local((max(1, rules.kept_registers(workload)),), "uint32")  # codebooks
+                kept = T.alloc_local((max(1, rules.kept_registers(workload, s)),), "uint32")  # codebooks
                 own, lane = thread - rules.PRODUCERS, thread % 32
-                warp = T.shfl_sync(own // 32, 0)
+                seat = own % (own_warps * 32) if cluster > 1 else own  # among those that look up, or those that receive
+                warp = T.shfl_sync(seat // 32, 0)
+                looks_up = T.shfl_sync(own // (own_warps * 32), 0) == block % cluster if cluster > 1 else True
+                other = 1 - block % cluster  # of the cluster
                 stage, phase, taken = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
                 steps = T.alloc_var("int32")
                 where, asked = plan.alloc_asked(T, len(after))
                 T.call_extern("handle", plan.keep, m, own)
+                if not looks_up:
+                    for place in PLACES:
+                        T.call_extern("handle", f"tilebit::expect_operand<{OPERAND}>", T.address_of(given[place]), lane)
                 for piece in T.serial(ask("pieces", block)):
                     steps = ask("length", block, piece)
-                    fill(scales, tables, kept, own, ask("n_block", block, taken) * bn)
-                    multiply(
-                        Ps, Xs, tables, kept, planes, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, warp, lane,
-                        steps, taken, stage, last, phase,
-                    )  # fmt: skip
+                    if looks_up:
+                        fill(scales, tables, kept, seat, ask("n_block", block, taken) * bn + block % cluster * own_rows)
+                        multiply(
+                            Ps, Xs, Es, tables, kept, planes, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, given, vacant,
+                            warp, lane, other, steps, taken, stage, last, phase,
+                        )  # fmt: skip
+                        leave_tables()
+                    else:
+                        T.call_extern("handle", f"tilebit::arrive_group<{TABLES_FREE}, {consumers}>", 0)
+                        multiply_given(
+                            Xs, Es, (W, W_rest), Y, full, empty, given, vacant, warp, lane, other, steps, taken, stage, last, phase
+                        )
+                        T.call_extern("handle", f"tilebit::sync_group<{TABLES_DONE}, {consumers}>", 0)
                     end_tile(Y, where, asked, staging, workspace, y, empty, last, taken - 1, block, own, lane, after)
+            if cluster > 1:  # a block that left could be sent nothing more
+                T.cluster_arrive_relaxed()
+                T.cluster_wait()
 
     return main
 

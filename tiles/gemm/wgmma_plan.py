@@ -20,6 +20,7 @@ class Plan:
     tile, 1 a strip of one."""
 
     operands: Operands
+    below: bool = False  # blocks of a cluster have neighbouring rows of x, which they load by themselves; else neighbouring channels
 
     @property
     def parts(self) -> int:
@@ -75,7 +76,8 @@ class Plan:
         """The type whose functions say which steps of which tiles a block takes."""
         p, s = self.operands, self.operands.schedule
         along, of_bytes = n_blocks(p.workload, s), f", {byte_tiles(p.workload, s)}" if s.joined else ""
-        return f"tilebit::Order<{along}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}{of_bytes}>"
+        below = ", 0, true" if self.below else ""
+        return f"tilebit::Order<{along}, {s.block_m}, {p.steps}, {s.split_k}, {s.cluster}, {max(1, s.raster)}, {s.tail}{of_bytes}{below}>"
 
     def dequantize(self, part: int) -> str:
         return self.operands.dequantize_call(part, self.parts)
@@ -142,7 +144,7 @@ class Plan:
 
     @property
     def release(self) -> str:
-        return f"tilebit::release<{self.operands.schedule.cluster}>"
+        return f"tilebit::release<{1 if self.below else self.operands.schedule.cluster}>"
 
     @property
     def keep(self) -> str:

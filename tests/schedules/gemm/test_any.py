@@ -82,7 +82,8 @@ def test_fewer_bits_and_fewer_rows_take_less() -> None:
 
 def test_what_the_program_of_many_rows_accepts() -> None:
     good = Schedule(any_wgmma.PROGRAM, 128, 64, 256, 4, 8)
-    assert legal(work(4, 64), good, H200) == legal(work(4, 64), replace(good, stream_k=True), H200) == []
+    pair = replace(good, cluster=2)
+    assert all(legal(work(4, 64), s, H200) == [] for s in (good, replace(good, stream_k=True), pair, replace(pair, stream_k=True)))
     wrong = {
         "block_n is 96; accepted: 64, 128, 192, 256.": replace(good, block_n=96),
         "block_m is 48; accepted: 32, 64, 96,": replace(good, block_m=48),
@@ -92,6 +93,9 @@ def test_what_the_program_of_many_rows_accepts() -> None:
         "split_k is 16, but k 512 has 2 steps of 256: a share would be empty.": replace(good, split_k=16),
         "a thread needs about 236 registers, 160 are free": replace(good, block_n=192, num_warps=12, block_m=256),
         "stream_k goes with split_k 2; accepted: split_k 1.": replace(good, stream_k=True, split_k=2),
+        "cluster is 4; accepted: 1, 2.": replace(good, cluster=4),
+        "cluster is 2 and split_k 2; accepted: one of them 1.": replace(pair, split_k=2),
+        "cluster is 2 and block_n 64; accepted: block_n 128, or cluster 1.": replace(pair, block_n=64, num_warps=4),
     }
     for sentence, schedule in wrong.items():
         reasons = legal(work(4, 64, k=512), schedule, H200)
@@ -100,6 +104,35 @@ def test_what_the_program_of_many_rows_accepts() -> None:
     assert reason == "codes have 2 bits; accepted: 3 and more. Use gemm_any."
     (reason,) = legal(work(6, 64), replace(good, num_stages=8, block_m=128), H200)
     assert reason.startswith("1 blocks need")
+
+
+def test_shared_memory_of_the_program_of_many_rows_by_hand() -> None:
+    """128 x 256: four copies of 64 numbers of 128 rows, planes of two steps, four slots of x, 32 columns on their way to y. Of a pair half
+    of the tables, through whose place columns pass, half of the planes, and two places for operands of 64 rows. What is wider has planes
+    of two steps only where they fit."""
+    tile = Schedule(any_wgmma.PROGRAM, 128, 256, 256, 4, 8)
+    pair, x, columns, static = replace(tile, cluster=2), 4 * 256 * 64 * 2, 128 * 32 * 2, any_wgmma.STATIC_SMEM
+    tables = 64 * 128 * 4 * 2
+    assert any_wgmma.shared_bytes(work(6, 512), tile) == tables + 2 * 6 * 128 * 256 // 8 + x + columns + static
+    assert any_wgmma.shared_bytes(work(6, 512), pair) == tables // 2 + 2 * 6 * 64 * 256 // 8 + 2 * 64 * 64 * 2 + x + static
+    assert any_wgmma.shared_bytes(work(3, 512), pair) == columns + 2 * 3 * 64 * 256 // 8 + 2 * 64 * 64 * 2 + x + static  # no tables
+    assert [any_wgmma.copies(work(bits, 512), tile) for bits in (3, 6, 7, 8)] == [0, 4, 2, 2]
+    assert [any_wgmma.copies(work(bits, 512), pair) for bits in (3, 6, 7, 8)] == [0, 4, 4, 2]
+    assert any_wgmma.copies(work(8, 64), replace(pair, block_m=64)) == 4
+    assert [any_wgmma.held_steps(work(8, 512), replace(pair, num_stages=slots)) for slots in (2, 3, 4)] == [2, 2, 1]
+    assert {any_wgmma.held_steps(work(6, 512), replace(s, num_stages=slots)) for s in (tile, pair) for slots in (2, 4)} == {2}
+
+
+def test_pairs_are_tried_for_more_rows_than_a_tile_has() -> None:
+    for m, pairs in ((64, False), (256, True), (257, True), (1024, True)):
+        found = any_wgmma.any_wgmma_candidates(work(8, m), H200)
+        assert any(s.cluster == 2 for s in found) == pairs
+        assert all(s.block_n == any_wgmma.CLUSTER_N and m > s.block_m >= 160 for s in found if s.cluster == 2)
+    one, two = (replace(Schedule(any_wgmma.PROGRAM, 128, 256, 256, 2, 8), cluster=cluster) for cluster in (1, 2))
+    for bits in (5, 6, 7, 8):
+        assert ANY_WGMMA.estimate(work(bits, 1024), two, H200).us < ANY_WGMMA.estimate(work(bits, 1024), one, H200).us
+    assert ANY_WGMMA.estimate(work(8, 257), two, H200).us == ANY_WGMMA.estimate(work(8, 512), two, H200).us
+    assert ANY_WGMMA.estimate(work(8, 513), two, H200).us == ANY_WGMMA.estimate(work(8, 1024), two, H200).us  # three tiles are two pairs
 
 
 @pytest.mark.parametrize("min_blocks", [1, 2])

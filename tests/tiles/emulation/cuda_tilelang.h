@@ -48,6 +48,7 @@ void cp_async_gs(const void* to, const void* from) { cp_async_gs_conditional<BYT
 inline void __sync_thread_partial(int barrier, int threads) { ptx_bar_sync(barrier, threads); }
 inline void cluster_arrive_relaxed() { ptx_barrier_cluster_arrive_relaxed_aligned(); }
 inline void cluster_wait() { ptx_barrier_cluster_wait_acquire_aligned(); }
+inline void cluster_sync() { cluster_arrive_relaxed(), cluster_wait(); }
 inline void fence_barrier_init() { ptx_fence_mbarrier_init_release_cluster(); }
 inline void fence_proxy_async() { ptx_fence_proxy_async_shared__cta(); }
 template <int REGISTERS>

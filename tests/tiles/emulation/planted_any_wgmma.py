@@ -9,13 +9,16 @@ from .planted import Bug, device, swap
 from .planted_any_cuda import of_width
 
 
-def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, stream_k: bool = False) -> Schedule:
-    return Schedule("gemm_any_wgmma", block_n, block_m, 256, stages, block_n // 16, split_k, stream_k=stream_k)
+def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, stream_k: bool = False, cluster: int = 1) -> Schedule:
+    return Schedule("gemm_any_wgmma", block_n, block_m, 256, stages, block_n // 16, split_k, stream_k=stream_k, cluster=cluster)
 
 
 ONE, TWO, SPLIT, STREAM = wide(64, 32, 3), wide(128, 64, 2), wide(64, 32, 2, split_k=2), wide(64, 32, 3, stream_k=True)
 W3, W4, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 4, 5, 8))
 MANY = of_width(5, m=150, n=250, k=520)  # of several tiles a block
+PAIR, PAIRS = wide(128, 32, 3, cluster=2), wide(128, 32, 3, stream_k=True, cluster=2)
+PAIRED, PAIRED_TILES = of_width(6, m=60, n=250, k=1100), of_width(6, m=150, n=500, k=520)
+SHORT, AHEAD = of_width(6, m=60, n=120, k=256), wide(128, 32, 8, cluster=2)  # some warps come to the end long before others
 
 
 def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
@@ -23,6 +26,7 @@ def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
     return Bug(name, workload, schedule, {"any_wgmma.py": swap(*pairs)}, sign=sign)
 
 
+AWAITED, HANDED = "await_full({}[PLACE_OF[part]], TURN_OF[part]{})", "PLACE_OF[part]]), lane, other)"
 RELEASE = "T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)"
 BUGS = (
     device("groups of an operand exchanged", W5, ONE, ("q = 2 * g + i / 8", "q = 2 * g + 1 - i / 8")),
@@ -32,10 +36,10 @@ BUGS = (
     device("codes of the other 128 k", W3, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 - 2 * u + h]")),
     device("planes of the other rows", W5, ONE, ("planes[p * 4 + 2 * u + h]", "planes[p * 4 + 2 * u + 1 - h]")),
     device("planes of the first warp", W5, TWO, ("p * (ROWS * 32) + warp * 512", "p * (ROWS * 32)")),
-    device("tables of row r for row r + 8", W5, ONE, ("table + h * (ENTRY / 2)", "table")),
+    device("tables of row r for row r + 8", W5, ONE, ("table : table + h * HALF", "table : table")),
     device("tables of a neighbour", W5, TWO, ("tables.address + place(warp)", "tables.address + place(warp ^ 1)")),
     device("tables of the first warps", W8, TWO, ("tables.address + place(warp)", "tables.address + place(warp % 2)")),
-    device("copies of a table where its lanes do not look", W8, TWO, ("(lane & (COPIES - 1))", "(lane & 3)")),
+    device("a copy of a table lost", W8, TWO, ("make_uint2(v, v)", "make_uint2(v, 0u)")),
     device("numbers of two warps exchanged", W8, ONE, ("j % 2 ? 0x7632 : 0x5410", "j % 2 ? 0x3276 : 0x1054")),
     device("kept codebooks of the first warp", W3, TWO, ("thread / 32 * (16 * NUMBERS)", "0 * (16 * NUMBERS)")),
     device("kept codebook of row r for row r + 8", W3, ONE, ("permuted(kept + h * KEPT", "permuted(kept")),
@@ -50,5 +54,19 @@ BUGS = (
     page("planes released by a lane for those that have not read them", W5, ONE, ("T.sync_warp()", "pass")),
     page("planes of the first step for all", W5, ONE, ("step * 2 : step * 2 + 2, 0:256", "0:2, 0:256")),
     page("x of the first share", W5, SPLIT, ("k0 = step * rules.STEP_K + part", "k0 = i * rules.STEP_K + part")),
+    device("rows exchanged for the other lanes", W8, TWO, ("COPIES == 2 && lane & 2", "COPIES == 2 && lane & 1")),
+    device("rows exchanged and not exchanged back", W8, TWO, ("a[i] = exchanged(lane) ?", "a[i] = !exchanged(lane) ?")),
+    device("codes of a row looked up in the other's table", W8, TWO, ("lane * 4 ^ h * HALF", "lane * 4")),
+    device("operand sent to the first warp", PAIRED, PAIR, ("+ warp * (WORDS * 8) + lane, pieces", "+ lane, pieces")),
+    device("words exchanged on their way", PAIRED, PAIR, ("(words[4 * i], words[4 * i + 1]", "(words[4 * i + 1], words[4 * i]")),
+    device("operand read where it is not sent", PAIRED, PAIR, ("+ i * 512 + lane * 16", "+ i * 512 + (lane ^ 1) * 16")),
+    device("a pair's second block has the rows of the first", PAIRED, PAIR, ("fresh(block) % CLUSTER * BLOCK_M", "0")),
+    page("a pair's planes of the first half", PAIRED, PAIR, ("+ block % cluster * (own_rows // 64)", "")),
+    page("a pair's tables of the first half", PAIRED, PAIR, ("* bn + block % cluster * own_rows", "* bn")),
+    page("an operand sent over one that is not read", PAIRED, PAIR, (AWAITED.format("vacant", " ^ 1"), "pass"), sign="barrier"),
+    page("an operand read before it is there", PAIRED, PAIR, (AWAITED.format("given", ""), "pass"), sign="barrier"),
+    page("an operand handed back to the block itself", PAIRED, PAIR, (HANDED, HANDED.replace("other", "1 - other")), sign="barrier"),
+    page("y staged in tables that are looked up", SHORT, AHEAD, ("sync_group<{TABLES_DONE}", "arrive_group<{TABLES_DONE}")),
+    page("tables filled where y is staged", PAIRED_TILES, PAIRS, ("sync_group<{TABLES_FREE}", "arrive_group<{TABLES_FREE}")),
     page("tables of the tile before", MANY, STREAM, ('ask("n_block", block, taken) * bn', 'ask("n_block", block, 0) * bn')),
 )  # fmt: skip

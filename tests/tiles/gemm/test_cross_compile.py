@@ -127,6 +127,8 @@ CASES = (
     ("sm_90a", Workload(64, 4096, 4096, W5_ANY, HALF), Schedule("gemm_any_wgmma", 64, 64, 256, 8, 4, split_k=2, min_blocks=2)),
     ("sm_90a", Workload(32, 8192, 8192, W3_ANY, BFLOAT), Schedule("gemm_any_wgmma", 256, 32, 256, 8, 16, stream_k=True)),
     ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
+    ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True, cluster=2)),
+    ("sm_90a", Workload(512, 505, 1001, W5_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, cluster=2)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
     ("sm_90a", Workload(1024, 28672, 4096, G128, HALF, gate="silu"), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
@@ -189,7 +191,7 @@ def test_the_cases_use_every_value_and_are_legal():
     assert {(w.format.bits, w.dtype) for _, w in single} == {(b, d) for b in (3, 4) for d in (HALF, BFLOAT)}
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
     assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == set(any_wgmma.BLOCK_N)
-    assert {s.stream_k for _, s in many} == {True, False}
+    assert {(s.stream_k, s.cluster) for _, s in many} == {(a, b) for a in (True, False) for b in (1, 2)}
     looked_up = {(any_wgmma.copies(w, s), any_wgmma.permuted(w, s)) for w, s in many}
     assert looked_up == {(0, 4), (4, 2), (4, 1), (4, 0), (2, 0)}
     for name in TILED:
@@ -255,6 +257,9 @@ def test_compiles_as_promised(pool: CompilePool, case: tuple[str, Workload, Sche
         check_pipeline((kernel.path / "kernel.cu").read_text(), workload.format.step_sums, workload.format.x_grouped)
     if schedule.program == "gemm_wgmma" and workload.format.step_sums:  # scales are read when products are done, from TMA's places
         assert early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin")) == []
+    if schedule.program == ANY_WGMMA:  # planes, and operands of another block, which come 16 bytes at a time
+        early = early_arrivals(encoded_machine_code(kernel.path / "kernel.cubin"))
+        assert [load for load in early if load.startswith("LDS.128")] == []
     if schedule.program == "gemm_stream_bulk":
         check_early_requests(kernel)
     if schedule.program == ANY_BINARY:

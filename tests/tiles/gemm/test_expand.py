@@ -64,7 +64,7 @@ BUGS: dict[str, tuple[int, str, Edit]] = {
     "numbers of a pair exchanged": (6, "device", swap(("Product::joined(first, second)", "Product::joined(second, first)"))),
     "pairs in the lanes' order": (3, "device", swap(("          gather_pairs(numbers, lane);\n", ""))),
     "rows past the last": (6, "device", swap(("if (row < rows && column", "if (column"))),
-    "words of a row exchanged": (6, "device", swap(("Operand::select(stored, words, u)", "Operand::select(stored, words, 1 - u)"))),
+    "words of a row exchanged": (6, "device", swap(("(stored, words, u, lane)", "(stored, words, 1 - u, lane)"))),
     "columns of the first step": (6, "expand_any.py", swap(("step * CUDA_TILE_K]), w.columns", "0]), w.columns"))),
     "barrier": (6, "expand_any.py", swap(("            T.sync_threads()\n", ""))),
 }  # fmt: skip

@@ -65,8 +65,8 @@ def test_the_cases_cover_everything() -> None:
     assert {(w.format.bits, w.dtype) for w, _ in CASES} == set(product(CODEBOOK_BITS, ("float16", "bfloat16")))
 
 
-def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, raster: int = 0, stream_k: bool = False) -> Schedule:
-    return Schedule(any_wgmma.PROGRAM, block_n, block_m, 256, stages, block_n // 16, split_k, raster=raster, stream_k=stream_k)
+def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, raster: int = 0, stream_k: bool = False, cluster: int = 1) -> Schedule:
+    return Schedule(any_wgmma.PROGRAM, block_n, block_m, 256, stages, block_n // 16, split_k, 1, raster, stream_k, cluster)
 
 
 WIDE = (
@@ -83,6 +83,12 @@ WIDE = (
     (Workload(31, 250, 700, form(3), "bfloat16", bias=True), wide(256, 32, 4, stream_k=True)),
     (Workload(150, 256, 530, form(7)), wide(128, 64, 2, stream_k=True)),
     (Workload(70, 512, 2100, form(4)), wide(128, 64, 4, stream_k=True)),
+    (Workload(100, 250, 1100, form(5)), wide(128, 64, 3, cluster=2)),
+    (Workload(40, 500, 530, form(3), "bfloat16", bias=True), wide(128, 32, 2, cluster=2)),
+    (Workload(70, 128, 1536, form(4), token_scales=True), wide(128, 32, 4, raster=2, cluster=2)),
+    (Workload(190, 250, 800, form(8), residual=True), wide(128, 64, 2, stream_k=True, cluster=2)),
+    (Workload(97, 250, 1300, form(7), "bfloat16"), wide(128, 32, 3, stream_k=True, cluster=2)),
+    (Workload(60, 256, 520, form(6), gate="silu"), wide(128, 32, 3, cluster=2)),
 )
 
 

@@ -43,7 +43,7 @@ struct AnyExpand {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       uint32_t words[2 * Operand::WORDS];
-      Operand::select(stored, words, u);
+      Operand::select(stored, words, u, lane);
 #pragma unroll
       for (int g = 0; g < 2; ++g) {
         uint32_t operand[16];

@@ -14,16 +14,23 @@ __device__ __forceinline__ void read_planes(uint32_t* to, SharedAddress planes, 
 }
 
 // Numbers are looked up in shared memory, of whose tables there are so many COPIES: 4, in a bank of its own
-// for each of the lanes that look up a row, or 2, in which two of them meet, or none. And so many pairs of
-// a lane's four, PERMUTED, are looked up in registers: of up to 4 bits of both its rows, of 5 of one.
+// for each of the four lanes that look up a row; or 2, of which two lanes look up one of their rows while the
+// others look up the other one, so that none meet either; or none. And so many pairs of a lane's four,
+// PERMUTED, are looked up in registers: of up to 4 bits of both its rows, of 5 of one.
 template <typename T, int BITS, int COPIES, int PERMUTED>
 struct AnyOperand {
   using Product = AnyProduct<T, BITS, 1, 8>;
-  // An entry has the numbers of one code: [row r of 16, or r + 8][warps, by twos][row % 8][copy][warp % 2].
+  // An entry has the numbers of one code: of four copies [row r of 16, or r + 8][row % 8][copy][warp % 2], of two
+  // [warps, by twos][row % 8][row r, or r + 8][copy][warp % 2].
   static constexpr int NUMBERS = 1 << BITS, ENTRY = 256, WARPS = COPIES == 2 ? 4 : 2;
   static constexpr int TABLE = NUMBERS * ENTRY;  // bytes, of WARPS warps' 16 rows each
   static constexpr int KEPT_ROWS = BITS <= 4 ? 2 : 1, KEPT = Product::KEPT_NUMBERS / 2;  // rows whose codebooks are in registers; of each so many
   static constexpr int WORDS = COPIES > 0 ? 8 : 4;  // of a row: 128 k's codes
+  static constexpr int HALF = COPIES == 2 ? 8 : ENTRY / 2;  // bytes from row r to row r + 8
+  static_assert(COPIES != 2 || PERMUTED == 0, "rows that are exchanged have no codebooks in registers");
+
+  // Whether a lane has its two rows exchanged while it looks up.
+  __device__ __forceinline__ static bool exchanged(int lane) { return COPIES == 2 && lane & 2; }
 
   // Tables of ROWS rows from their codebooks, T [row][NUMBERS], by all THREADS threads: or to each
   // thread's `kept`, its warp's; or both.
@@ -36,7 +43,7 @@ struct AnyOperand {
         const int row = i % 16, group = i / 16 % (NUMBERS / 8), warps = i / 16 / (NUMBERS / 8);
         const uint4* from = static_cast<const uint4*>(codebooks) + (warps * 32 + row) * (NUMBERS / 8) + group;
         const uint4 one = __ldg(from), other = __ldg(from + 16 * (NUMBERS / 8));
-        char* to = static_cast<char*>(tables) + place(2 * warps) + group * 8 * ENTRY + row / 8 * (ENTRY / 2) + row % 8 * (COPIES * 4);
+        char* to = static_cast<char*>(tables) + place(2 * warps) + group * 8 * ENTRY + row / 8 * HALF + row % 8 * 16;
         const uint32_t pairs[2][4] = {{one.x, one.y, one.z, one.w}, {other.x, other.y, other.z, other.w}};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -55,12 +62,12 @@ struct AnyOperand {
   // is a code of the first number, in the other of the second; of pairs that are permuted, in one four bits
   // are the last ones of either number's code, in the other those above. Of 128 k, the first or the second
   // (u) of a step.
-  __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u) {
+  __device__ __forceinline__ static void select(const uint32_t* planes, uint32_t* words, int u, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t of_row[BITS], found[Product::PERIOD];
 #pragma unroll
-      for (int p = 0; p < BITS; ++p) of_row[p] = planes[p * 4 + 2 * u + h];
+      for (int p = 0; p < BITS; ++p) of_row[p] = exchanged(lane) ? planes[p * 4 + 2 * u + 1 - h] : planes[p * 4 + 2 * u + h];
       Product::select_codes(of_row, found);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -74,7 +81,7 @@ struct AnyOperand {
   }
 
   // Bytes from where tables begin to a warp's numbers in an entry of its table.
-  __device__ __forceinline__ static int place(int warp) { return warp / WARPS * TABLE + warp / 2 % (WARPS / 2) * 64 + warp % 2 * 2; }
+  __device__ __forceinline__ static int place(int warp) { return warp / WARPS * TABLE + warp / 2 % (WARPS / 2) * (ENTRY / 2) + warp % 2 * 2; }
 
   // Of the code in byte q; `own`: the byte of an entry at which a lane's number is.
   __device__ __forceinline__ static uint32_t number(uint32_t table, uint32_t own, uint32_t word, int q) {
@@ -93,14 +100,21 @@ struct AnyOperand {
       if (permutes(j, h)) Product::permuted(kept + h * KEPT, own[0] >> 16 * g, BITS > 4 ? own[4] >> 16 * g : 0, a[i], a[8 + i]);
     }
     if constexpr (COPIES == 0) return;
-    const uint32_t table = tables.address + place(warp), own = ((lane >> 2) * COPIES + (lane & (COPIES - 1))) * 4;
+    const uint32_t table = tables.address + place(warp);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int h = i % 2, j = i % 8 / 2, q = 2 * g + i / 8;
       if (permutes(j, h)) continue;
-      const uint32_t of_half = table + h * (ENTRY / 2);
+      const uint32_t of_half = COPIES == 2 ? table : table + h * HALF, own = COPIES == 2 ? lane * 4 ^ h * HALF : lane * 4;
       const uint32_t first = number(of_half, own, words[h * WORDS + j], q), second = number(of_half, own, words[h * WORDS + j + 4], q);
       a[i] = Product::joined(first, second);
+    }
+    if constexpr (COPIES == 2) {
+#pragma unroll
+      for (int i = 0; i < 16; i += 2) {
+        const uint32_t one = a[i], other = a[i + 1];
+        a[i] = exchanged(lane) ? other : one, a[i + 1] = exchanged(lane) ? one : other;
+      }
     }
   }
 };

@@ -7,22 +7,25 @@ namespace tilebit {
 
 // The order of a grid's work: what iteration i of a block multiplies, see tiles/gemm/wgmma.py. m:
 // rows of x. With SPLITS > 1 as many blocks share a tile, each with an equal part of its steps.
-// Else CLUSTER blocks, a team, hold neighbouring tiles and count as one here: what is dealt out are
-// places for teams, numbered by groups of GROUP row tiles, inside a group row tile by row tile, so
+// Else CLUSTER blocks, a team, hold neighbouring tiles, along n or (BELOW) of rows of x, and count as one
+// here: what is dealt out are places for teams, numbered by groups of GROUP row tiles, inside a group row tile by row tile, so
 // that neighbours in time share x or W. The first `shared` places, less than two a team, are
 // shared: their steps are cut into equal shares, the first `extra` of them one longer. None is
 // where the last wave is nearly full. With TAIL > 1 none is shared: the last `cut` places, too few
 // for a wave, are each dealt out as TAIL strips of BLOCK_M / TAIL rows of x, where that takes fewer
 // than TAIL rounds. The last BYTES tiles along n come before all others, of every row tile, so that others come
 // after them in every block.
-template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1, int BYTES = 0>
+template <int N_BLOCKS, int BLOCK_M, int STEPS, int SPLITS, int CLUSTER, int GROUP, int TAIL = 1, int BYTES = 0, bool BELOW = false>
 struct Order {
-  static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, N_PLACES = N_BLOCKS / CLUSTER, ROWS = BLOCK_M;
+  static constexpr int PLACE_STEPS = STEPS, TEAM = CLUSTER, SPLIT = SPLITS, ROWS = BLOCK_M;
+  static constexpr bool TALL = BELOW;
+  static constexpr int ABREAST = BELOW ? 1 : CLUSTER, N_PLACES = N_BLOCKS / ABREAST;  // a team's tiles along n; teams along n
+  static constexpr int HEIGHT = BELOW ? BLOCK_M * CLUSTER : BLOCK_M;                  // rows of x of a team
   static_assert(BYTES == 0 || CLUSTER == 1, "a cluster's tiles are of one kind");
   int m_blocks, places, teams, shared, quota, extra, cut;
   Order() = default;
   __device__ __forceinline__ explicit Order(int m) {
-    m_blocks = (m + BLOCK_M - 1) / BLOCK_M;
+    m_blocks = (m + HEIGHT - 1) / HEIGHT;
     places = N_PLACES * m_blocks;
     teams = gridDim.x / CLUSTER;
     const int rest = places % teams;
@@ -34,6 +37,8 @@ struct Order {
     cut = TAIL > 1 && rest * TAIL <= (TAIL - 1) * teams ? rest : 0;
     quota = shared * STEPS / teams, extra = shared * STEPS % teams;
   }
+  // Where BELOW it is found anew at each question: a loading thread has no registers to keep it.
+  __device__ __forceinline__ static Order of(int m) { return Order(BELOW ? fresh(m) : m); }
   __device__ __forceinline__ int share(int team) const { return quota + (team < extra); }
   __device__ __forceinline__ int begin(int team) const { return team * quota + min(team, extra); }
   // The team whose share holds a step of the shared places.
@@ -73,29 +78,29 @@ struct Order {
 
   __device__ __forceinline__ static int iterations(int m, int block) {
     if constexpr (SPLITS > 1) return (block % SPLITS + 1) * STEPS / SPLITS - split_begin(block);
-    const Order o(m);
+    const Order o = of(m);
     return o.share(block / CLUSTER) + (o.whole(block / CLUSTER) + o.strips(block / CLUSTER)) * STEPS;
   }
   // The first of them that multiplies a strip.
   __device__ __forceinline__ static int first_strip(int m, int block) { return Order(m).whole(block / CLUSTER) * STEPS; }
   __device__ __forceinline__ static int step(int m, int block, int i) {
     if constexpr (SPLITS > 1) return split_begin(block) + i;
-    const Order o(m);
+    const Order o = of(m);
     const int team = block / CLUSTER, late = i - o.share(team);
     return (late < 0 ? o.begin(team) + i : late) % STEPS;
   }
   // Iterations that are left of the piece of a tile that iteration i belongs to, with i.
   __device__ __forceinline__ static int left(int m, int block, int i) {
     if constexpr (SPLITS > 1) return iterations(m, block) - i;
-    const int share = Order(m).share(block / CLUSTER), tile = STEPS - step(m, block, i);
+    const int share = of(m).share(block / CLUSTER), tile = STEPS - step(m, block, i);
     return i < share ? min(tile, share - i) : tile;
   }
-  __device__ __forceinline__ static int n_block(int m, int block, int i) { return Order(m).n_block(block, i); }
+  __device__ __forceinline__ static int n_block(int m, int block, int i) { return of(m).n_block(block, i); }
   __device__ __forceinline__ static int of_bytes(int m, int block, int i) { return Order(m).n_block(block, i) >= N_BLOCKS - BYTES; }
-  __device__ __forceinline__ static int first_row(int m, int block, int i) { return Order(m).first_row(block, i); }
+  __device__ __forceinline__ static int first_row(int m, int block, int i) { return of(m).first_row(block, i); }
   __device__ __forceinline__ int n_block(int block, int i) const {
     const int where = SPLITS > 1 ? block / SPLITS : place(block / CLUSTER, i);
-    if constexpr (BYTES == 0) return along<N_PLACES>(where) * CLUSTER + block % CLUSTER;
+    if constexpr (BYTES == 0) return along<N_PLACES>(where) * ABREAST + block % ABREAST;
     const int codes = where - BYTES * m_blocks;
     return codes < 0 ? N_BLOCKS - BYTES + along<(BYTES > 0 ? BYTES : 1)>(where) : along<(N_BLOCKS > BYTES ? N_BLOCKS - BYTES : 1)>(codes);
   }
@@ -107,7 +112,8 @@ struct Order {
   }
   // Of x and y.
   __device__ __forceinline__ int first_row(int block, int i) const {
-    return m_block(block, i) * BLOCK_M + (TAIL == 1 ? 0 : max(0, strip(block / CLUSTER, i)) % TAIL * (BLOCK_M / TAIL));
+    const int in_team = BELOW ? fresh(block) % CLUSTER * BLOCK_M : 0;
+    return m_block(block, i) * HEIGHT + in_team + (TAIL == 1 ? 0 : max(0, strip(block / CLUSTER, i)) % TAIL * (BLOCK_M / TAIL));
   }
 
   // The launch's order in shared memory, for the computing threads, ids 0..THREADS - 1, which call

@@ -101,6 +101,11 @@ __device__ __forceinline__ void sync_group(int group) {
   else
     asm volatile("bar.sync %0, %1;" ::"r"(BARRIER + group), "n"(THREADS) : "memory");
 }
+// Some of the THREADS threads do not wait for the others.
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void arrive_group(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(BARRIER + group), "n"(THREADS) : "memory");
+}
 
 // ---- mbarriers and bulk copies (sm_90) ----
 __device__ __forceinline__ void mbarrier_init(SharedAddress barrier, int count) {
@@ -147,19 +152,26 @@ __device__ __forceinline__ uint64_t evict_first() {
 // ---- clusters ----
 // Barriers that were initialized are seen by the cluster once it has met.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Stores to the same place in the shared memory of block `rank` of the cluster, whose barrier is
-// told of the bytes once they are there.
-__device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* barrier, int rank) {
+// Stores of COUNT pieces, APART pieces from each other, to the same places in the shared memory of block `rank` of
+// the cluster, whose barrier is told of the bytes once they are there.
+template <int COUNT = 1, int APART = 1>
+__device__ __forceinline__ void send_to_rank(float4* address, const float4 (&pieces)[COUNT], void* barrier, int rank) {
 #ifdef TILEBIT_HOST_EMULATION
-  host_send_to_rank(address, v, barrier, rank);
+  for (int i = 0; i < COUNT; ++i) host_send_to_rank(address + i * APART, pieces[i], barrier, rank);
 #else
   uint32_t to, told;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(address)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
-               "f"(v.z), "f"(v.w), "r"(told)
-               : "memory");
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to + i * APART * 16),
+                 "f"(pieces[i].x), "f"(pieces[i].y), "f"(pieces[i].z), "f"(pieces[i].w), "r"(told)
+                 : "memory");
 #endif
+}
+__device__ __forceinline__ void send_to_rank(float4* address, float4 v, void* barrier, int rank) {
+  const float4 one[1] = {v};
+  send_to_rank(address, one, barrier, rank);
 }
 
 // The same number, or place, which the compiler cannot know: what is computed from it stays where

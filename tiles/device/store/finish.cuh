@@ -397,10 +397,10 @@ __device__ __forceinline__ void finish_tile(const typename S::Sum* accumulators,
   const int other = part == Part::ALL ? first : first + O::TEAM;  // whose part comes first
   // Chunks of that part that are on their way while one is added and stored (128 x 256: none 10,000
   // cycles, two 7,000). A tile of two slabs has no registers for any (256 x 128 would spill 828
-  // bytes), nor has one with a gate or a residual (128 x 256: 256 and 176 bytes); with other parts
-  // there are registers for one (72 bytes).
+  // bytes), nor has one with a gate or a residual (128 x 256: 256 and 176 bytes); with other parts, and where
+  // a team's tiles lie below each other, there are registers for one (72 and 176 bytes).
   constexpr bool PLAIN = !S::GATED && ((Parts::AXIS != Axis::ELEMENT) && ...);
-  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 && PLAIN ? sizeof...(Parts) == 0 ? 2 : 1 : 0, PLACES = AHEAD + 1;
+  constexpr int AHEAD = SLABS == 1 && THREADS <= 256 && PLAIN ? sizeof...(Parts) == 0 && !O::TALL ? 2 : 1 : 0, PLACES = AHEAD + 1;
   using A = typename S::Sum;
   A early[PLACES][AHEAD ? COUNT : 1];
   const auto load_early = [&](int chunk) {

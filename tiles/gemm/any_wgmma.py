@@ -20,12 +20,12 @@ have two operands in turn: while one is multiplied, the next is looked up.
 
 With ``cluster`` two blocks have the same channels and neighbouring rows of x. Each has planes and tables
 of half of the channels, looks these up and sends the operands to the other block, too, through places
-in its shared memory (``given`` hands a place over, ``vacant`` back): of its warpgroups half look up, the
-others receive. A weight is then looked up once for 2 ``block_m`` rows of x.
+in its shared memory (``given`` hands a place over, ``vacant`` back): one of its warpgroups looks up, the
+other receives. A weight is then looked up once for 2 ``block_m`` rows of x (results/notes/any-pairs.md).
 
-With ``stream_k`` blocks take
-one tile after another, and share those of a last wave (``gemm_wgmma``); the next one's planes and x come
-while its tables are laid out. What it gains and what binds it: results/notes/any-many-rows.md.
+With ``stream_k`` blocks take one tile after another, and share those of a last wave (``gemm_wgmma``); the
+next one's planes and x come while its tables are laid out. What it gains and what binds it:
+results/notes/any-many-rows.md.
 """
 
 from typing import Any

@@ -2,8 +2,9 @@
 
 Counted in cycles of an SM for 16 k. Either all of its blocks keep it busy, with look-ups and products of
 each 64 channels; or one block's warps wait for their own: a look-up, then a product. The numbers are
-fitted to measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows, that of 4 bits later than
-the others: on 837 of them it errs by 6 %, and its choice took 1 to 2 % longer than the fastest.
+fitted to measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows, those of 4, 7 and 8 bits and
+of pairs of blocks later than the others: on 2,136 of them it errs by 6 %, and its choice took 2 to 4 %
+longer than the fastest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .cost import LANES, spread
 from .workload import Workload
 
 LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 71.0, 8: 82.0}  # cycles, of 64 channels
-SENT = 35.0  # cycles, of 64 channels that the other block of a cluster looks up
+SENDING = 35.0  # cycles, of 64 channels that the other block of a cluster looks up
 PRODUCTS = 0.55  # cycles of 64 channels and a row of x
 WAITING_ROW, WAITING_LOOK_UP = 0.29, 1.56  # of a warp: for a row of x, of the look-ups' cycles
 SLOTS_US = 0.98  # of STEP_K: a block alone on its SM waits so long for x where slots hold no more than it reads at once
@@ -36,7 +37,7 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     grid = spread(tiles, steps(w), s, target)
     rounds = -(-grid.blocks // grid.resident)
 
-    prepared = look_ups if s.cluster == 1 else (look_ups + SENT) / s.cluster
+    prepared = look_ups if s.cluster == 1 else (look_ups + SENDING) / s.cluster
     busy = grid.resident * groups * (prepared + PRODUCTS * rows)
     waiting = WAITING_ROW * rows + WAITING_LOOK_UP * look_ups
     cycles = max(busy, waiting) + OTHER * min(busy, waiting)

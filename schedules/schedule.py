@@ -20,9 +20,10 @@ class Schedule:
     on one SM, ``raster`` the number of neighbouring row tiles visited together (0: plain order),
     ``stream_k`` whether blocks take equal shares of all tiles' steps, across tile borders, instead
     of tiles (Osama et al., Stream-K, 2023), ``cluster`` the blocks that share their x, which one of
-    them loads for all, ``tail`` the strips of fewer tokens that the tiles of a last, short wave are
-    cut into (1: they are whole), ``joined`` whether output channels whose bytes are nibbles in two rows
-    are multiplied as bytes, in tiles of their own. What a field means on a device, and which values are legal there,
+    them loads for all, or their weights, of which each looks up a part for all, ``tail`` the strips
+    of fewer tokens that the tiles of a last, short wave are cut into (1: they are whole), ``joined``
+    whether output channels whose bytes are nibbles in two rows are multiplied as bytes, in tiles of
+    their own. What a field means on a device, and which values are legal there,
     is said by the program's rule in ``schedules``.
     """
 

@@ -3,15 +3,16 @@ and codebooks, see ``tiles/gemm/any_wgmma.py``.
 
 ``block_n`` output channels by ``block_m`` rows of x a block, 16 channels a computing warp; ``block_k``
 is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each. With ``stream_k`` blocks
-take one tile after another and share those of a last wave, as of ``gemm_wgmma``. A ``cluster`` of two has the
-same channels and neighbouring rows of x: each looks up half of the channels' weights, for both.
+take one tile after another and share those of a last wave, as of ``gemm_wgmma``. The two blocks of a
+``cluster`` have the same channels and neighbouring rows of x: each looks up half of the channels'
+weights, for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from ...layouts.planes import CUDA_TILE_N
 from ..schedule import Schedule, in_turn
@@ -33,8 +34,10 @@ CLUSTERS, CLUSTER_N = (1, 2), 128  # CLUSTER_N: of a cluster's tiles, of which a
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
 LEAST_BITS = 3  # of codes
 # By the bits of a code: so many of a lane's PAIRS pairs are looked up in registers (PERMUTED_TALL: in tiles
-# of more than FOUR_M rows of x), of so many of its two rows; the others in shared memory.
-PAIRS, PERMUTED, PERMUTED_TALL, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {5: 2}, {3: 2, 4: 2, 5: 1}
+# of more than FOUR_M rows of x; PERMUTED_SHARED: in those of a cluster, which has few registers left), of
+# so many of its two rows; the others in shared memory.
+PAIRS, PERMUTED, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {3: 2, 4: 2, 5: 1}
+PERMUTED_TALL, PERMUTED_SHARED = {**PERMUTED, 5: 2}, {**PERMUTED, 5: 0}
 # Of up to so many bits tables in shared memory have four copies; of a bit more where a block looks up no more than
 # so many rows; of two more where its tile has no more rows of x, either. Others have two.
 FOUR_BITS, FOUR_N, FOUR_M = 6, 64, 128
@@ -53,10 +56,9 @@ TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
 
 def permuted(workload: Workload, schedule: Schedule) -> int:
     """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
-    bits, usual = workload.format.bits, PERMUTED.get(workload.format.bits, 0)
-    if schedule.cluster > 1 and KEPT_ROWS.get(bits) == 1:  # half of the look-ups: shared memory is not what binds, and registers are few
-        return 0
-    return PERMUTED_TALL.get(bits, usual) if schedule.block_m > FOUR_M else usual
+    s = schedule
+    pairs = PERMUTED_SHARED if s.cluster > 1 else PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED
+    return pairs.get(workload.format.bits, 0)
 
 
 def own_rows(schedule: Schedule) -> int:
@@ -208,7 +210,8 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
 def _deep(schedule: Schedule, workload: Workload, target: Target) -> Iterator[Schedule]:
     """With as many slots of x as fit, with as many beside HELD_STEPS, and with those of a step."""
     depths = [replace(schedule, num_stages=stages) for stages in range(STAGES[1], STAGES[0] - 1, -1)]
-    fit = [deep for deep in depths if not any_wgmma_legal(workload, deep, target)]
+    deepest = next((i for i, deep in enumerate(depths) if not any_wgmma_legal(workload, deep, target)), len(depths))
+    fit = depths[deepest:]  # of fewer slots all do
     yield from fit[:1]
-    yield from [deep for deep in fit if held_steps(workload, deep) == HELD_STEPS][:1]
-    yield from [deep for deep in fit[1:] if deep.num_stages == STEP_K // STAGE_K]
+    yield from islice((deep for deep in fit if held_steps(workload, deep) == HELD_STEPS), 1)
+    yield from (deep for deep in fit[1:] if deep.num_stages == STEP_K // STAGE_K)

@@ -15,8 +15,8 @@ roles:
 
 ``full`` hands what came to the computing warpgroups, ``empty`` hands it back; planes have a pair of
 their own. A computing warp has 16 channels; the planes of a step are 16 bytes of each plane a lane, in
-registers, so that their place in Ps is filled anew while they are multiplied. A step is four parts of 64 k, which
-have two operands in turn: while one is multiplied, the next is looked up.
+registers, so that their place in Ps is filled anew while they are multiplied. A step is four parts of
+64 k, which have two operands in turn: while one is multiplied, the next is looked up.
 
 With ``cluster`` two blocks have the same channels and neighbouring rows of x. Each has planes and tables
 of half of the channels, looks these up and sends the operands to the other block, too, through places
@@ -136,6 +136,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         T.call_extern("handle", plan.release, T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)
 
     @T.macro
+    def advance(stage: T.Ref, last: T.Ref, phase: T.Ref):
+        last = stage  # noqa: F841 (whoever calls reads it)
+        phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
+        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+
+    @T.macro
     def multiply(
         Ps, Xs, Es, tables, kept, planes, codes, operands, Y, planes_full, planes_empty, full, empty, given, vacant, warp, lane, other,
         steps, taken: T.Ref, stage: T.Ref, last: T.Ref, phase: T.Ref,
@@ -154,9 +160,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if part == 0:  # a product has been made of them: an arrival does not wait for loads that are on their way
                     T.sync_warp()
                     T.call_extern("handle", plan.release, T.address_of(planes_empty[taken % held]), lane)
-                last = stage
-                phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
-                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                advance(stage, last, phase)
             taken = taken + 1
 
     @T.macro
@@ -171,9 +175,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 multiply_part(Xs, operands[part % 2], Y, full, empty, lane, stage, last, phase, part, step)
                 T.sync_warp()  # a product has been made of it, as of planes
                 T.call_extern("handle", "tilebit::hand_back", T.address_of(vacant[PLACE_OF[part]]), lane, other)
-                last = stage
-                phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
-                stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+                advance(stage, last, phase)
             taken = taken + 1
 
     @T.macro
@@ -228,7 +230,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             halves = T.reshape(weight, (T.int32(bits * p.n_tiles), k_tiles * 2, 256))  # as of ``Operands.halves``
             Xs = T.alloc_shared((stages, bm, rules.STAGE_K), dtype)
             Ps = T.alloc_shared((held, bits, own_rows // 64, 2, 256), "int32")
-            Es = T.alloc_shared((rules.SENT, own_rows * rules.STAGE_K), dtype) if cluster > 1 else None
+            Es = T.alloc_shared((rules.SENT, own_rows * rules.STAGE_K), dtype) if cluster > 1 else None  # operands from the other block
             of_tables, of_staging = rules.tables_bytes(workload, s) // 4, rules.staged_bytes(workload, s) // 4
             tables = T.alloc_shared((max(4, of_tables, of_staging if cluster > 1 else 0),), "int32")
             staging = tables if cluster > 1 else T.alloc_shared((of_staging,), "int32")

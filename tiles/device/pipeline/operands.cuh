@@ -1,6 +1,6 @@
-// Register operands that one block of a cluster of two makes and both multiply: a warp sends its lanes'
-// words to the same warp of the other block, through a place in that block's shared memory of
-// 512 bytes for each four of a lane's words. Comes after ptx/instructions.cuh.
+// Register operands that one block of a cluster of two makes and both multiply: a warp sends its lanes' words to
+// the same warp of the other block, through that block's shared memory ([warp][four words][lane]). Comes
+// after ptx/instructions.cuh.
 #pragma once
 #include <stdint.h>
 

@@ -5,7 +5,8 @@ and codebooks, see ``tiles/gemm/any_wgmma.py``.
 is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each. With ``stream_k`` blocks
 take one tile after another and share those of a last wave, as of ``gemm_wgmma``. The two blocks of a
 ``cluster`` have the same channels and neighbouring rows of x: each looks up half of the channels'
-weights, for both.
+weights, for both. The two blocks of ``split_k`` 2 are a cluster, too, and add up through its shared
+memory; of more, through a workspace.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..schedule import Schedule, in_turn
 from ..target import Target, target_from_name
 from .any import ENTRY, STEP_K, steps
 from .residence import crowding
-from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, handed_on, row_bytes, staged_columns
+from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, clustered_split, handed_on, row_bytes, staged_columns
 from .workload import Workload
 
 PROGRAM = "gemm_any_wgmma"
@@ -92,9 +93,10 @@ def held_steps(workload: Workload, schedule: Schedule) -> int:
 
 
 def staged_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks of a
-    cluster have no tables meanwhile: the place is the tables'."""
-    return schedule.block_n * staged_columns(schedule.block_m) * 2 + row_bytes(workload, schedule)
+    """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks that
+    share look-ups have no tables meanwhile: the place is the tables'. Blocks that share a tile store half of it each."""
+    rows = schedule.block_m // (2 if clustered_split(schedule) else 1)
+    return schedule.block_n * staged_columns(rows) * 2 + row_bytes(workload, schedule)
 
 
 def sent_bytes(schedule: Schedule) -> int:
@@ -155,9 +157,12 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
         reasons.append(f"cluster is {s.cluster} and block_n {s.block_n}; accepted: block_n {CLUSTER_N}, or cluster 1.")
     if s.split_k > steps(workload):
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
+    sent = s.block_n * s.block_m // 2 * 4  # what each block of a pair is sent: half a tile's sums
+    if clustered_split(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
+        reasons.append(f"{sent} bytes of fp32 sums do not fit into the slots of x; use more num_stages.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
-    if s.split_k > 1 and tiles > TICKETS:
-        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
+    if s.split_k > 1 and not clustered_split(s) and tiles > TICKETS:
+        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, split_k 2, or no split.")
     threads = s.num_warps * 32 + PRODUCERS
     reasons += crowding(s, shared_bytes(workload, s), threads, target, "num_stages, min_blocks or a smaller tile")
     threads *= s.min_blocks

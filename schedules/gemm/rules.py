@@ -121,14 +121,18 @@ def handed_on(schedule: Schedule, wanted: int) -> tuple[int, int]:
     return producer, min(240, (share * threads - producer * WGMMA.producer_threads) // consumers // 8 * 8)
 
 
+PAIRED = (WGMMA.program, "gemm_any_wgmma")  # their blocks that share a tile are a cluster where they are two
+
+
 def clustered_split(schedule: Schedule) -> bool:
     """Whether the blocks that share a tile are a thread-block cluster, which adds its parts up
     without a workspace.
 
-    ``gemm_wgmma`` does so for two: clusters of four that have an SM each leave too many SMs without
-    one (4096 x 14336 at m = 64, 32 of them: 37.8 us, two waves; 22.7 through a workspace, H200);
-    for two it saves up to 15 % (4096 x 4096, m = 256: from 20.8 us to 17.5)."""
-    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program == WGMMA.program and schedule.split_k == 2))
+    ``gemm_wgmma`` and ``gemm_any_wgmma`` do so for two: clusters of four that have an SM each leave
+    too many SMs without one (4096 x 14336 at m = 64, 32 of them: 37.8 us, two waves; 22.7 through a
+    workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: from 20.8 us to 17.5), of
+    bit planes 3 to 22 % (``results/notes/any-split-pairs.md``)."""
+    return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program in PAIRED and schedule.split_k == 2))
 
 
 def persistent(schedule: Schedule) -> bool:

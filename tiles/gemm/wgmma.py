@@ -57,6 +57,7 @@ from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import Operands, addresses
+from .wgmma_exchange import exchange_macro, first_of
 from .wgmma_load import load_macros
 from .wgmma_plan import PRODUCERS, SCATTERERS, Plan
 from .wgmma_scatter import scatter_macro
@@ -109,15 +110,13 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
     load = load_macros(plan, m)
     scatter = scatter_macro(plan, m) if plan.scatters else None
+    exchange_and_store = exchange_macro(plan, m) if clustered else None
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
 
     def last_of(block, piece, kind):
         return ask("last", block, (ask("pieces", block) + piece) if kind else piece)
-
-    def first_of(sums):
-        return T.address_of(sums[0]) if p.step_sums else sums.access_ptr("r")
 
     def await_full(barrier, phase):
         return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), phase)
@@ -240,7 +239,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         await_full(vacant[0], turn ^ 1)
                 if not clustered:
                     T.call_extern(
-                        "handle", plan.finish(kind), first_of(sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
+                        "handle", plan.finish(kind), first_of(plan, T, sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
                         T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.scratch else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
                         m, last_of(block, piece, kind), block, thread - PRODUCERS,
@@ -255,23 +254,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def meet_cluster():
         T.cluster_arrive_relaxed()
         T.cluster_wait()
-
-    @T.macro
-    def exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread):
-        """Two blocks share a tile: each sends the other's half of its sums, into the stages of x,
-        and stores its own. Barriers tell of what is sent, so nobody needs a fence or waits to leave
-        (results/notes/wgmma-pairs.md)."""
-        meet_cluster()  # has left its stages
-        T.call_extern(
-            "handle", plan.send_half, first_of(Y), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(sent[0]),
-            m, block, thread - PRODUCERS,
-        )  # fmt: skip
-        for i in plan.own_chunks:
-            await_full(sent[i], 0)
-            T.call_extern(
-                "handle", plan.store_chunk(i), T.address_of(own_sums[0]), T.address_of(Xs[0, 0, 0, 0]), T.address_of(staging[0]),
-                T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
-            )  # fmt: skip
 
     @T.prim_func
     def main(

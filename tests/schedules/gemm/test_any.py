@@ -100,6 +100,12 @@ def test_what_the_program_of_many_rows_accepts() -> None:
     for sentence, schedule in wrong.items():
         reasons = legal(work(4, 64, k=512), schedule, H200)
         assert any(reason.startswith(sentence) for reason in reasons), (sentence, reasons)
+    (reason,) = legal(work(4, 64, n=384), replace(good, block_m=32, num_stages=2, split_k=2, block_n=192, num_warps=12), H200)
+    assert reason == "12288 bytes of fp32 sums do not fit into the slots of x; use more num_stages."
+    many = work(4, 16385 * 64, n=128)
+    assert legal(many, replace(good, split_k=2), H200) == [], "two add up without a workspace"
+    (reason,) = legal(many, replace(good, split_k=3), H200)
+    assert reason.startswith("split_k is 3 of 16385 tiles; accepted: at most 16384 tiles, split_k 2")
     (reason,) = legal(work(2, 64), good, H200)
     assert reason == "codes have 2 bits; accepted: 3 and more. Use gemm_any."
     (reason,) = legal(work(6, 64), replace(good, num_stages=8, block_m=128), H200)
@@ -116,6 +122,8 @@ def test_shared_memory_of_the_program_of_many_rows_by_hand() -> None:
     assert any_wgmma.shared_bytes(work(6, 512), tile) == tables + 2 * 6 * 128 * 256 // 8 + x + columns + static
     assert any_wgmma.shared_bytes(work(6, 512), pair) == tables // 2 + 2 * 6 * 64 * 256 // 8 + 2 * 64 * 64 * 2 + x + static
     assert any_wgmma.shared_bytes(work(3, 512), pair) == columns + 2 * 3 * 64 * 256 // 8 + 2 * 64 * 64 * 2 + x + static  # no tables
+    low, halved = replace(tile, block_m=32), replace(tile, block_m=32, split_k=2)  # of which a block stores 16 columns
+    assert any_wgmma.shared_bytes(work(6, 32), low) - any_wgmma.shared_bytes(work(6, 32), halved) == 128 * 16 * 2
     assert [any_wgmma.copies(work(bits, 512), tile) for bits in (3, 6, 7, 8)] == [0, 4, 2, 2]
     assert [any_wgmma.copies(work(bits, 512), pair) for bits in (3, 6, 7, 8)] == [0, 4, 4, 2]
     assert any_wgmma.copies(work(8, 64), replace(pair, block_m=64)) == 4

@@ -26,6 +26,11 @@ def page(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
     return Bug(name, workload, schedule, {"any_wgmma.py": swap(*pairs)}, sign=sign)
 
 
+def shared(name: str, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
+    """A bug in how two blocks add a tile's parts up."""
+    return Bug(name, W5, SPLIT, {"wgmma_exchange.py": swap(*pairs)}, sign=sign)
+
+
 AWAITED, HANDED = "await_full({}[PLACE_OF[part]], TURN_OF[part]{})", "PLACE_OF[part]]), lane, other)"
 RELEASE = "T.address_of(empty[last]), lane, step * len(PARTS) + part > 0)"
 BUGS = (
@@ -54,6 +59,11 @@ BUGS = (
     page("planes released by a lane for those that have not read them", W5, ONE, ("T.sync_warp()", "pass")),
     page("planes of the first step for all", W5, ONE, ("step * 2 : step * 2 + 2, 0:256", "0:2, 0:256")),
     page("x of the first share", W5, SPLIT, ("k0 = step * rules.STEP_K + part", "k0 = i * rules.STEP_K + part")),
+    device("the other block's sums left out", W5, SPLIT, ("sum_of(chunk[e + i] + theirs[i])", "sum_of(chunk[e + i])")),
+    device("a pair's blocks store the same half", W5, SPLIT, ("own = 2 * I + block % O::SPLIT", "own = 2 * I")),
+    shared("sums sent over slots that are read", ("T.cluster_arrive_relaxed()", "pass"), ("T.cluster_wait()", "pass"), sign=""),
+    shared("sums read before they are there", ('T.call_extern("handle", "tilebit::await_stage"', 'T.call_extern("handle", "(void)"'),
+           sign="in flight"),
     device("rows exchanged for the other lanes", W8, TWO, ("COPIES == 2 && lane & 2", "COPIES == 2 && lane & 1")),
     device("rows exchanged and not exchanged back", W8, TWO, ("a[i] = exchanged(lane) ?", "a[i] = !exchanged(lane) ?")),
     device("codes of a row looked up in the other's table", W8, TWO, ("lane * 4 ^ h * HALF", "lane * 4")),

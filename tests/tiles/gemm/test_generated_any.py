@@ -89,6 +89,9 @@ WIDE = (
     (Workload(190, 250, 800, form(8), residual=True), wide(128, 64, 2, stream_k=True, cluster=2)),
     (Workload(97, 250, 1300, form(7), "bfloat16"), wide(128, 32, 3, stream_k=True, cluster=2)),
     (Workload(60, 256, 520, form(6), gate="silu"), wide(128, 32, 3, cluster=2)),
+    (Workload(33, 250, 1100, form(5), token_scales=True), wide(128, 96, 2, split_k=2)),
+    (Workload(150, 180, 1300, form(4), "bfloat16", bias=True, residual=True), wide(192, 64, 3, split_k=2)),
+    (Workload(170, 128, 800, form(8), gate="silu"), wide(64, 160, 2, split_k=2)),
 )
 
 

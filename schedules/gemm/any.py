@@ -25,7 +25,8 @@ BLOCK_N = (16, 32, 64)  # divisors of a tile of planes
 BLOCK_M = (1, 2, 4, 8, 16)
 MAX_WARPS, STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = 16, (1, 4), 16, 8
 PAIRED_BITS = 4  # codes of up to so many bits are looked up by twos
-ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each
+ENTRY = 256  # bytes of a table's entry: of 16 rows, for four lanes each; of two copies, for two each, of 32 rows
+TWO_COPIES = (4,)  # bits of codes of whose tables there may be two copies
 X_PADDED, MATRIX = 64, 8  # bytes behind a row of x where rows are fewer than a matrix has: a quarter of a warp meets no bank twice
 STATIC_SMEM = 16  # the ticket
 PADDED = 4  # floats behind a column of sums, as ``stream.sum_pitch`` has them
@@ -44,12 +45,24 @@ def table_bytes(bits: int) -> int:
     return ENTRY * (last * 17 + 1 if bits <= PAIRED_BITS else last + 1)
 
 
-def tables_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:
+def tables_bytes(workload: Workload, schedule: Schedule, target: Target, table: int = 0) -> int:
     """Bytes of a block's tables, of ``table`` bytes for 16 rows (0: as the program has them, whose tables
-    of codes are of 32 rows where there are as many)."""
+    of codes, and of two copies, are of 32 rows where there are as many)."""
+    return schedule.block_n // 16 * table if table else _tables_bytes(workload, schedule, copies(workload, schedule, target))
+
+
+def copies(workload: Workload, schedule: Schedule, target: Target) -> int:
+    """Of a table: four, or two where those do not fit."""
+    if workload.format.bits not in TWO_COPIES or schedule.block_n % 32:
+        return 4
+    four = _shared_bytes(schedule, _tables_bytes(workload, schedule, 4))
+    return 2 if crowding(schedule, four + STATIC_SMEM, 0, target, "") else 4
+
+
+def _tables_bytes(workload: Workload, schedule: Schedule, number: int) -> int:
     tiles, bits = schedule.block_n // 16, workload.format.bits
-    together = 2 if bits > PAIRED_BITS and tiles % 2 == 0 else 1
-    return tiles * table if table else tiles // together * table_bytes(bits)
+    together = 2 if tiles % 2 == 0 and (bits > PAIRED_BITS or number == 2) else 1
+    return tiles // together * table_bytes(bits)
 
 
 def plane_bytes(workload: Workload, schedule: Schedule) -> int:
@@ -62,12 +75,15 @@ def slot_bytes(schedule: Schedule) -> int:
     return schedule.block_m * (STEP_K * 2 + (X_PADDED if schedule.block_m < MATRIX else 0))
 
 
-def shared_bytes(workload: Workload, schedule: Schedule, table: int = 0) -> int:
+def shared_bytes(workload: Workload, schedule: Schedule, target: Target, table: int = 0) -> int:
     """Bytes of shared memory of a block: tables and rings, whose place the warps' sums take.
     ``table``: as of ``tables_bytes``."""
+    return _shared_bytes(schedule, tables_bytes(workload, schedule, target, table))
+
+
+def _shared_bytes(schedule: Schedule, tables: int) -> int:
     s = schedule
-    rings = s.num_warps * s.num_stages * slot_bytes(s)
-    return max(tables_bytes(workload, s, table) + rings, s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
+    return max(tables + s.num_warps * s.num_stages * slot_bytes(s), s.num_warps * s.block_m * (s.block_n + PADDED) * 4)
 
 
 def steps(workload: Workload) -> int:
@@ -97,7 +113,7 @@ def any_legal(workload: Workload, schedule: Schedule, target: Target, table: int
     tiles = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N // s.block_n * -(-max(workload.m, 1) // s.block_m)
     if s.split_k > 1 and tiles > TICKETS:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, or no split.")
-    smem = shared_bytes(workload, s, table) + STATIC_SMEM
+    smem = shared_bytes(workload, s, target, table) + STATIC_SMEM
     reasons += crowding(s, smem, s.num_warps * 32, target, "num_stages, num_warps, min_blocks or a smaller block_n")
     needed, share = registers_needed(workload, s), target.REGISTERS_PER_SM // (s.min_blocks * s.num_warps * 32) // 8 * 8
     if needed > min(share, 255):

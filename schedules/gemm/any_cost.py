@@ -13,13 +13,14 @@ from math import ceil, hypot
 from ..rule import Estimate
 from ..schedule import Schedule
 from ..target import Target
-from .any import ENTRY, PAIRED_BITS, STATIC_SMEM, keeps_codebooks, plane_bytes, registers_needed, shared_bytes, steps, tables_bytes
+from .any import ENTRY, PAIRED_BITS, STATIC_SMEM, copies, keeps_codebooks, plane_bytes, registers_needed, shared_bytes, steps, tables_bytes
 from .cost import KNEE_BYTES, L2_SPEEDUP, LANES, STREAM_BURST
 from .workload import Workload
 
 LOOK_UPS = 64, 128  # loads from tables of a step of 16 rows: of pairs, of single numbers
 SELECTIONS = 125, 300  # permutations, selections, rotations of it
 KEPT = 16  # loads that are permutations of registers instead, where codebooks are kept
+EXCHANGED = 80  # selections more, where two copies of a table make lanes exchange their rows
 WIDE = 4  # cycles of 16 bytes a lane
 STEP_CYCLES = 17  # of a step, beside; fitted
 CHAIN_CYCLES = 530  # of 16 products, each of which waits for the one before and for look-ups: hidden by other warps; fitted
@@ -32,7 +33,7 @@ SPLIT_US = 3.1  # tickets and what blocks of a tile wait for; fitted
 def resident_blocks(workload: Workload, schedule: Schedule, target: Target) -> int:
     """Blocks that an SM holds, whether they were asked for or not."""
     s, threads = schedule, schedule.num_warps * 32
-    by_memory = target.smem_per_sm // (shared_bytes(workload, s) + STATIC_SMEM + target.BLOCK_SMEM)
+    by_memory = target.smem_per_sm // (shared_bytes(workload, s, target) + STATIC_SMEM + target.BLOCK_SMEM)
     by_registers = target.REGISTERS_PER_SM // (threads * registers_needed(workload, s))
     return max(1, min(by_memory, by_registers, target.threads_per_sm // threads))
 
@@ -57,9 +58,10 @@ def any_estimate(workload: Workload, schedule: Schedule, target: Target) -> Esti
     paired, kept = bits <= PAIRED_BITS, keeps_codebooks(w, s)
     x_reads = 8 * columns * ceil(min(s.block_m, 8) / 2)  # once for all tiles of rows
     cycles = tiles * (LOOK_UPS[not paired] - KEPT * kept + WIDE * bits) + x_reads + WIDE * rows
-    busy = (cycles, tiles * (SELECTIONS[not paired] + KEPT * kept) / 2, tiles * CHAIN_CYCLES / (resident * s.num_warps))
+    selections = SELECTIONS[not paired] + KEPT * kept + EXCHANGED * (copies(w, s, target) == 2)
+    busy = (cycles, tiles * selections / 2, tiles * CHAIN_CYCLES / (resident * s.num_warps))
     cycles = max(busy) + STEP_CYCLES
-    entries = tables_bytes(w, s) // ENTRY * 256 / 128  # cycles that it takes to store them
+    entries = tables_bytes(w, s, target) // ENTRY * 256 / 128  # cycles that it takes to store them
     compute = busiest * (steps(w) / s.split_k * cycles * short + entries) / (clock * 1e3)
 
     ends = busiest / resident * (ALONE_US if resident == 1 else TOGETHER_US)

@@ -48,7 +48,7 @@ STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
 SPARE = 28  # registers of addresses, loop state and look-ups under way
 LEAST_CLUSTER_M = 160  # of what is tried: lower tiles take as long one above the other
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
-SPLIT_GAIN = 0.05  # of the places of whole waves that a further split must fill
+PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; of the places of whole waves a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
 # What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
 USUAL_M = (64, 128, 192, 256)
@@ -178,8 +178,8 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
 
 
 def any_wgmma_candidates(workload: Workload, target: Target) -> list[Schedule]:
-    """Legal schedules worth trying, tiles in turn: as many slots of x as fit, or those of a step; few
-    splits that fill the SMs."""
+    """Legal schedules worth trying, tiles in turn: as many slots of x as fit, or those of a step; two
+    parts of k, and few more that fill the SMs."""
     if workload.m < LEAST_ROWS:
         return []
     return in_turn([list(_of_tile(n, m, blocks, workload, target)) for n, m, blocks in _tiles(workload)])
@@ -198,12 +198,12 @@ def _tiles(workload: Workload) -> Iterator[tuple[int, int, int]]:
 def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, target: Target) -> Iterator[Schedule]:
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     tiles, places = -(-n_pad // block_n) * -(-workload.m // block_m), target.units * min_blocks
-    best = 0.0
-    for split_k in range(1, min(MAX_SPLIT_K, steps(workload), max(1, 2 * places // tiles)) + 1):
+    best, always = 0.0, 2 if workload.m < PAIRED_M else 1
+    for split_k in range(1, min(MAX_SPLIT_K, steps(workload), max(always, 2 * places // tiles)) + 1):
         full = tiles * split_k / (-(-tiles * split_k // places) * places)
-        if split_k > 1 and full < best + SPLIT_GAIN:
+        if split_k > always and full < best + SPLIT_GAIN:
             continue
-        best = full
+        best = max(best, full)
         rasters = RASTERS if workload.m >= RASTER_M else RASTERS[:1]
         for raster, stream_k in product(rasters, (False, True) if split_k == 1 else (False,)):
             s = Schedule(PROGRAM, block_n, block_m, STEP_K, STAGES[1], block_n // ROWS, split_k, min_blocks, raster, stream_k)

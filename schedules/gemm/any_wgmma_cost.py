@@ -16,6 +16,7 @@ from ..target import Target
 from .any import STEP_K, steps
 from .any_wgmma import STAGE_K
 from .cost import LANES, spread
+from .rules import clustered_split
 from .workload import Workload
 
 LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 71.0, 8: 82.0}  # cycles, of 64 channels
@@ -27,6 +28,7 @@ OTHER = 0.35  # of the shorter of the two, which the longer does not hide
 HOT, HOT_US = 0.12, 3000.0  # what a kernel of so many microseconds and more takes longer: clocks fall
 ENDS_US = 2.6  # of a tile: its tables and first slots, its columns of y
 SHARED_US, SPLIT_US, ADDED_US = 6.3, 1.5, 0.008  # of tiles that blocks share, of parts of k; of each row of x, 64 channels and part
+PAIRED_US = 0.5  # of two parts that a cluster adds up
 
 
 def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
@@ -47,6 +49,9 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     compute *= 1 + HOT * min(1.0, compute / HOT_US)
     load = w.weight_bytes / (target.read_gbps * 1e3)
     ends = rounds * grid.ends * ENDS_US
-    parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
-    split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
+    if clustered_split(s):
+        split = PAIRED_US
+    else:
+        parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
+        split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
     return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, grid.waves, grid.utilization)

@@ -35,7 +35,7 @@ ASKED: dict[str, Callable[[Any, Schedule, Target], int]] = {
     "gemm_mma": lambda w, s, _: gemm_rules.shared_memory(w, s),
     "gemm_stream": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
     "gemm_stream_bulk": lambda w, s, t: stream_rules.shared_words(w, s, t) * 4 + stream_rules.STATIC_SMEM,
-    "gemm_any": lambda w, s, _: any_rules.shared_bytes(w, s) + any_rules.STATIC_SMEM,
+    "gemm_any": lambda w, s, t: any_rules.shared_bytes(w, s, t) + any_rules.STATIC_SMEM,
     "gemm_any_wgmma": lambda w, s, _: any_wgmma_rules.shared_bytes(w, s),
     "gemm_dense": lambda w, s, _: s.num_stages * dense_rules.stage_bytes(s) + dense_rules.STATIC_SMEM,
     "attention_decode": lambda w, s, t: decode_rules.shared_bytes(w, s, t) + decode_rules.STATIC_SMEM,

@@ -64,7 +64,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     dynamic, with planes as the weight and codebooks as scales."""
     w, s = workload, schedule
     leaves = Leaves(
-        device_source(HEADERS), f"tilebit::AnyProduct<{product_arguments(w, s)}>", request_of(w, s), 0,
+        device_source(HEADERS), f"tilebit::AnyProduct<{product_arguments(w, s)}, {rules.copies(w, s, target)}>", request_of(w, s), 0,
         rules.keeps_codebooks(w, s), place,
     )  # fmt: skip
     return build_with(leaves, w, s, target)
@@ -94,7 +94,7 @@ def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: T
     row_tiles, column_tiles = s.block_n // 16, max(1, s.block_m // 8)
     steps, k_tiles = rules.steps(workload), rules.steps(workload)
     step_words = rules.plane_bytes(workload, s) // (32 * 4)  # of a lane
-    slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s, leaves.table) // 4
+    slot_words, rings_at = rules.slot_bytes(s) // 4, rules.tables_bytes(workload, s, target, leaves.table) // 4
     product = leaves.product
     whole = p.kx % rules.STEP_K == 0  # no step reaches past k
     end_of_tile, sum_pitch = sum_macros(workload, s), s.block_n + rules.PADDED
@@ -140,7 +140,7 @@ def build_with(leaves: Leaves, workload: Workload, schedule: Schedule, target: T
         with T.Kernel(p.n_pad // s.block_n, T.ceildiv(m, s.block_m), splits, threads=threads) as (bx, by, bz):
             T.import_source(leaves.source)
             T.annotate_min_blocks_per_sm(s.min_blocks)
-            shared = T.alloc_shared((rules.shared_bytes(workload, s, leaves.table) // 4,), "float32")  # tables and rings, then sums
+            shared = T.alloc_shared((rules.shared_bytes(workload, s, target, leaves.table) // 4,), "float32")  # tables and rings, then sums
             sums = T.alloc_local((row_tiles * column_tiles * 4,), "float32")
             planes = T.alloc_local((stages * step_words,), "uint32")
             kept = T.alloc_local((row_tiles * 8,), "uint32")  # codebooks of which some codes are looked up here

@@ -9,7 +9,7 @@ import pytest
 
 from tilebit.layouts.formats import CODEBOOK_BITS, GemmFormat
 from tilebit.schedules.gemm import any_binary, any_wgmma
-from tilebit.schedules.gemm.any import ARCHES, PROGRAM, shared_bytes, table_bytes
+from tilebit.schedules.gemm.any import ARCHES, PROGRAM, copies, shared_bytes, table_bytes
 from tilebit.schedules.gemm.any_binary_cost import any_binary_estimate
 from tilebit.schedules.gemm.any_cost import any_estimate
 from tilebit.schedules.gemm.operation import ANY, ANY_WGMMA
@@ -54,7 +54,7 @@ def test_illegal_schedules_say_why() -> None:
     for sentence, schedule in wrong.items():
         reasons = legal(work(3, k=512), schedule, replace(H200, smem_per_sm=1 << 20, smem=1 << 20))
         assert any(reason.startswith(sentence) for reason in reasons), (sentence, reasons)
-    (reason,) = legal(work(4), replace(GOOD, num_warps=12, num_stages=3), H200)
+    (reason,) = legal(work(4), replace(GOOD, block_n=16, num_warps=16, num_stages=3), H200)
     assert "1 blocks need" in reason
     (reason,) = legal(work(3, m=1, n=1 << 20), replace(GOOD, split_k=2, block_m=1), H200)
     assert "of 32768 tiles; accepted: at most 16384 tiles, or no split." in reason
@@ -65,8 +65,18 @@ def test_illegal_schedules_say_why() -> None:
 def test_tables_by_hand() -> None:
     """An entry of 16 rows is 16 words for four lanes each; of pairs of 3 bits the largest index is 7 * 16 + 7."""
     assert table_bytes(3) == 120 * 16 * 4 * 4 and table_bytes(4) == table_bytes(8) == 65536 and table_bytes(5) == 8192
-    assert shared_bytes(work(3), GOOD) == 2 * 30720 + 8 * 8 * 512
-    assert shared_bytes(work(3, 4), replace(GOOD, block_m=4)) == 2 * 30720 + 8 * 4 * 576
+    assert shared_bytes(work(3), GOOD, H200) == 2 * 30720 + 8 * 8 * 512
+    assert shared_bytes(work(3, 4), replace(GOOD, block_m=4), H200) == 2 * 30720 + 8 * 4 * 576
+
+
+def test_two_copies_of_a_table_where_four_do_not_fit() -> None:
+    """Of pairs of 4 bits, for two tiles of rows: half of 128 KiB. Two blocks on an SM have no more room each."""
+    one, two = replace(GOOD, num_warps=4), replace(GOOD, num_warps=4, min_blocks=2)
+    assert [copies(work(4), s, H200) for s in (one, two, replace(two, block_n=16))] == [4, 2, 4]
+    assert [copies(work(bits), two, H200) for bits in (3, 4, 5, 8)] == [4, 2, 4, 4]
+    assert shared_bytes(work(4), one, H200) - shared_bytes(work(4), two, H200) == 65536
+    assert copies(work(4), one, target_from_name("sm_86")) == 2
+    assert legal(work(4), two, H200) == [] == legal(work(4), replace(one, num_warps=2), target_from_name("sm_86"))
 
 
 def test_fewer_bits_and_fewer_rows_take_less() -> None:

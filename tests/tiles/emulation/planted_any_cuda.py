@@ -21,8 +21,9 @@ def of_width(bits: int, m: int = 5, n: int = 60, k: int = 700) -> Workload:
 ONE = Schedule("gemm_any", 16, 8, 1, 2, 2)
 TWO = Schedule("gemm_any", 32, 8, 1, 2, 2)
 FEW = Schedule("gemm_any", 16, 4, 1, 2, 2)  # of few columns: some codes of 3 bits are looked up in registers
+CROWDED = Schedule("gemm_any", 32, 8, 1, 1, 2, min_blocks=2)  # too many blocks for four copies of a table
 SPLIT = replace(ONE, split_k=3)
-W3, W6 = of_width(3), of_width(6)
+W3, W4, W6 = of_width(3), of_width(4), of_width(6)
 
 
 def loop(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
@@ -44,12 +45,16 @@ BUGS = (
     device("lowest bit of an even width dropped", W6, ONE, ("low = 2 * i + 1 < BITS ?", "low = 2 * i + 2 < BITS ?")),
     device("codes turned by a bit too few", W3, ONE, ("(j + 33 - BITS)", "(j + 32 - BITS)")),
     device("four planes selected as the other four", W6, ONE, ("0xe1e1e1e1u", "0x1e1e1e1eu")),
-    device("codebook of the neighbour", W3, ONE, ("(tile * TOGETHER * 16 + row)", "(tile * TOGETHER * 16 + (row ^ 1))")),
-    device("codebook of the same row of the first tile", W3, TWO, ("(tile * TOGETHER * 16 + row)", "(row)")),
+    device("codebook of the neighbour", W3, ONE, ("(tile * AT_A_TIME * 16 + row)", "(tile * AT_A_TIME * 16 + (row ^ 1))")),
+    device("codebook of the same row of the first tile", W3, TWO, ("(tile * AT_A_TIME * 16 + row)", "(row)")),
     device("codebook of the first tile for both of a table", W6, TWO, ("own + (16 << BITS)", "own")),
-    device("table of row r for row r + 8", W6, ONE, ("low + ENTRY / 2", "low")),
+    device("table of row r for row r + 8", W6, ONE, ("low + HALF", "low")),
     device("table of the first tile", W3, TWO, ("t / TOGETHER * TABLE", "0 * TABLE")),
-    device("numbers of the other tile of a table", W6, TWO, ("t % TOGETHER * 2", "(1 - t) * 2")),
+    device("numbers of the other tile of a table", W6, TWO, ("t % TOGETHER * NEXT", "(1 - t) * NEXT")),
+    device("rows exchanged for the other lanes of two", W4, CROWDED, ("COPIES == 2 && lane & 2", "COPIES == 2 && lane & 1")),
+    device("rows of two exchanged and not exchanged back", W4, CROWDED, ("a[2 * i] = exchanged(lane) ?", "a[2 * i] = !exchanged(lane) ?")),
+    device("pairs of a row looked up in the other's table", W4, CROWDED, ("COPIES == 2 ? own ^ HALF : own", "own")),
+    device("pairs of the second tile over the first's", W4, CROWDED, ("tile % TOGETHER * NEXT", "0")),
     device("second code of a pair for the first", W3, ONE, ("j % 2 ? 0x5432 : 0x5410", "j % 2 ? 0x3254 : 0x1054")),
     device("numbers of a register exchanged", W6, ONE, ("high << 16 | low", "low << 16 | high")),
     device("rows of a fragment exchanged", W3, ONE, ("words[0][j], words[0]", "words[1][j], words[1]")),

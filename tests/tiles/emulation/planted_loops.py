@@ -29,8 +29,8 @@ LAST_RELEASE = DRAIN + " " * 20 + RELEASE_LAST.replace("j)", "1)")
 PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, j == 0)\n"
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weights[part](halves,"
-LEFT = "meet_cluster()  # has left its stages\n"
-SENT = "await_full(sent[i], 0)"
+LEFT = "T.cluster_wait()  # has left its stages\n"
+SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 LOADS_X = " " * 20 + "load.x("
 
@@ -43,6 +43,11 @@ def loop(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
 def load(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, str], sign: str = "wrong") -> Bug:
     """A bug in the loading warps of ``gemm_wgmma``."""
     return Bug(name, workload, schedule, {"wgmma_load.py": swap(*pairs)}, sign=sign)
+
+
+def exchange(name: str, *pairs: tuple[str, str]) -> Bug:
+    """A bug in how two blocks add up a tile that they share."""
+    return Bug(name, work(W4, m=40), CLUSTERED, {"wgmma_exchange.py": swap(*pairs)}, sign="")
 
 
 BUGS = (
@@ -163,14 +168,8 @@ BUGS = (
     device("ticket without a fence before it", work(W4), SHARED, ("    __threadfence();\n    arrived", "    arrived"), sign="fence"),
     device("ticket without a fence after it", work(W4), SHARED, ("others);\n    __threadfence();", "others);"), sign="fence"),
     device("parts read without a fence", BUSY, STREAM_K, ("      __threadfence();\n    }\n", "    }\n"), sign="fence"),
-    loop("parts added up before they are there", work(W4, m=40), CLUSTERED, (SENT, "pass"), sign=""),
-    loop(
-        "parts sent over stages in use",
-        work(W4, m=40),
-        CLUSTERED,
-        (LEFT, "T.cluster_arrive_relaxed()\n"),
-        sign="",
-    ),
+    exchange("parts added up before they are there", (SENT, "pass")),
+    exchange("parts sent over stages in use", (LEFT, "pass\n")),
     device(
         "bytes of a sent part miscounted",
         work(W4, m=40),

@@ -112,6 +112,7 @@ CASES = (
     ("sm_90a", Workload(1, 57344, 8192, W3_ANY, HALF), Schedule("gemm_any", 32, 1, 1, 3, 4, min_blocks=2)),
     ("sm_80", Workload(8, 505, 1001, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any", 16, 8, 1, 2, 4, split_k=2)),
     ("sm_86", Workload(2, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any", 16, 2, 1, 1, 4)),
+    ("sm_90a", Workload(16, 57344, 8192, W4_ANY, HALF), Schedule("gemm_any", 32, 16, 1, 1, 4, min_blocks=2)),
     ("sm_89", Workload(16, 4096, 4096, W3_ANY, HALF, token_scales=True), Schedule("gemm_any", 16, 16, 1, 1, 4)),
     ("sm_90a", Workload(4, 4096, 14336, W8_ANY, HALF), Schedule("gemm_any", 32, 4, 1, 1, 8)),
     ("sm_90a", Workload(1, 57344, 8192, W4_ANY, HALF), Schedule("gemm_any_binary", 64, 1, 1, 6, 8)),

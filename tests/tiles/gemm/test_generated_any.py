@@ -99,6 +99,11 @@ def binary(block_n: int, stages: int, warps: int) -> Schedule:
     return Schedule(any_binary.PROGRAM, block_n, 1, 1, stages, warps)
 
 
+# Tables of two copies.
+CROWDED = (
+    (Workload(9, 100, 1000, form(4), bias=True), Schedule(PROGRAM, 32, 8, 1, 1, 2, min_blocks=2)),
+    (Workload(3, 130, 700, form(4), "bfloat16"), Schedule(PROGRAM, 64, 4, 1, 2, 3, split_k=2)),
+)
 # Shares of k of unequal length and of one step; more blocks than tiles, more tiles than blocks; rings that hold several tiles.
 SINGLE = (
     (Workload(1, 100, 1000, form(3)), binary(32, 3, 4)),
@@ -112,11 +117,11 @@ SINGLE = (
 )
 
 
-@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE + SINGLE), ids=label)
+@pytest.mark.parametrize("case", one_of_each(CASES, lambda case: case[0].format.bits) + list(WIDE + CROWDED + SINGLE), ids=label)
 def test_exact(case: Case) -> None:
     workload, schedule = case
     target = {PROGRAM: AMPERE, any_binary.PROGRAM: SMALL}.get(schedule.program, FEW_SMS)
-    problem = exact_problem(workload, (*CASES, *WIDE, *SINGLE).index(case), target.arch)
+    problem = exact_problem(workload, (*CASES, *WIDE, *CROWDED, *SINGLE).index(case), target.arch)
     output = guarded_output((workload.m, workload.columns), problem.x.dtype)
     assert not legal(workload, schedule, target)
     gemm = GeneratedGemm(*case, target)

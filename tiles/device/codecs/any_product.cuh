@@ -7,7 +7,9 @@
 // shared memory once for each lane, in a bank of its own (a random place in a row's table would meet
 // the others' banks three at a time): of up to 4 bits a table of pairs, whose look-up is an operand
 // register of two weights, of more one of single numbers, of two tiles of rows where there are two. A
-// byte of codes becomes an address by one byte permutation. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
+// byte of codes becomes an address by one byte permutation. Where four COPIES take too much room, there
+// are two, and two of a row's four lanes look up the row eight below meanwhile, so that none meet
+// either. Comes after ptx/instructions.cuh and codecs/dequant.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -19,13 +21,17 @@ __device__ __forceinline__ uint32_t load_shared_16(uint32_t address) {
   return v;
 }
 
-template <typename T, int BITS, int TILES, int COLUMNS>
+template <typename T, int BITS, int TILES, int COLUMNS, int COPIES = 4>
 struct AnyProduct {
   static constexpr bool PAIRS = BITS <= 4;
   static constexpr int PERIOD = PAIRS ? 4 : 8;  // bits from one code of a word to the next; and words of codes
   static constexpr int LAST = (1 << BITS) - 1;  // the largest code
-  static constexpr int ENTRY = 256;             // bytes: of rows r / 4 and r / 4 + 8, four lanes each
-  static constexpr int TOGETHER = !PAIRS && TILES % 2 == 0 ? 2 : 1;  // tiles whose 16-bit numbers share an entry's words
+  // Bytes of an entry: of four copies [row r, or r + 8][row % 8][copy], of two [tile][row % 8][row r, or r + 8][copy].
+  static constexpr int ENTRY = 256;
+  static constexpr int HALF = COPIES == 2 ? 8 : ENTRY / 2;  // bytes from row r to row r + 8
+  static constexpr int TOGETHER = COPIES == 2 || (!PAIRS && TILES % 2 == 0) ? 2 : 1;  // tiles that share an entry, 16-bit numbers its words
+  static constexpr int NEXT = PAIRS ? ENTRY / 2 : 2;                                   // bytes from one to the other
+  static_assert(COPIES == 4 || (PAIRS && TILES % 2 == 0), "two copies are of pairs of two tiles");
   static constexpr int TABLE = ((PAIRS ? LAST * 17 : LAST) + 1) * ENTRY;  // of TOGETHER tiles; of pairs the index is second * 16 + first
   static constexpr int NT = COLUMNS > 8 ? COLUMNS / 8 : 1;  // tiles of columns
   // x lies as it is, for loads of matrices, each row's pieces of 16 bytes exchanged by the row's number;
@@ -41,29 +47,34 @@ struct AnyProduct {
   template <int THREADS>
   __device__ __forceinline__ static void fill_tables(void* tables, const void* codebooks, int thread) {
     constexpr int NUMBERS = 1 << BITS, AT_ONCE = PAIRS ? NUMBERS : 8, GROUPS = PAIRS ? NUMBERS : NUMBERS / 8;
-    constexpr int ALL = TILES / TOGETHER * 16 * GROUPS;
+    constexpr int AT_A_TIME = PAIRS ? 1 : TOGETHER, ALL = TILES / AT_A_TIME * 16 * GROUPS;
     constexpr int ROUNDS = (ALL + THREADS - 1) / THREADS;
 #pragma unroll(ROUNDS < 4 ? ROUNDS : 4)
     for (int round = 0; round < ROUNDS; ++round) {
       const int i = round * THREADS + thread, row = i & 15, group = i / 16 % GROUPS, tile = i / 16 / GROUPS;
       if (ALL % THREADS != 0 && i >= ALL) break;
-      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * TOGETHER * 16 + row) << BITS);
+      const uint16_t* own = static_cast<const uint16_t*>(codebooks) + ((tile * AT_A_TIME * 16 + row) << BITS);
       const uint32_t second = PAIRS ? __ldg(own + group) : 0;
       uint2 loaded[AT_ONCE / 4], next[AT_ONCE / 4];
 #pragma unroll
       for (int j = 0; j < AT_ONCE / 4; ++j) loaded[j] = __ldg(reinterpret_cast<const uint2*>(own + (PAIRS ? 0 : group * 8)) + j);
 #pragma unroll
       for (int j = 0; j < AT_ONCE / 4; ++j)
-        next[j] = TOGETHER == 2 ? __ldg(reinterpret_cast<const uint2*>(own + (16 << BITS) + group * 8) + j) : make_uint2(0, 0);
-      char* to = static_cast<char*>(tables) + tile * TABLE + (PAIRS ? group * 16 : group * 8) * ENTRY + row * 16;
+        next[j] = AT_A_TIME == 2 ? __ldg(reinterpret_cast<const uint2*>(own + (16 << BITS) + group * 8) + j) : make_uint2(0, 0);
+      const int at = PAIRS ? tile / TOGETHER * TABLE + tile % TOGETHER * NEXT : tile * TABLE;
+      char* to = static_cast<char*>(tables) + at + (PAIRS ? group * 16 : group * 8) * ENTRY + row / 8 * HALF + row % 8 * 16;
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
         const uint32_t two = j % 4 < 2 ? loaded[j / 4].x : loaded[j / 4].y, other = j % 4 < 2 ? next[j / 4].x : next[j / 4].y;
         const uint32_t v = PAIRS ? __byte_perm(two, second, j % 2 ? 0x5432 : 0x5410) : __byte_perm(two, other, j % 2 ? 0x7632 : 0x5410);
-        *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+        if constexpr (COPIES == 4) *reinterpret_cast<uint4*>(to + j * ENTRY) = make_uint4(v, v, v, v);
+        else *reinterpret_cast<uint2*>(to + j * ENTRY) = make_uint2(v, v);
       }
     }
   }
+
+  // Whether a lane has its two rows exchanged while it looks up.
+  __device__ __forceinline__ static bool exchanged(int lane) { return COPIES == 2 && lane & 2; }
 
   // Codebooks of up to 5 bits in a lane's registers, of ROWS of rows lane / 4, lane / 4 + 8, ...: [row] the
   // low bytes of KEPT_NUMBERS numbers, then the high ones, as byte permutations take them.
@@ -186,7 +197,8 @@ struct AnyProduct {
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const uint32_t low = tables.address + t / TOGETHER * TABLE + t % TOGETHER * 2, high = low + ENTRY / 2;
+      const uint32_t low = tables.address + t / TOGETHER * TABLE + t % TOGETHER * NEXT, high = COPIES == 2 ? low : low + HALF;
+      const uint32_t own = lane * 4, below = COPIES == 2 ? own ^ HALF : own;  // bytes of an entry at which a lane's numbers are
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         uint32_t words[2][PERIOD];
@@ -194,7 +206,10 @@ struct AnyProduct {
         for (int h = 0; h < 2; ++h) {
           uint32_t of_row[BITS];
 #pragma unroll
-          for (int p = 0; p < BITS; ++p) of_row[p] = planes[(p * TILES + t) * 4 + 2 * u + h];
+          for (int p = 0; p < BITS; ++p) {
+            const uint32_t* rows = planes + (p * TILES + t) * 4 + 2 * u;
+            of_row[p] = exchanged(lane) ? rows[1 - h] : rows[h];
+          }
           select_codes(of_row, words[h]);
         }
         uint32_t pairs[KEPT > 0 ? KEPT : 1][2][4];
@@ -219,8 +234,9 @@ struct AnyProduct {
                 a[2 * i] = pairs[j < KEPT ? j : 0][0][q], a[2 * i + 1] = pairs[j < KEPT ? j : 0][1][q];
                 continue;
               }
-              a[2 * i] = look_up(low, lane * 4, words[0][j], words[0][(j + 4) % PERIOD], q);
-              a[2 * i + 1] = look_up(high, lane * 4, words[1][j], words[1][(j + 4) % PERIOD], q);
+              const uint32_t one = look_up(low, own, words[0][j], words[0][(j + 4) % PERIOD], q);
+              const uint32_t other = look_up(high, below, words[1][j], words[1][(j + 4) % PERIOD], q);
+              a[2 * i] = exchanged(lane) ? other : one, a[2 * i + 1] = exchanged(lane) ? one : other;
             }
 #pragma unroll
             for (int c = 0; c < NT; ++c) mma_m16n8k16(sums + (t * NT + c) * 4, a, values[c] + pair, T());

@@ -58,10 +58,12 @@ CASES: tuple[Case, ...] = (
     (Workload(1, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any", 32, 1, 1, 2, 4)),
     (Workload(8, 505, 1001, W4_ANY, "bfloat16", bias=True), Schedule("gemm_any", 16, 8, 1, 2, 8)),
     (Workload(17, 505, 1001, W8_ANY, token_scales=True), Schedule("gemm_any", 16, 16, 1, 2, 2, split_k=2)),
+    (Workload(16, 505, 1001, W4_ANY, bias=True), Schedule("gemm_any", 32, 8, 1, 1, 2, min_blocks=2)),  # tables of two copies
     (Workload(1, 5050, 1001, W3_ANY, bias=True), Schedule("gemm_any_binary", 16, 1, 1, 4, 4)),
     (Workload(2, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_binary", 64, 1, 1, 3, 8)),
     (Workload(33, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8)),
     (Workload(300, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_wgmma", 64, 128, 256, 3, 4, split_k=2)),
+    (Workload(70, 505, 1001, W3_ANY, token_scales=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8, split_k=3)),
     (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 96, 256, 3, 8)),
     (Workload(400, 8192, 1152, W5_ANY), Schedule("gemm_any_wgmma", 64, 128, 256, 4, 4, stream_k=True)),
     (Workload(300, 505, 1001, W5_ANY, "bfloat16"), Schedule("gemm_any_wgmma", 128, 160, 256, 4, 8, cluster=2)),

@@ -6,7 +6,7 @@ is the depth of a tile of planes, ``num_stages`` the slots of x of STAGE_K each.
 take one tile after another and share those of a last wave, as of ``gemm_wgmma``. The two blocks of a
 ``cluster`` have the same channels and neighbouring rows of x: each looks up half of the channels'
 weights, for both. The two blocks of ``split_k`` 2 are a cluster, too, and add up through its shared
-memory; of more, through a workspace.
+memory; of 4, 6, ... clusters of two do so, which meet in a workspace; of 3, 5, ... all meet there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..schedule import Schedule, in_turn
 from ..target import Target, target_from_name
 from .any import ENTRY, STEP_K, steps
 from .residence import crowding
-from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, clustered_split, handed_on, row_bytes, staged_columns
+from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, clustered_split, handed_on, paired_split, row_bytes, staged_columns
 from .workload import Workload
 
 PROGRAM = "gemm_any_wgmma"
@@ -92,10 +92,15 @@ def held_steps(workload: Workload, schedule: Schedule) -> int:
     return HELD_STEPS if fit else 1
 
 
+def exchanged(schedule: Schedule) -> bool:
+    """Whether blocks that share a tile exchange halves of their sums, in clusters of two."""
+    return clustered_split(schedule) or paired_split(schedule)
+
+
 def staged_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks that
     share look-ups have no tables meanwhile: the place is the tables'. Blocks that share a tile store half of it each."""
-    rows = schedule.block_m // (2 if clustered_split(schedule) else 1)
+    rows = schedule.block_m // (2 if exchanged(schedule) else 1)
     return schedule.block_n * staged_columns(rows) * 2 + row_bytes(workload, schedule)
 
 
@@ -158,11 +163,12 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     if s.split_k > steps(workload):
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
     sent = s.block_n * s.block_m // 2 * 4  # what each block of a pair is sent: half a tile's sums
-    if clustered_split(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
+    if exchanged(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the slots of x; use more num_stages.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
-    if s.split_k > 1 and not clustered_split(s) and tiles > TICKETS:
-        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {TICKETS} tiles, split_k 2, or no split.")
+    most = TICKETS // 2 if paired_split(s) else TICKETS
+    if s.split_k > 1 and not clustered_split(s) and tiles > most:
+        reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {most} tiles, split_k 2, or no split.")
     threads = s.num_warps * 32 + PRODUCERS
     reasons += crowding(s, shared_bytes(workload, s), threads, target, "num_stages, min_blocks or a smaller tile")
     threads *= s.min_blocks

@@ -16,7 +16,7 @@ from ..target import Target
 from .any import STEP_K, steps
 from .any_wgmma import STAGE_K
 from .cost import LANES, spread
-from .rules import clustered_split
+from .rules import clustered_split, paired_split
 from .workload import Workload
 
 LOOK_UPS = {3: 26.3, 4: 37.0, 5: 48.9, 6: 59.4, 7: 71.0, 8: 82.0}  # cycles, of 64 channels
@@ -53,5 +53,7 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
         split = PAIRED_US
     else:
         parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
-        split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
+        pair = 2 if paired_split(s) else 1  # whose blocks have half of a tile each, and half as many others to meet
+        split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts / pair * rows / pair * groups if parts else 0.0
+        split += PAIRED_US if pair == 2 else 0.0
     return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, grid.waves, grid.utilization)

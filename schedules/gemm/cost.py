@@ -31,7 +31,7 @@ from ..target import Target
 from . import stream as gemm_stream
 from .codecs import codec_of
 from .joined import first_joined, n_blocks
-from .rules import PACKED_K, clustered_split, grid_blocks, persistent, stage_bytes, x_stage_bytes
+from .rules import PACKED_K, clustered_split, grid_blocks, paired_split, persistent, stage_bytes, x_stage_bytes
 from .waves import cut_places, shared_places
 from .workload import Workload
 
@@ -114,7 +114,7 @@ def spread(tiles: int, k_steps: int, s: Schedule, target: Target) -> Grid:
         strips = _ceil(cut * s.tail, teams) * k_steps
         whole = _ceil(shared * k_steps, teams) + _ceil(places - shared - cut, teams) * k_steps
         steps, decoded = whole + _ceil(strips, s.tail), whole + strips
-    cluster = s.split_k if clustered_split(s) else s.cluster
+    cluster = 2 if paired_split(s) else s.split_k if clustered_split(s) else s.cluster
     sms = gemm_stream.cluster_sms(cluster, target)
     waves = _ceil(blocks, sms * s.min_blocks)
     busiest = (waves - 1) * s.min_blocks + _ceil(blocks - (waves - 1) * sms * s.min_blocks, sms)

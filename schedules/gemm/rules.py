@@ -103,7 +103,7 @@ def workspace_words(workload: Workload, schedule: Schedule, target: Target) -> i
     if s.split_k == 1 or clustered_split(s):
         return 0
     tiles = -(-workload.m // s.block_m) * n_blocks(workload, s)
-    return TICKETS + tiles * s.split_k * tile
+    return TICKETS + tiles * s.split_k * tile // (2 if paired_split(s) else 1)
 
 
 def wgmma_registers(schedule: Schedule) -> tuple[int, int]:
@@ -133,6 +133,12 @@ def clustered_split(schedule: Schedule) -> bool:
     workspace, H200); for two it saves up to 15 % (4096 x 4096, m = 256: from 20.8 us to 17.5), of
     bit planes 3 to 22 % (``results/notes/any-split-pairs.md``)."""
     return schedule.split_k > 1 and (schedule.program == gemm_stream.BULK or (schedule.program in PAIRED and schedule.split_k == 2))
+
+
+def paired_split(schedule: Schedule) -> bool:
+    """Whether more blocks share a tile, as clusters of two that meet in a workspace: with half of what
+    single blocks write there, and read by twice as many."""
+    return schedule.program == "gemm_any_wgmma" and schedule.split_k > 2 and schedule.split_k % 2 == 0
 
 
 def persistent(schedule: Schedule) -> bool:

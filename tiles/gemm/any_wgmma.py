@@ -25,8 +25,8 @@ other receives. A weight is then looked up once for 2 ``block_m`` rows of x (res
 
 With ``stream_k`` blocks take one tile after another, and share those of a last wave (``gemm_wgmma``); the
 next one's planes and x come while its tables are laid out. What it gains and what binds it:
-results/notes/any-many-rows.md. With ``split_k`` 2 the two blocks of a tile are a cluster and add up
-through its shared memory (``wgmma_exchange.py``, results/notes/any-split-pairs.md).
+results/notes/any-many-rows.md. The blocks of ``split_k`` 2, 4, ... that share a tile are clusters of two and
+add up through shared memory first (``wgmma_exchange.py``, results/notes/any-split-pairs.md).
 """
 
 from typing import Any
@@ -68,14 +68,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     own_rows, own_warps = rules.own_rows(s), s.num_warps // cluster  # of the weight, that a block looks up; its warps that do
     operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, {rules.copies(workload, s)}, {rules.permuted(workload, s)}>"
     producer_registers, consumer_registers = rules.registers(s)
-    planes_of_step, clustered = tuple(range(bits)), plan.clustered
+    planes_of_step, exchanged = tuple(range(bits)), rules.exchanged(s)
 
     m, words = T.dynamic("m"), T.dynamic("words")
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm * cluster) * (cluster * s.split_k)
 
-    exchange_and_store = exchange_macro(plan, m) if clustered else None
+    exchange_and_store = exchange_macro(plan, m) if exchanged else None
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -213,7 +213,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         )  # fmt: skip
         T.wait_wgmma(0)
         T.call_extern("handle", plan.release, T.address_of(empty[last]), lane)
-        if not clustered:
+        if not exchanged:
             T.call_extern(
                 "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
                 T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, step, block, own,
@@ -231,7 +231,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
-        with T.Kernel(blocks, threads=rules.PRODUCERS + consumers, cluster_dims=s.split_k if clustered else cluster) as block:
+        with T.Kernel(blocks, threads=rules.PRODUCERS + consumers, cluster_dims=2 if exchanged else cluster) as block:
             T.import_source("#define STAGES_ARE_COPIED\n" + device_source(HEADERS))
             T.annotate_min_blocks_per_sm(s.min_blocks)
             T.disable_warp_group_reg_alloc()
@@ -247,7 +247,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             full, planes_full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * held)  # the lanes of a loading warp
             empty, planes_empty = T.alloc_barrier([s.num_warps] * stages), T.alloc_barrier([own_warps] * held)
             given, vacant = (T.alloc_cluster_barrier([own_warps] * rules.SENT) if cluster > 1 else None for _ in range(2))
-            sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
+            sent = T.alloc_barrier([1] * len(plan.own_chunks)) if exchanged else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             W_rest = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             Y = T.alloc_fragment((bn, bm), "float32")
@@ -260,7 +260,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif thread < 64:
                     slot, turn = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                     bring_x(x, Xs, full, empty, block, step, where_to, left, slot, turn)
-                if clustered:
+                if exchanged:
                     meet_cluster()
             else:
                 T.set_max_nreg(consumer_registers, 1)
@@ -295,9 +295,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                         )
                         T.call_extern("handle", f"tilebit::sync_group<{TABLES_DONE}, {consumers}>", 0)
                     end_tile(Y, where, asked, staging, workspace, y, empty, last, taken - 1, block, own, lane, after)
-                if clustered:  # in this branch: after it, a thread has only the producers' registers
+                if exchanged:  # in this branch: after it, a thread has only the producers' registers
                     own_sums = T.alloc_local((bn * max(bm // 2, p.staged_columns) // consumers,), "float32")
-                    exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)
+                    exchange_and_store(Y, own_sums, Xs, staging, sent, workspace, after, y, block, thread)
             if cluster > 1:  # a block that left could be sent nothing more
                 meet_cluster()
 

@@ -319,7 +319,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
                 )  # fmt: skip
                 if clustered:  # in this branch: after it, a thread has only the producers' registers
-                    exchange_and_store(Y, own_sums, Xs, staging, sent, after, y, block, thread)
+                    exchange_and_store(Y, own_sums, Xs, staging, sent, workspace, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages
                 meet_cluster()
 

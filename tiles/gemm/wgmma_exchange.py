@@ -1,6 +1,6 @@
 """How the two blocks of a cluster that share a tile add its parts up and store it: each sends the
-other's half of its sums, over the slots of x, and stores its own half
-(``device/store/exchange.cuh``)."""
+other's half of its sums, over the slots of x, and stores its own half; where several clusters share
+it, the last of them does (``device/store/exchange.cuh``)."""
 
 from typing import Any
 
@@ -14,8 +14,14 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
     ``sent`` a barrier for each chunk of columns that this block stores."""
     import tilelang.language as T
 
+    def store(chunk, own_sums, slots, staging, after, y, block, thread):
+        return T.call_extern(
+            "handle", plan.store_chunk(chunk), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(staging[0]),
+            T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
+        )  # fmt: skip
+
     @T.macro
-    def exchange_and_store(sums, own_sums, slots, staging, sent, after, y, block, thread):
+    def exchange_and_store(sums, own_sums, slots, staging, sent, workspace, after, y, block, thread):
         """Barriers tell of what is sent, so nobody needs a fence or waits to leave
         (results/notes/wgmma-pairs.md)."""
         T.cluster_arrive_relaxed()
@@ -26,10 +32,19 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
         )  # fmt: skip
         for i in plan.own_chunks:
             T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)
+            if plan.paired:
+                T.call_extern("handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), m, block, thread - PRODUCERS)
+            else:
+                store(i, own_sums, slots, staging, after, y, block, thread)
+        if plan.paired:
+            last = T.alloc_local((1,), "int32")
             T.call_extern(
-                "handle", plan.store_chunk(i), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(staging[0]),
-                T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
+                "handle", plan.meet_clusters, T.address_of(own_sums[0]), T.address_of(workspace[0]), block, thread - PRODUCERS,
+                T.address_of(last[0]),
             )  # fmt: skip
+            if last[0] == 1:
+                for i in plan.own_chunks:
+                    store(i, own_sums, slots, staging, after, y, block, thread)
 
     return exchange_and_store
 

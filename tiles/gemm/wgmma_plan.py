@@ -51,6 +51,11 @@ class Plan:
         return rules.clustered_split(self.operands.schedule)
 
     @property
+    def paired(self) -> bool:
+        """They are added up by clusters of two, whose sums meet in a workspace."""
+        return rules.paired_split(self.operands.schedule)
+
+    @property
     def shared(self) -> bool:
         """They are added up through a workspace."""
         s = self.operands.schedule
@@ -138,9 +143,16 @@ class Plan:
     def send_half(self) -> str:
         return f"tilebit::send_half<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}>"
 
+    def add_sent(self, chunk: int) -> str:
+        return f"tilebit::add_sent<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}, {chunk}>"
+
+    @property
+    def meet_clusters(self) -> str:
+        return f"tilebit::meet_clusters<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}, {BARRIER}>"
+
     def store_chunk(self, chunk: int) -> str:
-        store = self.operands.store_type(self.heights[0])
-        return f"tilebit::store_chunk<{self.order}, {store}, {self.consumers}, {chunk}{self.operands.part_types()}>"
+        store, sent = self.operands.store_type(self.heights[0]), "false" if self.paired else "true"
+        return f"tilebit::store_chunk<{self.order}, {store}, {self.consumers}, {chunk}, {sent}{self.operands.part_types()}>"
 
     @property
     def release(self) -> str:

@@ -1,5 +1,5 @@
-// A tile that the two blocks of a cluster share: each stores one half of its columns and sends its
-// part of the other to the other. Comes after store/finish.cuh.
+// A tile that the two blocks of a cluster share, or (SPLIT > 2) clusters of two: of a cluster's blocks each adds up one
+// half of its columns and sends its part of the other to the other. Comes after store/finish.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -27,7 +27,7 @@ struct Halves {
 // Whether a block stores its `i`-th chunk: it has so many, and y some of the columns.
 template <typename O, typename S>
 __device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
-  const int rank = block % O::SPLIT;
+  const int rank = block % 2;
   return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
 }
 
@@ -37,7 +37,7 @@ template <typename O, typename S, int THREADS>
 __device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, int m, int block, int thread) {
   using H = Halves<S>;
   m = fresh(m), block = fresh(block), thread = fresh(thread);
-  const int rank = block % O::SPLIT;
+  const int rank = block % 2;
   float4* place = static_cast<float4*>(sent) + thread;
 #pragma unroll
   for (int i = 0; i < H::OWN_CHUNKS; ++i) {
@@ -59,8 +59,34 @@ __device__ __forceinline__ void send_half(const typename S::Sum* accumulators, t
   }
 }
 
-// Adds what has been sent of the block's own chunk I, applies the parts, and stores that.
-template <typename O, typename S, int THREADS, int I, typename... Parts>
+// Adds what has been sent of the block's own chunk I.
+template <typename O, typename S, int THREADS, int I>
+__device__ __forceinline__ void add_sent(typename S::Sum* sums, const void* sent, int m, int block, int thread) {
+  using H = Halves<S>;
+  if (!stores_chunk<O, S>(m, block, I)) return;
+  const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
+  typename S::Sum* chunk = sums + I * H::COUNT;
+#pragma unroll
+  for (int e = 0; e < H::COUNT; e += 4) {
+    typename S::Sum theirs[4];
+    of_four(place[e / 4 * THREADS], theirs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk[e + i] += theirs[i];
+  }
+}
+
+// What clusters that share a tile hold of the block's half, all that was sent added, meets in the workspace; *last becomes 1 in the
+// block that must store it, and `sums` the whole sums there.
+template <typename O, typename S, int THREADS, int BARRIER>
+__device__ __forceinline__ void meet_clusters(typename S::Sum* sums, void* workspace, int block, int thread, int* last) {
+  using H = Halves<S>;
+  block = fresh(block), thread = fresh(thread);
+  const int half = block / O::SPLIT * 2 + block % 2, cluster = block % O::SPLIT / 2;
+  reduce_split_k<H::COUNT * H::OWN_CHUNKS, THREADS, BARRIER>(sums, workspace, half, cluster, O::SPLIT / 2, thread, last);
+}
+
+// Adds what has been sent of the block's own chunk I (SENT: not yet), applies the parts, and stores that.
+template <typename O, typename S, int THREADS, int I, bool SENT, typename... Parts>
 __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
                                             typename Parts::Operand... operands) {
   using H = Halves<S>;
@@ -69,14 +95,14 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
   const int n0 = S::first_row_of(O::n_block(m, block, 0)), m0 = O::first_row(m, block, 0);
   const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
   const typename S::Sum* chunk = sums + I * H::COUNT;
-  const int own = 2 * I + block % O::SPLIT;
+  const int own = 2 * I + block % 2;
   typename S::template Channels<Parts...> channels;
   if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
   float values[H::COUNT];
 #pragma unroll
   for (int e = 0; e < H::COUNT; e += 4) {
-    typename S::Sum theirs[4];
-    of_four(place[e / 4 * THREADS], theirs);
+    typename S::Sum theirs[4] = {};
+    if (SENT) of_four(place[e / 4 * THREADS], theirs);
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
   }

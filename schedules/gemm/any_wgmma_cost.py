@@ -2,9 +2,9 @@
 
 Counted in cycles of an SM for 16 k. Either all of its blocks keep it busy, with look-ups and products of
 each 64 channels; or one block's warps wait for their own: a look-up, then a product. The numbers are
-fitted to measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows, those of 4, 7 and 8 bits and
-of pairs of blocks later than the others: on 2,136 of them it errs by 6 %, and its choice took 2 to 4 %
-longer than the fastest.
+fitted to measurements on an H200, seven shapes, 3 to 8 bits, 32 to 4096 rows, those of 4, 7 and 8 bits, of
+pairs of blocks and of parts of k later than the others: on 2,549 of them it errs by 6 %, and its choice took
+1 % longer than the fastest, at most 27 %.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OTHER = 0.35  # of the shorter of the two, which the longer does not hide
 HOT, HOT_US = 0.12, 3000.0  # what a kernel of so many microseconds and more takes longer: clocks fall
 ENDS_US = 2.6  # of a tile: its tables and first slots, its columns of y
 SHARED_US, SPLIT_US, ADDED_US = 6.3, 1.5, 0.008  # of tiles that blocks share, of parts of k; of each row of x, 64 channels and part
-PAIRED_US = 0.5  # of two parts that a cluster adds up
+PAIRED_US, MEETING_US = 0.5, 2.5  # of two parts that a cluster adds up; of clusters that share a tile
 
 
 def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
@@ -49,11 +49,11 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     compute *= 1 + HOT * min(1.0, compute / HOT_US)
     load = w.weight_bytes / (target.read_gbps * 1e3)
     ends = rounds * grid.ends * ENDS_US
+    parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
     if clustered_split(s):
         split = PAIRED_US
+    elif paired_split(s):
+        split = PAIRED_US + MEETING_US + ADDED_US / 2 * (parts / 2) * (rows / 2) * groups  # each block of half a tile, half as many
     else:
-        parts = s.split_k if s.split_k > 1 else int(grid.shared > 0)
-        pair = 2 if paired_split(s) else 1  # whose blocks have half of a tile each, and half as many others to meet
-        split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts / pair * rows / pair * groups if parts else 0.0
-        split += PAIRED_US if pair == 2 else 0.0
+        split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
     return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, grid.waves, grid.utilization)

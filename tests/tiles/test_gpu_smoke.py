@@ -64,6 +64,7 @@ CASES: tuple[Case, ...] = (
     (Workload(33, 505, 1001, W3_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8)),
     (Workload(300, 505, 1001, W4_ANY, "bfloat16", residual=True), Schedule("gemm_any_wgmma", 64, 128, 256, 3, 4, split_k=2)),
     (Workload(70, 505, 1001, W3_ANY, token_scales=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8, split_k=3)),
+    (Workload(70, 505, 1001, W5_ANY, bias=True), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8, split_k=4)),
     (Workload(130, 512, 1152, W8_ANY, gate="silu"), Schedule("gemm_any_wgmma", 128, 96, 256, 3, 8)),
     (Workload(400, 8192, 1152, W5_ANY), Schedule("gemm_any_wgmma", 64, 128, 256, 4, 4, stream_k=True)),
     (Workload(300, 505, 1001, W5_ANY, "bfloat16"), Schedule("gemm_any_wgmma", 128, 160, 256, 4, 8, cluster=2)),

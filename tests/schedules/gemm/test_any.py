@@ -13,6 +13,7 @@ from tilebit.schedules.gemm.any import ARCHES, PROGRAM, copies, shared_bytes, ta
 from tilebit.schedules.gemm.any_binary_cost import any_binary_estimate
 from tilebit.schedules.gemm.any_cost import any_estimate
 from tilebit.schedules.gemm.operation import ANY, ANY_WGMMA
+from tilebit.schedules.gemm.rules import TICKETS, workspace_words
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.operations import candidates, find_rule, legal
 from tilebit.schedules.schedule import Schedule
@@ -114,6 +115,8 @@ def test_what_the_program_of_many_rows_accepts() -> None:
     assert reason == "12288 bytes of fp32 sums do not fit into the slots of x; use more num_stages."
     many = work(4, 16385 * 64, n=128)
     assert legal(many, replace(good, split_k=2), H200) == [], "two add up without a workspace"
+    (reason,) = legal(many, replace(good, split_k=4), H200)
+    assert reason.startswith("split_k is 4 of 16385 tiles; accepted: at most 8192 tiles")
     (reason,) = legal(many, replace(good, split_k=3), H200)
     assert reason.startswith("split_k is 3 of 16385 tiles; accepted: at most 16384 tiles, split_k 2")
     (reason,) = legal(work(2, 64), good, H200)
@@ -139,6 +142,20 @@ def test_shared_memory_of_the_program_of_many_rows_by_hand() -> None:
     assert any_wgmma.copies(work(8, 64), replace(pair, block_m=64)) == 4
     assert [any_wgmma.held_steps(work(8, 512), replace(pair, num_stages=slots)) for slots in (2, 3, 4)] == [2, 2, 1]
     assert {any_wgmma.held_steps(work(6, 512), replace(s, num_stages=slots)) for s in (tile, pair) for slots in (2, 4)} == {2}
+
+
+def test_what_parts_of_a_tile_leave_in_a_workspace() -> None:
+    """Of three parts each a tile; of four two clusters, whose blocks have half of one; of two nothing."""
+    tile, sums = Schedule(any_wgmma.PROGRAM, 128, 64, 256, 4, 8), 32 * 128 * 64  # 32 tiles
+    words = [workspace_words(work(4, 64), replace(tile, split_k=parts), H200) for parts in (1, 2, 3, 4, 6)]
+    assert words == [0, 0, TICKETS + 3 * sums, TICKETS + 2 * sums, TICKETS + 3 * sums]
+
+
+def test_two_parts_are_always_tried_below_1024_rows() -> None:
+    for m, always in ((32, True), (256, True), (1024, False)):
+        found = any_wgmma.any_wgmma_candidates(work(5, m, 57344, 8192), H200)
+        whole, in_two = ({(s.block_n, s.block_m, s.min_blocks) for s in found if s.split_k == parts} for parts in (1, 2))
+        assert (whole == in_two) == always
 
 
 def test_pairs_are_tried_for_more_rows_than_a_tile_has() -> None:

@@ -16,6 +16,7 @@ def wide(block_n: int, block_m: int, stages: int, split_k: int = 1, stream_k: bo
 ONE, TWO, SPLIT, STREAM = wide(64, 32, 3), wide(128, 64, 2), wide(64, 32, 2, split_k=2), wide(64, 32, 3, stream_k=True)
 W3, W4, W5, W8 = (of_width(bits, m=40, n=120, k=520) for bits in (3, 4, 5, 8))
 MANY = of_width(5, m=150, n=250, k=520)  # of several tiles a block
+FOUR, LONG = wide(64, 32, 2, split_k=4), of_width(5, m=40, n=120, k=1100)
 PAIR, PAIRS = wide(128, 32, 3, cluster=2), wide(128, 32, 3, stream_k=True, cluster=2)
 PAIRED, PAIRED_TILES = of_width(6, m=60, n=250, k=1100), of_width(6, m=150, n=500, k=520)
 SHORT, AHEAD = of_width(6, m=60, n=120, k=256), wide(128, 32, 8, cluster=2)  # some warps come to the end long before others
@@ -60,10 +61,14 @@ BUGS = (
     page("planes of the first step for all", W5, ONE, ("step * 2 : step * 2 + 2, 0:256", "0:2, 0:256")),
     page("x of the first share", W5, SPLIT, ("k0 = step * rules.STEP_K + part", "k0 = i * rules.STEP_K + part")),
     device("the other block's sums left out", W5, SPLIT, ("sum_of(chunk[e + i] + theirs[i])", "sum_of(chunk[e + i])")),
-    device("a pair's blocks store the same half", W5, SPLIT, ("own = 2 * I + block % O::SPLIT", "own = 2 * I")),
+    device("a pair's blocks store the same half", W5, SPLIT, ("own = 2 * I + block % 2", "own = 2 * I")),
     shared("sums sent over slots that are read", ("T.cluster_arrive_relaxed()", "pass"), ("T.cluster_wait()", "pass"), sign=""),
     shared("sums read before they are there", ('T.call_extern("handle", "tilebit::await_stage"', 'T.call_extern("handle", "(void)"'),
            sign="in flight"),
+    device("both halves of a tile at one ticket", LONG, FOUR, ("block / O::SPLIT * 2 + block % 2", "block / O::SPLIT * 2"), sign=""),
+    device("clusters' sums in one place", LONG, FOUR, ("cluster = block % O::SPLIT / 2", "cluster = 0")),
+    device("as many tickets as blocks", LONG, FOUR, ("half, cluster, O::SPLIT / 2,", "half, cluster, O::SPLIT,"), sign=""),
+    Bug("a half stored by all but the last", LONG, FOUR, {"wgmma_exchange.py": swap(("last[0] == 1", "last[0] == 0"))}, sign=""),
     device("rows exchanged for the other lanes", W8, TWO, ("COPIES == 2 && lane & 2", "COPIES == 2 && lane & 1")),
     device("rows exchanged and not exchanged back", W8, TWO, ("a[i] = exchanged(lane) ?", "a[i] = !exchanged(lane) ?")),
     device("codes of a row looked up in the other's table", W8, TWO, ("lane * 4 ^ h * HALF", "lane * 4")),

@@ -126,6 +126,7 @@ CASES = (
     ("sm_90a", Workload(256, 10240, 8192, W5_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True)),
     ("sm_90a", Workload(32, 4096, 4096, W8_ANY, BFLOAT), Schedule("gemm_any_wgmma", 64, 32, 256, 6, 4)),
     ("sm_90a", Workload(64, 4096, 4096, W5_ANY, HALF), Schedule("gemm_any_wgmma", 64, 64, 256, 8, 4, split_k=2, min_blocks=2)),
+    ("sm_90a", Workload(64, 6144, 4096, W4_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 192, 64, 256, 4, 12, split_k=4)),
     ("sm_90a", Workload(32, 8192, 8192, W3_ANY, BFLOAT), Schedule("gemm_any_wgmma", 256, 32, 256, 8, 16, stream_k=True)),
     ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
     ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True, cluster=2)),

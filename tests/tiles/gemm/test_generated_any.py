@@ -92,6 +92,9 @@ WIDE = (
     (Workload(33, 250, 1100, form(5), token_scales=True), wide(128, 96, 2, split_k=2)),
     (Workload(150, 180, 1300, form(4), "bfloat16", bias=True, residual=True), wide(192, 64, 3, split_k=2)),
     (Workload(170, 128, 800, form(8), gate="silu"), wide(64, 160, 2, split_k=2)),
+    (Workload(70, 120, 1500, form(3), residual=True), wide(64, 64, 2, split_k=4)),
+    (Workload(33, 250, 2100, form(6), "bfloat16", bias=True), wide(128, 32, 3, split_k=6)),
+    (Workload(97, 192, 1100, form(7), token_scales=True), wide(192, 64, 4, split_k=4)),
 )
 
 

@@ -1,5 +1,6 @@
-// A tile that the two blocks of a cluster share, or (SPLIT > 2) clusters of two: of a cluster's blocks each adds up one
-// half of its columns and sends its part of the other to the other. Comes after store/finish.cuh.
+// A tile that the two blocks of a cluster share, or (SPLIT > 2) clusters of two: of a cluster's blocks
+// each adds up one half of its columns and sends its part of the other to the other. Comes after
+// store/finish.cuh.
 #pragma once
 #include <stdint.h>
 
@@ -75,13 +76,14 @@ __device__ __forceinline__ void add_sent(typename S::Sum* sums, const void* sent
   }
 }
 
-// What clusters that share a tile hold of the block's half, all that was sent added, meets in the workspace; *last becomes 1 in the
-// block that must store it, and `sums` the whole sums there.
+// What clusters that share a tile hold of the block's half, all that was sent added, meets in the
+// workspace; *last becomes 1 in the block that must store it, and `sums` the whole sums there.
 template <typename O, typename S, int THREADS, int BARRIER>
 __device__ __forceinline__ void meet_clusters(typename S::Sum* sums, void* workspace, int block, int thread, int* last) {
   using H = Halves<S>;
   block = fresh(block), thread = fresh(thread);
   const int half = block / O::SPLIT * 2 + block % 2, cluster = block % O::SPLIT / 2;
+  cp_async_await();  // numbers of rows of x may be on their way, and a block that is not the last leaves
   reduce_split_k<H::COUNT * H::OWN_CHUNKS, THREADS, BARRIER>(sums, workspace, half, cluster, O::SPLIT / 2, thread, last);
 }
 

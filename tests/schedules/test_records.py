@@ -11,6 +11,7 @@ import pytest
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import legal
 from tilebit.schedules.records import (
     RecordWarning,
     TuningRecord,
@@ -167,6 +168,11 @@ def test_shipped_records_are_clean():
         warnings.simplefilter("error")
         for record in shipped_records():
             assert record.commit and record.date and record.key, "a shipped number says where it came from"
+
+
+def test_schedules_of_shipped_records_may_still_be_chosen():
+    for record in shipped_records("sm_90a"):
+        assert legal(record.workload, record.schedule, target_from_name("sm_90a")) == [], record
 
 
 def test_latest_replaces_also_by_a_failure():

@@ -20,10 +20,22 @@ from ..schedule import Schedule, in_turn
 from ..target import Target, target_from_name
 from .any import ENTRY, STEP_K, steps
 from .residence import crowding
-from .rules import MAX_RASTER, TICKETS, WGMMA, WGMMA_SPARE, clustered_split, handed_on, paired_split, row_bytes, staged_columns
+from .rules import (
+    ANY_WGMMA,
+    MAX_RASTER,
+    TICKETS,
+    WGMMA,
+    WGMMA_SPARE,
+    clustered_split,
+    exchanged_split,
+    handed_on,
+    paired_split,
+    row_bytes,
+    staged_columns,
+)
 from .workload import Workload
 
-PROGRAM = "gemm_any_wgmma"
+PROGRAM = ANY_WGMMA
 ARCHES = ("sm_90a",)
 HOPPER = target_from_name("sm_90a")
 STAGE_K = 64
@@ -92,15 +104,10 @@ def held_steps(workload: Workload, schedule: Schedule) -> int:
     return HELD_STEPS if fit else 1
 
 
-def exchanged(schedule: Schedule) -> bool:
-    """Whether blocks that share a tile exchange halves of their sums, in clusters of two."""
-    return clustered_split(schedule) or paired_split(schedule)
-
-
 def staged_bytes(workload: Workload, schedule: Schedule) -> int:
     """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks that
     share look-ups have no tables meanwhile: the place is the tables'. Blocks that share a tile store half of it each."""
-    rows = schedule.block_m // (2 if exchanged(schedule) else 1)
+    rows = schedule.block_m // (2 if exchanged_split(schedule) else 1)
     return schedule.block_n * staged_columns(rows) * 2 + row_bytes(workload, schedule)
 
 
@@ -163,7 +170,7 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     if s.split_k > steps(workload):
         reasons.append(f"split_k is {s.split_k}, but k {workload.k} has {steps(workload)} steps of {STEP_K}: a share would be empty.")
     sent = s.block_n * s.block_m // 2 * 4  # what each block of a pair is sent: half a tile's sums
-    if exchanged(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
+    if exchanged_split(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the slots of x; use more num_stages.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
     most = TICKETS // 2 if paired_split(s) else TICKETS

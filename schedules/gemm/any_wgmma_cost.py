@@ -53,7 +53,7 @@ def any_wgmma_estimate(workload: Workload, schedule: Schedule, target: Target) -
     if clustered_split(s):
         split = PAIRED_US
     elif paired_split(s):
-        split = PAIRED_US + MEETING_US + ADDED_US / 2 * (parts / 2) * (rows / 2) * groups  # each block of half a tile, half as many
+        split = PAIRED_US + MEETING_US + ADDED_US / 2 * (parts / 2) * (rows / 2) * groups  # of half a tile, from half as many blocks
     else:
         split = (SPLIT_US if s.split_k > 1 else SHARED_US) + ADDED_US * parts * rows * groups if parts else 0.0
     return Estimate(max(load, compute) + ends + split, 1, load, compute, 0.0, ends, split, 0.0, grid.waves, grid.utilization)

@@ -121,7 +121,8 @@ def handed_on(schedule: Schedule, wanted: int) -> tuple[int, int]:
     return producer, min(240, (share * threads - producer * WGMMA.producer_threads) // consumers // 8 * 8)
 
 
-PAIRED = (WGMMA.program, "gemm_any_wgmma")  # their blocks that share a tile are a cluster where they are two
+ANY_WGMMA = "gemm_any_wgmma"
+PAIRED = (WGMMA.program, ANY_WGMMA)  # their blocks that share a tile are a cluster where they are two
 
 
 def clustered_split(schedule: Schedule) -> bool:
@@ -136,9 +137,15 @@ def clustered_split(schedule: Schedule) -> bool:
 
 
 def paired_split(schedule: Schedule) -> bool:
-    """Whether more blocks share a tile, as clusters of two that meet in a workspace: with half of what
-    single blocks write there, and read by twice as many."""
-    return schedule.program == "gemm_any_wgmma" and schedule.split_k > 2 and schedule.split_k % 2 == 0
+    """Whether more than two blocks share a tile, as clusters of two that meet in a workspace: half as
+    many sums are written there as by blocks that meet one by one, and two blocks read half of them
+    each."""
+    return schedule.program == ANY_WGMMA and schedule.split_k > 2 and schedule.split_k % 2 == 0
+
+
+def exchanged_split(schedule: Schedule) -> bool:
+    """Whether blocks that share a tile exchange halves of their sums, in clusters of two."""
+    return paired_split(schedule) or (schedule.program in PAIRED and clustered_split(schedule))
 
 
 def persistent(schedule: Schedule) -> bool:

@@ -40,7 +40,7 @@ from ..compiler.headers import TYPES, device_source
 from ..program import TileProgram
 from .any import PASS_CONFIGS
 from .operands import BARRIER, Operands, addresses
-from .wgmma_exchange import exchange_macro
+from .wgmma_exchange import exchange_macro, meet_macro
 from .wgmma_plan import Plan
 
 HEADERS = (
@@ -68,14 +68,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     own_rows, own_warps = rules.own_rows(s), s.num_warps // cluster  # of the weight, that a block looks up; its warps that do
     operand = f"tilebit::AnyOperand<{TYPES[dtype]}, {bits}, {rules.copies(workload, s)}, {rules.permuted(workload, s)}>"
     producer_registers, consumer_registers = rules.registers(s)
-    planes_of_step, exchanged = tuple(range(bits)), rules.exchanged(s)
+    planes_of_step, exchanged = tuple(range(bits)), plan.exchanged
 
     m, words = T.dynamic("m"), T.dynamic("words")
     TokenScales, Bias, Residual = p.tensors(T, target.arch, "token_scales", "bias", "residual", m=m)
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm * cluster) * (cluster * s.split_k)
 
-    exchange_and_store = exchange_macro(plan, m) if exchanged else None
+    meet_cluster, exchange_and_store = meet_macro(), exchange_macro(plan, m) if exchanged else None
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -181,11 +181,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.call_extern("handle", "tilebit::hand_back", T.address_of(vacant[PLACE_OF[part]]), lane, other)
                 advance(stage, last, phase)
             taken = taken + 1
-
-    @T.macro
-    def meet_cluster():
-        T.cluster_arrive_relaxed()
-        T.cluster_wait()
 
     @T.macro
     def fill(scales, tables, kept, own, first_row):

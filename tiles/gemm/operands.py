@@ -11,7 +11,7 @@ from ...layouts.formats import PER_CHANNEL
 from ...schedules.gemm.codecs import CONVERSIONS, codec_of
 from ...schedules.gemm.joined import first_joined, scatters, stage_rows
 from ...schedules.gemm.parts import GATE_ROWS, Part, parts
-from ...schedules.gemm.rules import LEAST_STAGED, clustered_split, paired_split, stage_groups, staged_columns
+from ...schedules.gemm.rules import LEAST_STAGED, exchanged_split, stage_groups, staged_columns
 from ...schedules.gemm.workload import X_ROW_BYTES, Workload
 from ...schedules.operands import present
 from ...schedules.schedule import Schedule
@@ -233,11 +233,9 @@ class Operands:
     @property
     def staged_columns(self) -> int:
         """Columns of the tile that pass through shared memory at a time when ``gemm_wgmma`` stores
-        it, whole times; of a tile whose parts a cluster adds up, so few that its blocks have
-        equally many."""
-        s = self.schedule
-        blocks = 2 if paired_split(s) else s.split_k if clustered_split(s) else 1
-        return staged_columns(s.block_m // blocks)
+        it, whole times; of a tile whose halves two blocks store, so few that these have equally
+        many."""
+        return staged_columns(self.schedule.block_m // (2 if exchanged_split(self.schedule) else 1))
 
     def store_type(self, rows: int) -> str:
         """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile

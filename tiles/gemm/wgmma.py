@@ -57,7 +57,7 @@ from ...schedules.target import Target
 from ..compiler.headers import device_source
 from ..program import TileProgram
 from .operands import Operands, addresses
-from .wgmma_exchange import exchange_macro, first_of
+from .wgmma_exchange import exchange_macro, first_of, meet_macro
 from .wgmma_load import load_macros
 from .wgmma_plan import PRODUCERS, SCATTERERS, Plan
 from .wgmma_scatter import scatter_macro
@@ -95,7 +95,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     plan = Plan(p)
     bn, bm, bk, dtype = schedule.block_n, schedule.block_m, schedule.block_k, workload.dtype
     x_dtype, parameter_dtype = workload.x_dtype, p.parameter_dtype
-    stages, parts, cluster, clustered = schedule.num_stages, plan.parts, schedule.cluster, plan.clustered
+    stages, parts, cluster, exchanged = schedule.num_stages, plan.parts, schedule.cluster, plan.exchanged
     consumers, columns = plan.consumers, p.staged_columns
     producer_registers, consumer_registers = rules.wgmma_registers(schedule)
     kinds = tuple(range(len(plan.heights)))
@@ -110,7 +110,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
     load = load_macros(plan, m)
     scatter = scatter_macro(plan, m) if plan.scatters else None
-    exchange_and_store = exchange_macro(plan, m) if clustered else None
+    meet_cluster, exchange_and_store = meet_macro(), exchange_macro(plan, m) if exchanged else None
 
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
@@ -237,7 +237,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if plan.scatters:  # noqa: SIM102 (the kernel asks the second)
                     if joined == 1:
                         await_full(vacant[0], turn ^ 1)
-                if not clustered:
+                if not exchanged:
                     T.call_extern(
                         "handle", plan.finish(kind), first_of(plan, T, sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
                         T.address_of(staging[0]),
@@ -249,11 +249,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     if joined == 1:
                         release(handed[0], thread, 1)
                         turn = turn ^ 1
-
-    @T.macro
-    def meet_cluster():
-        T.cluster_arrive_relaxed()
-        T.cluster_wait()
 
     @T.prim_func
     def main(
@@ -269,7 +264,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
         workspace: Workspace,
         y: T.Tensor((m, p.columns), dtype),
     ):
-        with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=schedule.split_k if clustered else cluster) as block:
+        with T.Kernel(blocks, threads=PRODUCERS + consumers, cluster_dims=2 if exchanged else cluster) as block:
             thread = T.get_thread_binding()
             after = p.after(
                 scales=scales, row_scales=row_scales, token_scales=token_scales, bias=bias, residual=residual, channels=channels
@@ -284,7 +279,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
             handed, vacant = [T.alloc_barrier([warps]) if plan.scatters else None for warps in (schedule.num_warps, SCATTERERS)]
-            sent = T.alloc_barrier([1] * len(plan.own_chunks)) if clustered else None  # what the other block has sent of a chunk
+            sent = T.alloc_barrier([1] * len(plan.own_chunks)) if exchanged else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, bk // parts), x_dtype)
             W_rest = T.alloc_fragment((bn, bk // parts), x_dtype)
             Y = plan.alloc_sums(T, 0)
@@ -307,18 +302,18 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif plan.scatters:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     scatter(workspace, channels, y, handed, vacant, block, thread, bx, left, step)
-                if clustered:
+                if exchanged:
                     meet_cluster()
             else:
                 T.set_max_nreg(consumer_registers, 1)
                 T.call_extern("handle", plan.keep, m, thread - PRODUCERS)
                 T.call_extern("handle", "tilebit::wait_for_predecessor")
                 # the half of a shared tile that this block stores
-                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if clustered else None
+                own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if exchanged else None
                 multiply_and_store(
                     Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
                 )  # fmt: skip
-                if clustered:  # in this branch: after it, a thread has only the producers' registers
+                if exchanged:  # in this branch: after it, a thread has only the producers' registers
                     exchange_and_store(Y, own_sums, Xs, staging, sent, workspace, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages
                 meet_cluster()

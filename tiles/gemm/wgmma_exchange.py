@@ -14,6 +14,8 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
     ``sent`` a barrier for each chunk of columns that this block stores."""
     import tilelang.language as T
 
+    meet_cluster = meet_macro()
+
     def store(chunk, own_sums, slots, staging, after, y, block, thread):
         return T.call_extern(
             "handle", plan.store_chunk(chunk), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(staging[0]),
@@ -24,8 +26,7 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
     def exchange_and_store(sums, own_sums, slots, staging, sent, workspace, after, y, block, thread):
         """Barriers tell of what is sent, so nobody needs a fence or waits to leave
         (results/notes/wgmma-pairs.md)."""
-        T.cluster_arrive_relaxed()
-        T.cluster_wait()  # has left its stages
+        meet_cluster()  # has left its stages
         T.call_extern(
             "handle", plan.send_half, first_of(plan, T, sums), T.address_of(own_sums[0]), _begin(T, slots),
             T.address_of(sent[0]), m, block, thread - PRODUCERS,
@@ -47,6 +48,18 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
                     store(i, own_sums, slots, staging, after, y, block, thread)
 
     return exchange_and_store
+
+
+def meet_macro() -> Any:
+    """The TileLang macro by which all threads of a cluster's blocks wait for one another."""
+    import tilelang.language as T
+
+    @T.macro
+    def meet_cluster():
+        T.cluster_arrive_relaxed()
+        T.cluster_wait()
+
+    return meet_cluster
 
 
 def first_of(plan: Plan, T: Any, sums: Any) -> Any:

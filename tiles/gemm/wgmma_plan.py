@@ -46,20 +46,20 @@ class Plan:
         return (s.block_m,) if s.tail == 1 else (s.block_m, s.block_m // s.tail)
 
     @property
-    def clustered(self) -> bool:
-        """The parts of a tile are added up by a cluster, through its shared memory."""
-        return rules.clustered_split(self.operands.schedule)
+    def exchanged(self) -> bool:
+        """The parts of a tile are added up by clusters of two, through their shared memory."""
+        return rules.exchanged_split(self.operands.schedule)
 
     @property
     def paired(self) -> bool:
-        """They are added up by clusters of two, whose sums meet in a workspace."""
+        """There are several such clusters, whose sums meet in a workspace."""
         return rules.paired_split(self.operands.schedule)
 
     @property
     def shared(self) -> bool:
-        """They are added up through a workspace."""
+        """Parts of a tile meet in a workspace."""
         s = self.operands.schedule
-        return s.stream_k or (s.split_k > 1 and not self.clustered)
+        return s.stream_k or (s.split_k > 1 and not rules.clustered_split(s))
 
     @property
     def scratch(self) -> bool:
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
-        """Each block's, of a tile that the two of a cluster share."""
+        """Each block's of a cluster, of the tile that it shares."""
         return tuple(range(-(-self.operands.schedule.block_m // self.operands.staged_columns // 2)))
 
     @property

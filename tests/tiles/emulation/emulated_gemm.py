@@ -26,7 +26,7 @@ TORCH_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.flo
 # What programs take from other files, which edits may name, too.
 HELPERS = {
     "operands.py": ("Operands", "addresses", "column_of", "finish"),
-    "wgmma_exchange.py": ("exchange_macro", "first_of"),
+    "wgmma_exchange.py": ("exchange_macro", "first_of", "meet_macro"),
     "wgmma_load.py": ("load_macros",),
     "wgmma_scatter.py": ("scatter_macro",),
 }

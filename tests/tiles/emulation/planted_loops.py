@@ -29,7 +29,7 @@ LAST_RELEASE = DRAIN + " " * 20 + RELEASE_LAST.replace("j)", "1)")
 PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes, j == 0)\n"
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weights[part](halves,"
-LEFT = "T.cluster_wait()  # has left its stages\n"
+LEFT = "meet_cluster()  # has left its stages\n"
 SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 LOADS_X = " " * 20 + "load.x("
@@ -181,7 +181,7 @@ BUGS = (
         "part of a cluster lost",
         work(W4, m=40),
         CLUSTERED,
-        ("sum_of(chunk[e + i] + theirs[i])", "sum_of(chunk[e + i] + (i == 1 ? 0 : theirs[i]))"),
+        ("chunk[e + i] += theirs[i]", "chunk[e + i] += i == 1 ? 0 : theirs[i]"),
     ),
     device("halves of a cluster's tile exchanged", work(W4, m=40), CLUSTERED, ("i, e + j, 1 - rank)", "i, e + j, rank)")),
     device(

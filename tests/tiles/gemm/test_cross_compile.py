@@ -194,6 +194,7 @@ def test_the_cases_use_every_value_and_are_legal():
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
     assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == set(any_wgmma.BLOCK_N)
     assert {(s.stream_k, s.cluster) for _, s in many} == {(a, b) for a in (True, False) for b in (1, 2)}
+    assert {s.split_k for _, s in many} == {1, 2, 4}, "alone, a cluster, clusters that meet in a workspace"
     looked_up = {(any_wgmma.copies(w, s), any_wgmma.permuted(w, s)) for w, s in many}
     assert looked_up == {(0, 4), (4, 2), (4, 1), (4, 0), (2, 0)}
     for name in TILED:

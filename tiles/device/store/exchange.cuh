@@ -95,19 +95,14 @@ __device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* s
   if constexpr (I == 0) await_rows<S, Parts...>(thread);
   if (!stores_chunk<O, S>(m, block, I)) return;
   const int n0 = S::first_row_of(O::n_block(m, block, 0)), m0 = O::first_row(m, block, 0);
-  const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
   const typename S::Sum* chunk = sums + I * H::COUNT;
   const int own = 2 * I + block % 2;
   typename S::template Channels<Parts...> channels;
   if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
+  if constexpr (SENT) add_sent<O, S, THREADS, I>(sums, sent, m, block, thread);
   float values[H::COUNT];
 #pragma unroll
-  for (int e = 0; e < H::COUNT; e += 4) {
-    typename S::Sum theirs[4] = {};
-    if (SENT) of_four(place[e / 4 * THREADS], theirs);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[e + i] = sum_of(chunk[e + i] + theirs[i]);
-  }
+  for (int i = 0; i < H::COUNT; ++i) values[i] = sum_of(chunk[i]);
   S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
   S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, channels.places_of(n0, thread, operands...));
 }

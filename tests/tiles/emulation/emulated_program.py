@@ -19,6 +19,7 @@ from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import Target
 
 from .device_code import CUDA_ARCH, DeviceCode
+from .fences import Fences
 from .launch import Plan, TensorType
 from .rehearsal import Rehearsal
 from .tile_language import TileLanguage
@@ -46,13 +47,15 @@ class EmulatedProgram:
         """One launch. ``symbols`` are the dynamic extents; each array is flat and its tensor begins at the element given with it."""
         plan = self.rehearse(symbols)
         language = TileLanguage(symbols, plan, self.device(plan), self.random)
-        run = self._bind(self._build(language), arrays)
+        fences = Fences()
+        run = self._bind(self._build(language), {name: (fences.array(data), first) for name, (data, first) in arrays.items()})
         language.tensors = [b.bounds for b in run.keywords.values() if b is not None]
         clusters = plan.clusters()
         if self.order == "shuffled":
             self.random.shuffle(clusters)
         for cluster in reversed(clusters) if self.order == "descending" else clusters:
             language.run_cluster(cluster, run)
+        fences.take_back()
 
     def rehearse(self, symbols: dict[str, int]) -> Plan:
         rehearsal = Rehearsal(symbols)

@@ -39,6 +39,7 @@ from tilebit.tiles.compiler.host_plan import PITCH, TensorMap
 
 from .device_code import CUDA_ARCH, DeviceCode, KernelFault, Place, alone_at, run_folder
 from .emulated_program import Edits
+from .fences import Fences
 
 SHARED_BYTES = 228 * 1024
 UNTOUCHED = 0x7E  # what shared memory holds before a kernel stores to it: two of them are a NaN
@@ -141,7 +142,9 @@ class GeneratedKernel:
         """
         names = params(self.workload, self.schedule, self.target)
         named = {**tensors, "workspace": self._workspace(workload or self.workload)}
-        passed = [named[name] for name in names]
+        fences = Fences()
+        own = [named[name] for name in names]
+        passed = [fences.tensor(tensor) for tensor in own]
         declared = {o.name: o for o in operands(self.workload, self.schedule.program, self.target.arch)}
         assert all(t.is_contiguous() or (name in declared and declared[name].apart) for name, t in zip(names, passed, strict=True))
         lowered = lower(self.workload, self.schedule, self.target, self._edited())
@@ -152,7 +155,7 @@ class GeneratedKernel:
         maps = lowered.maps_of(values, passed)
         values |= {name: ctypes.addressof(map) for name, map in maps.items()}
         values |= {name: passed[tensor].data_ptr() for name, tensor in lowered.pointers}
-        readable = [_extent(tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
+        readable = [_extent(*both, name in self.guarded) for name, *both in zip(names, own, passed, strict=True)]
         before = [code.copied_bytes("main_kernel", i) for i in range(len(names))]
         clusters = lowered.clusters(grid)
         if self.order == "shuffled":
@@ -168,6 +171,7 @@ class GeneratedKernel:
                 if (block[:base] != UNTOUCHED).any() or (block[base + shared_bytes :] != UNTOUCHED).any():
                     raise KernelFault(f"a block stores outside of its {shared_bytes} bytes of shared memory")
 
+        fences.take_back()
         self.copied = {name: code.copied_bytes("main_kernel", i) - before[i] for i, name in enumerate(names)}
 
     @property
@@ -193,11 +197,12 @@ class GeneratedKernel:
         return tuple(found)
 
 
-def _extent(tensor: Tensor, guarded: bool) -> tuple[int, int]:
-    """Where the memory that a kernel may touch begins and ends: a guarded tensor's guards, too, which the gate looks at."""
+def _extent(own: Tensor, tensor: Tensor, guarded: bool) -> tuple[int, int]:
+    """Where the memory that a kernel may touch begins and ends of the copy ``tensor`` of a test's ``own``: a guarded one's guards, too,
+    which the gate looks at."""
     if guarded:
-        storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        begin = tensor.data_ptr() - own.storage_offset() * own.element_size()
+        return begin, begin + own.untyped_storage().nbytes()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 

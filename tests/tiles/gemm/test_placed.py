@@ -95,7 +95,6 @@ CPU_CASES = (
     (Workload(6, 257, 300, NIBBLES, "bfloat16", width=257), Schedule("gemm_cpu", 64, 2, 32, num_warps=2, split_k=2)),
     (Workload(3, 64, 64, QuantFormat(4, 64, False), bias=True, width=1000), Schedule("gemm_cpu", 32, 1, 32, num_warps=2)),
 )
-BEHIND = 512  # rows: more than the largest tile has
 ORDERS = ("drawn", "ascending", "reversed", "pairs", "alternating", "the last ones", "layer")
 
 
@@ -125,18 +124,8 @@ def emulated(case: Case, edits: Edits | None = None) -> EmulatedGemm | Generated
     return EmulatedGemm(workload, schedule, edits, together=TILED_CASES if edits is None else (), target=TARGET[schedule.program])
 
 
-def followed(problem: Problem) -> Problem:
-    """``problem`` whose index lies before numbers that a kernel must not use: rows behind the last are of a column that no row has, or
-    else of the first row's, and are added."""
-    index, width = problem.operands["channels"], problem.workload.width
-    free = torch.isin(torch.arange(width, dtype=torch.int32), index, invert=True).nonzero().flatten().tolist()
-    rows = torch.arange(len(index), len(index) + BEHIND)
-    behind = torch.where(rows % 16 < 8, [*free, int(index[index >= 0][0])][0], ADDED).to(torch.int32)
-    return replace(problem, operands={**problem.operands, "channels": torch.cat([index, behind])[: len(index)]})
-
-
 def check(run, problem: Problem) -> list[str]:
-    w, problem = problem.workload, followed(problem)
+    w = problem.workload
     output, reference = guarded_output((w.m, w.width), getattr(torch, w.dtype)), problem.reference()
     run(problem, output.y)
     stored = int((problem.operands["channels"] >= 0).sum())

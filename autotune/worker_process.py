@@ -29,7 +29,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.target import Target
 from .measure import Timing, copies_needed, time_calls
 from .problems import AnyGate, Problem, gate_of
-from .problems.gemm import split_workspace
+from .problems.gemm import split_workspace, strayed
 
 Runner = tuple[LoadedKernel, dict[str, Tensor]]  # a kernel and its workspace
 MOST_COPIES = 4096  # of a problem
@@ -79,7 +79,9 @@ class _Bench:
                 kernel = load_kernel(path)
                 workspace = split_workspace(workload, Schedule.from_json(schedule), target, self.device)
                 verdict = gate.verify(partial(launch, kernel, workspace))
-                if verdict.ok:
+                if verdict.ok and strayed(workspace):
+                    results[i] = {"status": WRONG, "reason": "The kernel writes behind its workspace."}
+                elif verdict.ok:
                     ready[str(i)] = kernel, workspace
                     results[i] = {"status": "ok", "rel_err": verdict.rel_err}
                 else:

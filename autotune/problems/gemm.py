@@ -28,6 +28,7 @@ NORM_WEIGHT, NORM_WEIGHTS = "norm_weight", 2  # its largest number in the exact 
 # 2^-13 of the largest one (k = 4096: 0.0020; a Hopper's, measured on other libraries' kernels: 0.0021).
 SHORT_SUM_ERROR = 2.0**-15
 _NAN_BITS = 0x7FFFFFFF  # of a float32
+_BEHIND = 1 << 16  # words behind a workspace that no kernel may write
 CHUNK_ELEMENTS = 1 << 24  # weights dequantized at once for a reference (128 MiB in fp64)
 
 
@@ -197,11 +198,17 @@ def unpack_planes(planes: Tensor, layout: PackedLayout) -> Tensor:
 
 def split_workspace(workload: AnyWorkload, schedule: Schedule, target: Target, device: str) -> dict[str, Tensor]:
     """``workspace`` int32 [words] for a kernel whose blocks share a sum: zero tickets, then partial
-    sums, which start as NaN: one that is read before it is written shows. Empty for a kernel that
-    takes none."""
+    sums, which start as NaN: one that is read before it is written shows. Memory behind it is its
+    own, too (``strayed``). Empty for a kernel that takes none."""
     words = workspace_words(workload, schedule, target)
     if words == 0:
         return {}
-    memory = torch.full((words,), _NAN_BITS, dtype=torch.int32, device=device)
+    memory = torch.full((words + _BEHIND,), _NAN_BITS, dtype=torch.int32, device=device)
     memory[: rules.TICKETS] = 0
-    return {"workspace": memory}
+    return {"workspace": memory[:words]}
+
+
+def strayed(workspace: dict[str, Tensor]) -> bool:
+    """Whether something was written behind what ``split_workspace`` gave."""
+    behind = [tensor.as_strided((_BEHIND,), (1,), tensor.numel()) for tensor in workspace.values()]
+    return any(bool((memory != _NAN_BITS).any()) for memory in behind)

@@ -21,14 +21,14 @@ from ..schedules.gemm import rules as rules
 from ..schedules.gemm.expand import ExpandWorkload, library_from
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import WORKSPACE
-from ..schedules.operations import alone, workspace_words
+from ..schedules.operations import alone
 from ..schedules.schedule import Schedule
 from ..schedules.select import portfolio
 from ..schedules.target import Target, detect_target
 from .expanded import expanded
 from .known import known
 from .launchers import Launcher, bind
-from .workspace import LIMIT_BYTES
+from .workspace import LIMIT_BYTES, words_of
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MOST_ROWS = 1 << 20  # of x in one launch: block and element counts stay far below 2^31
@@ -229,9 +229,8 @@ def bound(kernel: LoadedKernel, plan: Plan, rows: int | None) -> Launcher:
     more rows than it holds sums for are launched in slices."""
     if WORKSPACE not in kernel.params or not plan.target.is_cuda:
         return bind(kernel, plan.operands, plan.device, 0, early=plan.dependent)
-    schedule = Schedule.from_json(kernel.manifest["schedule"])
-    most = _rows_at_once(schedule, plan, rows)
-    words = workspace_words(plan.workload.with_m(most), schedule, plan.target)
+    most = _rows_at_once(kernel, plan, rows)
+    words = words_of(kernel, plan.workload.with_m(most))
     launch = bind(kernel, plan.operands, plan.device, words, early=plan.dependent)
     if rows is not None and rows <= most:
         return launch
@@ -260,10 +259,11 @@ def _cut(axis: int) -> Callable[[Tensor, int, int], Tensor]:
     return lambda tensor, start, most: tensor.narrow(axis, start, min(most, tensor.shape[axis] - start)).contiguous()
 
 
-def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
-    """How many of ``rows`` rows (None: any number) one launch may take. With stream-k any number:
+def _rows_at_once(kernel: LoadedKernel, plan: Plan, rows: int | None) -> int:
+    """How many of ``rows`` rows (None: any number) one launch of ``kernel`` may take. With stream-k any number:
     sums belong to blocks. Else as many as there are tickets for and as ``LIMIT_BYTES`` holds the
     sums of. Raises ``KernelUnavailable``."""
+    schedule = Schedule.from_json(kernel.manifest["schedule"])
     if schedule.stream_k:
         return MOST_ROWS if rows is None else rows
     n_pad = -(-plan.workload.n // rules.SLAB_N) * rules.SLAB_N  # not the scales' length: of codebooks that is the codes'
@@ -277,6 +277,6 @@ def _rows_at_once(schedule: Schedule, plan: Plan, rows: int | None) -> int:
                 f"{rules.TICKETS * schedule.block_m // step}; compile the kernel with a larger block_n"
             )
         return rows
-    sums = workspace_words(plan.workload.with_m(step), schedule, plan.target) - rules.TICKETS
+    sums = words_of(kernel, plan.workload.with_m(step)) - rules.TICKETS
     steps = min(steps, max(1, LIMIT_BYTES // 4 // max(1, sums)))
     return min(steps * step, rows) if rows is not None else steps * step

@@ -18,12 +18,12 @@ from torch import Tensor
 from .. import packs
 from ..kernels import KernelUnavailable, find_kernel
 from ..schedules.operands import Operand
-from ..schedules.operations import AnyWorkload, workspace_words
-from ..schedules.schedule import Schedule
+from ..schedules.operations import AnyWorkload
 from ..schedules.target import Target
 from .dispatch import device_target
 from .launchers import bind
 from .operands import ALIGNMENT, check, rows_apart
+from .workspace import words_of
 
 Operands = tuple["Tensor | None", ...]
 Key = tuple[Any, ...]  # the operation's name first, the device last
@@ -54,8 +54,7 @@ class OperationPlan:
         if self.target.is_cuda:
             self.kernel.prepare(device.index)
         self.operands = workload.operands(self.target.arch)
-        schedule = Schedule.from_json(self.kernel.manifest["schedule"])
-        words = workspace_words(workload.bucketed(), schedule, self.target)
+        words = words_of(self.kernel, workload.bucketed())
         self.launch, self.dependent = (bind(self.kernel, self.operands, device, words, early=early) for early in (False, True))
 
 

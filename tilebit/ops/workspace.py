@@ -3,13 +3,16 @@ output tile, and partial sums.
 
 A workspace is one int32 tensor: ``TICKETS`` words that are zero before a launch and left zero by
 it, then the fp32 partial sums. Kernels take its address. How many words a kernel needs is said by
-``schedules.operations.workspace_words``.
+``words_of``.
 
 Eager calls share one workspace per (device, stream): kernels of one stream touch it one after
 another (those that start early wait for their predecessor first) and leave the tickets zero, so
 nothing is cleared between calls. A call that is being captured into a CUDA graph uses memory of
 that graph (allocated and cleared inside the capture, shared by the calls of one capture and
 stream), so that a replay, on whatever stream, never meets an eager call's workspace.
+
+Blocks that take one tile after another are as many as fit the device that a kernel was built for, which
+may have other SMs than the one that runs it (a pack built elsewhere): ``words_of`` goes by the kernel.
 
 Size: ``dispatch`` cuts a call into slices of rows so that the partial sums stay within
 ``LIMIT_BYTES`` (or a few rows, if that is more): peak extra memory is that much per stream in use.
@@ -25,7 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime import LoadedKernel
 from ..schedules.gemm.rules import TICKETS
+from ..schedules.operands import WORKSPACE
+from ..schedules.operations import AnyWorkload, workspace_words
+from ..schedules.schedule import Schedule
+from ..schedules.target import Target
 
 LIMIT_BYTES = 64 << 20
 _STEP = 1 << 18  # words: workspaces grow in steps of 1 MiB, so that nearby shapes share one
@@ -37,6 +45,14 @@ _eager: dict[tuple[int, int], Space] = {}
 _captured: dict[tuple[int, int], tuple[int, Space]] = {}
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from a torch built without CUDA
+
+
+def words_of(kernel: LoadedKernel, workload: AnyWorkload) -> int:
+    """32-bit words of the workspace that ``kernel`` takes for ``workload``, which it serves; 0: it takes none."""
+    if WORKSPACE not in kernel.params:
+        return 0
+    manifest = kernel.manifest
+    return workspace_words(workload, Schedule.from_json(manifest["schedule"]), Target.from_json(manifest["target"]))
 
 
 def workspace(device: torch.device, words: int) -> Space:

@@ -44,7 +44,8 @@ class CompileRequest:
     @property
     def key(self) -> str:
         """sha256 over all that determines the artifact: program and sources, workload without its
-        DYNAMIC sizes, schedule, arch, compiler versions."""
+        DYNAMIC sizes, schedule, arch, compiler versions; of a GPU its SMs, for as many of which a
+        persistent grid is made."""
         compiler = program(self.program).compiler
         workload = {name: value for name, value in self.workload.to_json().items() if name not in self.workload.DYNAMIC}
         parts = {
@@ -56,6 +57,7 @@ class CompileRequest:
             "arch": self.target.arch,
             "features": list(self.target.features),
             "smem": self.target.smem,
+            "units": self.target.units if self.target.is_cuda else None,
             "versions": compiler_versions(compiler),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

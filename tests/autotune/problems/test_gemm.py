@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilebit.autotune.problems import gemm
-from tilebit.autotune.problems.gemm import rules, split_workspace
+from tilebit.autotune.problems.gemm import rules, split_workspace, strayed
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
 from tilebit.schedules.target import cpu_target, target_from_name
@@ -31,3 +31,7 @@ def test_tickets_are_zero_and_partial_sums_poisoned(monkeypatch: pytest.MonkeyPa
     assert asked == [(WORKLOAD, SCHEDULE, target)]
     assert memory.dtype == torch.int32 and memory.shape == (100,)
     assert not memory[:48].any() and memory[48:].view(torch.float32).isnan().all()
+    memory[:] = 5
+    assert not strayed({"workspace": memory}) and not strayed({})
+    memory.as_strided((1,), (1,), 100)[0] = 5
+    assert strayed({"workspace": memory})

@@ -17,6 +17,7 @@ from tilebit.kernels import KernelUnavailable
 from tilebit.ops import launchers, plans
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
 from tilebit.schedules.target import Target
 from tilebit.tiles.attention import reference
 
@@ -299,7 +300,7 @@ def test_a_kernel_that_takes_a_workspace_is_given_its_address(kernels, monkeypat
         run, names = kernel.run, kernel.params
         at = names.index("out")
         kernel.params = (*names[:at], "workspace", *names[at:])
-        kernel.manifest = {"schedule": Schedule("attention_decode", 64, 8, DIM).to_json()}
+        kernel.manifest = {"schedule": Schedule("attention_decode", 64, 8, DIM).to_json(), "target": target_from_name("sm_90a").to_json()}
 
         def run_with_workspace(early, *tensors):
             assert tensors[at] == 4096, "the workspace's address"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilebit.kernels import KernelUnavailable
 from tilebit.ops import dispatch, launchers
+from tilebit.ops import workspace as spaces
 from tilebit.schedules.gemm.rules import TICKETS
 from tilebit.schedules.gemm.workload import Workload
 from tilebit.schedules.schedule import Schedule
@@ -23,13 +24,16 @@ TILE = 128 * 16  # partial sums of one block of the schedule below
 SPLIT = Schedule("gemm_wgmma", 128, 16, 64, split_k=4)
 
 
+ELSEWHERE = Target("sm_90a", "built for", 264, 0, 0, 0, 1.0, 1.0, 1.0)
+
+
 class FakeKernel:
     """Stands in for a CUDA kernel: records its launches as (function, arguments)."""
 
     path = "none"
 
     def __init__(self, params: tuple[str, ...], schedule: Schedule = SPLIT, dependent: bool = True) -> None:
-        self.params, self.manifest = params, {"schedule": schedule.to_json()}
+        self.params, self.manifest = params, {"schedule": schedule.to_json(), "target": ELSEWHERE.to_json()}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.run = self._launch("run")
         self.run_dependent = self._launch("run_dependent") if dependent else None
@@ -45,13 +49,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def needed(workload: Workload, schedule: Schedule, target: Target) -> int:
         tiles = -(-workload.m // schedule.block_m) * -(-workload.n // schedule.block_n)
-        return dispatch.rules.TICKETS + (264 if schedule.stream_k else tiles * schedule.split_k) * schedule.block_n * schedule.block_m
+        return (
+            dispatch.rules.TICKETS + (target.units if schedule.stream_k else tiles * schedule.split_k) * schedule.block_n * schedule.block_m
+        )
 
     def workspace(device: torch.device, count: int) -> tuple[int, int, None]:
         words.append(count)
         return ADDRESS, count, None
 
-    monkeypatch.setattr(dispatch, "workspace_words", needed)
+    monkeypatch.setattr(spaces, "workspace_words", needed)
     monkeypatch.setattr(launchers, "workspace", workspace)
     return words
 

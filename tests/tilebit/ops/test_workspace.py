@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
+from tilebit.layouts.formats import GemmFormat
+from tilebit.layouts.kv_formats import KVFormat
 from tilebit.ops import workspace as workspaces
-from tilebit.ops.workspace import workspace
+from tilebit.ops.workspace import words_of, workspace
+from tilebit.schedules.attention.workload import AttentionWorkload
 from tilebit.schedules.gemm.rules import TICKETS
+from tilebit.schedules.gemm.workload import Workload
+from tilebit.schedules.operations import AnyWorkload, workspace_words
+from tilebit.schedules.schedule import Schedule
+from tilebit.schedules.target import target_from_name
+from tilebit.tiles.compiler.request import CompileRequest
 
 DEVICE = torch.device("cuda", 0)
 
@@ -48,6 +57,38 @@ def test_tickets_are_zero_and_the_address_is_the_memory_s(driver: Driver, words:
     assert memory.dtype == torch.int32 and memory.numel() == length >= words
     assert address == memory.data_ptr() and address % 16 == 0
     assert not memory[:TICKETS].any()
+
+
+@dataclass
+class Built:
+    """A loaded kernel, as far as its workspace is concerned."""
+
+    params: tuple[str, ...]
+    manifest: dict[str, Any]
+
+
+KV4 = AttentionWorkload("decode", 4, 1, 4096, 32, 8, 128, KVFormat.from_name("kv4_channel"))
+PERSISTENT: tuple[tuple[AnyWorkload, Schedule], ...] = (
+    (Workload(256, 28672, 4096), Schedule("gemm_wgmma", 128, 128, 128, 3, 8, stream_k=True)),
+    (Workload(64, 4096, 4096, GemmFormat.parse("w5a16_any")), Schedule("gemm_any_wgmma", 128, 64, 256, 4, 8, stream_k=True)),
+    (
+        AttentionWorkload("decode", 4, 1, 4096, 32, 8, 128, KVFormat.from_name("kv4_channel")),
+        Schedule("attention_decode_bulk", 64, 16, 128, 3, 4),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", PERSISTENT, ids=lambda case: case[1].program)
+def test_a_kernel_built_for_more_sms_has_room_for_as_many_blocks(case: tuple[AnyWorkload, Schedule]):
+    """What it stores does not depend on the device that runs it, which may be a smaller one of the same architecture."""
+    there = target_from_name("sm_90a")
+    here = replace(there, name="NVIDIA H20", units=78)
+    kernel = Built(("x", "workspace", "y"), {"schedule": case[1].to_json(), "target": there.to_json()})
+    needed = words_of(kernel, case[0])  # type: ignore[arg-type]
+    assert needed == workspace_words(*case, there) > workspace_words(*case, here) > 0
+    assert words_of(Built(("x", "y"), kernel.manifest), case[0]) == 0  # type: ignore[arg-type]
+    keys = {CompileRequest(case[1].program, *case, target).key for target in (there, here, replace(there, name="NVIDIA H100 80GB HBM3"))}
+    assert len(keys) == 2, "and what is compiled here is made for this one"
 
 
 def test_eager_calls_of_a_stream_share_one_that_grows(driver: Driver):

@@ -143,8 +143,7 @@ class GeneratedKernel:
         names = params(self.workload, self.schedule, self.target)
         named = {**tensors, "workspace": self._workspace(workload or self.workload)}
         fences = Fences()
-        own = [named[name] for name in names]
-        passed = [fences.tensor(tensor) for tensor in own]
+        passed = [fences.tensor(named[name]) for name in names]
         declared = {o.name: o for o in operands(self.workload, self.schedule.program, self.target.arch)}
         assert all(t.is_contiguous() or (name in declared and declared[name].apart) for name, t in zip(names, passed, strict=True))
         lowered = lower(self.workload, self.schedule, self.target, self._edited())
@@ -155,7 +154,7 @@ class GeneratedKernel:
         maps = lowered.maps_of(values, passed)
         values |= {name: ctypes.addressof(map) for name, map in maps.items()}
         values |= {name: passed[tensor].data_ptr() for name, tensor in lowered.pointers}
-        readable = [_extent(*both, name in self.guarded) for name, *both in zip(names, own, passed, strict=True)]
+        readable = [_extent(named[name], tensor, name in self.guarded) for name, tensor in zip(names, passed, strict=True)]
         before = [code.copied_bytes("main_kernel", i) for i in range(len(names))]
         clusters = lowered.clusters(grid)
         if self.order == "shuffled":
@@ -201,7 +200,7 @@ def _extent(own: Tensor, tensor: Tensor, guarded: bool) -> tuple[int, int]:
     """Where the memory that a kernel may touch begins and ends of the copy ``tensor`` of a test's ``own``: a guarded one's guards, too,
     which the gate looks at."""
     if guarded:
-        begin = tensor.data_ptr() - own.storage_offset() * own.element_size()
+        begin = tensor.data_ptr() - int(own.storage_offset()) * own.element_size()
         return begin, begin + own.untyped_storage().nbytes()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -17,7 +17,7 @@ that neighbours' schedules only join its candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import inf
@@ -125,6 +125,7 @@ def refresh() -> None:
     and trained since."""
     _known_records.cache_clear()
     _own_records.cache_clear()
+    wrong_artifacts.cache_clear()
     forget_rankers()
     _cached_choice.cache_clear()
     _cached_exact.cache_clear()
@@ -156,6 +157,14 @@ def explain(
 def _known_records(arch: str) -> Known:
     """Those of one architecture: others' say nothing about it."""
     return Known.among((*shipped_records(arch), *_own_records()))
+
+
+@lru_cache(maxsize=64)
+def wrong_artifacts(target: Target) -> Mapping[str, TuningRecord]:
+    """By key what computed wrong results on a device like ``target``, whatever sizes it was tuned for: one artifact
+    serves others, too. A key covers sources and compilers: what they were then says nothing of new ones."""
+    found = (r for there in _known_records(target.arch).of.values() for r in there)
+    return {r.key: r for r in found if r.status == WRONG and r.key and r.measured_on(target)}
 
 
 @lru_cache(maxsize=1)

@@ -2,8 +2,8 @@
 with the schedule that ``schedules.select`` chooses.
 
 A chosen schedule that does not pass the lint (the cost model cannot see register spills) is
-remembered as unfit, beside the artifact cache, and the next best one is tried: a call never fails
-because one schedule does. What failed when it was tuned comes last, since much of that is a
+remembered as unfit, beside the artifact cache, and the next best one is tried, as it is where compilers
+refuse one: a call never fails because one schedule does. What failed when it was tuned comes last, since much of that is a
 machine's fault and passes; a kernel that computed wrong results is never used. With
 ``TILEBIT_NO_COMPILE=1`` nothing is compiled and the error names the commands which build the
 kernel.
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 from . import packs
 from .runtime import LoadedKernel
+from .schedules.faults import machines_fault
 from .schedules.operations import AnyWorkload, alone
-from .schedules.records import WRONG, TuningRecord, records_path
+from .schedules.records import WRONG, records_path
 from .schedules.schedule import Schedule
-from .schedules.select import choose, explain
+from .schedules.select import choose, explain, wrong_artifacts
 from .schedules.target import Target
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 NO_COMPILE = "TILEBIT_NO_COMPILE"
 TRIES = 8  # schedules tried for one workload
-# Kinds of ``CompileFailure`` that are the schedule's own and will be the same at every attempt; the
-# others are this machine's.
-UNFIT = ("illegal", "lint")
+# Kinds of ``CompileFailure`` that are the schedule's own and will be the same at every attempt; those that
+# may be, where they are not this machine's.
+UNFIT, MAY_BE_UNFIT = ("illegal", "lint"), ("build", "nvcc")
 
 
 _lock = threading.Lock()
@@ -106,13 +107,20 @@ def build(
     Raises ``KernelUnavailable`` with every reason when one cannot be had; those that could be
     compiled stay in the cache.
     """
-    from .tiles.compiler.cache import ArtifactCache
+    from .tiles.compiler.cache import ArtifactCache, CacheError
     from .tiles.compiler.compile import CompileFailure
 
-    wanted, cache = list(workloads), ArtifactCache()
+    wanted = list(workloads)
+    try:
+        cache = ArtifactCache()
+    except CacheError as error:
+        if not compiling_is_off():
+            raise
+        raise KernelUnavailable("\n".join([*(_how_to_build(workload, target) for workload in wanted), str(error)])) from None
     ranked = [_ranked(workload, target) for workload in wanted]
     found: dict[int, Kernel] = {}
     reasons: list[str] = []
+    failures: dict[int, str] = {}  # the first of each that may be the machine's
     waiting = list(range(len(wanted)))
     with _compilers(jobs, cache) as pool:
         while waiting:
@@ -124,7 +132,7 @@ def build(
                 elif request is not None:
                     requests[index] = request
                 else:
-                    reasons.append(_why_none(wanted[index], target))
+                    reasons.append(failures.get(index) or _why_none(wanted[index], target))
             if requests and compiling_is_off():
                 reasons += [_how_to_build(request.workload, target) for request in requests.values()]
                 break
@@ -137,7 +145,11 @@ def build(
                     _remember(cache, request, result)
                     waiting.append(index)
                 else:
-                    reasons.append(f"{result}; `tilebit doctor` says what this machine can compile and what is missing")
+                    failures.setdefault(index, f"{result}; `tilebit doctor` says what this machine can compile and what is missing")
+                    if result.kind in MAY_BE_UNFIT and not machines_fault("compile_error", str(result)):
+                        waiting.append(index)
+                    else:
+                        reasons.append(failures[index])
     if reasons:
         raise KernelUnavailable("\n".join(reasons))
     return [found[index] for index in range(len(wanted))]
@@ -148,26 +160,25 @@ def _counted(progress: Callable[[int], None], before: int) -> Callable[[int, int
     return lambda done, _total, _result: progress(before + done)
 
 
-def _ranked(workload: AnyWorkload, target: Target) -> Iterator[tuple[Schedule, TuningRecord | None]]:
-    """The schedule to use, then those to fall back to, best first and what failed when tuned last;
-    each with its record, if any."""
+def _ranked(workload: AnyWorkload, target: Target) -> Iterator[Schedule]:
+    """The schedule to use, then those to fall back to, best first and what failed when tuned last."""
     choice = choose(workload, target)
-    yield choice.schedule, choice.record
+    yield choice.schedule
     rows = [r for r in explain(workload, target) if not r.illegal and r.schedule != choice.schedule]
     rows.sort(key=lambda r: 0 if r.record is None or r.record.ok else 1 + (r.record.status == WRONG))
-    yield from ((r.schedule, r.record) for r in rows[: TRIES - 1])
+    yield from (r.schedule for r in rows[: TRIES - 1])
 
 
 def _next(
-    workload: AnyWorkload, ranked: Iterator[tuple[Schedule, TuningRecord | None]], target: Target, cache: ArtifactCache
+    workload: AnyWorkload, ranked: Iterator[Schedule], target: Target, cache: ArtifactCache
 ) -> tuple[Kernel | None, CompileRequest | None]:
     """(cached kernel, None), or (None, what to compile), of the best schedule that is not known to
     be unfit or wrong; (None, None) when all are."""
     from .tiles.compiler.compile import CompileRequest
 
-    for schedule, record in ranked:
+    for schedule in ranked:
         request = CompileRequest(schedule.program, workload, schedule, target)
-        if _is_wrong(record, request):
+        if request.key in wrong_artifacts(target):
             continue
         kernel = cache.lookup(request.key)
         if kernel is not None:
@@ -177,17 +188,12 @@ def _next(
     return None, None
 
 
-def _is_wrong(record: TuningRecord | None, request: CompileRequest) -> bool:
-    """Whether this very artifact computed wrong results when it was tuned. A key covers sources and
-    compilers: what they were then says nothing of new ones."""
-    return record is not None and record.status == WRONG and record.key == request.key
-
-
 def _why_none(workload: AnyWorkload, target: Target) -> str:
     from .tiles.compiler.compile import CompileRequest
 
-    tried = [r.record for r in explain(workload, target) if r.record is not None and not r.illegal]
-    wrong = [r for r in tried if _is_wrong(r, CompileRequest(r.schedule.program, workload, r.schedule, target))]
+    known, tried = wrong_artifacts(target), (r.schedule for r in explain(workload, target) if not r.illegal)
+    keys = [CompileRequest(s.program, workload, s, target).key for s in tried] if known else []
+    wrong = [known[key] for key in keys if key in known]
     tune = f"`{packs.command_line('tune', alone(workload), target.arch)}`"
     if not wrong:
         return f"{workload}: none of the {TRIES} best schedules passes the lint; {tune} searches further"

@@ -16,7 +16,7 @@ from tilebit.schedules.records import TuningRecord
 from tilebit.schedules.select import refresh, select
 from tilebit.schedules.target import target_from_name
 from tilebit.tiles.compiler import pool
-from tilebit.tiles.compiler.cache import ArtifactCache
+from tilebit.tiles.compiler.cache import ArtifactCache, CacheError
 from tilebit.tiles.compiler.compile import CompileFailure, CompileRequest
 
 TARGET = target_from_name("sm_90a")
@@ -30,7 +30,7 @@ def attempts(monkeypatch, tmp_path):
     monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path))
 
     class Attempts(list):
-        verdict = staticmethod(lambda request: None)
+        verdict, reason = staticmethod(lambda request: None), "it says so"
 
     seen = Attempts()
 
@@ -51,7 +51,7 @@ def attempts(monkeypatch, tmp_path):
         def one(self, request: CompileRequest):
             kind = seen.verdict(request)
             if kind is not None:
-                return CompileFailure(request, kind, (f"because of {kind}",))
+                return CompileFailure(request, kind, (f"because of {kind}: {seen.reason}",))
             artifact(self.cache.kernels / request.key, key=request.key, schedule=request.schedule.to_json())
             return self.cache.lookup(request.key)
 
@@ -114,12 +114,26 @@ def test_when_every_schedule_is_unfit(attempts):
     assert len(attempts) == TRIES == len({r.schedule for r in attempts})
 
 
-@pytest.mark.parametrize("kind", ["nvcc", "build", "stub", "crash", "timeout", "cache"])
+@pytest.mark.parametrize("kind", ["stub", "crash", "timeout", "cache", "nvcc", "build"])
 def test_a_machine_that_cannot_compile_is_no_reason_to_try_others(attempts, kind):
-    attempts.verdict = lambda request: kind
-    with pytest.raises(KernelUnavailable, match=rf"because of {kind}.*tilebit doctor"):
+    attempts.verdict, attempts.reason = lambda request: kind, "No space left on device" if kind in ("nvcc", "build") else "it says so"
+    with pytest.raises(KernelUnavailable, match=rf"because of {kind}: {attempts.reason}.*tilebit doctor"):
         build([WORKLOAD], TARGET)
     assert len(attempts) == 1 and not (ArtifactCache().root / "unfit").exists()
+
+
+@pytest.mark.parametrize("kind", ["nvcc", "build"])
+def test_a_schedule_that_compilers_refuse_is_not_the_end(attempts, kind):
+    """It may be the schedule's own fault, such as registers that ptxas does not find, or not: nothing is remembered."""
+    chosen = select(WORKLOAD, TARGET)
+    attempts.verdict = lambda request: kind if request.schedule == chosen else None
+    (kernel,) = build([WORKLOAD], TARGET)
+    assert kernel.schedule != chosen and [r.schedule for r in attempts] == [chosen, kernel.schedule]
+    assert not (ArtifactCache().root / "unfit").exists()
+    attempts.verdict = lambda request: kind
+    with pytest.raises(KernelUnavailable, match=rf"because of {kind}.*tilebit doctor") as caught:
+        build([workload(FORMATS[0], 16, 4096, 8192)], TARGET)
+    assert len(attempts) == 2 + TRIES and str(attempts[2]) in str(caught.value), "the first is told of"
 
 
 def test_without_a_compiler_a_fallback_in_the_cache_is_found(attempts, monkeypatch):
@@ -173,6 +187,27 @@ def test_a_kernel_that_computed_wrong_results_is_never_used(attempts, tuned):
     tuned({slower: "hang", slowest: "hang"}, every="wrong")
     attempts.verdict = lambda request: "lint" if request.schedule == records[slower].schedule else None
     assert build([WORKLOAD], UNTUNED)[0].schedule == records[slowest].schedule, f"behind more than {TRIES} faster ones that are wrong"
+
+
+def test_what_was_wrong_for_some_rows_is_used_for_none(attempts, tuned):
+    """One artifact serves every number of rows."""
+    others = [WORKLOAD.with_m(m) for m in (9, 17, 64, 200)]
+    chosen = [kernel.schedule for kernel in build(others, UNTUNED)]
+    tuned({}, every="wrong")
+    found = build(others, UNTUNED)
+    known = {CompileRequest(s.program, WORKLOAD, s, UNTUNED).key for s in candidates(WORKLOAD, UNTUNED) or []}
+    assert any(CompileRequest(s.program, WORKLOAD, s, UNTUNED).key in known for s in chosen), "some of them were chosen before"
+    assert not any(kernel.key in known for kernel in found)
+
+
+def test_without_a_cache_and_without_a_compiler_the_error_says_how_to_build(attempts, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEBIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CacheError):
+        build([WORKLOAD], TARGET)
+    monkeypatch.setenv("TILEBIT_NO_COMPILE", "1")
+    with pytest.raises(KernelUnavailable, match=r"(?s)tilebit compile --n 4096.*is no directory but a file"):
+        build([WORKLOAD], TARGET)
 
 
 def test_wrong_results_of_other_code_say_nothing(attempts, tuned):

@@ -17,8 +17,7 @@ from tilebit.kernels import KernelUnavailable
 from tilebit.ops import launchers, plans
 from tilebit.schedules.attention.workload import OPS, AttentionWorkload
 from tilebit.schedules.schedule import Schedule
-from tilebit.schedules.target import target_from_name
-from tilebit.schedules.target import Target
+from tilebit.schedules.target import Target, target_from_name
 from tilebit.tiles.attention import reference
 
 Launched = list[tuple[str, str]]  # ops, and by which of a kernel's functions each was launched

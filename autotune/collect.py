@@ -32,15 +32,16 @@ class Collected:
 
 
 def merged(there: Sequence[TuningRecord], more: Iterable[TuningRecord], changed: frozenset[str] = frozenset()) -> list[TuningRecord]:
-    """The latest of ``there`` and those of ``more`` that succeeded: of two that measured the same the newer, in the
-    older's place. Of programs that have ``changed``, what ``there`` holds of a workload that ``more`` measured goes."""
-    fresh = latest(sorted((r for r in more if r.ok), key=lambda r: r.date))
-    stale = {(r.workload, r.schedule.program, r.gpu) for r in fresh.values() if r.schedule.program in changed}
+    """The latest of ``there`` and ``more`` that succeeded: of two that measured the same the newer, in the older's
+    place; where the newer one failed, neither. Of programs that have ``changed``, what ``there`` holds of a workload that
+    ``more`` measured goes."""
+    fresh = latest(sorted(more, key=lambda r: r.date))
+    stale = {(r.workload, r.schedule.program, r.gpu) for r in fresh.values() if r.ok and r.schedule.program in changed}
     found = {what: r for what, r in latest(there).items() if (r.workload, r.schedule.program, r.gpu) not in stale}
     for what, record in fresh.items():
         if what not in found or found[what].date <= record.date:
             found[what] = record
-    return list(found.values())
+    return [record for record in found.values() if record.ok]
 
 
 def collect(files: Sequence[Path], into: Path, changed: frozenset[str] = frozenset()) -> list[Collected]:
@@ -49,11 +50,12 @@ def collect(files: Sequence[Path], into: Path, changed: frozenset[str] = frozens
     ``OSError`` where a file cannot be read or written."""
     devices: dict[str, list[TuningRecord]] = {}
     for record in (record for file in files for record in load_records(file)):
-        if record.ok:
-            devices.setdefault(_file_name(record), []).append(record)
+        devices.setdefault(_file_name(record), []).append(record)
     done = []
     for name, more in sorted(devices.items()):
         path = into / name
+        if not path.is_file() and not any(record.ok for record in more):
+            continue
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         read = [(line, _record(line)) for line in lines if line.strip()]
         there = [record for _, record in read if record is not None]

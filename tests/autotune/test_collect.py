@@ -39,6 +39,16 @@ def test_failures_are_not_collected():
     assert merged([OLD], [replace(failed, schedule=replace(S, num_stages=6))]) == [OLD]
 
 
+@pytest.mark.parametrize("status", ["wrong", "compile_error"])
+def test_what_failed_when_it_was_measured_again_goes(status: str):
+    """As a tuner writes of a finalist: right when it was searched, wrong when it was timed."""
+    failed = replace(OLD, status=status, us=None, reason="3 elements differ.", date="2026-11-03T00:00:00+00:00")
+    assert merged([], [NEW, failed]) == merged([], [failed, NEW]) == merged([OLD], [failed]) == merged([OLD], [NEW, failed]) == []
+    assert merged([], [replace(failed, date="2026-11-01T12:00:00+00:00"), NEW]) == [NEW], "and what works since then stays"
+    lost = replace(failed, status="error", reason="CUDA error: no CUDA-capable device is detected")
+    assert merged([OLD], [lost]) == [OLD]
+
+
 def test_what_a_changed_program_measured_before_goes_for_the_same_workloads_alone():
     elsewhere = replace(OLD, workload=W.with_m(256))
     others = [replace(OLD, schedule=replace(S, num_stages=5)), replace(OLD, schedule=Schedule("gemm_mma", 64, 64, 64, 3, 4)), elsewhere]

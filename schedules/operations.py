@@ -72,7 +72,7 @@ def alone(workload: Any) -> Any:
 
 def workload_from_json(data: Any) -> AnyWorkload:
     """The inverse of ``to_json``. Raises ``ValueError`` for what is no workload: an unknown op, a
-    missing field, a value of another type."""
+    missing field, one that no workload has, a value of another type."""
     do = "accepted: an object as a workload's to_json() gives"
     op = data.get("op", GEMM.name) if isinstance(data, dict) else None
     if not isinstance(op, str):
@@ -81,6 +81,10 @@ def workload_from_json(data: Any) -> AnyWorkload:
         workload = operation(op).workload.from_json(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a workload is incomplete or has a value of another type ({error!r}); {do}") from None
+    known = {"op", *(f.name for f in fields(workload))}
+    unknown = sorted(str(name) for name in data.keys() - known)
+    if unknown:
+        raise ValueError(f"a workload of {op} has no {', '.join(unknown)[:200]}; accepted: {', '.join(sorted(known))}")
     values = {name: (getattr(workload, name), accepted) for name, accepted in _field_types(type(workload)).items()}
     wrong = [f"{name} is {value!r:.80}" for name, (value, accepted) in values.items() if type(value) not in accepted]
     if wrong:

@@ -27,6 +27,7 @@ OK, WRONG = "ok", "wrong"  # wrong: what it computed
 # What can become of a candidate; all but "ok" carry a reason and no time.
 STATUSES = (OK, "compile_error", "compile_timeout", "corrupt", WRONG, "crash", "hang", "error")
 MAX_LINE = 1 << 20  # bytes; the longest that the tuner wrote have 2,000
+LEAST_US, MOST_US = 1e-3, 1e12
 SHOWN = 3  # of a file's lines that are no records
 SHOWN_WORDS = 200  # characters of what is said of one
 
@@ -72,9 +73,13 @@ class TuningRecord:
             raise ValueError(f"status is {self.status!r}; accepted: {', '.join(STATUSES)}")
         if self.arch not in ARCHES:
             raise ValueError(f"arch is {self.arch!r}; accepted: {', '.join(ARCHES)}")
-        timed = isinstance(self.us, int | float) and not isinstance(self.us, bool) and 0 < self.us < float("inf")
+        if self.units < 1:
+            raise ValueError(f"units is {self.units}; accepted: a number of SMs or cores")
+        timed = isinstance(self.us, int | float) and not isinstance(self.us, bool) and LEAST_US <= self.us <= MOST_US
         if self.status == OK and not timed:
-            raise ValueError(f"us is {self.us!r} in a record whose status is 'ok'; accepted: a time in microseconds above 0")
+            raise ValueError(
+                f"us is {self.us!r:.80} in a record whose status is 'ok'; accepted: a time in microseconds, {LEAST_US:g} to {MOST_US:g}"
+            )
 
     @property
     def ok(self) -> bool:
@@ -238,12 +243,14 @@ def records_path() -> Path:
     """The user's record file: ``$TILEBIT_RECORDS``, or else ``~/.config/tilebit/records.jsonl``. It
     need not exist."""
     named = os.environ.get("TILEBIT_RECORDS")
-    return Path(named) if named else Path.home() / ".config" / "tilebit" / "records.jsonl"
+    return Path(named).expanduser() if named else Path.home() / ".config" / "tilebit" / "records.jsonl"
 
 
 def user_records() -> list[TuningRecord]:
     """The records of the user's file; none when there is no such file."""
     path = records_path()
+    if path.exists() and not path.is_file():
+        warnings.warn(f"{path} is no file: no records were read. Set TILEBIT_RECORDS to a file of JSON lines", RecordWarning, 2)
     return load_records(path) if path.is_file() else []
 
 

@@ -55,9 +55,14 @@ class Schedule:
         if wrong:
             raise ValueError(f"{', '.join(wrong)}; accepted: whole numbers, a program's name, and true or false for stream_k and joined")
         try:
-            return cls(**known)
+            schedule = cls(**known)
         except TypeError as error:
             raise ValueError(f"not a schedule: {data!r:.200} ({error}); accepted: the fields {', '.join(_TYPES)}") from None
+        least = {name: 0 if name == "raster" else 1 for name, kind in _TYPES.items() if kind is int}
+        small = [f"{name} is {getattr(schedule, name)}" for name, value in least.items() if getattr(schedule, name) < value]
+        if small:
+            raise ValueError(f"a schedule's {', '.join(small)}; accepted: numbers from 1 on, raster from 0 on")
+        return schedule
 
 
 _TYPES = {f.name: {"str": str, "int": int, "bool": bool}[str(f.type)] for f in fields(Schedule)}

@@ -245,6 +245,8 @@ def _field_reasons(rule: CudaRule, workload: Workload, schedule: Schedule) -> li
         value = getattr(s, field)
         if not low <= value <= high:
             reasons.append(f"{field} is {value}; accepted: {low} to {high}.")
+    if reasons:
+        return reasons
     if s.stream_k and s.split_k > 1:
         reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
     if s.tail not in ((1, *TAILS) if not s.stream_k and s.split_k == 1 else (1,)):

@@ -120,6 +120,12 @@ MISLABELLED = {
     "NaN time": json.dumps(broken(us=float("nan"))),
     "a time in words": json.dumps(broken(us="7 us")),
     "units in words": json.dumps(broken(units="many")),
+    "no units": json.dumps(broken(units=0)),
+    "a time that is nearly none": json.dumps(broken(us=5e-324)),
+    "a time beyond floats": json.dumps(broken(us=10**400)),
+    "a field that no workload has": json.dumps(broken(workload={**RECORD.workload.to_json(), "sparsity": "2:4"})),
+    "tiles of nothing": json.dumps(broken(schedule={**RECORD.schedule.to_json(), "block_k": 0})),
+    "a negative split": json.dumps(broken(schedule={**RECORD.schedule.to_json(), "split_k": -1})),
 }
 
 
@@ -151,8 +157,13 @@ def test_where_the_users_records_are(tmp_path, monkeypatch):
     assert records_path() == tmp_path / "mine.jsonl"
     (tmp_path / "mine.jsonl").write_text(lines(RECORD))
     assert user_records() == [RECORD]
-    monkeypatch.delenv("TILEBIT_RECORDS")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TILEBIT_RECORDS", "~/mine.jsonl")
+    assert user_records() == [RECORD]
+    monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path))
+    with pytest.warns(RecordWarning, match="is no file: no records were read. Set TILEBIT_RECORDS"):
+        assert user_records() == []
+    monkeypatch.delenv("TILEBIT_RECORDS")
     assert records_path() == Path(tmp_path) / ".config/tilebit/records.jsonl"
 
 

@@ -155,9 +155,10 @@ def tune(
 def _device(target: Target) -> str:
     """The torch device that ``target`` describes; raises ``ValueError`` when this machine has none."""
     here = detect_target("cpu" if target.arch == "cpu" else None)
-    if here.arch != target.arch:
+    said = [f"{t.arch} ({t.name}, {t.units} {'SMs' if t.is_cuda else 'cores'})" for t in (target, here)]
+    if said[0] != said[1] or not set(target.features) <= set(here.features):
         raise ValueError(
-            f"target is {target.arch} ({target.name}) and this machine's device is {here.arch} ({here.name}); "
+            f"target is {said[0]} and this machine's device is {said[1]}; "
             "accepted: a target that is here. To tune another one, run the tuner on its machine"
         )
     return "cpu" if target.arch == "cpu" else "cuda:0"

@@ -438,6 +438,10 @@ def test_callers_mistakes(cache, store):
         tune([WORKLOAD], replace(CPU, features=()), store=store, compiler=FaultyCompiler(cache), measurer=Scripted({}), progress=False)
     with pytest.raises(ValueError, match=r"target is sm_80 .*accepted: a target that is here"):
         tune([WORKLOAD], target_from_name("sm_80"), store=store, cache=cache, progress=False)
+    for elsewhere in (replace(CPU, name="Somebody Else's CPU"), replace(CPU, units=CPU.units + 1), replace(CPU, features=("avx1024",))):
+        with pytest.raises(ValueError, match=r"target is cpu .*this machine's device is cpu .*accepted: a target that is here"):
+            tune([WORKLOAD], elsewhere, store=store, cache=cache, progress=False)
+    assert store.records() == []
 
 
 def test_a_gpu_is_not_kept_waiting_for_the_next_workloads_first_kernels(cache, store, monkeypatch):

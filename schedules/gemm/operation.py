@@ -17,6 +17,7 @@ from .any_wgmma_cost import any_wgmma_estimate
 from .codecs import codec_of, sources_of
 from .cost import estimate
 from .features import features
+from .joined import SLAB_N
 from .tiles import tile_candidates
 from .workload import PROPOSED_M, Workload
 
@@ -48,6 +49,8 @@ def _unserved(program: str) -> Callable[[Workload, str], list[str]]:
             found.append(f"{program} does not norm x; accepted: {', '.join(sorted(NORMING))}.")
         if workload.gate_halves and program not in HALVING:
             found.append(f"{program} does not take gates as the weight's first half; accepted: {', '.join(sorted(HALVING))}.")
+        if workload.gate_halves and workload.n < 2 * SLAB_N and arch != "cpu":
+            found.append(f"n is {workload.n} with gates as the weight's first half; accepted on GPUs: from {2 * SLAB_N} rows on.")
         return found
 
     return reasons

@@ -279,7 +279,7 @@ def _grids(workload: Workload, block_m: int, program: str, target: Target) -> tu
     for block_n, split_k, min_blocks in product(range(WARP_ROWS[-1], min(MAX_BLOCK_N, n_pad) + 1, WARP_ROWS[-1]), SPLITS, RESIDENT):
         tiles = -(-n_pad // block_n)
         blocks, places = tiles * split_k, cluster_sms(split_k if program == BULK else 1, target) * min_blocks
-        if target.units * (min_blocks - 1) < blocks and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
+        if places and target.units * (min_blocks - 1) < blocks and (split_k == 1 or tiles < target.units * SPLIT_BELOW):
             full = n_pad * split_k / block_n / (-(-blocks // places) * target.units * min_blocks)
             base = Schedule(program, block_n, block_m, BLOCK_K[-1], STAGES[0], 1, split_k, min_blocks)
             if not (workload.gate_halves and (n_pad % block_n or warps_n(base) % 2)):

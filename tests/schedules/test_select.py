@@ -176,6 +176,9 @@ def test_a_two_core_record_does_not_choose_threads_for_a_big_cpu():
 
 
 def test_no_program_is_an_error_that_names_the_target():
+    halves = Workload(4, 64, 256, gate="silu", gate_halves=True)
+    with pytest.raises(ValueError, match=r"its programs run on: cpu;.* n is 64 with gates as .*accepted on GPUs: from 128 rows on"):
+        select(halves, target_from_name("sm_90a"))
     with pytest.raises(ValueError, match=r"no schedule for Workload.*cpu"):
         select(W, replace(CPU, features=()), [])
 

@@ -111,9 +111,14 @@ class ArtifactCache:
         return None
 
     def _read(self, key: str, entry: Path) -> Kernel:
-        found = entry.lstat() if os.path.lexists(entry) else None
-        if found is None or not stat.S_ISDIR(found.st_mode):
-            raise CorruptArtifact(entry, "it is no directory" if found else "there is no such directory")
+        try:
+            return self._trusted(key, entry, entry.lstat())
+        except OSError as error:  # another process removed it meanwhile
+            raise CorruptArtifact(entry, f"it cannot be read ({error.strerror})") from None
+
+    def _trusted(self, key: str, entry: Path, found: os.stat_result) -> Kernel:
+        if not stat.S_ISDIR(found.st_mode):
+            raise CorruptArtifact(entry, "it is no directory")
         manifest = read_manifest(entry)
         if manifest["key"] != key:
             raise CorruptArtifact(entry, f"its manifest says key {manifest['key']!r}")
@@ -195,7 +200,11 @@ class ArtifactCache:
 
     def size(self) -> int:
         """Bytes of all files of the cache."""
-        return sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
+        sizes = 0
+        for path in self.root.rglob("*"):
+            with contextlib.suppress(OSError):  # another process removed it meanwhile
+                sizes += path.stat().st_size if path.is_file() else 0
+        return sizes
 
     def remove_stale(self, older_than: float = STALE_SECONDS) -> int:
         """Drop build directories that nobody finished within ``older_than`` seconds; returns how

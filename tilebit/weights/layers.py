@@ -15,7 +15,8 @@ Quantized = QuantizedTensor | MixedTensor
 
 def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` inside ``model`` by each of its names, in the model's order, without what
-    ``skip`` keeps. Raises ``ValueError`` when there is none."""
+    ``skip`` keeps. Raises ``ValueError`` when there is none, and for one that computes more than its
+    weight and bias say (hooks, a ``forward`` of its own, a weight made at each call)."""
     keeps = _keeps(skip)
     found = {
         name: layer
@@ -27,6 +28,12 @@ def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear]
             f"{type(model).__name__} has no torch.nn.Linear inside that is not skipped; accepted: a model with some (for "
             f"a single layer: QuantLinear.from_float)"
         )
+    for name, layer in found.items():
+        if more := _beside_weight(layer):
+            raise ValueError(
+                f"{name} has {more}, which a quantized layer would lose; accepted: plain torch.nn.Linear: remove "
+                "it, or name the layer in skip"
+            )
     return found
 
 
@@ -48,6 +55,18 @@ def once(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
     for name, layer in layers.items():
         names.setdefault(layer, name)
     return {name: layer for layer, name in names.items()}
+
+
+def _beside_weight(layer: nn.Linear) -> str | None:
+    """What ``layer`` computes beside its weight and bias, in words. What accelerate puts around a layer
+    (``device_map``) moves its tensors alone, and is no such thing."""
+    forward = getattr(layer, "_old_forward", None) if hasattr(layer, "_hf_hook") else vars(layer).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return "a forward of its own"
+    if "weight" not in layer._parameters:
+        return "a weight that is no parameter (one made at each call, as torch.nn.utils.prune and weight_norm do)"
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return "hooks" if any(hooks) else None
 
 
 def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:

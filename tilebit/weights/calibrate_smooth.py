@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def calibrate_smoothing(
     calibration: Iterable[Any],
     format: GemmFormat | str,
     skip: Iterable[str] | Callable[[str, nn.Linear], bool] = ("lm_head",),
-    strengths: Sequence[float] = STRENGTHS,
+    strengths: Iterable[float] = STRENGTHS,
     clip_search: bool = False,
     progress: bool = False,
 ) -> dict[str, Smoothing]:
@@ -52,7 +52,7 @@ def calibrate_smoothing(
     layer's name, and ``ValueError`` for a format with 16-bit x.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
-    format = format_of(format)
+    format, strengths = format_of(format), tuple(strengths)
     expect_smoothed(format)
     layers = once(linears_of(model, skip))
     found: dict[str, Smoothing] = {}
@@ -71,7 +71,7 @@ def calibrate_smoothing(
     return {name: found[name] for name in layers}
 
 
-def _searched(w: Tensor, inputs: Inputs, format: GemmFormat, strengths: Sequence[float], clip_search: bool) -> Smoothing:
+def _searched(w: Tensor, inputs: Inputs, format: GemmFormat, strengths: tuple[float, ...], clip_search: bool) -> Smoothing:
     rows = inputs.rows
     if not len(rows):
         rows = rows.new_zeros(1, w.shape[1])  # nothing errs, so nothing is smoothed

@@ -10,7 +10,7 @@ will be multiplied. ``calibrate_smooth.py`` does it for all layers of a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -73,7 +73,7 @@ def search_smoothing(
     w: Tensor,
     x: Tensor,
     format: GemmFormat | str,
-    strengths: Sequence[float] = STRENGTHS,
+    strengths: Iterable[float] = STRENGTHS,
     clip_search: bool = False,
     largest: Tensor | None = None,
 ) -> Smoothing:
@@ -90,7 +90,7 @@ def search_smoothing(
     infinite values, and strengths outside 0 to 1.
     """
     expect_tensors(("largest",), w=w, x=x, largest=largest)
-    format = format_of(format)
+    format, strengths = format_of(format), tuple(strengths)
     _check(w, x, format, strengths, largest)
     w, x = w.detach().float(), x.detach().float()
     seen = x if largest is None else largest.detach().float()[None]

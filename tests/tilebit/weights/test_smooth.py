@@ -73,6 +73,15 @@ def test_never_worse_than_none_on_its_inputs(name: str) -> None:
     assert found.strength is None and torch.equal(found.factors, torch.ones(64)) and found.error == found.error_without
 
 
+def test_strengths_may_be_an_iterator() -> None:
+    w, x = _problem(n=20, k=96)
+    found, expected = (
+        search_smoothing(w, x, "w8a8_channel", (s / 4 for s in range(5))),
+        search_smoothing(w, x, "w8a8_channel", (0, 0.25, 0.5, 0.75, 1)),
+    )
+    assert found.strength is not None and found.strength == expected.strength and torch.equal(found.factors, expected.factors)
+
+
 def test_factors_are_made_of_the_largest_inputs_that_are_named() -> None:
     """Of more inputs than the error is tried on."""
     w, x = _problem(4)

@@ -97,7 +97,10 @@ class PrecisionPlan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PrecisionPlan:
         """The inverse of ``to_json``. Raises ``KeyError`` for a missing field and ``ValueError`` for
-        a format that is not known."""
+        a format that is not known and channels that are not whole numbers."""
+        for layer in data["layers"]:
+            if any(type(channel) is not int for channel in layer["channels"]):
+                raise ValueError(f"channels of {layer['name']} are {str(layer['channels'])[:60]}; accepted: whole numbers, 0 to n - 1")
         layers = (
             LayerPrecision(layer["name"], layer["n"], layer["k"], torch.tensor(layer["channels"], dtype=torch.int64))
             for layer in data["layers"]
@@ -134,7 +137,7 @@ def select_channels(
     Equal ones are taken in the model's order. With ``multiple`` each layer then gets the nearest whole
     multiple of so many channels (or all of them), its most salient ones: 64 are a kernel's tile, which
     is read whole, and layers whose numbers agree share kernels. Raises ``ValueError`` for a share outside 0 to 1, no
-    layers, and words that are not among those above.
+    layers, a salience that is not finite, and words that are not among those above.
     """
     formats = [format if isinstance(format, GemmFormat) else QuantFormat.parse(format) for format in (low, high)]
     if not 0 <= share <= 1:
@@ -146,6 +149,9 @@ def select_channels(
     if not salience:
         raise ValueError("salience is of no layer; accepted: what tilebit.channel_salience returns")
     values = {name: found.of(terms) for name, found in salience.items()}
+    for name, value in values.items():
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the salience of {name} is NaN or infinite; accepted: finite numbers, as tilebit.channel_salience returns")
     if choice == "layer":
         taken = {name: _largest(value, _sizes(value, salience[name], of), share) for name, value in values.items()}
     else:

@@ -68,7 +68,8 @@ def channel_salience(
     afterwards, its gradients and ``requires_grad`` included.
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize_model``, ``quantize`` and ``calibrate`` do,
-    ``ValueError`` for a loss that is no finite scalar, and for a layer whose weight another module
+    ``TypeError`` for a loss that is no tensor, ``ValueError`` for one that is no finite scalar or has no
+    gradient, for gradients that are not finite, and for a layer whose weight another module
     has too (its gradient would not be the layer's): leave it out with ``skip``.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
@@ -95,9 +96,18 @@ def channel_salience(
             held.callback(layer.weight.register_post_accumulate_grad_hook(adding_to(name)).remove)
         for place, batch in counted(enumerate(batches), "salience", len(batches), progress):
             value = loss(model, batch)
+            expect(f"the loss of batch {place}", value, Tensor, "a torch.Tensor of one number, as the model computed it")
             if value.numel() != 1 or not bool(torch.isfinite(value).all()):
                 raise ValueError(f"the loss of batch {place} is {value.detach().flatten()[:3].tolist()}; accepted: one finite number")
+            if not value.requires_grad:
+                raise ValueError(
+                    f"the loss of batch {place} has no gradient; accepted: one computed from the layers, outside of torch.no_grad and "
+                    "torch.inference_mode"
+                )
             value.backward()
+    for name, total in sums.items():
+        if not bool(torch.isfinite(total).all()):
+            raise ValueError(f"{name} has gradients that are NaN or infinite; accepted: finite ones (fp16 overflow is the usual cause)")
     means = {name: (total / len(batches)).cpu() for name, total in sums.items()}
     return {name: Salience(layers[name].in_features, len(batches), *means[name].unbind()) for name in layers}
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tilebit.layouts.formats import QuantFormat
+from tilebit.weights.batches import next_token_loss
 from tilebit.weights.precision import PrecisionPlan, select_channels
 from tilebit.weights.quantize import quantize
 from tilebit.weights.salience import Salience, channel_salience
@@ -207,6 +208,19 @@ def test_bad_arguments() -> None:
             select_channels(_salience(), **options)
     with pytest.raises(ValueError, match="of no layer"):
         select_channels({}, 0.1)
+    for bad in (float("nan"), float("inf")):
+        salience = _salience()
+        salience["a.v"].both[1] = bad
+        with pytest.raises(ValueError, match=r"the salience of a.v is NaN or infinite; accepted: finite numbers"):
+            select_channels(salience, 0.1)
+
+
+@pytest.mark.parametrize("channels", [[1.7], [True], ["1"], [0, None]])
+def test_channels_of_a_report_are_whole_numbers(channels: list[Any]) -> None:
+    report = select_channels(_salience(), 0.4).to_json()
+    report["layers"][1]["channels"] = channels
+    with pytest.raises(ValueError, match=r"channels of a.v are .*; accepted: whole numbers"):
+        PrecisionPlan.from_json(report)
 
 
 def test_bad_calibration() -> None:
@@ -216,6 +230,16 @@ def test_bad_calibration() -> None:
     with pytest.raises(ValueError, match=r"the loss of batch 1 is \[nan\]"):
         losses = iter((model.up.weight.sum(), model.up.weight.sum() * float("nan")))
         channel_salience(model, _samples(2), LOW, loss=lambda *_: next(losses))
+    with pytest.raises(TypeError, match=r"the loss of batch 0 is float '1.5'; accepted: a torch.Tensor of one number"):
+        channel_salience(model, _samples(1), LOW, loss=lambda *_: 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the loss of batch 0 has no gradient; accepted"):
+        channel_salience(model, _samples(1), LOW, loss=lambda *_: torch.tensor(1.0))
+    for context in (torch.no_grad, torch.inference_mode):
+        with pytest.raises(ValueError, match=r"has no gradient; .* outside of torch.no_grad and torch.inference_mode"):
+            channel_salience(model, _samples(1), LOW, loss=context()(next_token_loss))
+    with pytest.raises(ValueError, match="up has gradients that are NaN or infinite; accepted"):
+        channel_salience(model, _samples(1), LOW, loss=lambda *_: (model.up.weight * 0).square().sum().sqrt())
+    assert not any(parameter.grad is not None or not parameter.requires_grad for parameter in model.parameters())
     model.lm_head.weight = model.embed.weight
     channel_salience(model, _samples(1), LOW)
     with pytest.raises(ValueError, match="the weight of lm_head is that of another module"):

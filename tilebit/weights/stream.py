@@ -12,6 +12,7 @@ whole model each.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -218,17 +219,21 @@ def _call_order(model: nn.Module, layers: Layers, batch: Any) -> dict[str, int]:
 def _block_inputs(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any]) -> tuple[list[Tensor], list[list[_Call]]] | None:
     """The first block's input for each batch, and by block and batch the rest of the call. None
     where blocks are not called once each, in order, each with the output of the one before it as
-    its first argument, or where they write to a cache that they are given."""
+    its first argument, where what else they are given is a block's output too (it would be that of layers
+    as they were), or where they write to a cache that they are given."""
     inputs: list[Tensor] = []
     calls: list[list[_Call]] = [[] for _ in blocks]
     chained = True
     previous: Any = None
+    made: dict[int, weakref.ref[Tensor]] = {}  # the tensors that blocks gave, by id
 
     def enter(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal chained
         x = args[0] if args else None
         expected = len(inputs) if place == 0 else len(inputs) - 1
         cached = any(value is not None for name, value in kwargs.items() if name.startswith("past_key_value"))
+        others = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor))
+        cached |= any((made[id(value)]() if id(value) in made else None) is value for value in others)
         chained &= isinstance(x, Tensor) and len(calls[place]) == expected and (place == 0 or x is previous) and not cached
         if place == 0 and isinstance(x, Tensor):
             inputs.append(x.clone())
@@ -237,6 +242,9 @@ def _block_inputs(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequen
     def leave(output: Any) -> None:
         nonlocal previous
         previous = _first(output)
+        made.update(
+            (id(part), weakref.ref(part)) for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)
+        )
 
     with ExitStack() as hooks:
         for place, block in enumerate(blocks):

@@ -141,6 +141,39 @@ def test_what_cannot_be_streamed_takes_whole_passes() -> None:
     _assert_same(calibrate(model, _batches(), FORMAT), _whole_passes(model, STREAMED, _batches()))
 
 
+class TwoStreams(nn.Module):
+    """Blocks that take what the one before them gave beside x, or what the first one gave."""
+
+    def __init__(self, of_first: bool) -> None:
+        super().__init__()
+        self.blocks, self.of_first = nn.ModuleList(TwoStreamBlock() for _ in range(3)), of_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, first = self.blocks[0](x, beside=torch.ones_like(x))
+        beside = first
+        for block in self.blocks[1:]:
+            x, beside = block(x, beside=first if self.of_first else beside)
+        return x + beside
+
+
+class TwoStreamBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(torch.relu(self.up(x * beside)))
+        return x + y, torch.tanh(y)
+
+
+@pytest.mark.parametrize("of_first", [False, True])
+def test_a_second_stream_is_that_of_the_quantized_layers(of_first: bool) -> None:
+    torch.manual_seed(2)
+    model, batches = TwoStreams(of_first), [torch.randn(2, TOKENS, WIDTH) for _ in range(3)]
+    groups = [[f"blocks.{i}.{name}"] for i in range(3) for name in ("up", "down")]
+    _assert_same(calibrate(model, batches, FORMAT), _whole_passes(model, groups, batches))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = _model().train()
     model.blocks[1].eval()

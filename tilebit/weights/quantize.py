@@ -157,9 +157,11 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     bf16, else float16. Codes are rounded with the *stored* scale, so nothing is lost when it is
     read back. A group's range always includes 0; an all-zero group gets scale 1 and dequantizes to
     0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error:
-    never worse than without. Extra memory is bounded (about 0.25 GiB). Raises ``ValueError`` for
-    NaN or infinite weights, an empty or non-matrix ``w``, and scales that do not fit
-    ``scale_dtype``.
+    never worse than without. Extra memory is bounded (about 0.25 GiB). The result has no graph, whatever
+    ``w`` requires. Raises ``ValueError`` for
+    NaN or infinite weights, an empty or non-matrix ``w``, scales above the largest of
+    ``scale_dtype``, and a ``w`` so small that all of it would be 0. Where only some channels or groups are
+    below the least number of ``scale_dtype`` (fp16: 6e-8), they may become 0, as a cast to it makes them.
 
     4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are
     the better of two powers of two (``round_floats``); with row scales, a factor of the whole
@@ -179,7 +181,7 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     scale_dtype = scale_dtype_of(w, scale_dtype, format)
     n, k = w.shape
     check_sums(format, k)
-    groups = format.groups(k)
+    groups, w = format.groups(k), w.detach()
     if format.offset:
         return _two_levels(w, format, CLIP_FACTORS if clip_search else CLIP_FACTORS[:1])
     codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
@@ -202,7 +204,21 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
         if zeros is not None:
             zeros[part] = chosen[2]
     rows_held = torch.full((n,), row, dtype=torch.float32, device=w.device) if format.row_scaled else None
-    return QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held)
+    return kept(w, QuantizedTensor(codes, scales, zeros, format, row_scales=rows_held))
+
+
+def kept(w: Tensor, q: QuantizedTensor) -> QuantizedTensor:
+    """``q``, which ``w`` became. Raises ``ValueError`` where scales did not reach down to it: some of ``w`` is
+    not 0, and all of ``q`` is."""
+    info = torch.finfo(q.scales.dtype)
+    low, high = torch.aminmax(w.detach())
+    largest, least = max(-float(low), float(high)), info.smallest_normal * info.eps
+    if 0 < largest < least and not bool(q.dequantize().any()):
+        raise ValueError(
+            f"w has magnitudes up to {largest:g}, which scales of {q.scales.dtype}, from {least:g} on, make 0, all of them; rescale the "
+            f"weight or pass scale_dtype=torch.bfloat16"
+        )
+    return q
 
 
 def _two_levels(w: Tensor, format: GemmFormat, factors: tuple[float, ...]) -> QuantizedTensor:

@@ -115,7 +115,7 @@ def quantize_any(
 
     Raises ``TypeError`` for what is no tensor, ``ValueError`` for other shapes, dtypes, devices or
     widths, for NaN and infinite values, for a sensitivity below 0, and for values that
-    fp16, the codebooks' type, does not hold.
+    fp16, the codebooks' type, does not hold: above 65504, or all of them so small that they would be 0.
     """
     expect_tensors(optional=("sensitivity",), w=w, sensitivity=sensitivity)
     expect("seed_bits", seed_bits, int, f"one of {SEED_BITS}")
@@ -154,10 +154,13 @@ def quantize_any(
 def _check_values(w: Tensor, sensitivity: Tensor | None) -> None:
     if w.ndim != 2 or not w.is_floating_point() or not w.numel():
         raise ValueError(f"w is {w.dtype} {list(w.shape)}; accepted: floating point [n, k], at least 1 x 1")
-    if not bool(w.abs().amax() <= torch.finfo(torch.float16).max):  # so that not-a-number is found, too
+    largest = w.detach().abs().amax()
+    if not bool(largest <= torch.finfo(torch.float16).max):  # so that not-a-number is found, too
         raise ValueError(
             "w holds NaN, infinite values or some above 65504, which fp16 codebooks do not hold; accepted: finite values up to that"
         )
+    if bool((largest > 0) & (largest.half() == 0)):
+        raise ValueError(f"w has magnitudes up to {float(largest):g}, which fp16 codebooks make 0, all of them; rescale the weight")
     if sensitivity is None:
         return
     if sensitivity.shape != w.shape or not sensitivity.is_floating_point() or sensitivity.device != w.device:

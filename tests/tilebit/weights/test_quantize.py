@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -110,6 +111,27 @@ def test_zero_and_tiny_groups(format: GemmFormat) -> None:
     assert float(q.dequantize()[1].abs().max()) <= 1e-7
     if q.zeros is not None:
         assert bool((q.zeros[2] == 0).all())  # the range of a one-sided group still begins at 0
+
+
+@pytest.mark.parametrize("name", ["w4a16_g128", "w4a16_g64_asym", "w8a8_channel", "w4a16_mxfp4"])
+def test_a_weight_of_which_nothing_would_be_left_is_refused(name: str) -> None:
+    format, weight = GemmFormat.parse(name), _weight(4, 256)
+    with pytest.raises(ValueError, match=r"w has magnitudes up to .*, which scales of torch.float16, from 5.96046e-08 on, make 0, all"):
+        quantize(weight * 1e-9, format)
+    for scale_dtype in (torch.bfloat16, torch.float32):
+        q = quantize(weight * 1e-9, format, scale_dtype=scale_dtype)
+        assert float((q.dequantize() * 1e9 - weight).norm()) < 0.2 * float(weight.norm())
+    assert bool(quantize(weight * 1e-6, format).dequantize().any())
+    assert not bool(quantize(weight * 0, format).dequantize().any())
+
+
+def test_a_parameter_leaves_no_graph() -> None:
+    for name in ("w4a16_g64_asym", "w4a8_lqq_g64", "w4a16_nvfp4", "w8a8_fp8"):
+        format, weight = GemmFormat.parse(name), torch.nn.Parameter(_weight(4, 128))
+        q, expected = quantize(weight, format), quantize(weight.detach(), format)
+        held = [tensor for tensor in (q.codes, q.scales, q.zeros, q.row_scales) if tensor is not None]
+        assert not any(tensor.requires_grad for tensor in held)
+        assert torch.equal(copy.deepcopy(q).dequantize(), expected.dequantize())
 
 
 def test_perm_restores_the_column_order() -> None:

@@ -196,6 +196,7 @@ def test_progress_counts_rows_on_a_terminal_alone(capsys: pytest.CaptureFixture[
         (lambda w, a: (w.int(), a), "accepted: floating point"),
         (lambda w, a: (w[:, :0], a), "at least 1 x 1"),
         (lambda w, a: (w * 1e6, a), "65504"),
+        (lambda w, a: (w * 1e-9, a), "fp16 codebooks make 0, all of them; rescale the weight"),
         (lambda w, a: (w / 0, a), "NaN, infinite"),
         (lambda w, a: (w * torch.nan, a), "NaN, infinite"),
         (lambda w, a: (w, {"seed_bits": 5}), "seed_bits is 5"),

@@ -7,6 +7,7 @@ taken up by the columns that are still to come, as far as the inputs of the laye
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .quantize import (
     check_finite,
     check_scales,
     check_sums,
+    kept,
     nearest_codes,
     scale_dtype_of,
     search_groups,
@@ -44,7 +46,7 @@ def gptq(
 ) -> QuantizedTensor:
     """``w`` (floating point [n, k]) in ``format``, one of integers, so that x @ w'^T is close to
     x @ w^T for inputs x whose ``hessian`` X^T X is given: floating point [k, k] on the device of
-    ``w``, of any scale.
+    ``w``, of any scale: what matters is how its entries compare.
 
     Everything is computed there, the factorization in fp64, the rest in fp32; the result is
     the same at each call. Scales are those of ``quantize``, of the group's values as they are when
@@ -62,12 +64,14 @@ def gptq(
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize`` does, and ``ValueError`` for a format of
     other than integers, a ``hessian`` of another shape or device, with NaN or infinite
-    values, or one that is not positive definite with this damping.
+    values, or one that is not positive definite with this damping, and for a ``damping`` that is negative
+    or not finite.
     """
     expect_tensors(w=w, hessian=hessian)
     format = format_of(format)
     scale_dtype = _checked(w, hessian, format, damping, scale_dtype)
-    return _of_factor(w, *_ordered_factor(hessian, act_order, damping), format, act_order, clip_search, scale_dtype)
+    q = _of_factor(w, *_ordered_factor(hessian, act_order, damping), format, act_order, clip_search, scale_dtype)
+    return q if format.offset else kept(w, q)
 
 
 def gptq_mixed(
@@ -105,7 +109,10 @@ def gptq_mixed(
 
 def _ordered_factor(hessian: Tensor, act_order: bool, damping: float) -> tuple[Tensor, Tensor]:
     """(the order in which columns are rounded, int64 [k]; ``_inverse_factor`` in it)."""
-    diagonal = hessian.diagonal().double()
+    hessian = hessian.detach().double()
+    largest = float(hessian.diagonal().max())
+    hessian = hessian / largest if largest > 0 else hessian  # its square root, and that of its inverse, may be out of fp32
+    diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(hessian), device=hessian.device)
     return order, _inverse_factor(hessian, diagonal, order, damping)
 
@@ -144,8 +151,8 @@ def _checked(w: Tensor, hessian: Tensor, format: GemmFormat, damping: float, sca
         )
     if not bool(torch.isfinite(hessian).all()):
         raise ValueError("hessian has NaN or infinite values; accepted: X^T X of finite inputs (fp16 overflow is the usual cause)")
-    if not damping >= 0:
-        raise ValueError(f"damping is {damping!r}; accepted: a number from 0")
+    if not 0 <= damping < inf:
+        raise ValueError(f"damping is {damping!r}; accepted: a finite number from 0")
     check_finite(w, 0)
     return scale_dtype_of(w, scale_dtype, format)
 
@@ -154,10 +161,11 @@ def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: f
     """The upper Cholesky factor U of the damped Hessian's inverse, U^T U = H^-1, columns in
     ``order``; fp32 [k, k]. Row j holds, over its diagonal, what a unit of column j's error asks of
     the columns behind it."""
-    h = hessian.double()[order][:, order]
+    h = hessian[order][:, order]
     reached = diagonal > 0
     mean = float(diagonal[reached].mean()) if bool(reached.any()) else 1.0
-    h.diagonal().add_((~reached)[order] * mean + damping * mean)
+    h.diagonal().add_((~reached)[order].double() * mean + damping * mean)
+    h.div_(1 + damping)
     lower, failed = torch.linalg.cholesky_ex(h)
     if int(failed):
         raise ValueError(f"hessian is not positive definite with damping {damping}; accepted: X^T X of any x, with a larger damping")

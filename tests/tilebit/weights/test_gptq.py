@@ -131,6 +131,31 @@ def test_is_the_same_each_time_and_for_any_scale_of_the_hessian() -> None:
     assert hessian.equal(x.t() @ x)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-80, 1e80, 1e200, 1e300])
+def test_any_scale_of_the_hessian_is_as_good(scale: float) -> None:
+    w, x = _problem(12, 256, seed=7)
+    hessian = (x.t() @ x).double()
+    expected, q = gptq(w, hessian, "w4a16_g64_asym"), gptq(w, hessian * scale, "w4a16_g64_asym")
+    assert torch.equal(q.perm, expected.perm) and float((q.codes != expected.codes).double().mean()) < 0.01  # pyright: ignore[reportArgumentType]
+    assert _error(q, w, x) == pytest.approx(_error(expected, w, x), rel=0.01)
+
+
+def test_much_damping_is_rounding_to_nearest() -> None:
+    w, x = _problem(6, 96, seed=8)
+    for damping in (1e12, 1e300):
+        q = gptq(w, x.t() @ x, "w8a16_g32", act_order=False, damping=damping)
+        assert torch.equal(q.dequantize(), quantize(w, q.format).dequantize())
+
+
+def test_what_requires_gradients_leaves_no_graph() -> None:
+    w, x = _problem(4, 64, seed=9)
+    w.requires_grad_(True)
+    for hessian in (x.t() @ x, (x.t() @ x).requires_grad_(True)):
+        for name in ("w4a16_g32_asym", "w4a8_lqq_g64"):
+            q = gptq(w, hessian, name)
+            assert not any(tensor is not None and tensor.requires_grad for tensor in (q.scales, q.zeros, q.row_scales))
+
+
 def test_columns_that_nothing_reached_are_rounded_to_nearest() -> None:
     w, x = _problem(6, 96, seed=8)
     dead = torch.tensor([0, 5, 50, 95])
@@ -165,7 +190,10 @@ def test_dtypes(dtype: torch.dtype) -> None:
         (torch.ones(2, 4), torch.eye(4), {"format": "sample.two_levels"}, "accepted: formats of integers"),
         (torch.ones(1, 131136), torch.eye(4), {"format": "w8a8_channel"}, "k is 131136; accepted for int32 sums: up to 131072"),
         (torch.ones(1, 131136), torch.eye(4), {"format": "w4a8_lqq_g64"}, "k is 131136; accepted for int32 sums: up to 131072"),
-        (torch.ones(2, 4), torch.eye(4), {"damping": -1.0}, "damping is -1.0"),
+        (torch.ones(2, 4), torch.eye(4), {"damping": -1.0}, "damping is -1.0; accepted: a finite number from 0"),
+        (torch.ones(2, 4), torch.eye(4), {"damping": float("inf")}, "damping is inf; accepted: a finite number from 0"),
+        (torch.ones(2, 4), torch.eye(4), {"damping": float("nan")}, "damping is nan"),
+        (torch.full((2, 4), 1e-12), torch.eye(4), {}, "make 0, all of them; rescale the weight"),
         (torch.ones(2, 4), torch.eye(4), {"scale_dtype": torch.float64}, "scale_dtype is torch.float64"),
         (torch.full((2, 4), 1e8), torch.eye(4), {}, "scale above 65504"),
     ],

@@ -49,7 +49,8 @@ class Part:
 class Plan:
     """Everything about a call that does not depend on the values of x or on m.
 
-    ``operands`` are what its calls are given, in call order; ``kx`` is the width of x as the kernel
+    ``operands`` are what its calls are given, in call order, and ``absent`` the places of those that must be
+    None; ``kx`` is the width of x as the kernel
     reads it (k, on CUDA rounded up to 8); ``dependent`` asks for dependent launch, where the kernel
     has it; ``guarded`` says that a launch must first make ``device`` the current one, because there
     are several; ``launchers`` holds those found so far, by m.
@@ -60,6 +61,7 @@ class Plan:
         "_lock",
         "_served",
         "_turns",
+        "absent",
         "bias",
         "dependent",
         "device",
@@ -83,6 +85,7 @@ class Plan:
         self.target = device_target(device)
         self.workload = Workload(1, n, k, format, DTYPE_NAMES[dtype], bias, width=width, dependent=dependent, **parts)
         self.operands = self.workload.operands(self.target.arch)
+        self.absent = tuple(place for place, o in enumerate(self.operands) if o.absent)
         self.kx = int(self.operands[0].shape[1])
         self.guarded = self.target.is_cuda and torch.cuda.device_count() > 1
         self._served: tuple[tuple[int, ...], tuple[Part, ...]] | None = None

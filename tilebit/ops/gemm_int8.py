@@ -96,6 +96,9 @@ def ready(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> Launcher:
 
 def launch(plan: Plan, m: int, operands: tuple[Tensor | None, ...]) -> None:
     """Launch the kernel for ``m`` rows on operands in the plan's order."""
+    for place in plan.absent:  # which the kernel does not take, and so does not check
+        if operands[place] is not None:
+            _check(plan, operands)
     run = plan.launchers.get(m) or ready(plan, m, operands)
     try:
         if plan.guarded:

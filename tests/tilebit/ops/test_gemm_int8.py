@@ -261,6 +261,21 @@ def test_scales_of_groups_may_have_any_strides_and_leading_dimensions(name: str)
     assert tilebit.gemm(codes[:0], packed, token_scales=scales[:, :0]).shape == (0, 3, N)
 
 
+def test_what_a_format_does_not_have_is_refused_at_each_call():
+    """Kernels do not take it, so that they cannot refuse it."""
+    x = torch.randn(3, K).half()
+    for name in ("w8a8_channel", "w4a8_lqq_g64"):
+        packed, _ = made(name)
+        codes, scales, _ = coded(x, name)
+        given = operands(packed, codes, scales)
+        absent = {3: "zeros", 4: "row_scales"}
+        for _ in range(2):  # before and after a call that fits
+            for place in [place for place in absent if given[place] is None]:
+                with pytest.raises(ValueError, match=rf"{absent[place]} is float32 \[{N}\].*has none; pass None"):
+                    OP(*given[:place], torch.ones(N), *given[place + 1 :])
+            OP(*given)
+
+
 def test_the_other_operator_is_named():
     packed, _ = made("w4a8_lqq_g128")
     x = torch.zeros(2, K).half()

@@ -230,3 +230,15 @@ def test_derivatives_are_refused():
         operands[name].requires_grad_()
         with pytest.raises(ValueError, match=f"{name}.*derivatives|derivatives.*{name}"):
             tilebit.gemm(operands.pop("x"), packed(), **operands)
+
+
+def test_what_a_format_does_not_have_is_refused_at_each_call():
+    """Kernels do not take it, so that they cannot refuse it."""
+    weight = packed("w4a16_g32")
+    for zeros in (None, torch.zeros_like(weight.scales)):
+        given = (X, weight.weight, weight.scales, zeros, None, None, BIAS, R, None, N, K, "w4a16_g32", BF16)
+        if zeros is None:
+            PARTS(*given)
+            continue
+        with pytest.raises(ValueError, match=r"zeros is bfloat16 .*w4a16_g32 has none; pass None"):
+            PARTS(*given)

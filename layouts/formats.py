@@ -285,9 +285,9 @@ class QuantFormat:
     """
 
     def __new__(cls, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> GemmFormat:  # pyright: ignore[reportInvalidTypeForm]
-        if bits not in BITS:
+        if not isinstance(bits, int) or bits not in BITS:
             raise ValueError(f"bits is {bits!r}; accepted: {BITS}")
-        if group_size not in GROUP_SIZES:
+        if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {group_size!r}; accepted: {GROUP_SIZES} (-1: one group per output channel)")
         return GemmFormat(Numbers("uint", bits, (Scale(group_size, "middle" if symmetric else "stored"),)))
 

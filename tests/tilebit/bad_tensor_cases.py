@@ -316,9 +316,9 @@ def quantizers() -> Iterator[Bad]:
 
 
 def nouns() -> Iterator[Bad]:
-    for bits in (0, 2, 3, 16, "4", None):
+    for bits in (0, 2, 3, 16, 4.0, "4", None):
         yield Bad(f"a format of {bits!r} bits", lambda _, b=bits: QuantFormat(b), (f"bits is {bits!r}", "(4, 8)"))  # type: ignore[arg-type]
-    for group in (0, 16, 31, 256, None):
+    for group in (0, 16, 31, 256, 128.0, None):
         yield Bad(f"a format of groups {group!r}", lambda _, g=group: QuantFormat(4, g), (f"group_size is {group!r}", "32, 64, 128"))  # type: ignore[arg-type]
     for name in ("w4a16_g16", "w2a16_g128", "w4a8_g128", "w4a16-g128"):
         yield Bad(f"the format {name}", lambda _, n=name: QuantFormat.parse(n), (repr(name), "such as 'w4a16_g128'"))

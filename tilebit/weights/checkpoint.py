@@ -43,9 +43,10 @@ def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None
     config, layers are recognized by their tensors' names and shapes; GPTQ then needs
     ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing,
     truncated, mislabelled or not supported; where only some layers are not supported it warns, once
-    for all of them, and reading one of these raises.
+    for all of them, and reading one of these raises. Raises ``TypeError`` for a ``path`` or ``config`` of another type.
     """
     expect("path", path, str | Path, "the path of a directory or of a .safetensors file")
+    expect("config", config, Mapping | None, "the quantization config as a mapping, or None for that on disk")
     path = Path(path)
     files = tensor_files(path)
     if config is None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from ..layouts.formats import BITS, GROUP_SIZES, PER_CHANNEL, STEP_K, GemmFormat, QuantFormat
 
@@ -97,9 +97,9 @@ def check_gptq_format(checkpoint_format: str | None) -> None:
 def quant_format(what: str, bits: Any, group_size: Any, symmetric: Any) -> GemmFormat:
     """A ``QuantFormat`` from untrusted fields; raises ``CheckpointError`` naming ``what`` holds
     them."""
-    if isinstance(bits, bool) or bits not in BITS:
+    if not _among(bits, BITS):
         _refuse(f"{what}: bits", bits, BITS, "requantize the model to one of these")
-    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+    if not _among(group_size, GROUP_SIZES):
         _refuse(f"{what}: group_size", group_size, GROUP_SIZES, "requantize the model with one of these (-1: one group per output channel)")
     if not isinstance(symmetric, bool):
         _refuse(f"{what}: symmetric", symmetric, (True, False), "repair the config")
@@ -137,19 +137,34 @@ def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
         "sym": _flag(config, "sym", True),
         "desc_act": _flag(config, "desc_act", False),
     }
-    dynamic = config.get("dynamic") or {}
+    dynamic = _dynamic(config.get("dynamic") or {})
 
     def scheme(name: str) -> LayerScheme:
         fields = base
-        for pattern, overrides in dynamic.items():
-            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+        for pattern, overrides in dynamic:
+            if pattern.match(name):
                 fields = base | {key: value for key, value in overrides.items() if key in base}
                 break
         format = quant_format(f"GPTQ config for {name}", fields["bits"], fields["group_size"], fields["sym"])
-        return LayerScheme(storage, format, fields["desc_act"])
+        return LayerScheme(storage, format, _flag(fields, "desc_act", False))
 
     quant_format("GPTQ config", base["bits"], base["group_size"], base["sym"])
     return scheme
+
+
+def _dynamic(given: Any) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+    """What a GPTQ config's ``dynamic`` says of layers by a pattern of their names; those that it leaves out
+    ("-:") hold nothing to be read."""
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+        _refuse("GPTQ dynamic", given, ("an object of patterns",), "repair the config")
+    found = []
+    for pattern, overrides in given.items():
+        if pattern.startswith("-:"):
+            continue
+        if not isinstance(overrides, Mapping):
+            _refuse(f"GPTQ dynamic {pattern!r}", overrides, ("an object of fields",), "repair the config")
+        found.append((_pattern(f"GPTQ dynamic {pattern!r}", pattern.removeprefix("+:")), overrides))
+    return found
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
@@ -170,7 +185,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
             ("compressed",),
             "save the model again with save_compressed=True",
         )
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        _refuse("compressed-tensors sparsity_config", sparsity, ("an object",), "repair the config")
+    sparsity = sparsity.get("format", "dense")
     if sparsity != "dense":
         _refuse("compressed-tensors sparsity format", sparsity, ("dense",), "save the model again without sparse compression")
 
@@ -233,8 +251,9 @@ def _fp8_scheme(name: str, group: Mapping[str, Any]) -> LayerScheme:
 
 def _fp8_blocks(config: Mapping[str, Any]) -> Schemes:
     """DeepSeek's, as transformers' FineGrainedFP8Config has them."""
-    if list(config.get("weight_block_size") or ()) != [STEP_K, STEP_K]:
-        _refuse("fp8 weight_block_size", config.get("weight_block_size"), ([STEP_K, STEP_K],), "quantize the model again so")
+    block = config.get("weight_block_size")
+    if not isinstance(block, list | tuple) or list(block) != [STEP_K, STEP_K]:
+        _refuse("fp8 weight_block_size", block, ([STEP_K, STEP_K],), "quantize the model again so")
     if config.get("activation_scheme", "dynamic") != "dynamic":
         _refuse("fp8 activation_scheme", config["activation_scheme"], ("dynamic",), "quantize the model again so")
     if config.get("fmt", "e4m3") != "e4m3":
@@ -244,10 +263,10 @@ def _fp8_blocks(config: Mapping[str, Any]) -> Schemes:
 
 def _qserve(config: Mapping[str, Any]) -> Schemes:
     bits = next((config[field] for field in ("wbits", "w_bit", "bits", "weight_bits") if field in config), None)
-    if isinstance(bits, bool) or bits != 4:
+    if not _among(bits, (4,)):
         _refuse("QServe wbits", bits, (4,), "8-bit weights are read from compressed-tensors' 'int-quantized' W8A8")
     group = config.get("group_size")
-    if isinstance(group, bool) or group not in QSERVE_GROUPS:
+    if not _among(group, tuple(QSERVE_GROUPS)):
         _refuse("QServe group_size", group, tuple(QSERVE_GROUPS), "quantize the model again with one of these (-1: per channel)")
     scheme = LayerScheme("qserve", GemmFormat.parse(QSERVE_GROUPS[group]), None)
     return lambda name: scheme
@@ -290,6 +309,8 @@ def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise CheckpointError(
             "the compressed-tensors config has no config_groups; accepted: at least one group with targets and weights: repair config.json"
         )
+    for key, group in raw.items():
+        _check_group(key, group)
     # Releases up to 0.19 wrote actorder "group" (the layer then has a weight_g_idx); later ones
     # refuse to parse it. The flag is kept aside.
     actorder = {key: (group.get("weights") or {}).get("actorder") for key, group in raw.items() if isinstance(group, Mapping)}
@@ -319,6 +340,22 @@ def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
+def _check_group(key: str, group: Any) -> None:
+    """Raise ``CheckpointError`` for a scheme, or the targets of a preset, that is not of the kind of such."""
+    if not isinstance(group, Mapping | list):
+        _refuse(f"config_groups {key}", group, ("an object", "a list of targets"), "repair config_groups in config.json")
+    targets = group.get("targets", []) if isinstance(group, Mapping) else group
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        _refuse(f"targets of config_groups {key}", targets, ("a list of names",), "repair config_groups in config.json")
+    for target in targets:
+        if target.startswith("re:"):
+            _pattern(f"target {target!r} of config_groups {key}", target[3:])
+    if isinstance(group, Mapping):
+        for part in ("weights", "input_activations", "output_activations"):
+            if not isinstance(group.get(part) or {}, Mapping):
+                _refuse(f"{part} of config_groups {key}", group[part], ("an object",), "repair config_groups in config.json")
+
+
 def _group_of(name: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """The scheme of a layer: by its name first, then by a pattern, then by the class "Linear"."""
     exact = [g for g in groups if any(not t.startswith("re:") and (t == name or name.endswith("." + t)) for t in g.get("targets", []))]
@@ -331,6 +368,20 @@ def _group_of(name: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
             f"{name} holds a packed weight but no config group targets it (targets: {targets}); repair config_groups in config.json"
         )
     return found[0]
+
+
+def _among(value: Any, accepted: tuple[int, ...]) -> TypeGuard[int]:
+    """Whether ``value`` is one of these whole numbers: neither 4.0 nor True is."""
+    return type(value) is int and value in accepted
+
+
+def _pattern(what: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        raise CheckpointError(
+            f"{what} is no regular expression: {error}; accepted: one that Python's re reads; repair the config"
+        ) from None
 
 
 def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:

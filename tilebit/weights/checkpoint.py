@@ -124,7 +124,10 @@ class Checkpoint:
         if kind == "mxfp4":
             refuse_stack(name, tuple(tensor_shape(self._files[weight], weight)))
         counted = weight if kind in PLAIN_KINDS else scales  # whose scales may be fewer than channels
-        n = tensor_shape(self._files[counted], counted)[-1 if kind in ("awq", "gptq") else 0]
+        shape = tensor_shape(self._files[counted], counted)
+        if not shape:
+            raise CheckpointError(f"{counted} is one number; accepted beside a bias: one for each channel: copy the checkpoint again")
+        n = shape[-1 if kind in ("awq", "gptq") else 0]
         if list(bias.shape) != [n] or not bias.is_floating_point():
             raise CheckpointError(f"{stored} is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]: copy the checkpoint again")
         return bias

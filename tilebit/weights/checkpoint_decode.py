@@ -45,8 +45,10 @@ def size_of(name: str, kind: str, tensors: Mapping[str, Tensor], scheme: LayerSc
     if kind in ("qserve", *PLAIN_KINDS) or _float_format_of(kind, tensors, scheme) is not None:
         weight = tensors[PARTS[kind][0]]
         refuse_stack(name, tuple(weight.shape))
-        if weight.ndim < 2:
-            raise CheckpointError(f"{name}: the weight has {weight.ndim} axes; accepted: at least 2: copy the checkpoint again")
+        if weight.ndim < 2 or 0 in weight.shape:
+            raise CheckpointError(
+                f"{name}: the weight is {list(weight.shape)}; accepted: at least 2 axes, none of length 0: copy the checkpoint again"
+            )
         each = 1 if kind in PLAIN_KINDS else 2  # codes a byte
         return len(weight), each * weight[0].numel()
     layer = StoredLayer.read(name, kind, dict(tensors))

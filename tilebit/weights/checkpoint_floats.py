@@ -28,7 +28,7 @@ def decode_floats(name: str, weight: Tensor | None, scales: Tensor | None, facto
     scales are divided by ``factor`` fp32 [1]. Raises ``CheckpointError`` for anything else.
     """
     refuse_stack(name, weight if weight is None else tuple(weight.shape))
-    if weight is None or weight.dtype != torch.uint8 or 0 in weight.shape:
+    if weight is None or weight.dtype != torch.uint8 or weight.ndim < 2 or 0 in weight.shape:
         _refuse(name, "the packed weight", weight, "uint8 [n, k / 2] or [n, groups, 16]")
     weight = weight.reshape(len(weight), -1)
     n, k = len(weight), 2 * weight.shape[1]
@@ -60,7 +60,7 @@ def float_format(scales: Tensor | None) -> GemmFormat:
 def refuse_stack(name: str, shape: tuple[int, ...] | None) -> None:
     """Raise ``CheckpointError`` for the packed weights of all experts in one tensor; gpt-oss's
     dense layers have three axes."""
-    if shape is not None and len(shape) > (3 if shape[-1] == 16 else 2):
+    if shape and len(shape) > (3 if shape[-1] == 16 else 2):
         raise CheckpointError(
             f"{name} is a stack of {shape[0]} experts, {list(shape)}; accepted: layers of one weight, [n, k / 2] or [n, groups, 16]: "
             "products of expert stacks are not supported yet; leave it out"

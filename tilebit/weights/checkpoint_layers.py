@@ -61,11 +61,13 @@ class StoredLayer:
     def read(cls, name: str, family: str, tensors: dict[str, Tensor]) -> StoredLayer:
         """From the tensors of ``PARTS[family]`` that the checkpoint has."""
         weight, scales, zeros, g_idx, shape = (tensors.get(part) for part in PARTS[family][:5])
-        if weight is None or scales is None or weight.dtype != torch.int32 or weight.ndim != 2:
-            raise CheckpointError(f"{name}: the packed weight is {_describe(weight)}; accepted: 2-d int32: copy the checkpoint again")
-        if scales.dtype not in SCALE_DTYPES or scales.ndim != 2:
+        if weight is None or scales is None or weight.dtype != torch.int32 or weight.ndim != 2 or not weight.numel():
             raise CheckpointError(
-                f"{name}: scales are {_describe(scales)}; accepted: 2-d float16, bfloat16 or float32: copy the checkpoint again"
+                f"{name}: the packed weight is {_describe(weight)}; accepted: 2-d int32, not empty: copy the checkpoint again"
+            )
+        if scales.dtype not in SCALE_DTYPES or scales.ndim != 2 or not scales.numel():
+            raise CheckpointError(
+                f"{name}: scales are {_describe(scales)}; accepted: 2-d float16, bfloat16 or float32, not empty: copy the checkpoint again"
             )
         return cls(name, weight, scales if family == "compressed-tensors" else scales.t(), zeros, g_idx, shape)
 

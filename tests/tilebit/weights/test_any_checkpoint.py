@@ -77,3 +77,8 @@ def test_other_contents_are_refused(tmp_path, change: dict[str, torch.Tensor | N
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
         load_any_precision(tmp_path)
+
+
+def test_a_path_is_a_path() -> None:
+    with pytest.raises(TypeError, match="path is int '5'; accepted: the path of a directory or"):
+        load_any_precision(5)  # pyright: ignore[reportArgumentType]

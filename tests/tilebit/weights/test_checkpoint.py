@@ -368,6 +368,8 @@ BROKEN: dict[str, tuple[Written, Callable[[Path], object], str]] = {
     "int8 zero points": (GPTQ_ASYM, lambda p: _edit(p, qzeros=_stored(p, "qzeros").to(torch.int8)), "zero points are int8"),
     "integer scales": (GPTQ, lambda p: _edit(p, scales=_stored(p, "scales").to(torch.int16)), "scales are int16"),
     "scales of one dimension": (GPTQ, lambda p: _edit(p, scales=_stored(p, "scales").flatten()), "scales are float16"),
+    "scales without channels": (GPTQ, lambda p: _edit(p, scales=torch.zeros(4, 0).half()), r"up_proj: scales are .* \[4, 0\]; .*not empty"),
+    "an empty weight": (GPTQ, lambda p: _edit(p, qweight=_stored(p, "qweight")[:0]), r"up_proj: the packed weight is int32 \[0, 24\]"),
     "scales with NaN": (GPTQ, lambda p: _edit(p, scales=_stored(p, "scales") * float("nan")), "NaN or infinite"),
     "weight of another layer": (GPTQ, lambda p: _edit(p, qweight=_stored(p, "qweight")[:, :16]), "copy the checkpoint again"),
     "zero points of another layer": (AWQ_ASYM, lambda p: _edit(p, qzeros=_stored(p, "qzeros")[:2]), r"packed zero points are \[2, 3\]"),
@@ -462,6 +464,14 @@ def test_broken_bias(family: str, bias: torch.Tensor, tmp_path: Path) -> None:
     _edit(tmp_path, bias=bias)
     with pytest.raises(CheckpointError, match=r"accepted: floating point \[24\]"):
         load_checkpoint(tmp_path).bias(LAYER)
+
+
+def test_a_bias_beside_a_single_scale(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "awq", LAYERS, bias=True)
+    checkpoint = load_checkpoint(tmp_path)
+    _edit(tmp_path, scales=torch.tensor(1.0).half())
+    with pytest.raises(CheckpointError, match=r"up_proj\.scales is one number; accepted beside a bias: one for each channel"):
+        checkpoint.bias(LAYER)
 
 
 def test_bad_paths_and_arguments(tmp_path: Path) -> None:

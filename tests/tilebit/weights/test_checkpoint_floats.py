@@ -159,3 +159,15 @@ def test_the_writer_refuses_what_the_tools_would_not_write(family: str, tmp_path
             write_checkpoint(tmp_path, family, LAYERS, **options)
     with pytest.raises(ValueError, match="multiple of the group size"):
         write_checkpoint(tmp_path, family, {"a": (8, 40)})
+
+
+@pytest.mark.parametrize("shape", [(), (24,), (0, 128), (24, 0)])
+@pytest.mark.parametrize("family", FLOAT_FAMILIES)
+def test_a_weight_that_is_no_matrix_is_named(family: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family, LAYERS)
+    part = "blocks" if family == "gpt-oss" else "weight_packed"
+    _rewrite(tmp_path, **{part: torch.zeros(shape, dtype=torch.uint8)})
+    checkpoint = load_checkpoint(tmp_path)
+    for read in (checkpoint.declared, checkpoint.quantized):
+        with pytest.raises(CheckpointError, match=rf"{LAYER}: the .*weight is .*; accepted"):
+            read(LAYER)

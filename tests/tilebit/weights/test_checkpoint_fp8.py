@@ -156,3 +156,12 @@ def test_what_is_not_supported_is_named(case: str, tmp_path: Path) -> None:
     write(tmp_path, config, "weight_scale", positive(N, 1), **changes)
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(tmp_path).quantized(LAYERS[0])
+
+
+@pytest.mark.parametrize("shape", [(), (0, K), (N, 0)])
+def test_a_weight_that_is_no_matrix_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    write(tmp_path, HUGGING_FACE, "weight_scale_inv", positive(2, 3), weight=torch.zeros(shape).to(torch.float8_e4m3fn))
+    checkpoint = load_checkpoint(tmp_path)
+    for read in (checkpoint.declared, checkpoint.quantized, *([checkpoint.bias] if shape == () else [])):
+        with pytest.raises(CheckpointError, match=r"q_proj.*accepted"):
+            read(LAYERS[0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,10 @@ class AnyPrecisionWeight:
             self.view(bits)
             if self.codebooks[bits].dtype != self.dtype:
                 raise ValueError(f"codebooks are {self.codebooks[bits].dtype} of {bits} bits and {self.dtype}; accepted: one dtype")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles come here: a ``MappingProxyType`` can be neither."""
+        return type(self), (self.planes, dict(self.codebooks), self.n, self.k, self.arch)
 
     @property
     def layout(self) -> PackedLayout:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,10 @@ class AnyPrecisionTensor:
                 )
         if self.max_bits < 8 and int(self.codes.max()) >> self.max_bits:
             raise ValueError(f"codes reach {int(self.codes.max())}; accepted: {self.max_bits} bits, 0 to {(1 << self.max_bits) - 1}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles come here: a ``MappingProxyType`` can be neither."""
+        return type(self), (self.codes, dict(self.codebooks))
 
     @property
     def n(self) -> int:

@@ -16,8 +16,10 @@ from door_cases import FORMATS, exact, workload
 from torch import Tensor
 
 from tilebit import QuantLinear, gemm
+from tilebit.weights.any_packed import pack_any
 from tilebit.weights.packed import PackedWeight, pack
 from tilebit.weights.quantize import QuantizedTensor
+from tilebit.weights.quantize_any import quantize_any
 
 
 def saved(value: Any) -> Any:
@@ -72,6 +74,19 @@ def test_a_copy_is_independent_and_multiplies_the_same(cpu_kernels, case, copied
     with pytest.raises(ValueError, match="needs"):
         moved(x)
     assert torch.equal(COPIES[copied](moved.to(x.dtype))(x), expected), "scales of the exact problem fit both types"
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_weights_of_any_precision_are_copied(copied):
+    q = quantize_any(torch.randn(8, 64), 3, 4)
+    packed = pack_any(q, torch.float16)
+    for mine, theirs in ((q, COPIES[copied](q)), (packed, COPIES[copied](packed))):
+        assert type(theirs) is type(mine) and theirs.codebooks.keys() == mine.codebooks.keys()
+        assert all(torch.equal(book, mine.codebooks[bits]) for bits, book in theirs.codebooks.items())
+    assert torch.equal(COPIES[copied](q).codes, q.codes)
+    other = COPIES[copied](packed)
+    assert torch.equal(other.planes, packed.planes) and other.planes.data_ptr() != packed.planes.data_ptr()
+    assert (other.n, other.k, other.arch) == (8, 64, "cpu")
 
 
 def test_threads_that_copy_move_and_call_do_not_disturb_each_other(cpu_kernels):

@@ -8,6 +8,7 @@ supported are little-endian.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -22,7 +23,7 @@ from ..schedules.gemm.codecs import codec_of, packed_layout
 from ..schedules.gemm.workload import Workload
 from ..schedules.operands import present
 from ..schedules.target import target_from_capability
-from .quantize import QuantizedTensor
+from .quantize import QuantizedTensor, expect_factors, expect_order
 from .quantize_float import numbers
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -79,8 +80,7 @@ class PackedWeight:
         if self.perm is not None:
             expected.append(("perm", self.perm, torch.int64, (self.k,)))
         if self.smooth is not None:
-            if not self.takes_codes:
-                raise ValueError(f"smooth is given; {self.format.name} multiplies 16-bit x, which is not smoothed: pass None")
+            expect_factors(self.smooth, self.k, self.format)
             expected.append(("smooth", self.smooth, torch.float32, (self.k,)))
         for name, tensor, dtype, shape in expected:
             if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != self.weight.device:
@@ -89,6 +89,8 @@ class PackedWeight:
                     f"{tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}; {self.format.name} "
                     f"[{self.n}, {self.k}] for {self.arch} needs contiguous {dtype} {list(shape)} on {self.weight.device}"
                 )
+        if self.perm is not None:
+            expect_order(self.perm, self.k)
 
     @property
     def layout(self) -> PackedLayout:
@@ -128,7 +130,7 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults
     to the device's ("cpu", or the GPU's "sm_..."); name one to pack for another. Peak extra memory
     beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if ``dtype`` is another
-    one or a scale overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or
+    one, or a scale is not finite, overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or
     it is above the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1
     instead).
     """
@@ -139,17 +141,17 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
         q = q.to(device)
     layout = packed_layout(arch or arch_of(q.device), q.format)
     n_pad = layout.padded(q.n, q.k)[0]
-    scales = _scales(q, dtype)
+    scales = fitting_scales(q.scales, q.format, dtype, lambda: q.codes)
     if q.row_scales is not None and not bool(torch.isfinite(q.row_scales).all()):
         raise ValueError("row_scales hold NaN or infinite values; accepted: finite ones: quantize the weight again")
     zeros = None
     if q.zeros is not None:
         held = q.zeros.to(getattr(torch, q.format.zero_dtype(str(dtype).removeprefix("torch."))))
-        zeros = _by_group(held, n_pad, OFFSET_ZERO if q.format.offset else 0)
+        zeros = by_group(held, n_pad, OFFSET_ZERO if q.format.offset else 0)
     rows = None if q.row_scales is None else torch.nn.functional.pad(q.row_scales, (0, n_pad - q.n))
     return PackedWeight(
         weight=pack_codes(q.codes, layout),
-        scales=_by_group(scales, n_pad),
+        scales=by_group(scales, n_pad),
         zeros=zeros,
         n=q.n,
         k=q.k,
@@ -162,40 +164,42 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     )
 
 
-def _scales(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The scales [n, groups] as kernels of ``dtype`` take them; raises ``ValueError`` where they
-    cannot."""
-    if q.format.offset:
-        return q.scales
-    stored = getattr(torch, q.format.parameter_dtype(str(dtype).removeprefix("torch.")))
-    scales, largest = q.scales.to(stored), codec_of(q.format).largest_scale
-    exact = q.format.weight.scales[0].of != ""
-    if scales.dtype == q.scales.dtype and largest == inf:
+def fitting_scales(scales: Tensor, format: GemmFormat, dtype: torch.dtype, codes: Callable[[], Tensor]) -> Tensor:
+    """``scales`` [n, groups] as kernels of ``dtype`` take them; ``codes`` [n, k] are asked for where some
+    do not fit and their groups may be empty. Raises ``ValueError`` where kernels cannot take them."""
+    if format.offset:
         return scales
-    lost = ~torch.isfinite(scales) | ((scales == 0) & (q.scales != 0))
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("scales hold NaN or infinite values; accepted: finite ones: quantize the weight again")
+    cast, largest = scales.to(getattr(torch, format.parameter_dtype(str(dtype).removeprefix("torch.")))), codec_of(format).largest_scale
+    exact = format.weight.scales[0].of != ""
+    if cast.dtype == scales.dtype and largest == inf:
+        return cast
+    lost = ~torch.isfinite(cast) | ((cast == 0) & (scales != 0))
     if exact:
-        lost |= scales.float() != q.scales.float()
-    large = scales.abs() > largest
+        lost |= cast.float() != scales.float()
+    large = cast.abs() > largest
     if exact and bool((lost | large).any()):
-        nonzero = (numbers(q.codes, q.format) != 0).float()
-        padded = torch.nn.functional.pad(nonzero, (0, q.scales.shape[1] * q.format.group_size - q.k))
-        empty = padded.view(q.n, -1, q.format.group_size).amax(-1) == 0
-        scales = torch.where(empty & (lost | large), 1.0, scales)
+        nonzero = (numbers(codes(), format) != 0).float()
+        n, groups = scales.shape
+        padded = torch.nn.functional.pad(nonzero, (0, groups * format.group_size - nonzero.shape[1]))
+        empty = padded.view(n, -1, format.group_size).amax(-1) == 0
+        cast = torch.where(empty & (lost | large), 1.0, cast)
         lost, large = lost & ~empty, large & ~empty
     if bool(lost.any()):
         row, group = lost.nonzero()[0].tolist()
         raise ValueError(
-            f"{int(lost.sum())} of the {q.scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
-            f"{float(q.scales[row, group]):g}; use "
+            f"{int(lost.sum())} of the {scales.dtype} scales do not fit {dtype}, the first at [{row}, {group}]: "
+            f"{float(scales[row, group]):g}; use "
             f"{torch.bfloat16 if dtype == torch.float16 else torch.float16} or quantize again with scale_dtype={dtype}"
         )
     if bool(large.any()):
         row, group = large.nonzero()[0].tolist()
         raise ValueError(
-            f"{int(large.sum())} of the scales are above {largest:g}, the first at [{row}, {group}]: {float(q.scales[row, group]):g}; "
-            f"kernels of {q.format.name} take scales up to {largest:g}: divide the scales by a power of two, and multiply y by it"
+            f"{int(large.sum())} of the scales are above {largest:g}, the first at [{row}, {group}]: {float(scales[row, group]):g}; "
+            f"kernels of {format.name} take scales up to {largest:g}: divide the scales by a power of two, and multiply y by it"
         )
-    return scales
+    return cast
 
 
 def arch_of(device: torch.device) -> str:
@@ -282,7 +286,7 @@ def _chunks(layout: PackedLayout, n: int, k: int) -> list[tuple[slice, slice, sl
     return pieces
 
 
-def _by_group(values: Tensor, n_pad: int, fill: int = 0) -> Tensor:
+def by_group(values: Tensor, n_pad: int, fill: int = 0) -> Tensor:
     """[n, groups] -> contiguous [groups, n_pad], padded with ``fill``."""
     padded = torch.full((values.shape[1], n_pad), fill, dtype=values.dtype, device=values.device)
     padded[:, : values.shape[0]] = values.t()

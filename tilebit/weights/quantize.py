@@ -88,8 +88,8 @@ class QuantizedTensor:
             raise ValueError(f"{named} are on {sorted(map(str, devices))}; move them to one device")
         if self.smooth is not None:
             expect_factors(self.smooth, self.k, self.format)
-        if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, device=self.perm.device)):
-            raise ValueError(f"perm does not hold each of the columns 0..{self.k - 1} once")
+        if self.perm is not None:
+            expect_order(self.perm, self.k)
         if self.format.bits < 8:
             for what, values in (("codes", self.codes), ("zeros", None if self.format.offset else self.zeros)):
                 if values is not None and (top := int(values.max())) > self.format.max_code:
@@ -136,6 +136,12 @@ def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor | None, format: Gem
     at = None if zeros is None else _per_column(zeros.float(), format, k)
     rows = None if row_scales is None else row_scales[:, None]
     return format.weight_of(numbers(codes, format), _per_column(scales.float(), format, k), at, rows)
+
+
+def expect_order(perm: Tensor, k: int) -> None:
+    """Raise ``ValueError`` for an int64 [k] that is no order of k columns (which is not asked of one on meta)."""
+    if not perm.is_meta and not torch.equal(perm.sort().values, torch.arange(k, device=perm.device)):
+        raise ValueError(f"perm does not hold each of the columns 0..{k - 1} once; accepted: a permutation of them")
 
 
 def expect_factors(smooth: Tensor, k: int, format: GemmFormat) -> None:

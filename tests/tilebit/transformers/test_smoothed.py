@@ -65,8 +65,8 @@ def test_directories_hold_factors_and_what_lacks_them_is_refused(tmp_path: Path)
     entries, entry = load_file(file), "model.layers.0.mlp.up_proj.smooth"
     cases: tuple[tuple[torch.Tensor | None, str], ...] = (
         (None, r"up_proj cannot be loaded: .* differ in whether its x is smoothed"),
-        (entries[entry][1:].clone(), r"up_proj cannot be loaded: smooth is torch.float32 \[127\]"),
-        (entries[entry].half(), r"up_proj cannot be loaded: smooth is torch.float16"),
+        (entries[entry][1:].clone(), r"up_proj cannot be loaded: smooth is float32 \[127\]"),
+        (entries[entry].half(), r"up_proj cannot be loaded: smooth is float16"),
     )
     for value, words in cases:
         left = {name: tensor for name, tensor in entries.items() if name != entry}

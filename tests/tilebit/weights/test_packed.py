@@ -107,6 +107,12 @@ def test_bad_packing() -> None:
     q = _quantized(QuantFormat(4, 32), 8, 64)
     with pytest.raises(ValueError, match=r"accepted: torch\.float16, torch\.bfloat16"):
         pack(q, torch.float32)
+    for value in (float("nan"), float("inf")):
+        for format in ("w4a16_g32", "w8a8_fp8", "w4a16_nvfp4"):
+            bad = quantize(torch.ones(8, 64), QuantFormat.parse(format))
+            bad.scales[1, 0] = value
+            with pytest.raises(ValueError, match="scales hold NaN or infinite values; accepted: finite ones"):
+                pack(bad, torch.float16)
     with pytest.raises(ValueError, match="unknown arch 'sm_70'"):
         pack(q, torch.float16, arch="sm_70")
     huge = QuantizedTensor(q.codes, torch.full_like(q.scales, 1e6, dtype=torch.float32), None, q.format)
@@ -137,6 +143,9 @@ def test_bad_packing() -> None:
         ("format", QuantFormat(4, 32), "zeros are given"),
         ("row_scales", torch.ones(32), "row_scales are given"),
         ("perm", torch.arange(3), "perm is torch.int64"),
+        ("perm", torch.zeros(64, dtype=torch.int64), "perm does not hold each of the columns 0..63 once"),
+        ("perm", torch.arange(64) + 1, "perm does not hold each of the columns"),
+        ("smooth", torch.ones(64), "smooth is given; w4a16_g32_asym multiplies 16-bit x"),
     ],
 )
 def test_bad_operands(field: str, value: object, words: str) -> None:
@@ -144,3 +153,12 @@ def test_bad_operands(field: str, value: object, words: str) -> None:
     assert isinstance(packed, PackedWeight)
     with pytest.raises(ValueError, match=words):
         replace(packed, **{field: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_are_positive_and_finite(value: float) -> None:
+    packed = pack(quantize(torch.ones(8, 64), QuantFormat.parse("w8a8_channel")), torch.float16)
+    with pytest.raises(ValueError, match="smooth has factors that are zero, negative, infinite or NaN"):
+        replace(packed, smooth=torch.full((64,), value))
+    with pytest.raises(ValueError, match=r"smooth is torch\.float32 .*not contiguous"):
+        replace(packed, smooth=torch.ones(128)[::2])

@@ -41,8 +41,9 @@ class QuantLinear(nn.Module):
     was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
     where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them. A format with 8-bit x
     quantizes x at each call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
-    codes and permutations of another dtype among them, and then changes nothing; the layer then has the
-    entries' ``smooth``, or none, whatever it had. Derivatives are those of ``tilebit.gemm``: with respect to x.
+    codes and permutations of another dtype among them, ``perm`` where the layer has none and the other way round, and then
+    changes nothing; once loaded, the layer has the entries' ``smooth``, or none, whatever it had. Derivatives are those of
+    ``tilebit.gemm``: with respect to x.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
     describes: it may start while the previous kernel of the stream still runs. The layer keeps that
@@ -278,8 +279,8 @@ class QuantLinear(nn.Module):
         buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None and name != "smooth"}
         if smoothed:
             buffers["smooth"] = torch.empty(self.in_features, device="meta")
-        assign = bool(local_metadata.get("assign_to_params_buffers"))
-        return state_dict, [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, assign)]
+        taken = self.dtype if local_metadata.get("assign_to_params_buffers") else None
+        return state_dict, [f"{text} ({self.extra_repr()})" for text in misfits(buffers, state_dict, prefix, self.format, taken)]
 
     def _as_stored_here(self, state_dict: dict[str, Any], prefix: str, described: dict[str, Any]) -> dict[str, Tensor]:
         """The packed tensors of ``state_dict`` in this module's layout. Raises ``ValueError`` when

@@ -25,10 +25,10 @@ def _loads(state: dict[str, Any], says: str | None, like: tuple[str, str, bool] 
     layer = made(like, 1)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     if says is None:
-        layer.load_state_dict(state, **options)
+        layer.load_state_dict(dict(state), **options)  # torch keeps the word of ``assign`` with a state_dict
         return
     with pytest.raises(RuntimeError, match=says):
-        layer.load_state_dict(state, **options)
+        layer.load_state_dict(dict(state), **options)
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
 
 
@@ -81,3 +81,63 @@ def test_a_permutation_is_one():
         with pytest.raises(RuntimeError, match=r"perm is int(64|32) .*(permutation|needs int64)"):
             layer.load_state_dict({**state, "perm": perm})
     layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("options", [{"strict": True}, {"strict": False}, {"strict": False, "assign": True}])
+def test_codes_and_the_order_of_their_columns_come_together(options):
+    """Codes of one layer in the order of another are numbers of none."""
+    q = quantize(torch.randn(N, K), QuantFormat())
+    plain, ordered = (
+        QuantLinear(pack(QuantizedTensor(q.codes, q.scales, None, q.format, perm), torch.float16)) for perm in (None, torch.randperm(K))
+    )
+    other = made(FORMATS[0], 1).state_dict()
+    states = {"alone": {"perm": torch.randperm(K)}, "without": plain.state_dict(), "other": other}
+    cases = [(plain, ordered.state_dict(), "has perm, an order of the columns"), (ordered, states["alone"], "has perm but not")]
+    cases += [(ordered, states[name], "has weight but not perm") for name in ("without", "other")]
+    for layer, state, says in cases:
+        before = {name: value.clone() for name, value in layer.state_dict().items()}
+        with pytest.raises(RuntimeError, match=says):
+            layer.load_state_dict(dict(state), **options)
+        assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+    fresh = QuantLinear(pack(QuantizedTensor(q.codes, q.scales, None, q.format, torch.arange(K)), torch.float16))
+    fresh.load_state_dict(ordered.state_dict(), **options)
+    assert torch.equal(fresh.unpack().dequantize(), ordered.unpack().dequantize())
+
+
+def test_zero_points_are_codes():
+    state = made(FORMATS[1]).state_dict()
+    for zeros in (
+        state["zeros"] + 0.5,
+        torch.full_like(state["zeros"], 16),
+        -state["zeros"] - 1,
+        torch.full_like(state["zeros"], float("nan")),
+    ):
+        for assign in (False, True):
+            _loads({**state, "zeros": zeros}, "zeros is bfloat16 .* no codes; this module needs whole numbers from 0 to 15", assign=assign)
+
+
+def test_scales_are_finite():
+    state = made(FORMATS[1]).state_dict()
+    for value in (float("nan"), float("inf")):
+        _loads({**state, "scales": torch.full_like(state["scales"], value)}, "scales is bfloat16 .* NaN or infinite values")
+
+
+def test_tensors_that_take_the_buffers_place_are_of_the_layer():
+    """A copy casts them; ``assign`` does not, and so the layer must compute with what it gets."""
+    case = ("w4a16_g128", "float16", True)
+    state = made(case).state_dict()
+    _loads(state, None, case, assign=True)
+    _loads(
+        {**state, "scales": state["scales"].float()}, "scales is float32 .* takes float16 or bfloat16: load it without", case, assign=True
+    )
+    strided = state["scales"].t().contiguous().t()
+    _loads({**state, "scales": strided}, "scales is float16 .*, not contiguous; with assign=True", case, assign=True)
+    _loads({**state, "scales": strided}, None, case)
+    _loads({**state, "bias": state["bias"].bfloat16()}, "bias is bfloat16 .* takes float16: load it without", case, assign=True)
+    for name in ("w4a8_lqq_g64", "w8a8_fp8"):
+        case, other = (name, "float16", True), made((name, "bfloat16", True)).state_dict()
+        _loads(other, "bias is bfloat16 .* takes float16: load it without", case, assign=True)
+        _loads(other, None, case)
+    taken = made(("w4a16_g128", "float16", True))
+    taken.load_state_dict(made(("w4a16_g128", "bfloat16", True)).state_dict(), assign=True)
+    assert taken.dtype is torch.bfloat16 and taken(torch.zeros(1, K, dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -22,7 +22,8 @@ def joined(layers: Sequence[nn.Module], dependent: bool = False) -> nn.Module | 
 
     ``layers`` are ``QuantLinear`` or ``nn.Linear`` of one input. Their large tensors become views of the
     joined ones, so that nothing is held twice but scales and zero points; their names and values
-    are what they were, and they go on working by themselves. Of one layer it is the layer itself,
+    are what they were, and they go on working by themselves. A ``QuantLinear`` that then loads a ``state_dict``
+    has tensors of its own again, and the joined layer computes what it did: join them anew. Of one layer it is the layer itself,
     or, with ``dependent``, one that shares its tensors. ``dependent`` is the new ``QuantLinear``'s.
     """
     if all(type(layer) is QuantLinear for layer in layers):
@@ -35,7 +36,9 @@ def joined(layers: Sequence[nn.Module], dependent: bool = False) -> nn.Module | 
 def _packed(layers: list[QuantLinear], dependent: bool) -> QuantLinear | None:
     first, held = layers[0], [layer.packed for layer in layers]
     if len(layers) == 1:
-        return QuantLinear(held[0], first.bias, dependent)
+        alone = QuantLinear(held[0], None, dependent)
+        alone.bias = first.bias
+        return alone
     layout = packed_layout(first.arch, first.format)
     same = len({(p.k, p.format, p.dtype, p.device, p.arch) for p in held}) == 1
     whole = all(p.n % layout.tile_n == 0 for p in held[:-1]) and layout.outer == "n_major" and not first.format.codebook

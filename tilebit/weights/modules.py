@@ -258,6 +258,8 @@ class QuantLinear(nn.Module):
             stored = state_dict.get(prefix + "smooth")
             if (stored is None) != (self.smooth is None):
                 self.smooth = None if stored is None else torch.ones(self.in_features, device=self.weight.device)
+            if self.weight.untyped_storage().nbytes() > self.weight.nbytes:  # a part of a joined layer, which has scales of its own
+                self.weight = self.weight.clone()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._settle()
 

@@ -94,3 +94,22 @@ def test_layers_that_read_channels_in_one_order_make_one():
     x = torch.randn(2, K, dtype=torch.bfloat16)
     found: Any = joined(layers)
     assert found is not None and torch.equal(found(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+def test_a_part_that_loads_leaves_the_joined_layer_what_it_was():
+    """Never codes of one with scales of the other."""
+    layers, x = layers_of("w4a16_g64", True), torch.randn(2, K, dtype=torch.bfloat16)
+    found: Any = joined(layers)
+    before, other = found(x), layers_of("w4a16_g64", True, seed=1)[0]
+    layers[0].load_state_dict(other.state_dict())
+    assert torch.equal(layers[0](x), other(x)) and torch.equal(found(x), before)
+    anew: Any = joined(layers)
+    assert torch.equal(anew(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+def test_one_layer_shares_all_that_it_holds():
+    (layer,), (other,) = (layers_of("w4a16_g64", True, (64,), seed) for seed in (0, 1))
+    found, x = joined([layer], dependent=True), torch.randn(2, K, dtype=torch.bfloat16)
+    assert isinstance(found, QuantLinear) and found.bias is layer.bias
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(found(x), other(x))

@@ -22,12 +22,10 @@ from .any_kind import AnyKind
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
 from .any_state import PLANES, WEIGHTS, StoredAny, codebook_entry, expect_entries
 from .checkpoint_config import CheckpointError
-from .experts import warn_of_stacks
 from .extra_state import EXTRA
-from .layers import linears_of, once
+from .layers import expect_computed, linears_of, once, replace_layers
 from .packed import DTYPES, arch_of
 from .quantize_any import MAX_BITS, AnyPrecisionTensor, quantize_any
-from .saving import settle_saving
 
 
 class AnyPrecisionLinear(nn.Module):
@@ -279,11 +277,11 @@ def quantize_model_any(
     """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns the
     names replaced.
 
-    ``skip``, and experts that are no linear layers, as in ``quantize_model``. ``progress`` shows a bar on a
+    ``skip``, ``dtype``, and experts that are no linear layers, as in ``quantize_model``. ``progress`` shows a bar on a
     terminal. ``sensitivity``: [n, k] by layer, as ``quantize_any`` takes it; layers without one are
     clustered with all values alike. Layers are converted before any is
     replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
-    replace, and for a sensitivity of no layer. Afterwards ``save_pretrained`` of a transformers model
+    replace, for fp32 layers without ``dtype``, and for a sensitivity of no layer. Afterwards ``save_pretrained`` of a transformers model
     writes a directory that ``from_pretrained`` reads once ``tilebit.transformers`` is imported, with the
     width that each layer is set to; of another library's it is an error.
     """
@@ -292,17 +290,13 @@ def quantize_model_any(
     strange = [name for name in given if name not in found]
     if strange:
         raise ValueError(f"sensitivity names {strange[0]!r}; accepted: layers that are replaced: {', '.join(list(found)[:5])}, ...")
+    expect_computed(found, dtype)
     layers = once(found)
     converted = {
         layer: AnyPrecisionLinear.from_float(layer, seed_bits, max_bits, given.get(name), dtype)
         for name, layer in counted(layers.items(), "quantizing layers", len(layers), progress)
     }
-    for name, layer in found.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, converted[layer])
-    settle_saving(model)
-    warn_of_stacks(model, 2)
-    return list(found)
+    return replace_layers(model, found, converted, dtype)
 
 
 def precision_view(model: nn.Module, bits: int) -> nn.Module:

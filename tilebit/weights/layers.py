@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import nn
 
 from ..accepted import expect
+from .experts import warn_of_stacks
 from .mixed_tensor import MixedTensor
+from .packed import DTYPES
 from .quantize import QuantizedTensor
+from .saving import settle_saving
 
 Quantized = QuantizedTensor | MixedTensor
 
@@ -67,6 +71,33 @@ def _beside_weight(layer: nn.Linear) -> str | None:
         return "a weight that is no parameter (one made at each call, as torch.nn.utils.prune and weight_norm do)"
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     return "hooks" if any(hooks) else None
+
+
+def expect_computed(layers: Mapping[str, nn.Linear], dtype: torch.dtype | None) -> None:
+    """Raise ``ValueError`` for a layer whose type products are not computed in, where ``dtype`` names no other."""
+    for name, layer in layers.items():
+        if dtype is None and layer.weight.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} is {str(layer.weight.dtype).removeprefix('torch.')}; accepted: float16 and bfloat16, which products are "
+                f"computed in: cast the model first with model.to(torch.bfloat16), or pass dtype=torch.float16 or torch.bfloat16, "
+                f"which casts all of it"
+            )
+
+
+def replace_layers(
+    model: nn.Module, layers: Mapping[str, nn.Linear], by: Mapping[nn.Linear, nn.Module], dtype: torch.dtype | None
+) -> list[str]:
+    """Put what ``by`` has for each of ``layers`` in its place, and cast ``model`` to ``dtype`` where one of
+    them had another (None: never); returns their names."""
+    elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in layers.values())
+    for name, layer in layers.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, by[layer])
+    if elsewhere:
+        model.to(dtype)
+    settle_saving(model)
+    warn_of_stacks(model, 3)
+    return list(layers)
 
 
 def _keeps(skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> Callable[[str, nn.Linear], bool]:

@@ -14,13 +14,11 @@ from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..ops.gemm_int8 import gemm_int8, of_rows
 from ..schedules.gemm.codecs import packed_layout
-from .experts import warn_of_stacks
 from .extra_state import EXTRA, from_tensor, to_tensor
-from .layers import Quantized, given_weights, linears_of
+from .layers import Quantized, expect_computed, given_weights, linears_of, replace_layers
 from .loading import misfits
 from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
 from .quantize import QuantizedTensor
-from .saving import settle_saving
 from .smooth import Smoothing, quantize_smoothed, smoothing_of
 
 if TYPE_CHECKING:
@@ -366,15 +364,7 @@ def quantize_model(
     given = given_weights(found, weights or {})
     mixed = {} if precision is None else mixed_layers(found, precision, given)
     smooth = smoothing_of(found, smoothing or {}, given)
-    if dtype is None:
-        for name, layer in found.items():
-            if layer.weight.dtype not in DTYPES:
-                raise ValueError(
-                    f"{name} is {str(layer.weight.dtype).removeprefix('torch.')}; accepted: float16 and bfloat16, which products are "
-                    f"computed in: cast the model first with model.to(torch.bfloat16), or pass dtype=torch.float16 or torch.bfloat16, "
-                    f"which casts all of it"
-                )
-    elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in found.values())
+    expect_computed(found, dtype)
     converted = {
         layer: _from_quantized(layer, weight, dtype, dependent)
         if isinstance(weight := given.get(layer), QuantizedTensor)
@@ -385,14 +375,7 @@ def quantize_model(
         else QuantLinear.from_float(layer, format, clip_search, dtype, dependent, smooth.get(layer))
         for layer in dict.fromkeys(found.values())
     }
-    for name, layer in found.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, converted[layer])
-    if elsewhere:
-        model.to(dtype)
-    settle_saving(model)
-    warn_of_stacks(model, 2)
-    return list(found)
+    return replace_layers(model, found, converted, dtype)
 
 
 def _from_quantized(layer: nn.Linear, weight: QuantizedTensor, dtype: torch.dtype | None, dependent: bool) -> QuantLinear:

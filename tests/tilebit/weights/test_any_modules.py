@@ -245,6 +245,16 @@ def test_a_model_is_quantized_in_place() -> None:
     assert all(type(one) is not AnyPrecisionLinear for one in shared)
 
 
+def test_a_model_computes_in_a_dtype_of_products() -> None:
+    """An fp32 layer's first call would be an error; a dtype that is named is the whole model's."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
+    with pytest.raises(ValueError, match=r"^1 is float32; accepted: float16 and bfloat16.*pass dtype="):
+        tilebit.quantize_model_any(model, 3, 3)
+    assert type(model[1]) is nn.Linear
+    assert tilebit.quantize_model_any(model, 3, 3, dtype=BF16) == ["1"]
+    assert model(torch.ones(2, 64, dtype=BF16)).dtype is BF16
+
+
 def test_prepare_compiles_the_width_that_a_layer_is_set_to() -> None:
     model, x = nn.ModuleDict({"a": layer(), "b": layer(1)}), rows(2)
     tilebit.set_precision(model, 4)

@@ -21,6 +21,7 @@ from .any_files import layer_entries
 from .any_kind import AnyKind
 from .any_packed import AnyPrecisionWeight, any_format, check_width, pack_any
 from .any_state import PLANES, WEIGHTS, StoredAny, codebook_entry, expect_entries
+from .casting import PackedLayer, cast_bias, dtype_after, expect_bias, own_bias
 from .checkpoint_config import CheckpointError
 from .extra_state import EXTRA
 from .layers import expect_computed, linears_of, once, replace_layers
@@ -28,7 +29,7 @@ from .packed import DTYPES, arch_of
 from .quantize_any import MAX_BITS, AnyPrecisionTensor, quantize_any
 
 
-class AnyPrecisionLinear(nn.Module):
+class AnyPrecisionLinear(PackedLayer):
     """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] in ``bits`` bits: a width of a call
     (``layer(x, bits=4)``), else of the layer (``layer.bits``), at first the widest.
 
@@ -36,7 +37,8 @@ class AnyPrecisionLinear(nn.Module):
     and ``bias`` [n]; shapes and layout are those of ``AnyPrecisionWeight``. ``state_dict`` holds
     them and, as a uint8 tensor of JSON, n, k, the widths and the layout's architecture; not the
     layer's width. The layer computes in the codebooks' dtype, fp16 or bf16, and ``.to(dtype)``
-    rounds these. Moving it to a device whose kernels read another layout repacks it; so does
+    rounds these; a cast to another dtype, of planes, or of codebooks or a bias that do not fit is a
+    ``ValueError`` and leaves the layer as it was. Moving it to a device whose kernels read another layout repacks it; so does
     loading a state_dict that was packed for another one. ``load_state_dict`` refuses entries that
     are not this layer's, and then changes nothing. Derivatives are those of ``tilebit.gemm``: with
     respect to x and bias.
@@ -56,13 +58,10 @@ class AnyPrecisionLinear(nn.Module):
             AnyPrecisionWeight,
             "an AnyPrecisionWeight: pack_any(q, dtype), or AnyPrecisionLinear.from_quantized(q, ...)",
         )
-        expect_tensors(optional=("bias",), bias=bias)
-        if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
-            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features, self.widths = packed.k, packed.n, packed.widths
         self._names = {bits: (codebook_entry(bits), any_format(bits).name) for bits in self.widths}  # made once: calls pass them
         self._hold(packed)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self.register_buffer("bias", own_bias(bias, packed.n, packed.dtype, packed.device))
         self._bits = packed.max_bits
 
     @classmethod
@@ -201,7 +200,16 @@ class AnyPrecisionLinear(nn.Module):
         for bits, book in packed.codebooks.items():
             self.register_buffer(codebook_entry(bits), book)
 
+    def expect_cast(self, dtype: torch.dtype) -> None:
+        if self.bias is not None:
+            cast_bias(self.bias, dtype)
+        if not self.planes.is_meta:
+            self.packed.cast(dtype)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AnyPrecisionLinear:
+        dtype = dtype_after(fn, self.dtype, self.planes.device)
+        if dtype != self.dtype:
+            self.expect_cast(dtype)
         super()._apply(fn, recurse)  # type: ignore[arg-type]
         self._views = {}
         if self.planes.device.type in ("cpu", "cuda"):
@@ -254,15 +262,15 @@ class AnyPrecisionLinear(nn.Module):
         if stored.described != own.described:
             raise ValueError(f"the state_dict holds {stored.described}; this layer is {own.described}: build the layer that fits")
         packed = stored.weight(state, prefix)
+        biases: dict[str, Tensor] = {}
         if self.bias is not None:
-            bias = state[prefix + "bias"]
-            expect_tensors(bias=bias)
-            if bias.shape != self.bias.shape or not bias.is_floating_point():
-                raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{self.out_features}]")
+            bias = expect_bias(state[prefix + "bias"], self.out_features)
+            biases[prefix + "bias"] = cast_bias(bias, self.dtype).contiguous()
         if packed.layout.name != plane_layout(self.arch).name:
             packed = pack_any(packed.unpack(), packed.dtype, arch=self.arch)
         rounded = packed.cast(self.dtype)
-        return {prefix + PLANES: rounded.planes, **{prefix + codebook_entry(bits): book for bits, book in rounded.codebooks.items()}}
+        books = {prefix + codebook_entry(bits): book for bits, book in rounded.codebooks.items()}
+        return {prefix + PLANES: rounded.planes, **books, **biases}
 
 
 def quantize_model_any(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..accepted import expect
+from .casting import PackedLayer
 from .experts import warn_of_stacks
 from .mixed_tensor import MixedTensor
 from .packed import DTYPES
@@ -88,12 +89,18 @@ def replace_layers(
     model: nn.Module, layers: Mapping[str, nn.Linear], by: Mapping[nn.Linear, nn.Module], dtype: torch.dtype | None
 ) -> list[str]:
     """Put what ``by`` has for each of ``layers`` in its place, and cast ``model`` to ``dtype`` where one of
-    them had another (None: never); returns their names."""
-    elsewhere = dtype is not None and any(layer.weight.dtype != dtype for layer in layers.values())
+    them had another (None: never); returns their names. Raises ``ValueError``, before anything has changed, where what
+    ``model`` has packed before does not fit ``dtype``."""
+    if dtype is not None and any(layer.weight.dtype != dtype for layer in layers.values()):
+        for module in model.modules():
+            if isinstance(module, PackedLayer):
+                module.expect_cast(dtype)
+    else:
+        dtype = None
     for name, layer in layers.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, by[layer])
-    if elsewhere:
+    if dtype is not None:
         model.to(dtype)
     settle_saving(model)
     warn_of_stacks(model, 3)

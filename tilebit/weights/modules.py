@@ -14,10 +14,11 @@ from ..layouts.formats import GemmFormat, QuantFormat
 from ..ops.gemm import call
 from ..ops.gemm_int8 import gemm_int8, of_rows
 from ..schedules.gemm.codecs import packed_layout
+from .casting import PackedLayer, cast_bias, dtype_after, own_bias
 from .extra_state import EXTRA, from_tensor, to_tensor
 from .layers import Quantized, expect_computed, given_weights, linears_of, replace_layers
 from .loading import misfits
-from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, pack
+from .packed import DTYPES, WEIGHTS, PackedWeight, arch_of, by_group, fitting_scales, pack
 from .quantize import QuantizedTensor
 from .smooth import Smoothing, quantize_smoothed, smoothing_of
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .precision import PrecisionPlan
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(PackedLayer):
     """y[..., n] = x[..., k] @ w^T (+ bias), with w [n, k] packed for the GEMM kernels of the device
     that the module is on.
 
@@ -37,7 +38,8 @@ class QuantLinear(nn.Module):
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
-    where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them. A format with 8-bit x
+    where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them; a cast to another dtype, of codes,
+    or of scales or a bias that do not fit is a ``ValueError`` and leaves the layer as it was. A format with 8-bit x
     quantizes x at each call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
     codes and permutations of another dtype among them, ``perm`` where the layer has none and the other way round, and then
     changes nothing; once loaded, the layer has the entries' ``smooth``, or none, whatever it had. Derivatives are those of
@@ -66,13 +68,10 @@ class QuantLinear(nn.Module):
                 f"or QuantLinear.from_checkpoint(...)"
             )
         scaled(packed.format)
-        expect_tensors(optional=("bias",), bias=bias)
-        if bias is not None and (tuple(bias.shape) != (packed.n,) or not bias.is_floating_point()):
-            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{packed.n}]")
         self.in_features, self.out_features = packed.k, packed.n
         self.format, self._format_name = packed.format, packed.format_name
         self._dtype = packed.dtype
-        self._hold(packed, None if bias is None else bias.detach().to(packed.device, packed.dtype).contiguous().clone())
+        self._hold(packed, own_bias(bias, packed.n, packed.dtype, packed.device))
         self.dependent = dependent
 
     @classmethod
@@ -197,24 +196,33 @@ class QuantLinear(nn.Module):
         for name in sorted(held, key=lambda name: held[name] is None):  # absent ones last: torch.export counts on it
             self.register_buffer(name, held[name])
 
+    def expect_cast(self, dtype: torch.dtype) -> None:
+        self._scales_in(dtype)
+
+    def _scales_in(self, dtype: torch.dtype) -> Tensor:
+        """The scales of the layer cast to ``dtype``. Raises ``ValueError`` where they or the bias do not fit."""
+        packed = self.packed
+        if self.bias is not None:
+            cast_bias(self.bias, dtype)
+        if self.format.own_scales or packed.scales.is_meta:
+            return packed.scales
+        held = packed.scales[:, : packed.n].t()
+        return by_group(fitting_scales(held, packed.format, dtype, lambda: packed.unpack().codes), packed.scales.shape[1])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Every move and cast comes here. Codes pass through unpacked form when the new device's
         kernels read another layout."""
-        before, bias = self.packed, self.bias
+        before = self.packed
+        dtype = dtype_after(fn, before.dtype, before.device)
+        scales = before.scales if dtype == before.dtype else self._scales_in(dtype)
         super()._apply(fn, recurse)  # type: ignore[arg-type]
         if self.format.own_scales:  # then no buffer tells
-            self.scales = before.scales.to(self.weight.device)
-            cast = fn(torch.empty(0, dtype=before.dtype, device=before.device)).dtype
-            self._dtype = cast if cast in DTYPES else before.dtype
+            self.scales, self._dtype = scales.to(self.weight.device), dtype
+        elif dtype != before.dtype:
+            self.scales.detach().copy_(scales)  # other numbers than a cast gives where a group's weights are all zero
         for name in ("row_scales", "smooth"):  # fp32 whatever the module computes in
             if (held := getattr(before, name)) is not None:
                 setattr(self, name, held.to(self.weight.device))
-        if not (self.format.integer or self.format.own_scales) and self.scales.dtype != before.dtype and before.device.type != "meta":
-            try:
-                pack(before.unpack(), self.scales.dtype, arch=before.arch)
-            except ValueError:
-                self._hold(before, bias)
-                raise
         if self.weight.device.type in ("cpu", "cuda") and before.device.type != "meta":
             self._repack_for(arch_of(self.weight.device))
         self._settle()

@@ -210,6 +210,15 @@ def test_quantize_model_casts_to_the_dtype_that_is_named(cpu_kernels, before):
     assert y(torch.randn(1, K).half()).dtype is torch.float16, "its first call is one"
 
 
+def test_quantize_model_leaves_the_model_alone_when_what_it_holds_cannot_be_cast():
+    held = QuantLinear.from_float(nn.Linear(K, N, dtype=torch.bfloat16), "w4a16_mxfp4")
+    held.scales[0, 0] = 2.0**20
+    model = nn.Sequential(nn.Linear(K, K), held)
+    with pytest.raises(ValueError, match=r"scales do not fit torch\.float16"):
+        quantize_model(model, dtype=torch.float16)
+    assert type(model[0]) is nn.Linear and model[0].weight.dtype is torch.float32 and held.dtype is torch.bfloat16
+
+
 class Pretrained(nn.Module):
     def __init__(self) -> None:
         super().__init__()

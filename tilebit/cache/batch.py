@@ -42,6 +42,7 @@ class Batch:
         self.past_lengths: list[int] = []
         self.name(handles)
 
+    @torch.inference_mode(False)  # tensors that inference mode has made cannot be written outside of it
     def _lay_out(self, device: torch.device) -> None:
         size, max_pages = self.size, self.table.max_pages
         sizes = {"slots": size, "lengths": size, "past": size, "cu_seqlens": size + 1, "cu_kv": size + 1}

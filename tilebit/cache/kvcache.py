@@ -145,8 +145,12 @@ class KVCache(CacheMemory):
         check_packed(self.table, (handle,))
         with self.table.lock:
             new, copies = self.table.fork(handle)
-            self.copy_pages(copies)
-            self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
+            try:
+                self.copy_pages(copies)
+                self.copy_window(self.table.sequence(handle).slot, self.table.sequence(new).slot)
+            except Exception:
+                self.table.free(new)
+                raise
         return new
 
     def truncate(self, handle: int, length: int) -> None:
@@ -513,7 +517,7 @@ class KVCache(CacheMemory):
         self.__dict__.update({name: value for name, value in state.items() if name != "kept"})
         device = kept["windows"][1].device  # ``torch.load`` may have moved it
         self._allocate(self.table.num_pages, self.table.slots, device)
-        self.head_scales = kept["head_scales"]
+        self.head_scales = self._checked_scales(kept["head_scales"])
         self.restore(kept)
         self._latest = _Latest()
 
@@ -574,7 +578,12 @@ class KVCache(CacheMemory):
         check_packed(self.table, batch.handles)
         with self.table.lock:
             self.table.extend(batch.handles, counts)
-            batch.update(counts, deferred)
+            try:
+                batch.update(counts, deferred)
+            except Exception:
+                self.table.retract(batch.handles, counts)
+                batch.name(batch.handles)
+                raise
         return batch
 
     def _take_back(self, batch: Batch, counts: list[int] | None) -> None:

@@ -57,6 +57,7 @@ class CacheMemory:
         self._allocate(num_pages, slots, device)
         self.head_scales = self._checked_scales(head_scales)
 
+    @torch.inference_mode(False)  # tensors that inference mode has made cannot be written outside of it
     def _allocate(self, num_pages: int, slots: int, device: torch.device | str) -> None:
         shapes = ((num_pages, self.heads_kv, self.layout.page_words), (slots, self.heads_kv, window_words(self.head_dim)))
         sizes = [self.num_layers * prod(shape) for shape in shapes]
@@ -123,6 +124,7 @@ class CacheMemory:
         names = ("page_size", "heads_kv", "head_dim", "num_layers")
         return {"order": ORDER, "format": self.format.name, "dtype": str(self.dtype), **{name: getattr(self, name) for name in names}}
 
+    @torch.inference_mode(False)
     def _checked_scales(self, given: Tensor | None) -> Tensor | None:
         shape = (self.num_layers, 2, self.heads_kv)
         if not self.format.has_head_scales:

@@ -64,13 +64,13 @@ def check_rows(
     batch: Batch,
     k: Tensor,
     v: Tensor,
-    shape: Sequence[int],
+    given: tuple[Tensor, Tensor],
     counts: list[int] | None,
     cos_sin: Tensor | None,
     rotary: str,
     layer: int,
 ) -> None:
-    """New rows ``k`` and ``v``, ``shape`` as they were given, of which each sequence gets as many
+    """New rows ``k`` and ``v``, ``given`` as the caller had them, of which each sequence gets as many
     as ``counts`` says (None: what the batch was advanced by)."""
     check_layer(cache, layer)
     if k.shape != v.shape:
@@ -81,11 +81,12 @@ def check_rows(
         if k.shape[0] < sum(batch.counts):
             raise ValueError(f"k has {k.shape[0]} rows and the batch was advanced by {sum(batch.counts)}; accepted: at least as many")
     added = batch.counts if counts is None else counts
-    if len(shape) == 4 and any(added) and (shape[0] < len(added) or any(count != shape[1] for count in added)):
-        raise ValueError(
-            f"k is {list(shape)} and the sequences get {added[:10]} rows; accepted: [batch, rows, heads_kv, head_dim] with as many rows "
-            f"for each of {len(added)} sequences, or [tokens, heads_kv, head_dim]"
-        )
+    for name, rows in zip(("k", "v"), given, strict=True):
+        if rows.ndim == 4 and any(added) and (rows.shape[0] < len(added) or any(count != rows.shape[1] for count in added)):
+            raise ValueError(
+                f"{name} is {list(rows.shape)} and the sequences get {added[:10]} rows; accepted: [batch, rows, heads_kv, head_dim] with "
+                f"as many rows for each of {len(added)} sequences, or [tokens, heads_kv, head_dim]"
+            )
     if cos_sin is None:
         if rotary not in ("", KINDS[0]):  # the default
             raise ValueError(f"rotary is {rotary!r} and cos_sin is None; accepted: cos_sin with it, which says by how much k is turned")

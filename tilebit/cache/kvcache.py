@@ -290,16 +290,16 @@ class KVCache(CacheMemory):
         ``full_windows``, of a ``Batch`` that was advanced by one token each: windows that fill are not
         packed here but by ``pack``, behind all layers.
         """
-        given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
+        given, k, v = (k, v), flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
+        check_rows(self, batch, k, v, given, counts, cos_sin, rotary, layer)
         if full_windows:
             check_one_each(batch, counts)
         else:
             check_packed(self.table, batch.handles)
         turning = None
         if q is not None or out is not None or q_norm is not None or k_norm is not None:
-            turning = turning_of(self, q, out, given, cos_sin, q_norm, k_norm, norm_eps, norm_offset)
+            turning = turning_of(self, q, out, given[0], cos_sin, q_norm, k_norm, norm_eps, norm_offset)
         if counts is not None:
             self._advance(batch, counts)
         try:
@@ -411,9 +411,9 @@ class KVCache(CacheMemory):
         Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
         lengths decide its shapes.
         """
-        given, k, v = k, flat_rows(self, "k", k), flat_rows(self, "v", v)
+        given, k, v = (k, v), flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
-        check_rows(self, batch, k, v, given.shape, counts, cos_sin, rotary, layer)
+        check_rows(self, batch, k, v, given, counts, cos_sin, rotary, layer)
         check_query_rows(self, q, k.shape[0])
         check_scores(self, q.shape[1], sinks, scale, window, sink_tokens, soft_cap)
         if counts is not None:
@@ -453,7 +453,7 @@ class KVCache(CacheMemory):
         check_query_rows(self, qk, v.shape[0], "qk", "heads_q + heads_kv")
         heads_q = qk.shape[1] - self.heads_kv
         k = qk[:, heads_q:]
-        check_rows(self, batch, k, v, k.shape, None, cos_sin, "half", layer)
+        check_rows(self, batch, k, v, (k, v), None, cos_sin, "half", layer)
         check_scores(self, heads_q, None, scale, window, 0, soft_cap)
         turning = turning_of(self, qk, None, k, cos_sin, None, None, 0.0, 0.0)
         past = self._history(batch, layer)  # before the rows are written: a window that fills is packed

@@ -209,6 +209,21 @@ def test_rows_in_a_grid_are_one_line_for_each_sequence(kernels):
     assert torch.equal(cache.gather(sequences)[1][0], k.view(6, HEADS, DIM)[2:4])
 
 
+@pytest.mark.parametrize("call", ["append", "prefill"])
+def test_values_in_another_order_than_keys_are_refused(kernels, call):
+    """Flattened, both have the same shape."""
+    cache = cache_of()
+    sequences = cache.allocate(2)
+    before, launched = snapshot(cache), list(kernels.calls)
+    k, v = (x.view(2, 3, HEADS, DIM) for x in rows(6))
+    q = [torch.zeros(6, 4, DIM).half()] if call == "prefill" else []
+    for key, value, name in ((k, v.transpose(0, 1), "v"), (k.flatten(0, 1), v.transpose(0, 1), "v"), (k.transpose(0, 1), v, "k")):
+        with pytest.raises(ValueError, match=rf"{name} is \[3, 2, 2, 64\] and the sequences get \[3, 3\] rows"):
+            getattr(cache, call)(sequences, *q, key, value)
+    assert unchanged(cache, before) and kernels.calls == launched
+    getattr(cache, call)(sequences, *q, k, v.flatten(0, 1))
+
+
 # ---- batches ----
 
 

@@ -40,6 +40,7 @@ class Batch:
         self.copied, self._deferred = True, False
         self._rows = [(-1, -1)] * size  # what each row of block_tables holds: a handle, and when its pages last changed
         self.past_lengths: list[int] = []
+        self.unpacked: set[int] = set()
         self.name(handles)
 
     @torch.inference_mode(False)  # tensors that inference mode has made cannot be written outside of it
@@ -85,19 +86,30 @@ class Batch:
             raise ValueError(f"got the sequences {list(handles)[:10]}; accepted: up to {self.size}, each once")
         for handle in handles:
             self.table.sequence(handle)
+        self._reject_waiting()
         self.handles: tuple[int, ...] = tuple(handles)
         self.counts, self.most_new = [0] * len(handles), 0
         self.written: set[int] = set()
-        self.unpacked: set[int] = set()
+        self.unpacked.clear()
         self._resized: list[int] = []  # when each sequence's length last changed
         self._advanced: list[int] | None = None  # and when it did by the advance of these counts; None: by no such
         self._version = -1
+
+    def _reject_waiting(self) -> None:
+        """Raise ``ValueError`` where sequences would no longer be found by the pack that they wait for."""
+        waiting = sorted(self.table.unpacked.intersection(self.handles)) if self.unpacked else []
+        if waiting:
+            raise ValueError(
+                f"sequences {waiting[:8]} of the batch were appended to with full_windows; accepted: other sequences behind pack of the "
+                f"batch, or when these are freed"
+            )
 
     def update(self, counts: Sequence[int], deferred: bool = False) -> None:
         """The sequences' last ``counts`` tokens are the new ones; ``deferred``: the device's numbers
         follow when the batch is next used."""
         self.counts, self.most_new = list(counts), max(counts, default=0)
         self.written.clear()
+        self.unpacked.clear()  # of sequences that others have replaced: those that wait are not advanced
         self._version, self._advanced = -1, None
         if deferred:
             self._follow()
@@ -106,16 +118,27 @@ class Batch:
             self.refresh()
         self._advanced = self._resized
 
+    @property
+    def advanced(self) -> bool:
+        """Whether the sequences have the lengths that the last ``KVCache.advance`` of this batch gave them, as of
+        the last ``refresh``."""
+        return self._advanced is not None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, and calls write nothing yet."""
+        return self._numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+
     def reject_rows(self, layer: int) -> None:
         """Raise ``ValueError`` when new rows of ``layer`` have no place: nobody has made room for
         them since, or it has been filled."""
-        if self._advanced is None:
+        if not self.advanced:
             raise ValueError(
                 "the batch was not advanced since it was made, or its sequences have changed their lengths since; accepted: "
                 "advance(batch, counts), then the rows of each layer once"
             )
         # A graph that is being captured writes nothing yet, and its calls were made once before.
-        if layer in self.written and not (self._numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if layer in self.written and not self.capturing:
             raise ValueError(
                 f"the rows of layer {layer} were written since the batch was advanced, and would be overwritten; accepted: "
                 f"advance(batch, counts) before the next rows"
@@ -127,7 +150,7 @@ class Batch:
         stale = self._version != self.table.version
         if not stale and not self._deferred:
             return False
-        if self._numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             raise RuntimeError("sequences have changed since the batch was last used, and a CUDA graph is being captured; accepted: call "
                                "advance(batch) or batch.refresh() before the capture, and again before each replay")  # fmt: skip
         if stale:

@@ -102,10 +102,16 @@ def check_rows(
 
 
 def check_one_each(batch: Batch, counts: list[int] | None) -> None:
-    """That ``batch`` was advanced by a token each, for appends with full_windows."""
+    """That ``batch`` was advanced by a token each and no layer was appended to otherwise, for appends with full_windows."""
     if counts is not None or any(count != 1 for count in batch.counts):
         got = "handles are" if counts is not None else f"a batch that was advanced by {batch.counts[:8]} tokens is"
         raise ValueError(f"{got} given with full_windows; accepted: a Batch that was advanced by one token each, and pack(batch) behind")
+    if not batch.written <= batch.unpacked and not batch.capturing:  # a capture repeats a step that was packed
+        plain = sorted(batch.written - batch.unpacked)
+        raise ValueError(
+            f"layers {plain[:8]} were appended to without full_windows in this step; accepted: all layers with it, or none, until the next "
+            f"advance(batch)"
+        )
 
 
 def check_packed(table: SequenceTable, handles: Sequence[int]) -> None:

@@ -361,6 +361,11 @@ class KVCache(CacheMemory):
                 f"layers {left[:8]} were not appended to with full_windows in this step; accepted: pack behind all layers' appends"
             )
         batch.refresh()
+        if not batch.advanced or not self.table.unpacked.issuperset(batch.handles):
+            raise ValueError(
+                "the batch's sequences are not what it appended to with full_windows (load_state has put others in their place); accepted: "
+                "advance(batch), appends to all layers with full_windows, then pack"
+            )
         ops.PACK(
             self.all_pages, self.all_windows, batch.block_tables, batch.slots, batch.lengths, self.head_scales, self.format.name,
             self.page_size, self.head_dim, self.dtype, dependent and self._settled(batch),

@@ -120,3 +120,58 @@ def test_full_windows_are_for_one_token_each(kernels):
     with pytest.raises(ValueError, match="handles are given with full_windows"):
         one.append(handles, *rows(generator, 1), full_windows=True)
     assert one.length(handles[0]) == 0
+
+
+def test_all_layers_of_a_step_or_none(kernels):
+    """Else no pack would take the batch, and nothing else would take its sequences."""
+    cache, batch = cache_of()
+    generator = torch.Generator().manual_seed(4)
+    cache.advance(batch)
+    cache.append(batch, *rows(generator, 3), layer=0)
+    with pytest.raises(ValueError, match=r"layers \[0\] were appended to without full_windows in this step; accepted: all layers with it"):
+        cache.append(batch, *rows(generator, 3), layer=1, full_windows=True)
+    cache.append(batch, *rows(generator, 3), layer=1)
+    assert len(cache.gather(batch, layer=1)) == 3
+
+
+def test_a_batch_keeps_the_sequences_that_wait_for_it(kernels):
+    cache, batch = cache_of()
+    generator = torch.Generator().manual_seed(5)
+    (other,) = cache.allocate()
+    cache.advance(batch)
+    for layer in range(LAYERS):
+        cache.append(batch, *rows(generator, 3), layer=layer, full_windows=True)
+    handles = batch.handles
+    with pytest.raises(ValueError, match=r"sequences \[0, 1, 2\] of the batch were appended to with full_windows; accepted: other"):
+        batch.assign([other])
+    assert batch.handles == handles
+    cache.pack(batch)
+    batch.assign([other])
+
+
+def test_a_pack_of_what_a_state_has_replaced_is_refused(kernels):
+    cache = KVCache(16, 4, HEADS, DIM, "kv16")
+    generator = torch.Generator().manual_seed(6)
+    (a,) = cache.allocate()
+    k, v = rows(generator, 128)
+    cache.append([a], k, v)
+    state = cache.state()
+    cache.truncate(a, 0)
+    cache.append([a], *rows(generator, 127))
+    batch = cache.advance(cache.batch([a]))
+    cache.append(batch, *rows(generator, 1), full_windows=True)
+    cache.load_state(state)
+    refused = "are not what it appended to with full_windows"
+    with pytest.raises(ValueError, match=refused):
+        cache.pack(batch)
+    cache.truncate(a, 0)
+    cache.append([a], *rows(generator, 127))
+    other = cache.advance(cache.batch([a]))
+    cache.append(other, *rows(generator, 1), full_windows=True)  # the sequence waits again, for another batch
+    with pytest.raises(ValueError, match=refused):
+        cache.pack(batch)
+    cache.pack(other)
+    cache.load_state(state)
+    assert all(torch.equal(held, given) for held, given in zip(cache.gather([a])[0], (k, v), strict=True))
+    cache.append(cache.advance(batch), *rows(generator, 1))  # and a plain step of that batch is one
+    assert cache.attend(batch, torch.zeros(1, 1, 4, DIM).half())[0].shape[0] == 1

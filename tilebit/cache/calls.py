@@ -15,7 +15,7 @@ from torch import Tensor
 from ..accepted import expect_tensors
 from ..layouts.kv_formats import KVFormat
 from ..ops.dispatch import DTYPE_NAMES
-from ..ops.operands import describe
+from ..ops.operands import describe, overlap
 from ..schedules.attention.workload import ROTARY_STEP, AttentionWorkload
 from .batch import Batch
 from .counts import whole
@@ -148,13 +148,14 @@ def turning_of(
     q: Tensor | None,
     out: Tensor | None,
     k: Tensor,
+    v: Tensor,
     cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
     norm_offset: float,
 ) -> Turning:
-    """Of an append of ``k`` as it was given."""
+    """Of an append of ``k`` and ``v`` as they were given."""
     if q is None:
         given = next(name for name, tensor in (("out", out), ("q_norm", q_norm), ("k_norm", k_norm)) if tensor is not None)
         raise ValueError(f"{given} is given and q is not; accepted: with q, the new tokens' queries, or without both")
@@ -172,6 +173,10 @@ def turning_of(
             raise ValueError(f"{name} is {describe(weight)}; accepted: {cache.dtype} [{cache.head_dim}] on {cache.device}")
     if out is not None and (out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous()):
         raise ValueError(f"out is {describe(out)}; accepted: {cache.dtype} {list(q.shape)} on {cache.device}, contiguous: q's shape")
+    if out is not None:
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            if overlap(out, rows):
+                raise ValueError(f"out lies in the memory of {name}, which is still read when out is written; accepted: other memory")
     norm = (norm_eps, norm_offset) if q_norm is not None else (0.0, 0.0)
     return Turning((q.flatten(0, -3), q_norm, k_norm), norm, None if out is None else out.flatten(0, -3))
 

@@ -279,7 +279,7 @@ class KVCache(CacheMemory):
 
         ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's: the
         result is q turned at the same positions, in the same launch: a new tensor of q's shape, or
-        ``out`` (contiguous, other memory than q's). Its rows of padding stay undefined. Without q
+        ``out`` (contiguous, other memory than that of q, k and v). Its rows of padding stay undefined. Without q
         there is no result. ``q_norm`` and ``k_norm`` [head_dim], both or neither: each head of q
         and k is first divided by sqrt(mean of squares + ``norm_eps``) and multiplied by the weights
         plus ``norm_offset`` (1 for Gemma's), with or without ``cos_sin``; all in fp32, rounded
@@ -299,7 +299,7 @@ class KVCache(CacheMemory):
             check_packed(self.table, batch.handles)
         turning = None
         if q is not None or out is not None or q_norm is not None or k_norm is not None:
-            turning = turning_of(self, q, out, given[0], cos_sin, q_norm, k_norm, norm_eps, norm_offset)
+            turning = turning_of(self, q, out, *given, cos_sin, q_norm, k_norm, norm_eps, norm_offset)
         if counts is not None:
             self._advance(batch, counts)
         try:
@@ -460,7 +460,7 @@ class KVCache(CacheMemory):
         k = qk[:, heads_q:]
         check_rows(self, batch, k, v, (k, v), None, cos_sin, "half", layer)
         check_scores(self, heads_q, None, scale, window, 0, soft_cap)
-        turning = turning_of(self, qk, None, k, cos_sin, None, None, 0.0, 0.0)
+        turning = turning_of(self, qk, None, k, v, cos_sin, None, None, 0.0, 0.0)
         past = self._history(batch, layer)  # before the rows are written: a window that fills is packed
         turned = self._write(batch, k, v, cos_sin, "half", layer, turning=turning)
         assert turned is not None

@@ -52,13 +52,28 @@ def check_memory(name: str, tensor: Tensor) -> None:
     (``untyped_storage().resize_``) and no longer holds it: what reads it would read another's
     memory, or none."""
     held = tensor.untyped_storage().nbytes()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    needed = tensor.storage_offset() * tensor.element_size() + _span(tensor) if tensor.numel() else 0
     if held < needed:
         raise ValueError(
             f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} whose storage was shrunk or freed: it has {held} "
             f"of the {needed} bytes that are needed; fill the storage again, or pass another tensor"
         )
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory in part: the bytes from the first to the last element of each."""
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + _span(b) and second < first + _span(a)
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.is_contiguous():  # first: asking for sizes costs host time
+        return tensor.nbytes
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def describe(tensor: Tensor) -> str:

@@ -20,7 +20,7 @@ from ..schedules.activations.workload import ACTIVATIONS, EPS, OUTS, PER_TOKEN
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES
 from .plans import Key, bucket, launcher
-from .rows_fit import expect_gates, expect_norm, expect_numbers
+from .rows_fit import expect_apart, expect_gates, expect_norm, expect_numbers
 from .rows_to_codes import ADD_NORM_QUANTIZE, GATED_QUANTIZE
 
 TANH = (2 / math.pi) ** 0.5  # of GELU's tanh form, here as gate * sigmoid(2 ...): 1 + tanh(...) would cancel
@@ -148,6 +148,7 @@ _launch = launcher(_workload, lambda workload: workload.served)
 
 def _add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = EPS, offset: float = 0.0, dependent: bool = False) -> Tensor:
     y = _normed_like(x, residual, weight)
+    expect_apart(x, residual)
     k = x.shape[-1]
     m = x.numel() // k
     if not m:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..schedules.activations.workload import ACTIVATIONS
 from .dispatch import DTYPE_NAMES
-from .operands import describe
+from .operands import describe, overlap
 
 
 def expect_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
@@ -21,6 +21,15 @@ def expect_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
             )
     if residual is not None and not residual.is_contiguous():
         raise ValueError(f"residual is {describe(residual)} with strides {residual.stride()}; accepted in place: a contiguous one")
+
+
+def expect_apart(x: Tensor, residual: Tensor | None) -> None:
+    """Raise ``ValueError`` where the new residual would be written over elements of x that are still to be
+    read."""
+    if residual is None or not overlap(x, residual):
+        return
+    if x.data_ptr() != residual.data_ptr() or not x.is_contiguous():
+        raise ValueError("x and residual lie in the same memory in part; accepted in place: memory of their own, or one tensor for both")
 
 
 def expect_numbers(eps: float, offset: float) -> None:

@@ -15,7 +15,7 @@ from ..schedules.activations.workload import EPS, PER_TOKEN
 from .direct import inference_only
 from .plans import bucket
 from .quantize import launch, outputs
-from .rows_fit import expect_gates, expect_norm, expect_numbers
+from .rows_fit import expect_apart, expect_gates, expect_norm, expect_numbers
 
 ALIGNED = 8  # columns of x that CUDA kernels read at once
 
@@ -32,6 +32,7 @@ def _add_norm_quantize(
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     codes, scales = _new_norm(x, residual, weight, smooth, out, group)
+    expect_apart(x, residual)
     k = x.shape[-1]
     m = x.numel() // k
     if m:

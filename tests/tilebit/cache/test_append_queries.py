@@ -132,3 +132,20 @@ def test_queries_that_are_no_tensor(kernels):
     for given in wrong:
         with pytest.raises(TypeError, match=list(given)[-1]):
             cache.append(sequences, k, v, cos_sin=TABLE, **given)
+
+
+@pytest.mark.parametrize("place", ["q", "behind q", "k", "v"])
+def test_queries_are_turned_into_other_memory(kernels, place):
+    """Rows would be read when others have been written over them."""
+    cache = cache_of()
+    sequences, flat = cache.allocate(2), torch.randn(4 * 2 * HEADS_Q * DIM).half()
+    size = 2 * HEADS_Q * DIM
+    q = flat[:size].view(2, HEADS_Q, DIM)
+    k, v = (flat[n * size :][: 2 * HEADS * DIM].view(2, HEADS, DIM) for n in (2, 3))
+    start = {"q": 0, "behind q": DIM, "k": 2 * size - DIM, "v": 3 * size}[place]
+    out, before = flat[start : start + size].view_as(q), flat.clone()
+    with pytest.raises(ValueError, match=f"out lies in the memory of {place[-1]}, which .*; accepted: other memory"):
+        cache.append(sequences, k, v, cos_sin=TABLE, q=q, out=out)
+    assert torch.equal(flat, before) and [cache.length(h) for h in sequences] == [0, 0] and not kernels.calls
+    beside = flat[size : 2 * size].view_as(q)
+    assert torch.equal(cache.append(sequences, k, v, cos_sin=TABLE, q=q, out=beside), rotated(q, torch.zeros(2).long(), TABLE, "half"))

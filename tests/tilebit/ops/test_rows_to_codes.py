@@ -235,3 +235,18 @@ def test_calls_on_a_gpu(k: int):
         assert same(kept, before + given)
         right = tilebit.quantize_activations(kept, "int8", None, weight)
         assert same(codes, right[0]) and same(scales, right[1])
+
+
+@pytest.mark.parametrize("out", [None, "int8"])
+def test_a_residual_lies_in_memory_of_its_own(kernels, out: str | None):
+    """Or is x itself: else rows of x would be read when others have been written over them."""
+    z, weight = rows(5, 64), 1 + rows(64) / 4
+    before = z.clone()
+    for x, residual in ((z[:4], z[1:]), (z[1:], z[:4]), (z[:4, :1].expand(4, 64), z[:4])):
+        with pytest.raises(ValueError, match="x and residual lie in the same memory in part; accepted in place: memory of"):
+            tilebit.add_norm(x, residual, weight, inplace=True, out=out)
+        assert torch.equal(z, before) and not kernels.early
+    tilebit.add_norm(z[:2], z[2:4], weight, inplace=True, out=out)
+    assert torch.equal(z[2:4], before[:2] + before[2:4])
+    tilebit.add_norm(z, z, weight, inplace=True, out=out)
+    assert torch.equal(z[:2], 2 * before[:2])

@@ -3,13 +3,16 @@ the model's batch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..cache.batch import Batch
+from ..cache.counts import whole
 from ..cache.kvcache import KVCache
+from ..cache.sequences import CacheFull
 from ..layouts.kv import RESIDUAL
 
 
@@ -86,21 +89,39 @@ class Pool:
 
     def select(self, rows: Sequence[int]) -> None:
         """Have the sequences that were ``rows``, one of them several times perhaps: those share
-        pages."""
-        if list(rows) == list(range(len(self.handles))):
+        pages. Raises before anything has changed."""
+        rows = [whole("a row of the cache", row, 0, len(self.handles) - 1) for row in rows]
+        if rows == list(range(len(self.handles))):
             return
         kept = set(rows)
         more = len(rows) - len(kept)
         self._room(max(0, more - (len(self.handles) - len(kept))), more)  # a fork may copy a page that is half filled
-        for row, handle in enumerate(self.handles):
-            if row not in kept:
-                self.cache.free(handle)
+        dropped = [handle for row, handle in enumerate(self.handles) if row not in kept]
+        self._check_forks([self.handles[row] for row in (Counter(rows) - Counter(kept)).elements()], dropped)
+        for handle in dropped:
+            self.cache.free(handle)
         taken: set[int] = set()
         handles = []
         for row in rows:
             handles.append(self.cache.fork(self.handles[row]) if row in taken else self.handles[row])
             taken.add(row)
         self.handles, self._batch = handles, None
+
+    def _check_forks(self, sources: list[int], dropped: list[int]) -> None:
+        """Raise ``CacheFull`` unless each of ``sources`` can be forked, one several times perhaps, when ``dropped``
+        are freed."""
+        table = self.cache.table
+        slots = table.free_slots + len(dropped)
+        if len(sources) > slots:
+            raise CacheFull(f"{len(sources)} more rows need as many slots and {slots} of {table.slots} are free; make the cache with more "
+                            "sequences (beams and returned sequences are rows, too). Nothing has changed")  # fmt: skip
+        copies = sum(table.sequence(handle).length // RESIDUAL * RESIDUAL % self.page_size > 0 for handle in sources)
+        if copies > table.free_pages:
+            held = Counter(page for handle in dropped for page in table.sequence(handle).pages)
+            pages = table.free_pages + sum(table.references[page] == count for page, count in held.items())
+            if copies > pages:
+                raise CacheFull(f"{len(sources)} more rows need {copies} pages and {pages} of {table.num_pages} are free; make the cache "
+                                "with more sequences, or a larger max_tokens. Nothing has changed")  # fmt: skip
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""

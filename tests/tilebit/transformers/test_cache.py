@@ -100,6 +100,44 @@ def test_a_cache_of_fixed_size_says_what_does_not_fit(model: Any):
     assert cache.get_seq_length() == 0 and cache.pool.cache.free_slots == 2
 
 
+def held_by(cache: TilebitCache) -> tuple[list[int], list[int], int, int]:
+    own = cache.pool.cache
+    return list(cache.pool.handles), own.sequences, own.free_slots, own.free_pages
+
+
+@pytest.mark.parametrize("rows", [[0, 5], [-1, -2], [2, 0], [0.0, 1.0]])
+def test_rows_that_are_none_are_refused_before_one_is_dropped(model: Any, rows: list[int]):
+    cache = TilebitCache(model.config, format="kv4_channel")
+    step(model, cache, IDS[:, :9].expand(2, -1))
+    before = held_by(cache)
+    with pytest.raises(ValueError, match=r"a row of the cache is .*; accepted: whole numbers from 0 to 1"):
+        cache.reorder_cache(torch.tensor(rows))
+    assert held_by(cache) == before
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.pool.lengths() == [9, 9]
+
+
+def test_more_rows_than_there_is_room_for_change_nothing(model: Any):
+    """Slots first; then pages, where a half-filled one is copied and those of dropped rows become free."""
+    cache = TilebitCache(model.config, format="kv4_channel", max_tokens=100, sequences=3, page_size=256)
+    step(model, cache, IDS[:, :9].expand(2, -1))
+    before = held_by(cache)
+    with pytest.raises(CacheFull, match="2 more rows need as many slots and 1 of 3 are free; make the cache with more sequences"):
+        cache.batch_repeat_interleave(2)
+    assert held_by(cache) == before
+    cache.reset()
+    step(model, cache, IDS[:, :130])
+    before = held_by(cache)
+    with pytest.raises(CacheFull, match="1 more rows need 1 pages and 0 of 1 are free; make the cache with more sequences, or a larger"):
+        cache.batch_repeat_interleave(2)
+    assert held_by(cache) == before
+    full = TilebitCache(model.config, format="kv4_channel", max_tokens=256, sequences=2, page_size=256)
+    step(model, full, IDS[:, :130].expand(2, -1))
+    assert full.pool.cache.free_pages == 0
+    full.reorder_cache(torch.tensor([1, 1]))
+    assert full.pool.lengths() == [130, 130]
+
+
 def test_masks_are_held_to_what_the_cache_has_seen(model: Any):
     cache = TilebitCache(model.config, format="kv4_channel")
     mask = torch.ones(2, 20, dtype=torch.int64)

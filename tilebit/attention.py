@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from .accepted import expect, expect_tensors
+from .cache.counts import score_options
 from .cache.kvcache import Batch, KVCache
 from .ops import attention as attention_ops  # registers torch.ops.tilebit.attention_*
 from .ops.operands import describe
@@ -88,8 +89,8 @@ def decode(
     tokens nor what sets lengths or tables.
     """
     return attention_ops.DECODE(
-        q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size, scale, window, sink_tokens, soft_cap,
-        return_lse, dependent, full_windows,
+        q, pages, windows, block_tables, slots, lengths, head_scales, sinks, format, page_size,
+        *score_options(scale, window, sink_tokens, soft_cap), return_lse, dependent, full_windows,
     )  # fmt: skip
 
 
@@ -240,7 +241,8 @@ def prefill(
     tokens. ``cu_q``, ``cu_kv``: int32 [batch + 1]. ``dependent``: the preceding kernel may write
     every operand. The rest as ``decode``.
     """
-    return attention_ops.PREFILL(q, k, v, cu_q, cu_kv, sinks, scale, window, sink_tokens, soft_cap, return_lse, dependent)
+    options = score_options(scale, window, sink_tokens, soft_cap)
+    return attention_ops.PREFILL(q, k, v, cu_q, cu_kv, sinks, *options, return_lse, dependent)
 
 
 def scaled_dot_product_decode(

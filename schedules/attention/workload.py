@@ -22,6 +22,8 @@ _TURNING: dict[str, Any] = {"queries": False, "rotary_dim": 0, "qk_norm": False,
 # Fields that are absent from what was stored before there were any, and where they say nothing.
 _LATER: dict[str, Any] = {**_TURNING, "full_windows": False}
 _OF_APPEND: dict[str, Any] = {"rotary": "", **_TURNING}
+MOST_WINDOW = 2**31 - 1  # kernels count tokens in 32 bits
+LEAST, MOST = 2.0**-60, 2.0**60  # of the numbers that kernels multiply and divide by each other in fp32
 MOST_BATCH, MOST_TOKENS = 1024, 1 << 20  # the largest buckets
 
 
@@ -90,15 +92,20 @@ class AttentionWorkload:
         ):  # fmt: skip
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}")
-        for name in ("batch", "q_len", "kv_len", "window", "sink_tokens", "soft_cap"):
+        for name in ("batch", "q_len", "kv_len"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: finite numbers from 0")
+        for name in ("window", "sink_tokens"):
+            if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) <= MOST_WINDOW:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: whole numbers from 0 to {MOST_WINDOW}")
+        if self.soft_cap != 0 and not LEAST <= self.soft_cap <= MOST:
+            raise ValueError(f"soft_cap is {self.soft_cap!r}; accepted: 0, or finite numbers from {LEAST} to {MOST}")
         if self.heads_kv < 1 or self.heads_q < 1 or self.heads_q % self.heads_kv:
             raise ValueError(
                 f"heads_q is {self.heads_q} and heads_kv {self.heads_kv}; accepted: heads_q a multiple of heads_kv, both above 0"
             )
-        if self.scale is not None and not 0 < self.scale < float("inf"):
-            raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, or None for head_dim ** -0.5")
+        if self.scale is not None and not LEAST <= self.scale <= MOST:
+            raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, from {LEAST} to {MOST}, or None for head_dim ** -0.5")
         if self.scale == self.head_dim**-0.5:
             object.__setattr__(self, "scale", None)  # said or not, it is one kernel
         unused: dict[str, Any] = {} if self.op == "append" else dict(_OF_APPEND)
@@ -124,8 +131,10 @@ class AttentionWorkload:
             raise ValueError("qk_norm is True and queries False; accepted: both, since queries and keys are normalized together")
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % ROTARY_STEP:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; accepted: multiples of {ROTARY_STEP} up to head_dim {self.head_dim}")
-        if not 0 <= self.norm_eps < float("inf") or not abs(self.norm_offset) < float("inf"):
-            raise ValueError(f"norm_eps is {self.norm_eps} and norm_offset {self.norm_offset}; accepted: finite numbers, norm_eps from 0")
+        if not 0 <= self.norm_eps <= MOST or not abs(self.norm_offset) <= MOST:
+            raise ValueError(
+                f"norm_eps is {self.norm_eps} and norm_offset {self.norm_offset}; accepted: finite numbers up to {MOST}, norm_eps from 0"
+            )
 
     @property
     def turned_channels(self) -> int:

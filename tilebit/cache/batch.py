@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -82,12 +83,13 @@ class Batch:
 
     def name(self, handles: Sequence[int]) -> None:
         """``assign``, with tensors that are brought up to date where the batch is used."""
-        if len(handles) > self.size or len(set(handles)) != len(handles):
-            raise ValueError(f"got the sequences {list(handles)[:10]}; accepted: up to {self.size}, each once")
         for handle in handles:
             self.table.sequence(handle)
+        named = tuple(index(handle) for handle in handles)
+        if len(named) > self.size or len(set(named)) != len(named):
+            raise ValueError(f"got the sequences {list(named)[:10]}; accepted: up to {self.size}, each once")
         self._reject_waiting()
-        self.handles: tuple[int, ...] = tuple(handles)
+        self.handles: tuple[int, ...] = named
         self.counts, self.most_new = [0] * len(handles), 0
         self.written: set[int] = set()
         self.unpacked.clear()

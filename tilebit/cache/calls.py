@@ -3,7 +3,7 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,7 +18,7 @@ from ..ops.dispatch import DTYPE_NAMES
 from ..ops.operands import describe, overlap
 from ..schedules.attention.workload import ROTARY_STEP, AttentionWorkload
 from .batch import Batch
-from .counts import whole
+from .counts import real, score_options, whole
 from .rotary import KINDS
 from .sequences import SequenceTable
 
@@ -51,7 +51,9 @@ def counts_of(batch: Batch, rows: int, cu_seqlens: Sequence[int] | Tensor | None
         if live == 0 or rows % live:
             raise ValueError(f"k has {rows} rows for {live} sequences; accepted: as many for each, or with cu_seqlens")
         return [rows // live] * live
-    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if not isinstance(given, Iterable):
+        raise ValueError(f"cu_seqlens is {cu_seqlens!r}; accepted: {live + 1} numbers from 0 to k's {rows} rows")
     bounds = [whole("a number of cu_seqlens", bound) for bound in given]
     counts = [end - start for start, end in pairwise(bounds)]
     if len(counts) != live or bounds[0] != 0 or bounds[-1] != rows or min(counts, default=0) < 0:
@@ -91,6 +93,8 @@ def check_rows(
         if rotary not in ("", KINDS[0]):  # the default
             raise ValueError(f"rotary is {rotary!r} and cos_sin is None; accepted: cos_sin with it, which says by how much k is turned")
         return
+    if not isinstance(cos_sin, Tensor):
+        expect_tensors(("cos_sin",), cos_sin=cos_sin)
     if rotary not in KINDS:
         raise ValueError(f"rotary is {rotary!r}; accepted: 'half' and 'interleaved'")
     longest = max((cache.length(h) + (0 if counts is None else n) for h, n in zip(batch.handles, added, strict=True)), default=0)
@@ -177,7 +181,7 @@ def turning_of(
         for name, rows in (("q", q), ("k", k), ("v", v)):
             if overlap(out, rows):
                 raise ValueError(f"out lies in the memory of {name}, which is still read when out is written; accepted: other memory")
-    norm = (norm_eps, norm_offset) if q_norm is not None else (0.0, 0.0)
+    norm = (real("norm_eps", norm_eps), real("norm_offset", norm_offset)) if q_norm is not None else (0.0, 0.0)
     return Turning((q.flatten(0, -3), q_norm, k_norm), norm, None if out is None else out.flatten(0, -3))
 
 
@@ -212,18 +216,21 @@ def _reject_query(cache: KVCache, q: Tensor, shape: str, name: str = "q") -> NoR
 
 def check_scores(
     cache: KVCache, heads_q: int, sinks: Tensor | None, scale: float | None, window: int, sink_tokens: int, soft_cap: float
-) -> None:
-    """What attention says of its scores, for calls that change something before they attend."""
+) -> tuple[float | None, int, int, float]:
+    """What attention says of its scores, for calls that change something before they attend; (scale, window,
+    sink_tokens, soft_cap) as ``score_options``."""
+    scale, window, sink_tokens, soft_cap = options = score_options(scale, window, sink_tokens, soft_cap)
     _check_options(heads_q, cache.heads_kv, cache.head_dim, DTYPE_NAMES[cache.dtype], window, sink_tokens, soft_cap, scale)
+    expect_tensors(("sinks",), sinks=sinks)
     if sinks is not None and (sinks.dtype != torch.float32 or tuple(sinks.shape) != (heads_q,) or sinks.device != cache.device):
         raise ValueError(f"sinks is {describe(sinks)}; accepted: float32 [{heads_q}] on {cache.device}")
+    return options
 
 
-@lru_cache(maxsize=64, typed=True)
+@lru_cache(maxsize=64)
 def _check_options(
     heads_q: int, heads_kv: int, head_dim: int, dtype: str, window: int, sink_tokens: int, soft_cap: float, scale: float | None
 ) -> None:
     """The workload says what is accepted."""
-    window, sink_tokens = whole("window", window, 0), whole("sink_tokens", sink_tokens, 0)
     sizes = (1, 1, 1, heads_q, heads_kv, head_dim)
     AttentionWorkload("prefill", *sizes, KVFormat(), dtype, window=window, sink_tokens=sink_tokens, soft_cap=soft_cap, scale=scale)

@@ -48,7 +48,7 @@ from .calls import (
     reject_windows,
     turning_of,
 )
-from .counts import whole
+from .counts import score_options, whole
 from .memory import CacheMemory
 from .rotary import rotated
 from .sequences import SequenceTable
@@ -108,6 +108,7 @@ class KVCache(CacheMemory):
         head_scales: Tensor | None = None,
     ) -> None:
         super().__init__(num_pages, slots, heads_kv, head_dim, format, dtype, page_size, device, num_layers, head_scales)
+        num_pages, slots, page_size = len(self.pages[0]), len(self.windows[0]), self.page_size
         self.max_tokens = num_pages * page_size + RESIDUAL - 1 if max_tokens is None else whole("max_tokens", max_tokens, 1)
         max_pages = max(1, -(-(self.max_tokens // RESIDUAL * RESIDUAL) // page_size))
         self.table = SequenceTable(num_pages, slots, page_size, max_pages)
@@ -340,6 +341,9 @@ class KVCache(CacheMemory):
         if not full_windows:
             check_packed(self.table, batch.handles)
         q_len = check_query(self, batch, q)
+        scale, window, sink_tokens, soft_cap = score_options(scale, window, sink_tokens, soft_cap)
+        if sinks is not None and not isinstance(sinks, Tensor):
+            expect_tensors(("sinks",), sinks=sinks)
         changed = batch.refresh()  # then lengths and tables, or the pages of a fork, may have been copied just now
         early = dependent and not changed and batch.most_new <= q_len
         return ops.DECODE(
@@ -420,7 +424,7 @@ class KVCache(CacheMemory):
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
         check_rows(self, batch, k, v, given, counts, cos_sin, rotary, layer)
         check_query_rows(self, q, k.shape[0])
-        check_scores(self, q.shape[1], sinks, scale, window, sink_tokens, soft_cap)
+        options = check_scores(self, q.shape[1], sinks, scale, window, sink_tokens, soft_cap)
         if counts is not None:
             self._advance(batch, counts)
         try:
@@ -428,8 +432,7 @@ class KVCache(CacheMemory):
             if cos_sin is not None:
                 k = rotated(k, batch.positions(), cos_sin, rotary)
             all_k, all_v = self._behind_history(batch, self._history(batch, layer), k, v)
-            options = (sinks, scale, window, sink_tokens, soft_cap, return_lse)
-            result = ops.PREFILL(q, all_k, all_v, batch.cu_seqlens, batch.cu_kv, *options)
+            result = ops.PREFILL(q, all_k, all_v, batch.cu_seqlens, batch.cu_kv, sinks, *options, return_lse)
             self._write(batch, k, v, None, "", layer)
         except Exception:
             self._take_back(batch, counts)
@@ -459,15 +462,13 @@ class KVCache(CacheMemory):
         heads_q = qk.shape[1] - self.heads_kv
         k = qk[:, heads_q:]
         check_rows(self, batch, k, v, (k, v), None, cos_sin, "half", layer)
-        check_scores(self, heads_q, None, scale, window, 0, soft_cap)
+        options = check_scores(self, heads_q, None, scale, window, 0, soft_cap)
         turning = turning_of(self, qk, None, k, v, cos_sin, None, None, 0.0, 0.0)
         past = self._history(batch, layer)  # before the rows are written: a window that fills is packed
         turned = self._write(batch, k, v, cos_sin, "half", layer, turning=turning)
         assert turned is not None
         all_k, all_v = self._behind_history(batch, past, turned[:, heads_q:], v)
-        return ops.PREFILL(
-            turned[:, :heads_q], all_k, all_v, batch.cu_seqlens, batch.cu_kv, None, scale, window, 0, soft_cap, False
-        )[0]  # fmt: skip
+        return ops.PREFILL(turned[:, :heads_q], all_k, all_v, batch.cu_seqlens, batch.cu_kv, None, *options, False)[0]
 
     def gather(self, sequences: Sequence[int] | Batch, layer: int = 0) -> list[tuple[Tensor, Tensor]]:
         """(k, v) of each sequence, [length, heads_kv, head_dim] in ``dtype``: what the cache holds,

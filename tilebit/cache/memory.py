@@ -44,8 +44,9 @@ class CacheMemory:
         num_layers: int,
         head_scales: Tensor | None,
     ) -> None:
-        for name, value in (("num_pages", num_pages), ("slots", slots), ("heads_kv", heads_kv), ("num_layers", num_layers)):
-            whole(name, value, 1)
+        num_pages, slots = whole("num_pages", num_pages, 1), whole("slots", slots, 1)
+        heads_kv, num_layers = whole("heads_kv", heads_kv, 1), whole("num_layers", num_layers, 1)
+        head_dim, page_size = whole("head_dim", head_dim, 1), whole("page_size", page_size, 1)
         expect("dtype", dtype, torch.dtype, "torch.float16 and torch.bfloat16")
         expect("format", format, KVFormat | str, "a KVFormat, or a name such as 'kv4_channel'")
         expect("device", device, torch.device | str, "a torch.device, or a name such as 'cuda'")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layouts.kv import RESIDUAL
-from .counts import whole
+from .counts import as_int, whole
 from .state import TableState
 
 
@@ -74,12 +74,10 @@ class SequenceTable:
 
     def sequence(self, handle: int) -> CachedSequence:
         """The live sequence ``handle``. Raises ``ValueError``."""
-        try:
-            found = self.sequences.get(handle)
-        except TypeError:  # a list
-            found = None
+        number = handle if type(handle) is int else as_int(handle)
+        found = None if number is None else self.sequences.get(number)
         if found is None:
-            what = "was freed" if isinstance(handle, int) and 0 <= handle < self._next else "is no handle of this cache"
+            what = "was freed" if number is not None and 0 <= number < self._next else "is no handle of this cache"
             raise ValueError(f"sequence {handle!r} {what}; accepted: handles that allocate or fork returned and free has not taken back")
         return found
 

@@ -17,6 +17,7 @@ from tilebit import attention
 from tilebit.cache.batch import Batch
 from tilebit.cache.kvcache import KVCache
 from tilebit.layouts.kv_formats import KVFormat
+from tilebit.ops import plans
 from tilebit.schedules.attention.workload import AttentionWorkload
 
 BAD_NUMBERS = (1.5, 1.0, float("nan"), float("inf"), True, None, "1", np.float32(1), torch.tensor(1.0), -1)
@@ -72,13 +73,52 @@ def test_numbers_of_numpy_and_torch_are_numbers(kernels):
     assert cache.length(a) == 16 and all(type(n) is int for s in cache.table.sequences.values() for n in (s.length, s.slot, *s.pages))
 
 
-@pytest.mark.parametrize("name", ["num_pages", "slots", "heads_kv", "num_layers", "max_tokens"])
+@pytest.mark.parametrize("name", ["num_pages", "slots", "heads_kv", "head_dim", "page_size", "num_layers", "max_tokens"])
 @pytest.mark.parametrize("number", [1.5, 4.0, math.nan, True, 0, -1, "4"], ids=repr)
 def test_sizes_of_a_cache_are_whole_numbers(name, number):
     with pytest.raises(ValueError, match=f"{name} is .*; accepted: whole numbers from 1"):
         KVCache(**{"num_pages": 4, "slots": 2, "heads_kv": 2, "head_dim": 64, name: number})
     with pytest.raises(ValueError, match="accepted: whole numbers from 1"):
         KVCache.contiguous(2, number, 2, 64)
+
+
+def test_sizes_of_numpy_make_a_cache_whose_state_loads(kernels):
+    sizes: dict[str, Any] = {
+        "num_pages": 4,
+        "slots": 2,
+        "heads_kv": 2,
+        "head_dim": 64,
+        "page_size": 128,
+        "num_layers": 1,
+        "max_tokens": 300,
+    }
+    given: dict[str, Any] = {name: np.int64(size) for name, size in sizes.items()}
+    cache = KVCache(**given)
+    cache.append(cache.allocate(), *rows(130))
+    assert all(type(value) is not np.int64 for held in (cache.config(), vars(cache), vars(cache.table)) for value in held.values())
+    other = KVCache(**sizes)
+    other.load_state(cache.state())
+    cache.load_state(other.state())
+
+
+@pytest.mark.parametrize("handles", [[[0]], [0.0, 1.0], [False, True], ["0"], [None], [-1]])
+def test_handles_are_whole_numbers(kernels, handles):
+    cache = cache_of()
+    cache.allocate(2)
+    before = snapshot(cache)
+    calls = [
+        lambda: cache.batch(handles),
+        lambda: cache.advance(handles),
+        lambda: cache.append(handles, *rows(2)),
+        lambda: cache.gather(handles),
+    ]
+    for call in (*calls, lambda: cache.free(handles[0]), lambda: cache.fork(handles[0]), lambda: cache.length(handles[0])):
+        with pytest.raises(ValueError, match="is no handle of this cache; accepted: handles that allocate or fork returned"):
+            call()
+    assert unchanged(cache, before)
+    assert cache.batch([np.int64(1), 0]).handles == (1, 0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="each once"):
+        cache.batch([np.int64(1), 1])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e-39])
@@ -103,6 +143,30 @@ def test_a_soft_cap_is_finite(kernels, cap):
     cache = cache_of()
     with pytest.raises(ValueError, match=r"soft_cap is .*finite"):
         cache.attend(cache.allocate(), torch.zeros(1, 1, 4, DIM).half(), soft_cap=cap)
+
+
+def test_sinks_are_a_tensor(kernels):
+    cache, sinks = cache_of(), [1.0] * 4
+    sequences = cache.allocate(2)
+    key = rows(2)[0].view(2, 1, HEADS, DIM).transpose(1, 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: cache.attend(sequences, torch.zeros(2, 1, 4, DIM).half(), sinks=sinks),  # type: ignore[arg-type]
+        lambda: cache.prefill(sequences, torch.zeros(2, 4, DIM).half(), *rows(2), sinks=sinks),  # type: ignore[arg-type]
+        lambda: attention.scaled_dot_product_decode(torch.zeros(2, 4, 1, DIM).half(), cache, sequences, key, key, sinks=sinks),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"sinks is list .*; accepted: a torch.Tensor or None"):
+            call()
+    assert cache.length(sequences[0]) == 0 and not kernels.calls
+
+
+@pytest.mark.parametrize("bounds", [2, None, "x"])
+def test_bounds_are_numbers(kernels, bounds):
+    cache = cache_of()
+    sequences = cache.allocate(2)
+    with pytest.raises(ValueError, match=r"k has 3 rows|cu_seqlens is|a number of cu_seqlens is"):
+        cache.append(sequences, *rows(3), cu_seqlens=bounds)
+    assert cache.length(sequences[0]) == 0
 
 
 # ---- queries and rows of another cache ----
@@ -140,6 +204,18 @@ def test_queries_are_of_the_cache_s_dtype_and_shape(kernels, dtype):
         ({"sinks": torch.ones(4).half()}, r"sinks is float16 \[4\]"),
         ({"window": -1}, "window is -1"),
         ({"window": 2.5}, "window is 2.5"),
+        ({"window": 2**31}, "window is 2147483648; accepted: whole numbers from 0 to 2147483647"),
+        ({"window": True}, "window is True"),
+        ({"window": "3"}, "window is '3'"),
+        ({"sink_tokens": 1.5}, "sink_tokens is 1.5"),
+        ({"sink_tokens": 2**31}, "sink_tokens is 2147483648"),
+        ({"soft_cap": None}, "soft_cap is None; accepted: numbers"),
+        ({"soft_cap": True}, "soft_cap is True"),
+        ({"soft_cap": 1e-40}, "soft_cap is 1e-40; accepted: 0, or finite numbers from"),
+        ({"soft_cap": 1e39}, r"soft_cap is 1e\+39"),
+        ({"scale": "x"}, "scale is 'x'"),
+        ({"scale": 1e-40}, "scale is 1e-40"),
+        ({"scale": math.nan}, "scale is nan"),
         ({"sink_tokens": -1}, "sink_tokens is -1"),
         ({"soft_cap": -2.0}, "soft_cap is -2.0"),
         ({"scale": 0.0}, "scale is 0.0"),
@@ -156,7 +232,31 @@ def test_options_are_refused_before_tokens_join(kernels, options, says):
         attention.scaled_dot_product_decode(torch.zeros(2, 4, 1, DIM).half(), cache, sequences, key, key, **options)
     with pytest.raises(ValueError, match=says):
         cache.prefill(sequences, torch.zeros(2, 4, DIM).half(), *rows(2), **options)
+    with pytest.raises(ValueError, match=says):
+        cache.attend(sequences, torch.zeros(2, 1, 4, DIM).half(), **options)
     assert unchanged(cache, before) and kernels.calls == launched
+
+
+def test_options_of_numpy_are_numbers(kernels):
+    cache, q = cache_of(), torch.randn(2, 1, 4, DIM).half()
+    sequences = cache.allocate(2)
+    cache.append(sequences, *rows(260))
+    options: dict[str, Any] = {"window": np.int64(5), "sink_tokens": np.uint8(2), "soft_cap": np.float32(2), "scale": np.float32(0.5)}
+    plain = {"window": 5, "sink_tokens": 2, "soft_cap": 2.0, "scale": 0.5}
+    expected = cache.attend(sequences, q, **plain)[0]
+    batch = cache.batch(sequences)
+    raw = (q, cache.pages[0], cache.windows[0], batch.block_tables, batch.slots, batch.lengths, None, None, cache.format.name, 128)
+    kernels.asked.clear()
+    plans.forget()
+    assert torch.equal(cache.attend(sequences, q, **options)[0], expected)
+    assert torch.equal(attention.decode(*raw, **options)[0], expected)
+    assert [w.to_json() for w in kernels.asked] == [{**kernels.asked[0].to_json(), **plain}] and type(kernels.asked[0].window) is int
+    key = rows(2)[0].view(2, 1, HEADS, DIM).transpose(1, 2)
+    attention.scaled_dot_product_decode(q.transpose(1, 2), cache, sequences, key, key, **options)
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    attention.prefill(torch.zeros(2, 4, DIM).half(), *rows(2), bounds, bounds, **options)
+    cache.prefill(sequences, torch.zeros(2, 4, DIM).half(), *rows(2), **options)
+    assert [cache.length(h) for h in sequences] == [132, 132]
 
 
 def test_a_decode_that_fails_says_that_its_tokens_have_joined(kernels, monkeypatch):
@@ -193,6 +293,9 @@ def test_rotary_tables_are_refused_in_the_same_words(kernels, call, options, say
     given = (*([torch.zeros(4, 4, DIM).half()] if call == "prefill" else []), *rows(4))
     with pytest.raises(ValueError, match=says):
         getattr(cache, call)([a], *given, **options)
+    for table in ((torch.zeros(500, DIM), torch.zeros(500, DIM)), np.zeros((500, DIM), dtype=np.float32)):
+        with pytest.raises(TypeError, match=r"cos_sin is .*; accepted: a torch.Tensor or None"):
+            getattr(cache, call)([a], *given, cos_sin=table)
     assert unchanged(cache, before) and kernels.calls == launched
 
 

@@ -131,7 +131,8 @@ class KVCache(CacheMemory):
 
     def allocate(self, count: int = 1, tokens: int = 0) -> list[int]:
         """Handles of ``count`` new, empty sequences; pages for ``tokens`` of each are reserved
-        (consecutive ones, in a new cache)."""
+        (consecutive ones, in a new cache) until it is freed, or a fork shares them. ``load_state``
+        knows of no reservation."""
         with self.table.lock:
             return self.table.allocate(count, tokens)
 
@@ -156,7 +157,8 @@ class KVCache(CacheMemory):
 
     def truncate(self, handle: int, length: int) -> None:
         """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be
-        taken apart: ``length`` must be at least the packed length, or a multiple of 128.
+        taken apart: ``length`` must be at least the packed length, or a multiple of 128. Pages that it no
+        longer needs become free, but those that were reserved.
         ``revocable_tokens`` says how many can be appended and dropped again."""
         check_packed(self.table, (handle,))
         with self.table.lock:  # until the page is copied: who shares it may free it

@@ -25,14 +25,15 @@ class CacheFull(RuntimeError):
 @dataclass(slots=True)
 class CachedSequence:
     """One sequence: its slot (row of the windows), its tokens, the pages of its packed tokens in
-    order (some may be reserved and not filled yet), and the table's version when these and when its
-    length last changed."""
+    order (some may be reserved and not filled yet), the table's version when these and when its
+    length last changed, and how many pages were reserved for it."""
 
     slot: int
     length: int = 0
     pages: list[int] = field(default_factory=list)
     repaged: int = 0
     resized: int = 0
+    reserved: int = 0
 
 
 class SequenceTable:
@@ -95,7 +96,7 @@ class SequenceTable:
         self._check_free(count * pages, f"{count} sequences of {tokens} tokens")
         handles = list(range(self._next, self._next + count))
         for handle in handles:
-            self.sequences[handle] = CachedSequence(self._free_slots.pop(), 0, self._take(pages), self.version + 1)
+            self.sequences[handle] = CachedSequence(self._free_slots.pop(), 0, self._take(pages), self.version + 1, reserved=pages)
         self._next += count
         self.version += 1
         return handles
@@ -161,7 +162,7 @@ class SequenceTable:
     def truncate(self, handle: int, length: int) -> list[tuple[int, int]]:
         """Drop every token from ``length`` on; returns pages to copy as (from, to). Packed tokens
         cannot be taken apart: accepted are the lengths from the packed length on, and multiples of
-        128."""
+        128. Pages become free but those that were reserved, if no fork shares them."""
         sequence, length = self.sequence(handle), whole("length", length)
         packed = sequence.length // RESIDUAL * RESIDUAL
         if not 0 <= length <= sequence.length or (length < packed and length % RESIDUAL):
@@ -179,16 +180,18 @@ class SequenceTable:
         keep = self.pages_for(length)
         shared = length % self.page_size and self.references[sequence.pages[keep - 1]] > 1  # its second half will be written again
         self._check_free(int(bool(shared)), "a copy of the page that forks share")
-        self._give_back(sequence.pages[keep:])
-        del sequence.pages[keep:]
+        kept = [page for page in sequence.pages[keep : sequence.reserved] if self.references[page] == 1]
+        stay = set(kept)
+        self._give_back([page for page in sequence.pages[keep:] if page not in stay])
+        sequence.pages[keep:] = kept
         self.version += 1
         sequence.length, sequence.repaged, sequence.resized = length, self.version, self.version
         if not shared:
             return []
-        old = sequence.pages[-1]
-        (sequence.pages[-1],) = self._take(1)
+        old = sequence.pages[keep - 1]
+        (sequence.pages[keep - 1],) = self._take(1)
         self.references[old] -= 1
-        return [(old, sequence.pages[-1])]
+        return [(old, sequence.pages[keep - 1])]
 
     def free(self, handle: int) -> None:
         """Forget a sequence; pages that no fork shares become free."""

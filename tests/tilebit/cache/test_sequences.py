@@ -91,6 +91,32 @@ def test_a_new_cache_hands_out_pages_in_order():
     assert table.free_pages == 0 and table.sequence(a).pages == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("page_size", [64, 128, 256])
+def test_a_reservation_outlives_a_cut(page_size):
+    table = SequenceTable(512 // page_size, 3, page_size, 512 // page_size)
+    a, b = table.allocate(2, tokens=256)
+    pages = list(table.sequence(a).pages)
+    for length in (200, 256):
+        table.extend([a], [length])
+        table.truncate(a, 0)
+        assert table.sequence(a).pages == pages and table.free_pages == 0
+    table.free(b)
+    table.extend([a], [512])
+    table.truncate(a, 128)
+    assert table.sequence(a).pages == pages and table.free_pages == 256 // page_size, "what is beyond it is given back"
+    check(table)
+
+
+def test_reserved_pages_that_a_fork_shares_are_the_fork_s():
+    table = SequenceTable(4, 2, 128, 4)
+    (a,) = table.allocate(1, tokens=512)
+    table.extend([a], [300])
+    b, _ = table.fork(a)
+    table.truncate(a, 128)
+    assert table.sequence(a).pages == [0, 2, 3] and table.sequence(b).pages == [0, 1]
+    check(table)
+
+
 def test_the_residual_window_needs_no_page():
     table = SequenceTable(1, 2, 128, 1)
     a, b = table.allocate(2)

@@ -310,5 +310,6 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     nothing = lse == -torch.inf  # -inf - -inf is nan
     out = torch.zeros_like(out_a, dtype=torch.float32)
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        out += part.float() * torch.exp(part_lse.float() - lse).masked_fill(nothing, 0.0)[..., None]
+        unseen = (part_lse == -torch.inf)[..., None]  # whatever its out is: 0 * nan is nan
+        out += part.float().masked_fill(unseen, 0.0) * torch.exp(part_lse.float() - lse).masked_fill(nothing, 0.0)[..., None]
     return out.to(out_a.dtype), lse

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layouts.kv import HEAD_DIMS
 from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
-from .attention_dispatch import launch
+from .attention_dispatch import check_operands, launch
 from .check import CHECKED, check_append, check_decode, check_gather, check_pack, check_prefill
 from .direct import inference_only
 from .dispatch import DTYPE_NAMES
@@ -349,17 +349,20 @@ def _prefill_out(
         _reject("prefill", ("q", q, rows), ("k", k, rows), ("cu_q", cu_q, "[batch + 1]"))
     tokens, heads_q, head_dim = q.shape
     batch = cu_q.shape[0] - 1
-    if not q.numel() or batch < 1:
-        return
-    if not k.shape[0]:  # nothing to attend to; a kernel cannot be given rows without memory
-        out.zero_()
-        if lse is not None:
-            lse.copy_(sinks.expand_as(lse)) if sinks is not None else lse.fill_(-torch.inf)
+    if batch < 0 or (tokens and not batch):
+        _reject("prefill", ("q", q, "[tokens, heads_q, head_dim]"), ("cu_q", cu_q, "[batch + 1], bounds of q's rows"))
+    if not q.numel():
         return
     key = (
         "prefill", bucket(batch), bucket(-(-tokens // batch)), bucket(-(-k.shape[0] // batch)), heads_q, k.shape[1], head_dim, _FLOAT,
         q.dtype, 128, window, sink_tokens, sinks is not None, soft_cap, scale, lse is not None, "", q.device,
     )  # fmt: skip
+    if not k.shape[0]:  # nothing to attend to; a kernel cannot be given rows without memory
+        check_operands(key, (q, k, v, cu_q, cu_kv, sinks, out, lse))
+        out.zero_()
+        if lse is not None:
+            lse.copy_(sinks.expand_as(lse)) if sinks is not None else lse.fill_(-torch.inf)
+        return
     if CHECKED:
         check_prefill(tokens, k.shape[0], cu_q, cu_kv)
     launch(key, (_dense(q), _dense(k), _dense(v), cu_q, cu_kv, sinks, out, lse), dependent)

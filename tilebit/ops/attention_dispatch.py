@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from ..layouts.kv_formats import KVFormat
 from ..schedules.attention.workload import AttentionWorkload
-from .dispatch import DTYPE_NAMES
-from .plans import Key, launcher
+from .dispatch import DTYPE_NAMES, device_target
+from .operands import check
+from .plans import Key, Operands, launcher
 
 
 def workload_of(key: Key) -> AttentionWorkload:
@@ -21,6 +22,12 @@ def workload_of(key: Key) -> AttentionWorkload:
 def _words(w: AttentionWorkload) -> str:
     """What needs its operands."""
     return f"{w.op} with {w.format.name}, {w.dtype}, heads_q = {w.heads_q}, heads_kv = {w.heads_kv} and pages of {w.page_size} tokens"
+
+
+def check_operands(key: Key, operands: Operands) -> None:
+    """Raise ``ValueError`` for operands that do not fit, where no kernel is asked that would."""
+    workload, device = workload_of(key), key[-1]
+    check(workload.operands(device_target(device).arch), operands, device, _words(workload))
 
 
 launch = launcher(workload_of, _words)

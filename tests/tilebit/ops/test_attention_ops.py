@@ -188,6 +188,30 @@ def test_the_functions_are_the_ops(kernels):
     assert torch.equal(p["pages"], pages) and torch.equal(p["windows"], windows)
 
 
+def test_prompts_of_no_sequence_and_over_no_rows_are_checked(kernels):
+    q, k = torch.randn(10, HEADS_Q, DIM).half(), torch.randn(10, HEADS, DIM).half()
+    bounds = torch.tensor([0, 10], dtype=torch.int32)
+    for rows, cu_q in ((q, bounds[:0]), (q, bounds[:1]), (q[:0], bounds[:0])):
+        with pytest.raises(ValueError, match=r"prefill got q float16 .*, cu_q int32 \[[01]\]"):
+            attention.prefill(rows, k, k, cu_q, bounds)
+    assert attention.prefill(q[:0], k, k, bounds[:1], bounds[:1])[0].shape == (0, HEADS_Q, DIM)
+    none, empty = k[:0], torch.zeros(2, dtype=torch.int32)
+    out, lse = attention.prefill(q, none, none, bounds, empty, return_lse=True)
+    assert not out.any() and bool((lse == -torch.inf).all()) and not kernels.calls
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("k is float32", {"k": none.float()}),
+        ("v is float16", {"v": none[..., :32]}),
+        ("cu_kv is int64", {"cu_kv": empty.long()}),
+        ("cu_q is int64", {"cu_q": bounds.long()}),
+        ("sinks is float32", {"sinks": torch.zeros(3)}),
+        ("window is -1", {"window": -1}),
+        ("heads_q is 4 and heads_kv 3", {"k": torch.zeros(0, 3, DIM).half(), "v": torch.zeros(0, 3, DIM).half()}),
+    ]
+    for words, given in wrong:
+        with pytest.raises(ValueError, match=words):
+            attention.prefill(**{"q": q, "k": none, "v": none, "cu_q": bounds, "cu_kv": empty, **given})
+
+
 def test_a_step_compiles_without_graph_breaks(kernels):
     """Append, then attend, with changed lengths: the writes are seen, and one graph serves all lengths."""
     p = problem()
@@ -537,6 +561,14 @@ def test_merged_parts_are_the_whole(cut):
     torch.testing.assert_close(merged_lse.double(), lse, rtol=1e-5, atol=1e-5)
     swapped, _ = attention.merge_states(*parts[1], *parts[0])
     torch.testing.assert_close(swapped, merged)
+
+
+def test_a_side_that_saw_nothing_counts_for_nothing_whatever_its_out_is():
+    out, lse = torch.randn(2, 3, DIM), torch.randn(2, 3)
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    for merged in (attention.merge_states(out, lse, *nothing), attention.merge_states(*nothing, out, lse)):
+        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    assert not attention.merge_states(*nothing, *nothing)[0].any()
 
 
 def test_merging_nothing_with_nothing_is_nothing():

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
+from ..cache.counts import whole
 from ..layouts.kv_formats import KVFormat
 from .masks import Visible
 from .pool import Pool
@@ -112,7 +113,8 @@ class TilebitCache(Cache):
             i, reason = next(iter(lacking.items()))
             warnings.warn(f"{len(lacking)} of {len(layers)} layers keep a cache in 16 bits, layer {i} first: {reason}", stacklevel=2)
         self.windowed = bool(options.get("sliding_window"))
-        self.max_tokens = max_tokens or getattr(text, "max_position_embeddings", None) or 1 << 17
+        bound = getattr(text, "max_position_embeddings", None) or 1 << 17
+        self.max_tokens = bound if max_tokens is None else whole("max_tokens", max_tokens, 1)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.pool = Pool(
             self.max_tokens, sequences, page_size, format=format, heads_kv=heads, head_dim=head_dim, num_layers=len(self.own),

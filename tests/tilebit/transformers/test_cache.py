@@ -138,6 +138,13 @@ def test_more_rows_than_there_is_room_for_change_nothing(model: Any):
     assert full.pool.lengths() == [130, 130]
 
 
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_a_bound_is_a_whole_number(model: Any, number: Any):
+    with pytest.raises(ValueError, match=f"max_tokens is {number}; accepted: whole numbers from 1"):
+        TilebitCache(model.config, max_tokens=number)
+    assert TilebitCache(model.config).max_tokens == model.config.max_position_embeddings
+
+
 def test_masks_are_held_to_what_the_cache_has_seen(model: Any):
     cache = TilebitCache(model.config, format="kv4_channel")
     mask = torch.ones(2, 20, dtype=torch.int64)

@@ -70,9 +70,10 @@ class KVCache(CacheMemory):
     ``head_dim`` channels.
 
     ``format`` is a ``KVFormat`` or its name, ``dtype`` that of q, k and v (torch.float16 or
-    torch.bfloat16). ``max_tokens`` bounds one sequence (default: all pages): the width of block
-    tables, and what schedules are chosen for. ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2,
-    heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of
+    torch.bfloat16, of which formats of integers keep numbers within fp16's range only). ``max_tokens``
+    bounds one sequence (default: all pages): the width of block tables, and what schedules are chosen
+    for. As many fit, and what its last page and its window hold besides is not refused.
+    ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2, heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of
     ``memory_bytes``, zero at first.
 
     The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token``
@@ -418,7 +419,9 @@ class KVCache(CacheMemory):
 
         Each new row attends to what its sequence holds in the cache (dequantized) and to the new
         rows up to its own in 16 bits. ``k``, ``v``, ``cu_seqlens``, ``cos_sin``, ``rotary`` as in
-        ``append`` (q comes turned already), the others as in ``tilebit.attention.prefill``.
+        ``append`` (q comes turned already, and some elements of k may differ in their last bit from
+        what ``append`` turns), the others as in ``tilebit.attention.prefill``. Results of rows beyond
+        those that a ``Batch`` was advanced by, padding, stay undefined.
         Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
         lengths decide its shapes.
         """
@@ -480,7 +483,8 @@ class KVCache(CacheMemory):
         check_packed(self.table, batch.handles)
         batch.refresh()
         lengths = [self.length(handle) for handle in batch.handles]
-        bounds = torch.tensor([0, *lengths, *[0] * (batch.size - len(lengths))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        padded = [0, *lengths, *[0] * (batch.size - len(lengths))]
+        bounds = torch.tensor(padded, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         k, v = ops.GATHER(
             *self._operands(batch, layer, batch.lengths), bounds.to(self.device), self.scales(layer), self.format.name, self.page_size,
             sum(lengths), self.head_dim, self.dtype,

@@ -371,6 +371,16 @@ def test_rows_of_a_batch_have_a_place_of_their_own(kernels, change, says):
     assert cache.length(a) == length + 3
 
 
+def test_gather_asks_for_no_default_device(kernels):
+    cache = cache_of()
+    sequences = cache.allocate(2)
+    k, v = rows(6)
+    cache.append(sequences, k, v)
+    with torch.device("meta"):
+        held = cache.gather(sequences)
+    assert torch.equal(held[1][0], k[3:])
+
+
 def test_each_layer_s_rows_are_written_once(kernels):
     cache = cache_of(num_layers=2)
     batch = cache.advance(cache.allocate(2), 1)

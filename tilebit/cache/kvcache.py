@@ -73,8 +73,8 @@ class KVCache(CacheMemory):
     torch.bfloat16, of which formats of integers keep numbers within fp16's range only). ``max_tokens``
     bounds one sequence (default: all pages): the width of block tables, and what schedules are chosen
     for. As many fit, and what its last page and its window hold besides is not refused.
-    ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2, heads_kv] are fp8's, of keys and values (default 1). All memory is one allocation of
-    ``memory_bytes``, zero at first.
+    ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2, heads_kv] are fp8's, of keys and values
+    (default 1). All memory is one allocation of ``memory_bytes``, zero at first.
 
     The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token``
     bytes each; the rest wait in 16 bits in its window. A handle names a sequence and is never used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -101,18 +102,26 @@ def _elsewhere(
     if softcap is None and s_aux is None:
         dense = mask.dense() if isinstance(mask, Visible) else mask
         return sdpa_attention_forward(module, query, key, value, dense, dropout, scaling, **others)
-    if not isinstance(mask, Visible):
-        raise ValueError("a layer has a soft cap or sinks and a mask that is no causal one; accepted: attn_implementation='eager'")
+    if mask is None:
+        raise ValueError(
+            "a layer has a soft cap or sinks and no mask, which says nothing of its order; accepted: attn_implementation='eager'"
+        )
+    added = mask.additive() if isinstance(mask, Visible) else _additive(mask, query.dtype)
     own = sys.modules[type(module).__module__].eager_attention_forward
     return own(
         module,
         query,
         key,
         value,
-        mask.additive(),
+        added,
         scaling=scaling,
         dropout=dropout,
         sliding_window=sliding_window,
         softcap=softcap,
         s_aux=s_aux,
     )
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores for ``mask``, bool (true where a row sees a column) or that already."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min) if mask.dtype == torch.bool else mask

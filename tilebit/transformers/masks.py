@@ -18,6 +18,8 @@ class Visible:
     among them (0: all). ``dense`` and ``additive`` are the same as other attention functions take
     it."""
 
+    ndim = 4  # what transformers asks a mask, of two dimensions where it is padding alone
+
     def __init__(self, window: int, asked: dict[str, Any]) -> None:
         self.window, self._asked = window, asked
         self.padding: Tensor | None = asked.get("attention_mask")
@@ -36,7 +38,13 @@ class Visible:
 
 def visible_mask(**asked: Any) -> Visible | Tensor | None:
     """tilebit's entry of transformers' ``AttentionMaskInterface``: a ``Visible`` for causal masks and
-    sliding windows with padding, the matrix for anything else."""
+    sliding windows with padding, the matrix for anything else, and over a static cache, whose offset is a tensor
+    that its layers count on before attention reads it."""
+    made = asked.get("attention_mask")
+    if isinstance(made, Visible):  # for a static cache ``generate`` has the mask made, and passes it to the model, which asks again
+        return made
+    if isinstance(asked.get("q_offset"), Tensor):
+        return sdpa_mask(**{**asked, "allow_is_causal_skip": False})  # functions that add a mask take no None for a causal one
     window = _window_of(asked.get("mask_function", causal_mask_function))
     return sdpa_mask(**asked) if window is None else Visible(window, asked)
 

@@ -108,10 +108,10 @@ class StepAhead:
     def launch(self, tokens: Tensor) -> None:
         """The step behind ``tokens`` [rows, columns], where the last call was a captured step, and all that the
         next one will be given is known."""
-        steps = self.steps
-        if self._latest is None or self._vain or self.held is not None or tokens.is_inference():
+        steps, latest = self.steps, self._latest  # another thread's call may end meanwhile
+        if latest is None or self._vain or self.held is not None or tokens.is_inference():
             return
-        cache, rows = self._latest
+        cache, rows = latest
         if (
             tuple(tokens.shape) != (rows, cache.seen + 1)
             or not cache.fusible

@@ -250,3 +250,13 @@ def test_tokens_that_are_written_to_are_read_again(replays: list[Watched], count
     changed = torch.cat((found[:, :26], torch.tensor([[5]])), 1)
     expected = model(input_ids=changed, past_key_values=other, attention_mask=torch.ones_like(changed)).logits[0, -1]
     assert int(expected.argmax()) == int(found[0, 27])
+
+
+def test_another_threads_call_may_end_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled()
+    found: list[Any] = [None, (own_cache(model), 1)]
+    monkeypatch.setattr(StepAhead, "_latest", property(lambda _: found.pop()), raising=False)
+    launches = object.__new__(StepAhead)
+    launches.steps, launches.held, launches._vain = model.tilebit_steps, None, False
+    launches.launch(torch.zeros(1, 5, dtype=torch.int64))
+    assert launches.held is None

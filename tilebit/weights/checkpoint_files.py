@@ -11,7 +11,7 @@ from ..json_reader import JsonError, read_json
 from .checkpoint_config import CheckpointError
 from .checkpoint_open import PICKLES, UNREADABLE, open_tensors
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Newest first: AutoGPTQ and AutoAWQ wrote their own files before transformers' config.json took the
 # field over.
 _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
@@ -32,11 +32,11 @@ def tensor_files(path: Path) -> dict[str, Path]:
         raise CheckpointError(
             f"{path} does not exist; accepted: a directory or a .safetensors file on this machine: download the model first"
         )
-    if (path / INDEX).is_file():
-        return _indexed(path)
     files = sorted(path.glob("*.safetensors"))
-    if (path / "model.safetensors") in files:
-        files = [path / "model.safetensors"]
+    if (path / WHOLE) in files:  # as transformers chooses, whatever an older index beside it says
+        files = [path / WHOLE]
+    elif (path / INDEX).is_file():
+        return _indexed(path)
     if len(files) > 1:
         raise CheckpointError(
             f"{path} has {len(files)} .safetensors files ({files[0].name}, ...) and no {INDEX}; copy the index too, or pass one file"

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
+from ..accepted import expect
 from ..cache.counts import whole
 from ..layouts.kv_formats import KVFormat
 from .masks import Visible
@@ -40,9 +41,11 @@ class TilebitLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self._marked is not None or self.owner.attention != NAME:
             self._marked = None
+            of_config = f"a TilebitCache was made of a config whose attention is {self.owner.attention!r}"
+            found = "keys of the call before never came to tilebit's attention: it failed, or its model has another attention"
             raise ValueError(
-                f"a TilebitCache was given to a model whose attention is {self.owner.attention!r}; accepted: 'tilebit': load the model "
-                "with attn_implementation='tilebit', or call model.set_attn_implementation('tilebit'), and reset() the cache"
+                f"{found if self.owner.attention == NAME else of_config}; accepted: the config of a model whose attention is 'tilebit': "
+                "load it with attn_implementation='tilebit', or call model.set_attn_implementation('tilebit'), and reset() the cache"
             )
         marked = self._marked = key_states.view_as(key_states)
         marked.tilebit_layer = self  # type: ignore[attr-defined]
@@ -83,10 +86,10 @@ class TilebitCache(Cache):
     enters the cache.
 
     Layers that tilebit has no attention for are kept in 16 bits and attended to by transformers'
-    own; one warning names them. Raises ``ValueError`` where that is every layer. ``generate`` in
-    every mode, ``crop``, ``reset`` and continued prompts work as on ``DynamicCache``; ``crop``
-    raises ``ValueError`` where it would take packed tokens apart (``activate_past_recording``,
-    which assisted decoding calls, makes a step revocable).
+    own; one warning names them. Raises ``ValueError`` where that is every layer, and where layers differ in
+    their heads; ``TypeError`` for what is no config. ``generate`` in every mode, ``crop``, ``reset`` and continued
+    prompts work as on ``DynamicCache``; ``crop`` raises ``ValueError`` where it would take packed tokens apart
+    (``activate_past_recording``, which assisted decoding calls, makes steps revocable until ``reset``).
     """
 
     def __init__(
@@ -98,10 +101,11 @@ class TilebitCache(Cache):
         page_size: int = PAGE_SIZE,
         head_scales: Tensor | None = None,
     ) -> None:
+        expect("config", config, PreTrainedConfig, "the config of a model, model.config")
         text = config.get_text_config(decoder=True)
         self._config = text
         kinds, options = get_layer_types_and_kwargs(text)
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads, head_dim = _heads(text)
         layers: list[Any] = list(DynamicCache(config=text).layers)
         lacking = {i: reason for i, kind in enumerate(kinds) if (reason := _lacking(text, kind, head_dim)) is not None}
         self.own = [TilebitLayer(self, place) for place, _ in enumerate(i for i in range(len(layers)) if i not in lacking)]
@@ -115,7 +119,6 @@ class TilebitCache(Cache):
         self.windowed = bool(options.get("sliding_window"))
         bound = getattr(text, "max_position_embeddings", None) or 1 << 17
         self.max_tokens = bound if max_tokens is None else whole("max_tokens", max_tokens, 1)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.pool = Pool(
             self.max_tokens, sequences, page_size, format=format, heads_kv=heads, head_dim=head_dim, num_layers=len(self.own),
             head_scales=head_scales,
@@ -289,9 +292,12 @@ class TilebitCache(Cache):
     def reset(self) -> None:
         self._without_pending()
         self.pool.reset()
-        self.seen, self._padding, self._undo, self._broken = 0, [], None, False
-        for layer in self.layers:
+        self.seen, self._padding, self._undo, self._broken, self._recording = 0, [], None, False, False
+        for layer in self.own:
             layer.reset()
+        if self._others():  # whose own reset leaves zeros to be attended to
+            fresh = DynamicCache(config=self._config).layers
+            self.layers[:] = [layer if isinstance(layer, TilebitLayer) else fresh[i] for i, layer in enumerate(self.layers)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
@@ -328,6 +334,18 @@ def cache_bytes(cache: Any) -> int:
     return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
+def _heads(config: PreTrainedConfig) -> tuple[int, int]:
+    """How many heads of keys a layer has, and their channels."""
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except RuntimeError as error:  # transformers' own, of a value that is each layer's
+        raise ValueError(
+            "layers of this model differ in their heads, and a TilebitCache has one number and size of them; accepted: a model with one, "
+            "or a DynamicCache"
+        ) from error
+
+
 def _lacking(config: PreTrainedConfig, kind: str, head_dim: int) -> str | None:
     """What a layer of ``kind`` needs that tilebit's attention lacks."""
     if kind not in ("full_attention", "sliding_attention"):
@@ -336,4 +354,6 @@ def _lacking(config: PreTrainedConfig, kind: str, head_dim: int) -> str | None:
         return f"its heads have {head_dim} channels, and attention is for {', '.join(map(str, HEAD_DIMS))}"
     if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None):
         return "its keys are compressed, or shared with another layer"
+    if getattr(config, "v_head_dim", None) not in (None, head_dim):
+        return f"its values have {config.v_head_dim} channels and its keys {head_dim}"
     return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import gemma2, llama, made
-from transformers import DynamicCache
+from tiny_models import SIZES, gemma2, llama, made
+from transformers import DynamicCache, Gemma4TextConfig, Llama4TextConfig
 
 from tilebit.cache.sequences import CacheFull
 from tilebit.transformers import TilebitCache
@@ -175,6 +176,16 @@ def test_another_attention_is_refused():
     model: Any = made(llama(), torch.float16, attn_implementation="sdpa")
     with pytest.raises(ValueError, match="whose attention is 'sdpa'"):
         step(model, TilebitCache(model.config), IDS[:, :4])
+    cache = TilebitCache(copied(model.config, "tilebit"))  # whose config says another attention than the model has
+    with pytest.raises(ValueError, match="never came to tilebit's attention"):
+        for _ in range(2):
+            step(model, cache, IDS[:, :4])
+
+
+def copied(config: Any, attention: str) -> Any:
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    return config
 
 
 def test_layers_without_an_attention_are_named():
@@ -184,6 +195,38 @@ def test_layers_without_an_attention_are_named():
     with pytest.warns(UserWarning, match="1 of 2 layers .* layer 1 first: its kind is chunked_attention"):
         cache = TilebitCache(config)
     assert len(cache.own) == 1 and len(cache.layers) == 2
+    with pytest.raises(ValueError, match="values have 128 channels and its keys 64"):
+        TilebitCache(llama(v_head_dim=128))
+
+
+def test_what_no_cache_is_made_of_is_refused():
+    with pytest.raises(ValueError, match=r"layers of this model differ in their heads.*accepted"):
+        TilebitCache(Gemma4TextConfig())
+    for other in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=r"accepted: the config of a model, model.config"):
+            TilebitCache(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*layers keep a cache in 16 bits")
+def test_nothing_is_left_in_any_layer_behind_a_reset():
+    """Layers in 16 bits are transformers' own."""
+    own = {"head_dim": 64, "intermediate_size_mlp": 256, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 64}
+    config = Llama4TextConfig(**{**SIZES, **own, "layer_types": ["chunked_attention", "full_attention"]})
+    model = made(config, torch.float16, attn_implementation="tilebit")
+    cache = TilebitCache(model.config, "kv16")
+    step(model, cache, IDS[:, :30])
+    cache.reset()
+    assert torch.equal(step(model, cache, IDS[:, 100:130]), step(model, TilebitCache(model.config, "kv16"), IDS[:, 100:130]))
+
+
+def test_a_reset_ends_recording(model: Any):
+    """So that steps are fused again behind an assisted ``generate``."""
+    cache = TilebitCache(model.config)
+    cache.activate_past_recording()
+    step(model, cache, IDS[:, :20])
+    assert not cache.fusible
+    cache.reset()
+    assert cache.fusible
 
 
 @pytest.mark.parametrize("config", [llama(), gemma2()], ids=["llama", "gemma2"])

@@ -72,7 +72,7 @@ class TilebitConfig(QuantizationConfigMixin):
         expect("per_layer", per_layer or {}, Mapping, "names of layers -> formats, or None to keep a layer")
         self.quant_method: Any = METHOD
         self.format = _kind(format)
-        self.skip = None if skip is None else [skip] if isinstance(skip, str) else list(skip)
+        self.skip = _names(skip)
         self.per_layer = {name: None if kind is None else _kind(kind) for name, kind in (per_layer or {}).items()}
         self.clip_search = bool(clip_search)
         if embeddings is not None:
@@ -103,10 +103,16 @@ class TilebitConfig(QuantizationConfigMixin):
 
     def formats_of(self, model: PreTrainedModel) -> dict[str, Stored]:
         """What every layer of ``model`` that is quantized while it loads becomes, by name. Raises
-        ``ValueError`` as ``kinds_of`` does, for a layer that is to be in two formats, which takes a search,
-        for one of any precision whose least width k-means does not start at, and for ``clip_search`` where
-        all are of any precision."""
+        ``ValueError`` as ``kinds_of`` does, for ``skip`` that names no layer, or one that ``per_layer`` gives a
+        format, for a layer that is to be in two formats, which takes a search, for one of any precision whose
+        least width k-means does not start at, and for ``clip_search`` where all are of any precision."""
         kinds = self.kinds_of(model)
+        leaves = [name for name, layer in model.named_modules(remove_duplicate=False) if layer._parameters]  # routers among them
+        default = TilebitConfig()._skipped(model)
+        self._expect_named("skip", [name for name in self.skip or () if name not in default], leaves)
+        both = [name for name in self.skip or () if self.per_layer.get(name) is not None]
+        if both:
+            raise ValueError(f"{both[0]} is to be kept, in skip, and {self.per_layer[both[0]]}, in per_layer; accepted: one of both")
         found: dict[str, Stored] = {}
         for layer, kind in kinds.items():
             if JOINT in kind:
@@ -133,10 +139,7 @@ class TilebitConfig(QuantizationConfigMixin):
         """The format of every layer of ``model`` that is quantized, or the two of a mixed one, or the widths
         of one of any precision, by name. Raises ``ValueError`` for ``per_layer`` that names no layer, and
         where nothing is left to quantize."""
-        every = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-        for name in self.per_layer:
-            if not any(_ends(layer, name) for layer in every):
-                raise ValueError(f"per_layer names {name!r}; accepted: a layer's name or its last parts: {', '.join(every[:7])}, ...")
+        self._expect_named("per_layer", self.per_layer, [name for name, layer in model.named_modules() if type(layer) is nn.Linear])
         rules = self._rules(model)
         return {layer: str(_chosen(rules, layer)) for layer in linears_of(model, lambda name, _: _chosen(rules, name) is None)}
 
@@ -160,6 +163,11 @@ class TilebitConfig(QuantizationConfigMixin):
             )
         return name, format_of(self.embeddings)
 
+    def _expect_named(self, argument: str, names: Iterable[str], every: list[str]) -> None:
+        for name in names:
+            if not any(_ends(layer, name) for layer in every):
+                raise ValueError(f"{argument} names {name!r}; accepted: a layer's name or its last parts: {', '.join(every[:7])}, ...")
+
     def _rules(self, model: PreTrainedModel) -> dict[str, str | None]:
         """Names, the longest first, and what layers have that end so; "" is any name's end."""
         found = {"": self.format, **dict.fromkeys(self._skipped(model)), **self.per_layer}
@@ -170,6 +178,16 @@ class TilebitConfig(QuantizationConfigMixin):
             return self.skip
         output = model.get_output_embeddings()
         return ["lm_head", *(name for name, module in model.named_modules() if output is not None and module is output)]
+
+
+def _names(skip: Iterable[str] | None) -> list[str] | None:
+    if skip is None or isinstance(skip, str):
+        return None if skip is None else [skip]
+    expect("skip", skip, Iterable, "names of layers, as ['lm_head']")
+    names = list(skip)
+    for name in names:
+        expect("a name in skip", name, str, "a layer's name or its last parts, as 'lm_head'")
+    return names
 
 
 def _kind(format: GemmFormat | str) -> str:

@@ -228,6 +228,8 @@ def test_a_damaged_directory_is_refused(tmp_path: Path, change: str):
         ({"format": "w3a16"}, "w3a16"),
         ({"per_layer": {"q_proj": "w4"}}, "w4"),
         ({"per_layer": {"no_such": None}}, "per_layer names 'no_such'"),
+        ({"skip": ["lm_head", "mlp.gaet_proj"]}, "skip names 'mlp.gaet_proj'; accepted: a layer's name"),
+        ({"skip": ["q_proj"], "per_layer": {"q_proj": "w8a16_g64"}}, "q_proj is to be kept, in skip, and w8a16_g64, in per_layer"),
         ({"skip": ["proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]}, "not skipped"),
         ({"group_size": 64}, "group_size"),
     ],
@@ -235,6 +237,12 @@ def test_a_damaged_directory_is_refused(tmp_path: Path, change: str):
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         loaded(saved(tmp_path, BIASED), quantization_config=TilebitConfig(**options))
+
+
+@pytest.mark.parametrize("skip", [5, [5], ["lm_head", None]])
+def test_what_names_no_layer_is_refused(skip: Any):
+    with pytest.raises(TypeError, match=r"skip is .*accepted: "):
+        TilebitConfig(skip=skip)
 
 
 def test_float32_is_refused(tmp_path: Path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .folders import unfinished
 from .model_options import ClipSearch, Device, Dtype, Embeddings, Folder, Skip, Smooth, WeightFormat, WeightFormats
 from .output import fail, failures, new_file, new_table, print_json, print_parts, usage
 from .several import Layers, formats_by_layer
@@ -36,9 +37,11 @@ def quantize(
     --skip and --layer, the longest counts. w3-8a16_any stores every width from 3 to 8 bits, by k-means; w3-8a16_any@4 is set to 4. With
     --smooth all of it is loaded first, and a text passes through it."""
     _needed()
-    if out.exists():
+    if out.exists() or out.is_symlink():
         fail(f"{out} exists; accepted: a directory that does not exist yet: name another, or remove it")
     new_file(out, folders=True)
+    for left in unfinished(out):
+        typer.echo(f"{left} is left of a run that was killed, if none is writing {out} now: remove it", err=True)
     chosen, place = _quantization(format, skip, clip_search, layer, embeddings), _device(device)
     with failures():
         from ..transformers.opening import open_model

@@ -88,6 +88,21 @@ def test_nothing_is_left_of_a_save_that_failed(dense: Path, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_but_the_new_directory_is_written_to(dense: Path, tmp_path: Path):
+    """Neither what has the name that such a save once had, nor what a link of the new one's name leads to; what a killed run left
+    is named."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine").write_text("kept")
+    left = tmp_path / ".out.0123456789ab.part"
+    left.mkdir()
+    result = call("quantize", str(dense), str(tmp_path / "out"), "--format", PACKED)
+    assert result.exit_code == 0 and f"{left} is left of a run that was killed" in result.stderr
+    assert (tmp_path / "out.part" / "mine").read_text() == "kept" and (tmp_path / "out" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "out", "out.part"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "accepted: a directory that does not exist yet" in refused("quantize", str(dense), str(tmp_path / "link"))
+
+
 def test_layers_are_skipped(dense: Path, tmp_path: Path):
     from tilebit.weights.modules import QuantLinear
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .unchanged import bypassed, says_otherwise
+
 GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # transformers' names, and ours
 STEADY = ("default", "linear", "llama3", "yarn")  # rotary embeddings that do not change with a sequence's length
 PLAIN, OWN_NORMS = ("llama", "mistral", "qwen2", "phi3"), ("qwen3",)  # without and with norms of q and k
@@ -73,6 +75,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     body: Any = getattr(model, "model", None)
     if kind not in KINDS or body is None or getattr(model, "lm_head", None) is None:
         raise ValueError(f"its kind is {kind!r}; accepted: causal language models of {', '.join(KINDS)}")
+    _expect_as_known(kind, model, body)
     rope = str(getattr(body.rotary_emb, "rope_type", "default"))
     if rope not in STEADY:
         raise ValueError(f"its rotary embedding is {rope!r}, which depends on a sequence's length; accepted: {', '.join(STEADY)}")
@@ -88,6 +91,23 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
         rotary=body.rotary_emb,
     )
+
+
+def _expect_as_known(kind: str, model: PreTrainedModel, body: Any) -> None:
+    """Raise ``ValueError`` where something else than transformers' classes of ``kind`` says what a part computes."""
+    home = f"transformers.models.{kind}.modeling_{kind}"
+    if type(model).forward.__module__ != home:
+        raise ValueError(f"its forward is that of {type(model).__module__}; accepted: that of {home}")
+    norms = [part for layer in body.layers for part in (layer, *layer.children()) for name, part in part.named_children() if "norm" in name]
+    named = [part for layer in body.layers for part in (layer, getattr(layer, "self_attn", None), getattr(layer, "mlp", None))]
+    for part in (body, body.norm, *named, *norms):
+        if type(part).__module__ != home:
+            raise ValueError(f"it has a {type(part).__module__}.{type(part).__qualname__}; accepted: the classes of {home}")
+    names = {id(part): name for name, part in model.named_modules()}
+    for part in bypassed(model):
+        found = says_otherwise(part)
+        if found is not None:
+            raise ValueError(f"{names[id(part)]} has {found}, which a fused step would leave out; accepted: layers without: remove it")
 
 
 def _block(kind: str, config: Any, layer: Any, activation: str, offset: float) -> Block:

@@ -21,17 +21,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..accepted import expect
 from ..cache.batch import Batch
 from ..cache.kvcache import KVCache
-from ..kernels import build
-from ..ops.plans import bucket, rehearsed
-from ..progress import waiting
+from ..ops.plans import bucket
 from ..weights.any_modules import AnyPrecisionLinear
 from .ahead import StepAhead
 from .anatomy import anatomy
 from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
-from .parted import BY_DEFAULT, PARTS, Part, prepared
+from .parted import BY_DEFAULT, PARTS, Part, prepared, rehearse
 from .step_inputs import StepInputs
+from .unchanged import Built
 
 ALLOWED = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 
@@ -65,8 +64,10 @@ def compile(
     Kernels of the step's products are compiled here, in parallel, for as many rows as
     ``batch_sizes`` names, and counted by a bar on a terminal's standard error. Weights are held once:
     the model's layers become views of the joined ones. ``max_tokens`` bounds a sequence (default: the
-    model's own bound). Layers that are replaced, moved, cast or loaded afterwards are noticed, and
-    joined again. Layers of any precision make a product each, in the width that they are set to: the
+    model's own bound). Layers that are replaced afterwards, hooks in the model, and a model that is moved, cast or
+    loaded are noticed at the next call; tensors of its parts that are loaded, cast or written to, at the next prompt,
+    or the next step behind another call. They are joined again; with hooks, or layers that are not known, the model
+    runs as before. Layers of any precision make a product each, in the width that they are set to: the
     first call behind ``set_precision`` has the kernels of a new width ready, compiled then if they must be.
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
@@ -139,17 +140,12 @@ class DecodeSteps:
 
     def _build(self) -> None:
         self.step = FusedStep(anatomy(self.model), self.model.device, self.max_tokens, self.parts)
-        self._held = [
-            (owner._modules, name, module)
-            for owner in self.model.modules()
-            for name, module in owner._modules.items()
-            if module is not None and not isinstance(module, torch.nn.ModuleList)
-        ]
+        self._built = Built(self.model)
         self._any = [layer for layer in self.model.modules() if isinstance(layer, AnyPrecisionLinear)]
         self._prompts: set[tuple[int, int, str, Widths]] = (
             set()
         )  # tokens and rows, rounded up, and caches' formats, whose kernels are there
-        self._stale = False
+        self._stale = self._unknown = self._read = False
         self.renew()
 
     def renew(self) -> None:
@@ -190,7 +186,8 @@ class DecodeSteps:
         """Of a copied model, whose step is built at its first call."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.model, made._own = copy.deepcopy(self.model, memo), copy.deepcopy(self._own, memo)
-        made.sizes, made.max_tokens, made.parts, made._held, made._stale = self.sizes, self.max_tokens, self.parts, [], True
+        made.sizes, made.max_tokens, made.parts, made._built, made._stale = self.sizes, self.max_tokens, self.parts, None, True
+        made._unknown = made._read = False
         made._graphs, made.inputs = weakref.WeakKeyDictionary(), copy.deepcopy(self.inputs, memo)
         made.ahead = copy.deepcopy(self.ahead, memo)
         return made
@@ -208,7 +205,11 @@ class DecodeSteps:
         if logits is not None:
             return _answer(logits, named["past_key_values"])
         taken = self._taker(named) if plain else None
-        return self.original(*given, **named) if taken is None else taken()
+        if taken is None:
+            # Tensors are read at the next step: not at each of a model that is not known.
+            self._read = self._read and self._unknown and plain and named["input_ids"].shape[1] == 1
+            return self.original(*given, **named)
+        return taken()
 
     def changed(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._stale = True
@@ -216,11 +217,23 @@ class DecodeSteps:
 
     def is_current(self) -> bool:
         """Whether each layer is the one that the step was built of."""
-        return not self._stale and all(owner.get(name) is module for owner, name, module in self._held)
+        return not self._stale and self._built is not None and self._built.layers_same()
 
-    def _current(self) -> None:
-        if not self.is_current():
-            self._build()
+    def _current(self, read: bool) -> bool:
+        """Whether the step is of the model as it is; it is built again where that has changed. With ``read`` tensors
+        are looked at, too."""
+        if self._unknown and not read:
+            return False
+        if not self.is_current() or (read and self._built is not None and not self._built.tensors_same()):
+            try:
+                self._build()
+            except ValueError as error:
+                if not self._unknown:
+                    warnings.warn(f"{type(self.model).__name__} runs as before it was compiled: {error}", stacklevel=2)
+                self._stale = self._unknown = self._read = True
+                return False
+        self._read = self._read or read
+        return True
 
     # ---- a call ----
 
@@ -232,7 +245,10 @@ class DecodeSteps:
         others = {name for name, value in named.items() if name not in ALLOWED and value not in (None, False)}
         if others or named.get("return_dict") is False or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
             return False
-        return not torch.is_grad_enabled() and not self.model.training
+        config: Any = self.model.config
+        if config.output_hidden_states or config.output_attentions:
+            return False
+        return not torch.is_grad_enabled() and not self.model.training and (self._built is None or self._built.plain())
 
     def _taker(self, named: dict[str, Any]) -> Callable[[], CausalLMOutputWithPast] | None:
         """Who takes a plain call with these arguments; None: the model itself."""
@@ -242,10 +258,10 @@ class DecodeSteps:
         if not cache.fusible or cache.seen + columns > self.max_tokens:
             return None
         if columns == 1:
-            if rows in self.sizes and cache.seen > 0 and self._one_each(cache, mask, positions, rows):
+            known = rows in self.sizes and cache.seen > 0 and self._one_each(cache, mask, positions, rows)
+            if known and self._current(read=not self._read):
                 return lambda: self._stepped(cache, ids)
-        elif columns > MOST_AT_ONCE:
-            self._current()
+        elif columns > MOST_AT_ONCE and self._current(read=True):
             kept = named.get("logits_to_keep", 0)
             whole = isinstance(kept, int) and (mask is None or bool(mask[:, -(kept or columns) :].all()))  # logits of padding are its own
             if whole and cache.continues(mask, positions, rows, columns):
@@ -263,7 +279,6 @@ class DecodeSteps:
         return True
 
     def _stepped(self, cache: TilebitCache, ids: Tensor) -> CausalLMOutputWithPast:
-        self._current()
         logits = self.run(cache, ids[:, 0])
         self.ahead.stepped(cache, len(ids))
         return _answer(logits, cache)
@@ -292,7 +307,7 @@ class DecodeSteps:
             return
         prepared(self.step.products, [tokens])
         if not any(batch.past_lengths):  # else a window might be packed before its rows are read
-            _rehearse(batch, call)
+            rehearse(batch, call)
         self._prompts.add(kind)
 
     def run(self, cache: TilebitCache, ids: Tensor) -> Tensor:
@@ -316,7 +331,7 @@ class DecodeSteps:
         with both; from then on ``ids`` that are ``tokens(batch)`` are read where they lie."""
         graphs, widths = self._graphs.setdefault(batch, {}), self._in_width()
         if widths not in graphs:
-            _rehearse(batch, lambda: self.step(ids, kv, batch))
+            rehearse(batch, lambda: self.step(ids, kv, batch))
             graphs[widths] = None
             return self.step(ids, kv, batch)  # kernels load, and workspaces are made, outside of the graph
         if not self._captures(ids):
@@ -364,16 +379,6 @@ class DecodeSteps:
 def _answer(logits: Tensor, cache: TilebitCache) -> CausalLMOutputWithPast:
     """Of a step, whose ``logits`` [rows, vocabulary] the next one may write to."""
     return CausalLMOutputWithPast(logits=logits.clone()[:, None], past_key_values=cache)  # type: ignore[arg-type]
-
-
-def _rehearse(batch: Batch, call: Callable[[], object]) -> None:
-    """Compile what ``call`` will launch, in parallel."""
-    missing = rehearsed(call)
-    batch.written.clear()  # it is all written again
-    for target in dict.fromkeys(target for _, target in missing):
-        workloads = [workload for workload, of in missing if of == target]
-        with waiting("compiling kernels", len(workloads)) as settled:
-            build(workloads, target, jobs=None, progress=settled)
 
 
 def _called(kind: type) -> Callable[..., Any]:

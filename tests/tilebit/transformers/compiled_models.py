@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tiny_models import SIZES, gemma2, llama, made, phi3, qwen3
+from torch import Tensor
 from transformers import MistralConfig, PreTrainedConfig, Qwen2Config
 
 import tilebit
@@ -38,3 +39,9 @@ def model_of(kind: str, quantized: bool = True, format: str | None = None) -> An
     if format and quantized:
         tilebit.quantize_model(model, format)
     return model
+
+
+def alike(got: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert float((a - b).abs().max()) < LIMIT

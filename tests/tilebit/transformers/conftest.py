@@ -18,3 +18,19 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from replays import watch
 
     return watch(monkeypatch)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each fused step."""
+    from tilebit.transformers.compiled import DecodeSteps
+
+    found: list[int] = []
+    real = DecodeSteps.run
+
+    def run(self: DecodeSteps, cache: Any, ids: Any, *rest: Any) -> Any:
+        found.append(len(ids))
+        return real(self, cache, ids, *rest)
+
+    monkeypatch.setattr(DecodeSteps, "run", run)
+    return found

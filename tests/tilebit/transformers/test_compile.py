@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import GREEDY, own_cache, prompts
-from compiled_models import KINDS, LIMIT, PADDING, ROWS, model_of
+from compiled_models import KINDS, LIMIT, PADDING, ROWS, alike, model_of
 from stepping import COLUMNS, steps_of
 from tiny_models import gemma3, llama, made
 from torch import Tensor
@@ -21,28 +21,7 @@ import tilebit.transformers
 from tilebit.layouts.kv import RESIDUAL
 from tilebit.transformers import TilebitCache, compile, fused, release
 from tilebit.transformers.anatomy import Norm
-from tilebit.transformers.compiled import DecodeSteps
 from tilebit.transformers.parted import Part, Parted, gated
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each fused step."""
-    found: list[int] = []
-    real = DecodeSteps.run
-
-    def run(self: DecodeSteps, cache: TilebitCache, ids: Tensor, *rest: Any) -> Tensor:
-        found.append(len(ids))
-        return real(self, cache, ids, *rest)
-
-    monkeypatch.setattr(DecodeSteps, "run", run)
-    return found
-
-
-def alike(got: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert float((a - b).abs().max()) < LIMIT
 
 
 @pytest.mark.parametrize("kind", [kind if kind == "llama" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])

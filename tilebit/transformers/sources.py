@@ -59,6 +59,12 @@ class PackedSource:
         self.layers = [parts.get(name, name) for name in packed]
         self.shared = self._sharing(wanted, tied_weights(model))
         lacking = [name for name in wanted if name not in (*self.layers, *self.shared)]
+        if lacking and any(name.startswith(f"{model.base_model_prefix}.{lacking[0]}") for name in self.layers):
+            saved = ", ".join(getattr(model.config, "architectures", None) or ["a larger model"])
+            raise CheckpointError(
+                f"{folder} holds {saved}, of which {type(model).__name__} is the part {model.base_model_prefix!r}; accepted: the class "
+                f"that was saved, as AutoModelForCausalLM.from_pretrained gives it: its .{model.base_model_prefix} is this part"
+            )
         if lacking:
             raise CheckpointError(
                 f"{folder} says that {len(lacking)} layers are packed which it does not hold, {lacking[0]} first; accepted: what "

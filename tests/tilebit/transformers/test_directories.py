@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import gemma2, llama, made, qwen3, saved
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from tilebit.layouts.formats import QuantFormat
 from tilebit.ops.dispatch import plan_for
@@ -258,6 +258,15 @@ def test_a_missing_weight_is_refused(tmp_path: Path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match=r"no weight for 1 layers .*layers\.1\.mlp\.down_proj"):
         loaded(tmp_path, quantization_config=TilebitConfig())
+
+
+def test_a_part_of_the_model_that_was_saved_is_refused(tmp_path: Path):
+    packed = tmp_path / "packed"
+    loaded(saved(tmp_path / "float", BIASED), quantization_config=TilebitConfig("w4a16_g64")).save_pretrained(packed)
+    with pytest.raises(
+        ValueError, match=r"holds LlamaForCausalLM, of which LlamaModel is the part 'model'; accepted: .*AutoModelForCausalLM"
+    ):
+        AutoModel.from_pretrained(packed)
 
 
 def test_registering_again_changes_nothing():

@@ -72,6 +72,9 @@ Ms = Annotated[
     numbers("--m", "-m", help="Rows of x; repeat it, or 1,16 for several. Default: 1, 16, 64, 256 and 4096 (on the CPU: 1 and 32)."),
 ]
 Format = Annotated[str, typer.Option("--format", help="Weight format, such as w4a16_g128, w4a16_g64_asym or w8a16_channel.")]
+BenchedFormat = Annotated[
+    str | None, typer.Option("--format", help="Weight format, such as w8a16_channel. Default: w4a16_g128; a packed model's own.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="float16 or bfloat16: the type of x, y, scales and bias.")]
 TunedDtype = Annotated[
     str | None, typer.Option("--dtype", help="float16 or bfloat16. Default: float16; with --model what its config says.")
@@ -159,15 +162,9 @@ def tune(
 ) -> None:
     """Measure candidate schedules on this machine's device and record the results; later calls use the fastest. Measures nothing twice.
     Of a product (--n, --k), or with --model of all products of a model's decode steps, which are then measured where they run."""
-    if (model is None) == (n is None or k is None):
-        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
     of_products = {"--m": m, "--bias": bias, "--width": width, "--residual": residual, "--gate": gate, "--norm-eps": norm_eps is not None}
     of_products |= {"--target": target != "auto", "--nibbles": nibbles, "--gate-halves": gate_halves}
-    of_models = {"--batch": batch, "--kv-format": kv_format, "--tokens": tokens, "--part": part}
-    strange = [name for name, given in (of_models if model is None else of_products).items() if given]
-    if strange:
-        kind, other = ("a product", "a model's") if model is None else ("a model", "a product's")
-        raise typer.BadParameter(f"{', '.join(strange)} with {kind}; accepted: {kind} without {other} options")
+    _one_kind(n, k, model, of_products, {"--batch": batch, "--kv-format": kv_format, "--tokens": tokens, "--part": part})
     if model is not None:
         tune_whole(model, format, kv_format or "kv4_channel", batch, tokens, part, budget, jobs, dtype or "auto", as_json)
         return
@@ -181,28 +178,28 @@ def bench(
     n: ModelsN = None,
     k: ModelsK = None,
     m: Ms = None,
-    format: Format = "w4a16_g128",
+    format: BenchedFormat = None,
     dtype: Dtype = "bfloat16",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:i]: where to measure.")] = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="Append the rows to this JSON-lines file.", dir_okay=False)] = None,
     model: BenchedModel = None,
     kv_format: BenchedCaches = None,
     batch: Batches = None,
-    prompt_tokens: PromptTokens = 512,
-    steps: Steps = 32,
+    prompt_tokens: PromptTokens = None,
+    steps: Steps = None,
     as_json: Json = False,
 ) -> None:
     """Time a product, or with --model a whole model. A product (--n, --k): tilebit and torch on this machine, interleaved in one process:
     torch's 16-bit linear (cuBLAS on a GPU) and, on the CPU, its int4 kernel. A model: prompts and decode steps beside the 16-bit model."""
-    if (model is None) == (n is None or k is None):
-        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    of_models = {"--kv-format": kv_format, "--batch": batch, "--prompt-tokens": prompt_tokens is not None, "--steps": steps is not None}
+    _one_kind(n, k, model, {"--m": m}, of_models)
     if out is not None:
         new_file(out, folders=True)
     if model is not None:
-        bench_whole(model, format, kv_format, batch, prompt_tokens, steps, dtype, device, out, as_json)
+        bench_whole(model, format, kv_format, batch, prompt_tokens or 512, steps or 32, dtype, device, out, as_json)
         return
     assert n is not None and k is not None
-    chosen, workloads = _asked(n, k, m, format, dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
+    chosen, workloads = _asked(n, k, m, format or "w4a16_g128", dtype, False, {"auto": "auto", "cpu": "cpu"}.get(device, device))
     rows: list[dict[str, Any]] = []
     with failures():
         from ..autotune.measure import busy
@@ -329,13 +326,13 @@ def pack(
 ) -> None:
     """Compile kernels and export them as a pack: a directory that loads with torch and apache-tvm-ffi alone (tilebit.packs.load). Those of
     a product (--n, --k), or with --model of a whole model: all that generate needs, with --kv-format fused steps and attention too."""
-    if (model is None) == (n is None or k is None):
-        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    of_products = {"--m": m, "--bias": bias, "--width": width, "--residual": residual, "--gate": gate, "--norm-eps": norm_eps is not None}
+    of_products |= {"--nibbles": nibbles, "--gate-halves": gate_halves, "--dependent": dependent}
+    of_models = {"--kv-format": kv_format, "--batch": batch, "--max-tokens": max_tokens, "--bits": bits, "--skip": skip}
+    _one_kind(n, k, model, of_products, of_models)
     if model is not None:
         pack_whole(path, model, format, skip, kv_format, batch, max_tokens, bits, dtype, target, jobs, as_json)
         return
-    if bits:
-        raise typer.BadParameter("--bits with a product; accepted: a product's width in its --format, such as w4a16_any")
     assert n is not None and k is not None
     product = (format or "w4a16_g128", dtype or "float16", bias, target, width, nibbles, residual, gate, gate_halves, norm_eps, dependent)
     chosen, workloads = _asked(n, k, m, *product)
@@ -364,6 +361,16 @@ def doctor(as_json: Json = False) -> None:
         print_parts(table, can)
     if not diagnosis.healthy:
         raise typer.Exit(1)
+
+
+def _one_kind(n: int | None, k: int | None, model: Path | None, of_products: dict[str, Any], of_models: dict[str, Any]) -> None:
+    """Refuse what is neither a product nor a model, or both, and options that the other one has."""
+    if (model is None) == (n is None or k is None):
+        raise typer.BadParameter("accepted: a product, by --n and --k, or a model, by --model, not both")
+    strange = [name for name, given in (of_models if model is None else of_products).items() if given]
+    if strange:
+        kind, other = ("a product", "a model's") if model is None else ("a model", "a product's")
+        raise typer.BadParameter(f"{', '.join(strange)} with {kind}; accepted: {kind} without {other} options")
 
 
 def _asked(

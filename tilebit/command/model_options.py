@@ -59,5 +59,7 @@ PackedTokens = Annotated[
 PackedWidths = Annotated[
     list[int] | None, numbers("--bits", help="With --model of any precision: widths to pack, such as 3,8. Default: all that are stored.")
 ]
-PromptTokens = Annotated[int, typer.Option("--prompt-tokens", help="With --model: tokens of each row's prompt.", min=1)]
-Steps = Annotated[int, typer.Option("--steps", help="With --model: decode steps of a round.", min=1)]
+PromptTokens = Annotated[
+    int | None, typer.Option("--prompt-tokens", help="With --model: tokens of each row's prompt. Default: 512.", min=1)
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="With --model: decode steps of a round. Default: 32.", min=1)]

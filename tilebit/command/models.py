@@ -94,6 +94,7 @@ def generate(
         raise typer.BadParameter("--greedy and --temperature exclude each other; accepted: one of them")
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("accepted: a text to continue, by --prompt or by --prompt-file, not both")
+    _formats_for(skip, format is not None)
     chosen, place = None if format is None else _quantization(format, skip, False), _device(device)
     if kv_format is not None:
         _known_cache(kv_format)
@@ -147,6 +148,7 @@ def evaluate(
     _needed()
     if stride >= window:
         raise typer.BadParameter(f"--stride is {stride}; accepted: 1 to {window - 1}, less than --window")
+    _formats_for(skip, any(name != "none" for name in format or ()))
     chosen = [None if name == "none" else _quantization(name, skip, False) for name in dict.fromkeys(format or ["none"])]
     place = _device(device)
     caches = [None if name == "none" else name for name in dict.fromkeys(kv_format or ["none"])]
@@ -172,7 +174,7 @@ def evaluate(
 
 def bench_whole(
     model: Path,
-    format: str,
+    format: str | None,
     kv_format: list[str] | None,
     batch: list[int] | None,
     prompt_tokens: int,
@@ -188,7 +190,8 @@ def bench_whole(
     place, caches = _device(device), list(dict.fromkeys(kv_format or ["kv4_channel"]))
     for name in caches:
         _known_cache(name)
-    _quantization(format, None, False)
+    if format is not None:
+        _quantization(format, None, False)
     with failures():
         from ..schedules.target import detect_target
         from ..transformers.benching import Sizes, bench_model
@@ -266,6 +269,7 @@ def pack_whole(
 ) -> None:
     """``tilebit pack --model``: all kernels that ``generate`` needs of ``model``."""
     _needed()
+    _formats_for(skip, format is not None)
     caches, chosen = list(dict.fromkeys(kv_format or [])), None if format is None else _quantization(format, skip, False)
     for name in caches:
         _known_cache(name)
@@ -310,6 +314,11 @@ def _quantization(
         from ..transformers import TilebitConfig
 
         return TilebitConfig(format, skip=skip, per_layer=formats_by_layer(layers), clip_search=clip_search, embeddings=embeddings)
+
+
+def _formats_for(skip: list[str] | None, formats: bool) -> None:
+    if skip and not formats:
+        raise typer.BadParameter("--skip without --format keeps no layer, since none is quantized; accepted: --format with it, or neither")
 
 
 def _known_cache(name: str) -> None:

@@ -68,6 +68,8 @@ def bench_model(
             "model was made for"
         )
     packed = quantized_by(config) is not None
+    if packed and format is not None:
+        raise ValueError(f"{source} is quantized already, and to be {format}; accepted: a 16-bit model, or no format")
     wanted = TilebitConfig(format or "w4a16_g128")
     own = low_bit_model(source, wanted, dtype, device)
     dense = None if packed else _random(config, None, dtype, device) if _is_config(source) else open_model(source, None, dtype, device)

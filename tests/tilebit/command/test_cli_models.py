@@ -367,6 +367,14 @@ def test_what_cannot_be_asked(dense: Path, packed: Path, tmp_path: Path, text: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_skip_without_a_format_is_refused(dense: Path, text: Path):
+    words = ("--skip without --format keeps no layer", "--skip", "lm_head")
+    assert words[0] in refused("generate", str(dense), "--prompt", "a", *words[1:])
+    assert words[0] in refused("evaluate", str(dense), "--text", str(text), *words[1:])
+    assert words[0] in refused("evaluate", str(dense), "--text", str(text), "--format", "none", *words[1:])
+    assert words[0] in refused("pack", str(text.parent / "pack"), "--model", str(dense), "--kv-format", "kv16", *words[1:])
+
+
 def test_a_reference_of_another_vocabulary(dense: Path, tmp_path: Path, text: Path):
     copy = shutil.copytree(dense, tmp_path / "other")
     config = json.loads((copy / "config.json").read_text())
@@ -409,6 +417,10 @@ def test_what_bench_refuses(dense: Path, packed: Path):
     assert "no directory" in refused("bench", "--model", str(dense / "nothing"))
     assert "whose weights are not there" in refused("bench", "--model", str(packed / "config.json"), "--prompt-tokens", "20")
     assert "kv3" in refused("bench", "--model", str(dense), "--kv-format", "kv3")
+    assert "is quantized already" in refused("bench", "--model", str(packed), "--format", "w8a16_g128", "--prompt-tokens", "20")
+    assert "--m with a model" in refused("bench", "--model", str(dense), "-m", "16")
+    for words in (("--kv-format", "kv16"), ("--batch", "4"), ("--steps", "32"), ("--prompt-tokens", "512")):
+        assert f"{words[0]} with a product; accepted" in refused("bench", "--n", "64", "--k", "64", *words)
     for wrong in ("0", "1,0", "1,,2", "x", "-1", "1.5", ""):
         assert "accepted: 16, or 1,16,64" in refused("bench", "--model", str(dense), f"--batch={wrong}")
 

@@ -306,6 +306,9 @@ def test_what_a_pack_of_a_model_refuses(dense: Path, tmp_path: Path, monkeypatch
         ((*model, "--format", "w3-4a16_any", "--bits", "3", "--bits", "5"), "stores 3 to 4 bits; accepted: some of these"),
         ((*model, "--format", "w8a16_any"), "'w3-8a16_any' computes in 8 bits"),
         (("--n", "64", "--k", "64", "--bits", "4"), "--bits with a product"),
+        (("--n", "64", "--k", "64", "--kv-format", "kv16", "--max-tokens", "9"), "--kv-format, --max-tokens with a product"),
+        (("--n", "64", "--k", "64", "--batch", "2", "--skip", "x"), "--batch, --skip with a product"),
+        ((*model, "--format", "w4a16_g64", "--bias", "--residual", "--m", "3"), "--m, --bias, --residual with a model"),
     )
     for words, said in given:
         result = call("pack", out, *words)

@@ -12,7 +12,7 @@ from rich.progress import track
 from ..quality import Score, Window, log_probabilities, windows
 from .cache import TilebitCache
 from .config import TilebitConfig
-from .opening import most_tokens, open_model, open_tokenizer, read_config
+from .opening import expect_tokens, most_tokens, open_model, open_tokenizer, read_config
 from .products import multiply_in_fp32
 
 
@@ -47,6 +47,7 @@ def evaluate_model(
             )
     ids = torch.tensor(open_tokenizer(folder)(text, verbose=False)["input_ids"], dtype=torch.int64)[:max_tokens]
     parts = windows(ids, *sizes)
+    expect_tokens(ids, config)
     other = None if reference is None else _opened(reference, None, dtype, device)
     rows: list[dict[str, Any]] = []
     for quantization in quantizations:

@@ -110,6 +110,16 @@ def most_tokens(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def expect_tokens(ids: torch.Tensor, config: PreTrainedConfig) -> None:
+    """Raise ``ValueError`` for tokens ``ids``, one or more, of which the vocabulary of a model of ``config`` lacks one."""
+    highest, size = int(ids.max()), config.get_text_config(decoder=True).vocab_size
+    if highest >= size:
+        raise ValueError(
+            f"the tokenizer makes token {highest} of the text, and the model has {size}, from 0 on; accepted: the tokenizer that belongs "
+            "to the model: copy it into the directory again"
+        )
+
+
 def _fitting_tensors(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The model on meta. Raises ``CheckpointError`` for a missing shard, for a tensor of floats that has
     another shape than the model's of its name, and for a missing tensor (unless files hold some whose

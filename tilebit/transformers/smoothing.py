@@ -17,7 +17,7 @@ from ..weights.checkpoint_config import CheckpointError
 from ..weights.modules import quantize_model
 from ..weights.smooth import expect_smoothed
 from .config import TilebitConfig
-from .opening import open_model, open_tokenizer, quantized_by, read_config
+from .opening import expect_tokens, open_model, open_tokenizer, quantized_by, read_config
 from .products import multiply_in_fp32
 
 SAMPLES, TOKENS = 16, 512  # of the text, and of each sample, at most
@@ -31,14 +31,16 @@ def smoothed_model(
     512 tokens of ``text``, at equal distances, pass through it. All of its floats are in memory meanwhile;
     ``dtype`` and ``device`` are ``open_model``'s. Raises ``ValueError`` as that and ``calibrate_smoothing``
     do, for layers of any precision, for an embedding that is to be quantized, and for a text without
-    tokens."""
+    tokens, or with one that the model has not."""
     _expect_floats_to_round(wanted)
     expect_smoothed(format_of(wanted.format))
-    if quantized_by(read_config(folder)) is not None:
+    config = read_config(folder)
+    if quantized_by(config) is not None:
         raise CheckpointError(f"{folder} is quantized already; accepted: the directory that it was made of, of floats")
     ids = torch.tensor(open_tokenizer(folder)(text, verbose=False)["input_ids"], dtype=torch.int64)
     if not len(ids):
         raise ValueError("the text has no tokens; accepted: text of the kind that the model will see")
+    expect_tokens(ids, config)
     model = open_model(folder, None, dtype, device)
     multiply_in_fp32(model)
     layers: dict[GemmFormat, set[str]] = {}

@@ -16,7 +16,7 @@ from ..weights.mixed import MixedLinear
 from ..weights.modules import QuantLinear
 from .cache import TilebitCache, cache_bytes
 from .compiled import compile
-from .opening import most_tokens
+from .opening import expect_tokens, most_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,11 @@ class _Timed(TextStreamer):
 
 def fitting_ids(model: PreTrainedModel, tokenizer: Any, prompt: str, max_tokens: int) -> Tensor:
     """The tokens of ``prompt``, int64 [1, tokens] on the model's device. Raises ``ValueError`` where it has
-    none, and where the model has no room for it and ``max_tokens`` more."""
+    none, or one that the model has not, and where it has no room for it and ``max_tokens`` more."""
     ids: Tensor = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens; accepted: a text of one or more")
+    expect_tokens(ids, model.config)
     most = most_tokens(model.config)
     if most is not None and ids.shape[1] + max_tokens > most:
         raise ValueError(

@@ -375,6 +375,16 @@ def test_a_skip_without_a_format_is_refused(dense: Path, text: Path):
     assert words[0] in refused("pack", str(text.parent / "pack"), "--model", str(dense), "--kv-format", "kv16", *words[1:])
 
 
+def test_tokens_that_the_model_has_not_are_refused(dense: Path, tmp_path: Path, text: Path):
+    folder = write_model(tmp_path / "small", vocab_size=40)
+    shutil.copyfile(dense / "tokenizer.json", folder / "tokenizer.json")
+    said = "and the model has 40, from 0 on; accepted: the tokenizer that belongs to the model"
+    assert said in refused("generate", str(folder), "--prompt", "a small model")
+    assert said in refused("evaluate", str(folder), "--text", str(text), "--window", "32", "--stride", "16")
+    smooth = ("--format", "w4a8_lqq_g64", "--smooth", str(text))
+    assert said in refused("quantize", str(folder), str(tmp_path / "out"), *smooth)
+
+
 def test_a_reference_of_another_vocabulary(dense: Path, tmp_path: Path, text: Path):
     copy = shutil.copytree(dense, tmp_path / "other")
     config = json.loads((copy / "config.json").read_text())

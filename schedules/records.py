@@ -78,7 +78,8 @@ class TuningRecord:
         timed = isinstance(self.us, int | float) and not isinstance(self.us, bool) and LEAST_US <= self.us <= MOST_US
         if self.status == OK and not timed:
             raise ValueError(
-                f"us is {self.us!r:.80} in a record whose status is 'ok'; accepted: a time in microseconds, {LEAST_US:g} to {MOST_US:g}"
+                f"us is {self.us!r:.80} in a record whose status is 'ok'; accepted: a time in microseconds above 0, of {LEAST_US:g} to "
+                f"{MOST_US:g}"
             )
 
     @property

@@ -183,7 +183,7 @@ def modules() -> Iterator[Bad]:
         yield Bad(f"a layer on {k} columns", lambda _, k=k: layer()(torch.zeros(2, k, dtype=half)), (f"[2, {k}]", f"[..., {K}]"))
     yield Bad("a layer on fp32", lambda _: layer()(torch.zeros(2, K)), ("float32", "float16 or bfloat16"))
     yield Bad("a layer on bf16", lambda _: layer()(torch.zeros(2, K, dtype=bf16)), ("scales is float16", "needs bfloat16"))
-    yield Bad("a layer cast to fp32", lambda _: layer().float()(torch.zeros(2, K, dtype=half)), ("scales is float32", "needs float16"))
+    yield Bad("a layer cast to fp32", lambda _: layer().float(), ("cast to torch.float32", "accepted: torch.float16"))
     yield Bad("quantize_model without layers", lambda _: tilebit.quantize_model(nn.Sequential(nn.ReLU())), ("Sequential", "accepted"))
     yield Bad("quantize_model of a layer", lambda _: tilebit.quantize_model(nn.Linear(4, 4)), ("Linear", "from_float"))
     yield Bad(

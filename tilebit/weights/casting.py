@@ -56,6 +56,7 @@ def expect_bias(bias: Tensor, n: int) -> Tensor:
 
 def own_bias(bias: Tensor | None, n: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """A copy of ``bias`` [n] in ``dtype`` on ``device``, None of None. Raises as ``expect_bias`` and ``cast_bias``."""
+    expect_tensors(("bias",), bias=bias)
     if bias is None:
         return None
     return cast_bias(expect_bias(bias, n).detach().to(device), dtype).contiguous().clone()

@@ -99,13 +99,15 @@ class AttentionWorkload:
             if type(getattr(self, name)) is not int or not 0 <= getattr(self, name) <= MOST_WINDOW:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: whole numbers from 0 to {MOST_WINDOW}")
         if self.soft_cap != 0 and not LEAST <= self.soft_cap <= MOST:
-            raise ValueError(f"soft_cap is {self.soft_cap!r}; accepted: 0, or finite numbers from {LEAST} to {MOST}")
+            raise ValueError(f"soft_cap is {self.soft_cap!r}; accepted: 0, or finite numbers from {LEAST:g} to {MOST:g}")
         if self.heads_kv < 1 or self.heads_q < 1 or self.heads_q % self.heads_kv:
             raise ValueError(
                 f"heads_q is {self.heads_q} and heads_kv {self.heads_kv}; accepted: heads_q a multiple of heads_kv, both above 0"
             )
         if self.scale is not None and not LEAST <= self.scale <= MOST:
-            raise ValueError(f"scale is {self.scale!r}; accepted: a number above 0, from {LEAST} to {MOST}, or None for head_dim ** -0.5")
+            raise ValueError(
+                f"scale is {self.scale!r}; accepted: a number above 0, from {LEAST:g} to {MOST:g}, or None for head_dim ** -0.5"
+            )
         if self.scale == self.head_dim**-0.5:
             object.__setattr__(self, "scale", None)  # said or not, it is one kernel
         unused: dict[str, Any] = {} if self.op == "append" else dict(_OF_APPEND)
@@ -133,7 +135,7 @@ class AttentionWorkload:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; accepted: multiples of {ROTARY_STEP} up to head_dim {self.head_dim}")
         if not 0 <= self.norm_eps <= MOST or not abs(self.norm_offset) <= MOST:
             raise ValueError(
-                f"norm_eps is {self.norm_eps} and norm_offset {self.norm_offset}; accepted: finite numbers up to {MOST}, norm_eps from 0"
+                f"norm_eps is {self.norm_eps} and norm_offset {self.norm_offset}; accepted: finite numbers up to {MOST:g}, norm_eps from 0"
             )
 
     @property

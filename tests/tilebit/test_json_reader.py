@@ -105,9 +105,10 @@ def config(folder: Path) -> tuple[Path, Callable[[], Any], type[Exception]]:
 
 def index(folder: Path) -> tuple[Path, Callable[[], Any], type[Exception]]:
     write_checkpoint(folder / "c", "awq", {"layer": (64, 256)})
-    names = ("qweight", "qzeros", "scales")
+    names, shard = ("qweight", "qzeros", "scales"), "model-00001-of-00001.safetensors"
+    (folder / "c" / "model.safetensors").rename(folder / "c" / shard)  # a whole one would go before the index
     path = folder / "c" / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": {f"layer.{name}": "model.safetensors" for name in names}}))
+    path.write_text(json.dumps({"metadata": {}, "weight_map": {f"layer.{name}": shard for name in names}}))
     return path, lambda: load_checkpoint(folder / "c").quantized("layer"), CheckpointError
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..weights.layers import PRODUCT
+
 
 def multiply_in_fp32(model: nn.Module) -> None:
     """Have every ``nn.Linear`` of ``model`` with a weight of 16 bits on a CPU multiply in fp32 and round
@@ -22,3 +24,6 @@ def multiply_in_fp32(model: nn.Module) -> None:
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.float()
     return linear(x.float(), layer.weight.float(), bias).to(x.dtype)
+
+
+setattr(_product, PRODUCT, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from .quantize import QuantizedTensor
 from .saving import settle_saving
 
 Quantized = QuantizedTensor | MixedTensor
+PRODUCT = "of_weight_and_bias"  # an attribute of a function that computes what ``nn.Linear.forward`` does, in its own way
 
 
 def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> dict[str, nn.Linear]:
@@ -62,11 +64,16 @@ def once(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
     return {name: layer for layer, name in names.items()}
 
 
+def is_product(forward: Any) -> bool:
+    """Whether a function in the place of ``nn.Linear.forward`` computes what that does, as it says of itself."""
+    return forward is nn.Linear.forward or getattr(forward, PRODUCT, False)
+
+
 def _beside_weight(layer: nn.Linear) -> str | None:
     """What ``layer`` computes beside its weight and bias, in words. What accelerate puts around a layer
     (``device_map``) moves its tensors alone, and is no such thing."""
     forward = getattr(layer, "_old_forward", None) if hasattr(layer, "_hf_hook") else vars(layer).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward:
+    if forward is not None and not is_product(getattr(forward, "__func__", None)):
         return "a forward of its own"
     if "weight" not in layer._parameters:
         return "a weight that is no parameter (one made at each call, as torch.nn.utils.prune and weight_norm do)"

@@ -32,9 +32,9 @@ class Collected:
 
 
 def merged(there: Sequence[TuningRecord], more: Iterable[TuningRecord], changed: frozenset[str] = frozenset()) -> list[TuningRecord]:
-    """The latest of ``there`` and ``more`` that succeeded: of two that measured the same the newer, in the older's
-    place; where the newer one failed, neither. Of programs that have ``changed``, what ``there`` holds of a workload that
-    ``more`` measured goes."""
+    """The latest of ``there`` and ``more`` that succeeded: of two that measured the same the newer,
+    in the older's place; where the newer one failed, neither. Of programs that have ``changed``,
+    what ``there`` holds of a workload that ``more`` measured goes."""
     fresh = latest(sorted(more, key=lambda r: r.date))
     stale = {(r.workload, r.schedule.program, r.gpu) for r in fresh.values() if r.ok and r.schedule.program in changed}
     found = {what: r for what, r in latest(there).items() if (r.workload, r.schedule.program, r.gpu) not in stale}

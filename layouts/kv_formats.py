@@ -26,11 +26,11 @@ class KVFormat:
         x = q * scale + zero        scale, zero: fp16
 
     one pair per "channel" over a group of 128 tokens (the default; BitDecoding's KC) or per "token"
-    (KT) over the head's channels; ``int*`` values always have theirs per token. Since these are fp16, ``int*``
-    keeps numbers within fp16's range: a bfloat16 beyond 65504 makes what shares its parameters infinite or NaN
-    without a word. "fp8" means ``x =
-    e4m3 * head_scale``, one fp32 per head ("head"); "float" is the number itself ("none"). Keys and
-    values are independent of each other. Raises ``ValueError`` for anything else.
+    (KT) over the head's channels; ``int*`` values always have theirs per token. Since these are
+    fp16, ``int*`` keeps numbers within fp16's range: a bfloat16 beyond 65504 makes what shares its
+    parameters infinite or NaN without a word. "fp8" means ``x = e4m3 * head_scale``, one fp32 per
+    head ("head"); "float" is the number itself ("none"). Keys and values are independent of each
+    other. Raises ``ValueError`` for anything else.
     """
 
     key: str = "float"

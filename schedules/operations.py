@@ -27,7 +27,7 @@ from .target import Target
 
 __all__ = [
     "OPERATIONS", "AnyWorkload", "Estimate", "Operation", "Rule", "alone", "candidates", "estimate", "find_rule", "legal", "operands",
-    "operation", "params", "programs", "workload_from_json", "workspace_words",
+    "operation", "params", "programs", "unserved", "workload_from_json", "workspace_words",
 ]  # fmt: skip
 
 MAX_CANDIDATES = 120
@@ -123,6 +123,17 @@ def candidates(workload: AnyWorkload, target: Target) -> list[Schedule] | None:
     the same order, those of several programs in turn; None: there is none."""
     tried = [rule for rule in operation(workload.op).rules if target.arch in rule.tried and not rule.unserved(workload, target.arch)]
     return in_turn([rule.candidates(workload, target) for rule in tried])[:MAX_CANDIDATES] or None
+
+
+def unserved(workload: AnyWorkload, target: Target) -> str:
+    """That no program serves ``workload`` on ``target``, where some do, and what all programs there
+    say."""
+    rules = operation(workload.op).rules
+    serving = {arch for rule in rules for arch in rule.arches if not rule.unserved(workload, arch)}
+    accepted = "" if target.arch in serving or not serving else f"; its programs run on: {', '.join(sorted(serving))}"
+    here = [rule.unserved(workload, target.arch) for rule in rules if target.arch in rule.arches]
+    said = "".join(f" {reason}" for reason in (here[0] if here else ()) if all(reason in other for other in here))
+    return f"no schedule for {workload!r} on {target.arch} ({target.name}){accepted}; see schedules/operations.py.{said}"
 
 
 def estimate(workload: AnyWorkload, schedule: Schedule, target: Target) -> Estimate:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .neighbours import Known, neighbours, speaks_in_steps
-from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation
+from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation, unserved
 from .portfolio import Portfolio, borders, calibrated, table, with_points
 from .ranker import Ranker, forget_rankers, known_ranker, user_model_path
 from .records import WRONG, TuningRecord, shipped_records, user_records
@@ -78,17 +78,6 @@ class Row:
     record: TuningRecord | None
     chosen: bool
     why: str
-
-
-def _unserved(workload: AnyWorkload, target: Target) -> str:
-    """That no program serves ``workload`` on ``target``, where some do, and what all programs there
-    say."""
-    rules = operation(workload.op).rules
-    serving = {arch for rule in rules for arch in rule.arches if not rule.unserved(workload, arch)}
-    accepted = "" if target.arch in serving or not serving else f"; its programs run on: {', '.join(sorted(serving))}"
-    here = [rule.unserved(workload, target.arch) for rule in rules if target.arch in rule.arches]
-    said = "".join(f" {reason}" for reason in (here[0] if here else ()) if all(reason in other for other in here))
-    return f"no schedule for {workload!r} on {target.arch} ({target.name}){accepted}; see schedules/operations.py.{said}"
 
 
 def select(workload: AnyWorkload, target: Target, records: Sequence[TuningRecord] | None = None, ranker: Ranker | None = None) -> Schedule:
@@ -161,8 +150,9 @@ def _known_records(arch: str) -> Known:
 
 @lru_cache(maxsize=64)
 def wrong_artifacts(target: Target) -> Mapping[str, TuningRecord]:
-    """By key what computed wrong results on a device like ``target``, whatever sizes it was tuned for: one artifact
-    serves others, too. A key covers sources and compilers: what they were then says nothing of new ones."""
+    """By key what computed wrong results on a device like ``target``, whatever sizes it was tuned
+    for: one artifact serves others, too. A key covers sources and compilers: what they were then
+    says nothing of new ones."""
     found = (r for there in _known_records(target.arch).of.values() for r in there)
     return {r.key: r for r in found if r.status == WRONG and r.key and r.measured_on(target)}
 
@@ -331,7 +321,7 @@ def _choose(workload: AnyWorkload, target: Target, records: Known, ranker: Ranke
             if expected(record.schedule) <= bound:
                 return Choice(record.schedule, "nearest", record, d)
     if not options:
-        raise ValueError(_unserved(workload, target))
+        raise ValueError(unserved(workload, target))
     usable = [s for s in options if s not in failed]
     if ranker is not None and served:
         of_others = dict.fromkeys(r.schedule for _, r in near)

@@ -2,11 +2,11 @@
 with the schedule that ``schedules.select`` chooses.
 
 A chosen schedule that does not pass the lint (the cost model cannot see register spills) is
-remembered as unfit, beside the artifact cache, and the next best one is tried, as it is where compilers
-refuse one: a call never fails because one schedule does. What failed when it was tuned comes last, since much of that is a
-machine's fault and passes; a kernel that computed wrong results is never used. With
-``TILEBIT_NO_COMPILE=1`` nothing is compiled and the error names the commands which build the
-kernel.
+remembered as unfit, beside the artifact cache, and the next best one is tried, as it is where
+compilers refuse one: a call never fails because one schedule does. What failed when it was tuned
+comes last, since much of that is a machine's fault and passes; a kernel that computed wrong results
+is never used. With ``TILEBIT_NO_COMPILE=1`` nothing is compiled and the error names the commands
+which build the kernel.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _counted(progress: Callable[[int], None], before: int) -> Callable[[int, int
 
 
 def _ranked(workload: AnyWorkload, target: Target) -> Iterator[Schedule]:
-    """The schedule to use, then those to fall back to, best first and what failed when tuned last."""
+    """The schedule to use, then those to fall back to, best first and what failed when tuned
+    last."""
     choice = choose(workload, target)
     yield choice.schedule
     rows = [r for r in explain(workload, target) if not r.illegal and r.schedule != choice.schedule]

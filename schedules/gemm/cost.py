@@ -95,8 +95,8 @@ class Grid:
 
 
 def estimate(workload: Workload, schedule: Schedule, target: Target) -> Estimate:
-    """The model's expectation for ``schedule``; meant for legal ones (an illegal one whose numbers are
-    above 0 gets a meaningless number, never an error)."""
+    """The model's expectation for ``schedule``; meant for legal ones (an illegal one whose numbers
+    are above 0 gets a meaningless number, never an error)."""
     if not target.is_cuda:
         return _cpu(workload, schedule, target)
     return (_stream if schedule.program in gemm_stream.ARCHES else _tiled)(workload, schedule, target)

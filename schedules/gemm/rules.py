@@ -137,9 +137,9 @@ def clustered_split(schedule: Schedule) -> bool:
 
 
 def paired_split(schedule: Schedule) -> bool:
-    """Whether more than two blocks share a tile, as clusters of two that meet in a workspace: half as
-    many sums are written there as by blocks that meet one by one, and two blocks read half of them
-    each."""
+    """Whether more than two blocks share a tile, as clusters of two that meet in a workspace: half
+    as many sums are written there as by blocks that meet one by one, and two blocks read half of
+    them each."""
     return schedule.program == ANY_WGMMA and schedule.split_k > 2 and schedule.split_k % 2 == 0
 
 

@@ -98,7 +98,8 @@ class Batch:
         self._version = -1
 
     def _reject_waiting(self) -> None:
-        """Raise ``ValueError`` where sequences would no longer be found by the pack that they wait for."""
+        """Raise ``ValueError`` where sequences would no longer be found by the pack that they wait
+        for."""
         waiting = sorted(self.table.unpacked.intersection(self.handles)) if self.unpacked else []
         if waiting:
             raise ValueError(
@@ -122,8 +123,8 @@ class Batch:
 
     @property
     def advanced(self) -> bool:
-        """Whether the sequences have the lengths that the last ``KVCache.advance`` of this batch gave them, as of
-        the last ``refresh``."""
+        """Whether the sequences have the lengths that the last ``KVCache.advance`` of this batch
+        gave them, as of the last ``refresh``."""
         return self._advanced is not None
 
     @property

@@ -72,8 +72,8 @@ def check_rows(
     rotary: str,
     layer: int,
 ) -> None:
-    """New rows ``k`` and ``v``, ``given`` as the caller had them, of which each sequence gets as many
-    as ``counts`` says (None: what the batch was advanced by)."""
+    """New rows ``k`` and ``v``, ``given`` as the caller had them, of which each sequence gets as
+    many as ``counts`` says (None: what the batch was advanced by)."""
     check_layer(cache, layer)
     if k.shape != v.shape:
         raise ValueError(f"k is {describe(k)} and v {describe(v)}; accepted: the same shape")
@@ -106,7 +106,8 @@ def check_rows(
 
 
 def check_one_each(batch: Batch, counts: list[int] | None) -> None:
-    """That ``batch`` was advanced by a token each and no layer was appended to otherwise, for appends with full_windows."""
+    """That ``batch`` was advanced by a token each and no layer was appended to otherwise, for
+    appends with full_windows."""
     if counts is not None or any(count != 1 for count in batch.counts):
         got = "handles are" if counts is not None else f"a batch that was advanced by {batch.counts[:8]} tokens is"
         raise ValueError(f"{got} given with full_windows; accepted: a Batch that was advanced by one token each, and pack(batch) behind")
@@ -217,8 +218,8 @@ def _reject_query(cache: KVCache, q: Tensor, shape: str, name: str = "q") -> NoR
 def check_scores(
     cache: KVCache, heads_q: int, sinks: Tensor | None, scale: float | None, window: int, sink_tokens: int, soft_cap: float
 ) -> tuple[float | None, int, int, float]:
-    """What attention says of its scores, for calls that change something before they attend; (scale, window,
-    sink_tokens, soft_cap) as ``score_options``."""
+    """What attention says of its scores, for calls that change something before they attend;
+    (scale, window, sink_tokens, soft_cap) as ``score_options``."""
     scale, window, sink_tokens, soft_cap = options = score_options(scale, window, sink_tokens, soft_cap)
     _check_options(heads_q, cache.heads_kv, cache.head_dim, DTYPE_NAMES[cache.dtype], window, sink_tokens, soft_cap, scale)
     expect_tensors(("sinks",), sinks=sinks)

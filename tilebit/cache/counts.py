@@ -1,4 +1,5 @@
-"""Numbers as callers give them (counts, lengths, handles, options of attention's scores), checked before anything changes."""
+"""Numbers as callers give them (counts, lengths, handles, options of attention's scores), checked
+before anything changes."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def real(what: str, value: Any) -> float:
 
 
 def score_options(scale: Any, window: Any, sink_tokens: Any, soft_cap: Any) -> tuple[float | None, int, int, float]:
-    """These options of attention as Python's own numbers, which plans are found by. Raises ``ValueError`` for what
-    are none; what range they have is asked once for each plan."""
+    """These options of attention as Python's own numbers, which plans are found by. Raises
+    ``ValueError`` for what are none; what range they have is asked once for each plan."""
     if type(window) is int and type(sink_tokens) is int and type(soft_cap) is float and (scale is None or type(scale) is float):
         return scale, window, sink_tokens, soft_cap
     windows = whole("window", window, 0), whole("sink_tokens", sink_tokens, 0)

@@ -70,11 +70,11 @@ class KVCache(CacheMemory):
     ``head_dim`` channels.
 
     ``format`` is a ``KVFormat`` or its name, ``dtype`` that of q, k and v (torch.float16 or
-    torch.bfloat16, of which formats of integers keep numbers within fp16's range only). ``max_tokens``
-    bounds one sequence (default: all pages): the width of block tables, and what schedules are chosen
-    for. As many fit, and what its last page and its window hold besides is not refused.
-    ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2, heads_kv] are fp8's, of keys and values
-    (default 1). All memory is one allocation of ``memory_bytes``, zero at first.
+    torch.bfloat16, of which formats of integers keep numbers within fp16's range only).
+    ``max_tokens`` bounds one sequence (default: all pages): the width of block tables, and what
+    schedules are chosen for. So many tokens fit; more are not refused while its last page and its
+    window hold them. ``head_scales`` fp32 [2, heads_kv] or [num_layers, 2, heads_kv] are fp8's, of keys and
+    values (default 1). All memory is one allocation of ``memory_bytes``, zero at first.
 
     The first ``floor(length / 128) * 128`` tokens of a sequence are packed, at ``memory_per_token``
     bytes each; the rest wait in 16 bits in its window. A handle names a sequence and is never used
@@ -158,9 +158,9 @@ class KVCache(CacheMemory):
 
     def truncate(self, handle: int, length: int) -> None:
         """Drop a sequence's tokens from ``length`` on (rejected drafts). Packed tokens cannot be
-        taken apart: ``length`` must be at least the packed length, or a multiple of 128. Pages that it no
-        longer needs become free, but those that were reserved.
-        ``revocable_tokens`` says how many can be appended and dropped again."""
+        taken apart: ``length`` must be at least the packed length, or a multiple of 128. Pages that
+        it no longer needs become free, but those that were reserved. ``revocable_tokens`` says how
+        many can be appended and dropped again."""
         check_packed(self.table, (handle,))
         with self.table.lock:  # until the page is copied: who shares it may free it
             self.copy_pages(self.table.truncate(handle, length))
@@ -277,22 +277,22 @@ class KVCache(CacheMemory):
         head_dim]. ``cos_sin`` fp32 [max_position, head_dim] turns k (``rotary`` "half" or
         "interleaved"). Given handles it advances them first (one layer only); a ``Batch`` has been
         advanced by the rows to write, once for each layer, and rows beyond these are padding. With
-        ``dependent`` the preceding kernel may write q, k, v and the cache. The launch is a plain one all
-        the same where numbers of the batch have been copied to the device since the last append, as
-        ``advance`` does: of a step's layers the first one's, unless a graph is captured.
+        ``dependent`` the preceding kernel may write q, k, v and the cache. The launch is a plain
+        one all the same where numbers of the batch have been copied to the device since the last
+        append, as ``advance`` does: of a step's layers the first one's, unless a graph is captured.
 
         ``q`` [tokens, heads_q, head_dim] or [batch, rows, heads_q, head_dim], rows as k's: the
         result is q turned at the same positions, in the same launch: a new tensor of q's shape, or
-        ``out`` (contiguous, other memory than that of q, k and v). Its rows of padding stay undefined. Without q
-        there is no result. ``q_norm`` and ``k_norm`` [head_dim], both or neither: each head of q
-        and k is first divided by sqrt(mean of squares + ``norm_eps``) and multiplied by the weights
-        plus ``norm_offset`` (1 for Gemma's), with or without ``cos_sin``; all in fp32, rounded
-        once. ``cos_sin`` of fewer than head_dim columns, a multiple of 32, turns as many channels,
-        the first ones. Rows of q, k and v may lie any multiple of 16 bytes apart, as slices of a
-        fused projection's output do: nothing is copied.
+        ``out`` (contiguous, other memory than that of q, k and v). Its rows of padding stay
+        undefined. Without q there is no result. ``q_norm`` and ``k_norm`` [head_dim], both or
+        neither: each head of q and k is first divided by sqrt(mean of squares + ``norm_eps``) and
+        multiplied by the weights plus ``norm_offset`` (1 for Gemma's), with or without ``cos_sin``;
+        all in fp32, rounded once. ``cos_sin`` of fewer than head_dim columns, a multiple of 32,
+        turns as many channels, the first ones. Rows of q, k and v may lie any multiple of 16 bytes
+        apart, as slices of a fused projection's output do: nothing is copied.
 
-        ``full_windows``, of a ``Batch`` that was advanced by one token each: windows that fill are not
-        packed here but by ``pack``, behind all layers.
+        ``full_windows``, of a ``Batch`` that was advanced by one token each: windows that fill are
+        not packed here but by ``pack``, behind all layers.
         """
         given, k, v = (k, v), flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)
@@ -420,10 +420,10 @@ class KVCache(CacheMemory):
         Each new row attends to what its sequence holds in the cache (dequantized) and to the new
         rows up to its own in 16 bits. ``k``, ``v``, ``cu_seqlens``, ``cos_sin``, ``rotary`` as in
         ``append`` (q comes turned already, and some elements of k may differ in their last bit from
-        what ``append`` turns), the others as in ``tilebit.attention.prefill``. Results of rows beyond
-        those that a ``Batch`` was advanced by, padding, stay undefined.
-        Sequences that hold tokens need memory for these in 16 bits meanwhile. Not to be captured:
-        lengths decide its shapes.
+        what ``append`` turns), the others as in ``tilebit.attention.prefill``. Results of rows
+        beyond those that a ``Batch`` was advanced by, padding, stay undefined. Sequences that hold
+        tokens need memory for these in 16 bits meanwhile. Not to be captured: lengths decide its
+        shapes.
         """
         given, k, v = (k, v), flat_rows(self, "k", k), flat_rows(self, "v", v)
         batch, counts = self._begin(sequences, k.shape[0], cu_seqlens)

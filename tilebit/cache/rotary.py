@@ -1,5 +1,6 @@
-"""The rotary embedding of keys that are attended to before they join the cache. It is computed in fp32,
-as the append kernels do; where these fuse a product and a sum, some elements differ in their last bit."""
+"""The rotary embedding of keys that are attended to before they join the cache. It is computed in
+fp32, as the append kernels do; where these fuse a product and a sum, some elements differ in their
+last bit."""
 
 from __future__ import annotations
 

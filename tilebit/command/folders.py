@@ -24,9 +24,10 @@ def unfinished(out: Path) -> list[Path]:
 
 
 def save_model(model: Any, source: Path, out: Path) -> None:
-    """Write ``model`` to the new directory ``out``, with what lies beside the weights in ``source``:
-    tokenizer, chat template, generation config. ``out`` appears when all of it is written: until then it is a
-    directory beside it of a name that nothing had, which a process that is killed leaves behind."""
+    """Write ``model`` to the new directory ``out``, with what lies beside the weights in
+    ``source``: tokenizer, chat template, generation config. ``out`` appears when all of it is
+    written: until then it is a directory beside it of a name that nothing had, which a process that
+    is killed leaves behind."""
     written = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     written.mkdir()
     try:

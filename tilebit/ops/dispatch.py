@@ -49,11 +49,11 @@ class Part:
 class Plan:
     """Everything about a call that does not depend on the values of x or on m.
 
-    ``operands`` are what its calls are given, in call order, and ``absent`` the places of those that must be
-    None; ``kx`` is the width of x as the kernel
-    reads it (k, on CUDA rounded up to 8); ``dependent`` asks for dependent launch, where the kernel
-    has it; ``guarded`` says that a launch must first make ``device`` the current one, because there
-    are several; ``launchers`` holds those found so far, by m.
+    ``operands`` are what its calls are given, in call order, and ``absent`` the places of those
+    that must be None; ``kx`` is the width of x as the kernel reads it (k, on CUDA rounded up to 8);
+    ``dependent`` asks for dependent launch, where the kernel has it; ``guarded`` says that a launch
+    must first make ``device`` the current one, because there are several; ``launchers`` holds those
+    found so far, by m.
     """
 
     __slots__ = (
@@ -263,9 +263,9 @@ def _cut(axis: int) -> Callable[[Tensor, int, int], Tensor]:
 
 
 def _rows_at_once(kernel: LoadedKernel, plan: Plan, rows: int | None) -> int:
-    """How many of ``rows`` rows (None: any number) one launch of ``kernel`` may take. With stream-k any number:
-    sums belong to blocks. Else as many as there are tickets for and as ``LIMIT_BYTES`` holds the
-    sums of. Raises ``KernelUnavailable``."""
+    """How many of ``rows`` rows (None: any number) one launch of ``kernel`` may take. With stream-k
+    any number: sums belong to blocks. Else as many as there are tickets for and as ``LIMIT_BYTES``
+    holds the sums of. Raises ``KernelUnavailable``."""
     schedule = Schedule.from_json(kernel.manifest["schedule"])
     if schedule.stream_k:
         return MOST_ROWS if rows is None else rows

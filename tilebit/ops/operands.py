@@ -61,7 +61,8 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same memory in part: the bytes from the first to the last element of each."""
+    """Whether two tensors lie in the same memory in part: the bytes from the first to the last
+    element of each."""
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + _span(b) and second < first + _span(a)
 

@@ -24,8 +24,8 @@ def expect_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 
 def expect_apart(x: Tensor, residual: Tensor | None) -> None:
-    """Raise ``ValueError`` where the new residual would be written over elements of x that are still to be
-    read."""
+    """Raise ``ValueError`` where the new residual would be written over elements of x that are
+    still to be read."""
     if residual is None or not overlap(x, residual):
         return
     if x.data_ptr() != residual.data_ptr() or not x.is_contiguous():

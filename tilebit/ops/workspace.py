@@ -11,8 +11,9 @@ nothing is cleared between calls. A call that is being captured into a CUDA grap
 that graph (allocated and cleared inside the capture, shared by the calls of one capture and
 stream), so that a replay, on whatever stream, never meets an eager call's workspace.
 
-Blocks that take one tile after another are as many as fit the device that a kernel was built for, which
-may have other SMs than the one that runs it (a pack built elsewhere): ``words_of`` goes by the kernel.
+Blocks that take one tile after another are as many as fit the device that a kernel was built for,
+which may have other SMs than the one that runs it (a pack built elsewhere): ``words_of`` goes by
+the kernel.
 
 Size: ``dispatch`` cuts a call into slices of rows so that the partial sums stay within
 ``LIMIT_BYTES`` (or a few rows, if that is more): peak extra memory is that much per stream in use.
@@ -48,7 +49,8 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a
 
 
 def words_of(kernel: LoadedKernel, workload: AnyWorkload) -> int:
-    """32-bit words of the workspace that ``kernel`` takes for ``workload``, which it serves; 0: it takes none."""
+    """32-bit words of the workspace that ``kernel`` takes for ``workload``, which it serves; 0: it
+    takes none."""
     if WORKSPACE not in kernel.params:
         return 0
     manifest = kernel.manifest

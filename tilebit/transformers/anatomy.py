@@ -94,7 +94,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def _expect_as_known(kind: str, model: PreTrainedModel, body: Any) -> None:
-    """Raise ``ValueError`` where something else than transformers' classes of ``kind`` says what a part computes."""
+    """Raise ``ValueError`` where something else than transformers' classes of ``kind`` says what a
+    part computes."""
     home = f"transformers.models.{kind}.modeling_{kind}"
     if type(model).forward.__module__ != home:
         raise ValueError(f"its forward is that of {type(model).__module__}; accepted: that of {home}")

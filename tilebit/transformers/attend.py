@@ -123,5 +123,6 @@ def _elsewhere(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores for ``mask``, bool (true where a row sees a column) or that already."""
+    """What is added to scores for ``mask``, bool (true where a row sees a column) or that
+    already."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min) if mask.dtype == torch.bool else mask

@@ -78,18 +78,19 @@ class TilebitCache(Cache):
         model.set_attn_implementation("tilebit")
         model.generate(**inputs, past_key_values=TilebitCache(model.config, format="kv4_channel"))
 
-    ``max_tokens`` bounds a sequence (default: the model's own bound): as many fit, and what its last
-    page and the window of its newest tokens hold besides is not refused. With ``sequences`` the memory
-    for as many of them (rows of the batch: beams and returned sequences, too) is taken at the
-    first call and never grows; without, it doubles when it is full. ``head_scales`` are fp8's, as
-    ``KVCache`` takes them. The newest 0 to 127 tokens of a sequence are in 16 bits. Padding never
-    enters the cache.
+    ``max_tokens`` bounds a sequence (default: the model's own bound): so many tokens fit; more are
+    not refused while its last page and the window of its newest tokens hold them. With ``sequences``
+    the memory for as many of them (rows of the batch: beams and returned sequences, too) is taken
+    at the first call and never grows; without, it doubles when it is full. ``head_scales`` are
+    fp8's, as ``KVCache`` takes them. The newest 0 to 127 tokens of a sequence are in 16 bits.
+    Padding never enters the cache.
 
     Layers that tilebit has no attention for are kept in 16 bits and attended to by transformers'
-    own; one warning names them. Raises ``ValueError`` where that is every layer, and where layers differ in
-    their heads; ``TypeError`` for what is no config. ``generate`` in every mode, ``crop``, ``reset`` and continued
-    prompts work as on ``DynamicCache``; ``crop`` raises ``ValueError`` where it would take packed tokens apart
-    (``activate_past_recording``, which assisted decoding calls, makes steps revocable until ``reset``).
+    own; one warning names them. Raises ``ValueError`` where that is every layer, and where layers
+    differ in their heads; ``TypeError`` for what is no config. ``generate`` in every mode,
+    ``crop``, ``reset`` and continued prompts work as on ``DynamicCache``; ``crop`` raises
+    ``ValueError`` where it would take packed tokens apart (``activate_past_recording``, which
+    assisted decoding calls, makes steps revocable until ``reset``).
     """
 
     def __init__(

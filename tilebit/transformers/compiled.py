@@ -28,7 +28,8 @@ from .anatomy import anatomy
 from .attend import MOST_AT_ONCE
 from .cache import NAME, TilebitCache
 from .fused import FusedStep
-from .parted import BY_DEFAULT, PARTS, Part, prepared, rehearse
+from .parted import BY_DEFAULT, PARTS, Part, prepared
+from .rehearsal import rehearse
 from .step_inputs import StepInputs
 from .unchanged import Built
 
@@ -40,7 +41,7 @@ CHANGES = ("_apply", "load_state_dict")  # methods after which a model's tensors
 def compile(
     model: PreTrainedModel, batch_sizes: Iterable[int] = (1,), max_tokens: int | None = None, parts: Iterable[Part] = BY_DEFAULT
 ) -> PreTrainedModel:
-    """``model`` itself, whose decode steps and prompts are fused from now on, in ``generate`` and in calls:
+    """``model`` itself, whose decode steps and prompts are fused from now on, also in ``generate``:
 
         tilebit.transformers.compile(model, batch_sizes=(1, 16))
         model.generate(**inputs, past_key_values=TilebitCache(model.config, "kv4_channel", max_tokens=4096, sequences=1))
@@ -48,40 +49,42 @@ def compile(
     A call under ``torch.no_grad`` with one new token a row, ``batch_sizes`` rows and a filled
     ``TilebitCache`` takes the fused step: q, k and v are one product, gate and up another, norms
     take the residual sum with them, rotary embeddings the write to the cache, and each kernel is
-    launched before the one before it ends. Windows that fill are packed behind all layers: the token
-    that fills one reads it in 16 bits. On a GPU the step is captured as a CUDA graph at the
+    launched before the one before it ends. Windows that fill are packed behind all layers: the
+    token that fills one reads it in 16 bits. On a GPU the step is captured as a CUDA graph at the
     second such call with a cache, and replayed from then on: use one cache again (``reset()``)
-    rather than making another. Each width of any-precision layers (``set_precision``) has a graph of
-    its own. A call with more than 16 new tokens in each of any number of rows, a
-    prompt or a chunk of one, takes the same kernels, without a graph, where the model has no norms of q
-    and k. Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
-    ``generate`` finds most steps launched when it asks for them: each is launched when its tokens are chosen, while
-    the host reads whether all rows have ended, and one that nobody asks for is taken back. Beams and drafts have
-    none of that, nor has ``torch.inference_mode``, whose tensors do not say who wrote to them.
-    Masks and positions that ``generate`` makes are read at its first step and known from then on; those of
-    calls, or that others have written to, are read at each step, which waits for the device.
+    rather than making another. Each width of any-precision layers (``set_precision``) has a graph
+    of its own. A call with more than 16 new tokens in each of any number of rows, a prompt or a
+    chunk of one, takes the same kernels, without a graph, where the model has no norms of q and k.
+    Any other call runs as it did: drafts of several tokens, outputs of hidden states, training.
+    ``generate`` finds most steps launched when it asks for them: each is launched when its tokens
+    are chosen, while the host reads whether all rows have ended, and one that nobody asks for is
+    taken back. Beams and drafts have none of that, nor has ``torch.inference_mode``, whose tensors
+    do not say who wrote to them. Masks and positions that ``generate`` makes are read at its first
+    step and known from then on; those of calls, or that others have written to, are read at each
+    step, which waits for the device.
 
     Kernels of the step's products are compiled here, in parallel, for as many rows as
-    ``batch_sizes`` names, and counted by a bar on a terminal's standard error. Weights are held once:
-    the model's layers become views of the joined ones. ``max_tokens`` bounds a sequence (default: the
-    model's own bound). Layers that are replaced afterwards, hooks in the model, and a model that is moved, cast or
-    loaded are noticed at the next call; tensors of its parts that are loaded, cast or written to, at the next prompt,
-    or the next step behind another call. They are joined again; with hooks, or layers that are not known, the model
-    runs as before. Layers of any precision make a product each, in the width that they are set to: the
-    first call behind ``set_precision`` has the kernels of a new width ready, compiled then if they must be.
+    ``batch_sizes`` names, and counted by a bar on a terminal's standard error. Weights are held
+    once: the model's layers become views of the joined ones. ``max_tokens`` bounds a sequence
+    (default: the model's own bound). Layers that are replaced afterwards, hooks in the model, and a
+    model that is moved, cast or loaded are noticed at the next call; tensors of its parts that are
+    loaded, cast or written to, at the next prompt, or the next step behind another call. They are
+    joined again; with hooks, or layers that are not known, the model runs as before. Layers of any
+    precision make a product each, in the width that they are set to: the first call behind
+    ``set_precision`` has the kernels of a new width ready, compiled then if they must be.
 
     ``parts`` are what products do in their own kernels where their layers are of ``QuantLinear``:
-    "gate" (gate and up apply the activation up to 16 rows of x: on an H200 1 to 2 % of a step of up to 16
-    sequences), "residual" (o and down add to the residual stream) and "norm" (qkv, and gate and up, norm
-    up to 16 rows of x, behind a "residual"). The default is the gate; ``()`` asks for none. The last two
-    save nothing that shows at one sequence, and cost time at 16 and more (results/notes/step-parts.md).
-    Sums are then rounded once where they were rounded twice. No part needs memory. Packs of models hold
-    the kernels of steps with the default.
+    "gate" (gate and up apply the activation up to 16 rows of x: on an H200 1 to 2 % of a step of up
+    to 16 sequences), "residual" (o and down add to the residual stream) and "norm" (qkv, and gate
+    and up, norm up to 16 rows of x, behind a "residual"). The default is the gate; ``()`` asks for
+    none. The last two save nothing that shows at one sequence, and cost time at 16 and more
+    (results/notes/step-parts.md). Sums are then rounded once where they were rounded twice. No part
+    needs memory. Packs of models hold the kernels of steps with the default.
 
-    Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256 channels;
-    for another model one warning says what is not known, and it runs as it did. Raises ``TypeError``
-    and ``ValueError`` for what is no model of transformers, no number of rows or no part, and
-    ``KernelUnavailable`` where a kernel cannot be built.
+    Known are Llama, Mistral, Qwen2, Qwen3, Phi-3 and Gemma-2 with a head of 64, 128 or 256
+    channels; for another model one warning says what is not known, and it runs as it did. Raises
+    ``TypeError`` and ``ValueError`` for what is no model of transformers, no number of rows or no
+    part, and ``KernelUnavailable`` where a kernel cannot be built.
     """
     expect("model", model, PreTrainedModel, "a causal language model of transformers")
     sizes = sorted(set(batch_sizes))
@@ -220,8 +223,8 @@ class DecodeSteps:
         return not self._stale and self._built is not None and self._built.layers_same()
 
     def _current(self, read: bool) -> bool:
-        """Whether the step is of the model as it is; it is built again where that has changed. With ``read`` tensors
-        are looked at, too."""
+        """Whether the step is of the model as it is, once built again if need be; ``read``: its
+        tensors, too."""
         if self._unknown and not read:
             return False
         if not self.is_current() or (read and self._built is not None and not self._built.tensors_same()):

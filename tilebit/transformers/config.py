@@ -103,9 +103,10 @@ class TilebitConfig(QuantizationConfigMixin):
 
     def formats_of(self, model: PreTrainedModel) -> dict[str, Stored]:
         """What every layer of ``model`` that is quantized while it loads becomes, by name. Raises
-        ``ValueError`` as ``kinds_of`` does, for ``skip`` that names no layer, or one that ``per_layer`` gives a
-        format, for a layer that is to be in two formats, which takes a search, for one of any precision whose
-        least width k-means does not start at, and for ``clip_search`` where all are of any precision."""
+        ``ValueError`` as ``kinds_of`` does, for ``skip`` that names no layer, or one that
+        ``per_layer`` gives a format, for a layer that is to be in two formats, which takes a
+        search, for one of any precision whose least width k-means does not start at, and for
+        ``clip_search`` where all are of any precision."""
         kinds = self.kinds_of(model)
         leaves = [name for name, layer in model.named_modules(remove_duplicate=False) if layer._parameters]  # routers among them
         default = TilebitConfig()._skipped(model)

@@ -37,9 +37,9 @@ class Visible:
 
 
 def visible_mask(**asked: Any) -> Visible | Tensor | None:
-    """tilebit's entry of transformers' ``AttentionMaskInterface``: a ``Visible`` for causal masks and
-    sliding windows with padding, the matrix for anything else, and over a static cache, whose offset is a tensor
-    that its layers count on before attention reads it."""
+    """tilebit's entry of transformers' ``AttentionMaskInterface``: a ``Visible`` for causal masks
+    and sliding windows with padding, the matrix for anything else, and over a static cache, whose
+    offset is a tensor that its layers count on before attention reads it."""
     made = asked.get("attention_mask")
     if isinstance(made, Visible):  # for a static cache ``generate`` has the mask made, and passes it to the model, which asks again
         return made

@@ -111,7 +111,8 @@ def most_tokens(config: PreTrainedConfig) -> int | None:
 
 
 def expect_tokens(ids: torch.Tensor, config: PreTrainedConfig) -> None:
-    """Raise ``ValueError`` for tokens ``ids``, one or more, of which the vocabulary of a model of ``config`` lacks one."""
+    """Raise ``ValueError`` for tokens ``ids``, one or more, of which the vocabulary of a model of
+    ``config`` lacks one."""
     highest, size = int(ids.max()), config.get_text_config(decoder=True).vocab_size
     if highest >= size:
         raise ValueError(

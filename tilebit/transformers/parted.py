@@ -3,18 +3,14 @@ to and can: one kernel instead of two or three."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from ..cache.batch import Batch
-from ..kernels import build
 from ..ops.dispatch import DTYPE_NAMES, Plan, plan_for
 from ..ops.gemm import gemm
-from ..ops.plans import rehearsed
 from ..ops.prepare import Preparation, prepare
-from ..progress import waiting
 from ..schedules.gemm.parts import HALVES
 from ..schedules.gemm.stream import MAX_M
 from ..schedules.gemm.workload import Workload
@@ -145,16 +141,6 @@ def prepared(products: Iterable[nn.Module], sizes: Sequence[int]) -> None:
         if len(quantized):
             prepare(quantized, rows)
         Preparation(list(dict.fromkeys(plan for plan in plans.values() if plan is not None)), rows).wait()
-
-
-def rehearse(batch: Batch, call: Callable[[], object]) -> None:
-    """Compile what ``call`` will launch, in parallel."""
-    missing = rehearsed(call)
-    batch.written.clear()  # it is all written again
-    for target in dict.fromkeys(target for _, target in missing):
-        workloads = [workload for workload, of in missing if of == target]
-        with waiting("compiling kernels", len(workloads)) as settled:
-            build(workloads, target, jobs=None, progress=settled)
 
 
 def _gates(layer: QuantLinear, activation: str) -> bool:

@@ -108,8 +108,8 @@ class Pool:
         self.handles, self._batch = handles, None
 
     def _check_forks(self, sources: list[int], dropped: list[int]) -> None:
-        """Raise ``CacheFull`` unless each of ``sources`` can be forked, one several times perhaps, when ``dropped``
-        are freed."""
+        """Raise ``CacheFull`` unless each of ``sources`` can be forked, one several times perhaps,
+        when ``dropped`` are freed."""
         table = self.cache.table
         slots = table.free_slots + len(dropped)
         if len(sources) > slots:

@@ -1,5 +1,5 @@
-"""Whether a model is what its fused step was built of: its layers, their tensors and numbers, and that nothing else
-than its classes says what they compute."""
+"""Whether a model is what its fused step was built of: its layers, their tensors and numbers, and
+that nothing else than its classes says what they compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ INERT = "transformers.utils.output_capturing"  # hooks of this module do nothing
 
 
 def bypassed(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose work a fused step does without calling each: the model's body, but for the embedding."""
+    """The modules whose work a fused step does without calling each: the model's body, but for the
+    embedding."""
     body: Any = getattr(model, "model", None)
     if body is None:
         return []
@@ -32,8 +33,8 @@ def says_otherwise(module: nn.Module) -> str | None:
 
 
 class Built:
-    """``model`` as it is now. ``layers_same`` and ``plain`` take microseconds, for every step; ``tensors_same`` reads
-    each tensor's place and version, which takes some hundred."""
+    """``model`` as it is now. ``layers_same`` and ``plain`` take microseconds, for every step;
+    ``tensors_same`` reads each tensor's place and version, which takes some hundred."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules, inside = list(model.modules()), bypassed(model)
@@ -54,7 +55,8 @@ class Built:
         return _flat(self._owners) == self._layers
 
     def plain(self) -> bool:
-        """Whether no hook and no forward of its own has come to a module that a step does not call."""
+        """Whether no hook and no forward of its own has come to a module that a step does not
+        call."""
         count = self._counted()
         if count == self._count:
             return True
@@ -64,7 +66,8 @@ class Built:
         return True
 
     def tensors_same(self) -> bool:
-        """Whether each tensor is the one that was there, where it was and as it was; and each number, as attention's scale."""
+        """Whether each tensor is the one that was there, where it was and as it was; and each
+        number, as attention's scale."""
         found = _flat(self._holders)
         same = len(found) == len(self._tensors) and all(map(operator.is_, found, self._tensors))
         return same and _states(found) == self._states and all(held.get(name) == value for held, name, value in self._numbers)
@@ -78,6 +81,7 @@ def _flat(held: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def _states(tensors: Iterable[Any]) -> tuple[list[int], list[int]]:
-    """Where each lies, and how often it was written to; of ``torch.inference_mode`` none says that."""
+    """Where each lies, and how often it was written to; of ``torch.inference_mode`` none says
+    that."""
     there: list[Tensor] = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]  # others may lie nowhere
     return [*map(Tensor.data_ptr, there)], [tensor._version for tensor in there if not tensor.is_inference()]

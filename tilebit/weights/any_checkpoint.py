@@ -27,7 +27,8 @@ _LUT = re.compile(r"lut([2-8])")
 def load_any_precision(path: str | Path) -> dict[str, AnyPrecisionTensor]:
     """Every any-precision layer of a directory, .safetensors file or pickled state_dict (of which
     only tensors are read), by name. Raises ``CheckpointError`` for files that cannot be read, that
-    have no such layer, or whose tensors are of other shapes or dtypes, and ``TypeError`` for what is no path."""
+    have no such layer, or whose tensors are of other shapes or dtypes, and ``TypeError`` for what
+    is no path."""
     expect("path", path, str | Path, "the path of a directory or of a .safetensors file")
     files = tensor_files(Path(path))
     suffix = ".qweight"

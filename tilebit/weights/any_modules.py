@@ -38,13 +38,13 @@ class AnyPrecisionLinear(PackedLayer):
     them and, as a uint8 tensor of JSON, n, k, the widths and the layout's architecture; not the
     layer's width. The layer computes in the codebooks' dtype, fp16 or bf16, and ``.to(dtype)``
     rounds these; a cast to another dtype, of planes, or of codebooks or a bias that do not fit is a
-    ``ValueError`` and leaves the layer as it was. Moving it to a device whose kernels read another layout repacks it; so does
-    loading a state_dict that was packed for another one. ``load_state_dict`` refuses entries that
-    are not this layer's, and then changes nothing. Derivatives are those of ``tilebit.gemm``: with
-    respect to x and bias.
+    ``ValueError`` and leaves the layer as it was. Moving it to a device whose kernels read another
+    layout repacks it; so does loading a state_dict that was packed for another one.
+    ``load_state_dict`` refuses entries that are not this layer's, and then changes nothing.
+    Derivatives are those of ``tilebit.gemm``: with respect to x and bias.
 
-    On a GPU one row of x may be rounded to 2^-22 of its largest number at widths of up to 4 bits, and
-    then makes a row of NaN where it has a number that is not finite.
+    On a GPU one row of x may be rounded to 2^-22 of its largest number at widths of up to 4 bits,
+    and then makes a row of NaN where it has a number that is not finite.
     """
 
     planes: Tensor
@@ -282,16 +282,17 @@ def quantize_model_any(
     dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> list[str]:
-    """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns the
-    names replaced.
+    """Replace every ``nn.Linear`` inside ``model`` by an ``AnyPrecisionLinear``, in place; returns
+    the names replaced.
 
-    ``skip``, ``dtype``, and experts that are no linear layers, as in ``quantize_model``. ``progress`` shows a bar on a
-    terminal. ``sensitivity``: [n, k] by layer, as ``quantize_any`` takes it; layers without one are
-    clustered with all values alike. Layers are converted before any is
-    replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left to
-    replace, for fp32 layers without ``dtype``, and for a sensitivity of no layer. Afterwards ``save_pretrained`` of a transformers model
-    writes a directory that ``from_pretrained`` reads once ``tilebit.transformers`` is imported, with the
-    width that each layer is set to; of another library's it is an error.
+    ``skip``, ``dtype``, and experts that are no linear layers, as in ``quantize_model``.
+    ``progress`` shows a bar on a terminal. ``sensitivity``: [n, k] by layer, as ``quantize_any``
+    takes it; layers without one are clustered with all values alike. Layers are converted before
+    any is replaced: an error leaves the model as it was. Raises ``ValueError`` when nothing is left
+    to replace, for fp32 layers without ``dtype``, and for a sensitivity of no layer. Afterwards
+    ``save_pretrained`` of a transformers model writes a directory that ``from_pretrained`` reads
+    once ``tilebit.transformers`` is imported, with the width that each layer is set to; of another
+    library's it is an error.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     found, given = linears_of(model, skip), sensitivity or {}

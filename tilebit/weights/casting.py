@@ -20,8 +20,9 @@ class PackedLayer(nn.Module):
 
 
 def dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What ``fn``, as ``nn.Module._apply`` takes it, makes of numbers in ``dtype`` on ``device``. Raises
-    ``ValueError`` where products are not computed in it, and for an ``fn`` that casts integers, too."""
+    """What ``fn``, as ``nn.Module._apply`` takes it, makes of numbers in ``dtype`` on ``device``.
+    Raises ``ValueError`` where products are not computed in it, and for an ``fn`` that casts
+    integers, too."""
     cast, codes = (fn(torch.empty(0, dtype=held, device=device)).dtype for held in (dtype, torch.int32))
     if codes is not torch.int32:
         raise ValueError(f"the layer's int32 codes would become {codes}; accepted: casts that leave integers as they are: use .to({cast})")
@@ -47,7 +48,8 @@ def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def expect_bias(bias: Tensor, n: int) -> Tensor:
-    """``bias``. Raises ``TypeError`` for what is no tensor, ``ValueError`` for one that is not floating point [n]."""
+    """``bias``. Raises ``TypeError`` for what is no tensor, ``ValueError`` for one that is not
+    floating point [n]."""
     expect_tensors(bias=bias)
     if tuple(bias.shape) != (n,) or not bias.is_floating_point():
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; accepted: floating point [{n}]")
@@ -55,7 +57,8 @@ def expect_bias(bias: Tensor, n: int) -> Tensor:
 
 
 def own_bias(bias: Tensor | None, n: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """A copy of ``bias`` [n] in ``dtype`` on ``device``, None of None. Raises as ``expect_bias`` and ``cast_bias``."""
+    """A copy of ``bias`` [n] in ``dtype`` on ``device``, None of None. Raises as ``expect_bias``
+    and ``cast_bias``."""
     expect_tensors(("bias",), bias=bias)
     if bias is None:
         return None

@@ -34,16 +34,17 @@ __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint"]
 
 
 def load_checkpoint(path: str | Path, *, config: Mapping[str, Any] | None = None, checkpoint_format: str | None = None) -> Checkpoint:
-    """Open a checkpoint: a directory as saved for Hugging Face, or one file, .safetensors or a pickled
-    state_dict (with the config of its directory, if there is one). Of pickles only tensors are read
-    (``weights_only=True``).
+    """Open a checkpoint: a directory as saved for Hugging Face, or one file, .safetensors or a
+    pickled state_dict (with the config of its directory, if there is one). Of pickles only tensors
+    are read (``weights_only=True``).
 
     ``config`` replaces the quantization config on disk. ``checkpoint_format`` ("gptq" or "gptq_v2")
     replaces what a GPTQ config says of its zero points (v1 stores them minus one). Without any
     config, layers are recognized by their tensors' names and shapes; GPTQ then needs
     ``checkpoint_format``. Raises ``CheckpointError`` (a ``ValueError``) for anything missing,
     truncated, mislabelled or not supported; where only some layers are not supported it warns, once
-    for all of them, and reading one of these raises. Raises ``TypeError`` for a ``path`` or ``config`` of another type.
+    for all of them, and reading one of these raises. Raises ``TypeError`` for a ``path`` or
+    ``config`` of another type.
     """
     expect("path", path, str | Path, "the path of a directory or of a .safetensors file")
     expect("config", config, Mapping | None, "the quantization config as a mapping, or None for that on disk")

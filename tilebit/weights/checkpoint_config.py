@@ -153,8 +153,8 @@ def _gptq(config: Mapping[str, Any], override: str | None) -> Schemes:
 
 
 def _dynamic(given: Any) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
-    """What a GPTQ config's ``dynamic`` says of layers by a pattern of their names; those that it leaves out
-    ("-:") hold nothing to be read."""
+    """What a GPTQ config's ``dynamic`` says of layers by a pattern of their names; those that it
+    leaves out ("-:") hold nothing to be read."""
     if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
         _refuse("GPTQ dynamic", given, ("an object of patterns",), "repair the config")
     found = []
@@ -341,7 +341,8 @@ def _config_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_group(key: str, group: Any) -> None:
-    """Raise ``CheckpointError`` for a scheme, or the targets of a preset, that is not of the kind of such."""
+    """Raise ``CheckpointError`` for a scheme, or the targets of a preset, that is not of the kind
+    of such."""
     if not isinstance(group, Mapping | list):
         _refuse(f"config_groups {key}", group, ("an object", "a list of targets"), "repair config_groups in config.json")
     targets = group.get("targets", []) if isinstance(group, Mapping) else group

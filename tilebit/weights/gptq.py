@@ -48,24 +48,25 @@ def gptq(
     x @ w^T for inputs x whose ``hessian`` X^T X is given: floating point [k, k] on the device of
     ``w``, of any scale: what matters is how its entries compare.
 
-    Everything is computed there, the factorization in fp64, the rest in fp32; the result is
-    the same at each call. Scales are those of ``quantize``, of the group's values as they are when
-    its first column is reached; ``clip_search`` picks their shrink factors by the squared error,
-    each column's weighted with what the columns behind it cannot make up for. ``act_order`` takes the columns with the largest
-    diagonal first. Where groups share scales, they are groups of that order, and ``perm`` of the
-    result says it; a format with one scale for each channel needs no ``perm``. The last group may
-    be shorter. A column that no input reached (its diagonal is 0) is rounded to nearest.
-    ``damping`` times the mean of the diagonal is added to the diagonal: more where there are fewer
-    inputs for each column (0.2 for two thousand of 1,536 columns), down to 0.01 with many.
+    Everything is computed there, the factorization in fp64, the rest in fp32; the result is the
+    same at each call. Scales are those of ``quantize``, of the group's values as they are when its
+    first column is reached; ``clip_search`` picks their shrink factors by the squared error, each
+    column's weighted with what the columns behind it cannot make up for. ``act_order`` takes the
+    columns with the largest diagonal first. Where groups share scales, they are groups of that
+    order, and ``perm`` of the result says it; a format with one scale for each channel needs no
+    ``perm``. The last group may be shorter. A column that no input reached (its diagonal is 0) is
+    rounded to nearest. ``damping`` times the mean of the diagonal is added to the diagonal: more
+    where there are fewer inputs for each column (0.2 for two thousand of 1,536 columns), down to
+    0.01 with many.
 
     Two integer levels (``w4a8_lqq_*``): the scale of a row is that of the whole weight, as
     ``quantize`` has it; scale and offset of a group are found when its first column is reached,
     within the row's 119 levels on either side, so that every code stays a byte.
 
     Raises ``TypeError`` and ``ValueError`` as ``quantize`` does, and ``ValueError`` for a format of
-    other than integers, a ``hessian`` of another shape or device, with NaN or infinite
-    values, or one that is not positive definite with this damping, and for a ``damping`` that is negative
-    or not finite.
+    other than integers, a ``hessian`` of another shape or device, with NaN or infinite values, or
+    one that is not positive definite with this damping, and for a ``damping`` that is negative or
+    not finite.
     """
     expect_tensors(w=w, hessian=hessian)
     format = format_of(format)

@@ -15,16 +15,17 @@ from .packed import PackedWeight
 
 
 def joined(layers: Sequence[nn.Module], dependent: bool = False) -> nn.Module | None:
-    """One layer that computes the outputs of ``layers`` [..., n_i] side by side, [..., sum of n_i], in
-    one product; None where they do not make one: layers of several kinds, formats, dtypes or
-    devices, of another order of input channels, with other factors of smoothed inputs, or, packed, whose n
-    is no multiple of a packed tile's.
+    """One layer that computes the outputs of ``layers`` [..., n_i] side by side, [..., sum of n_i],
+    in one product; None where they do not make one: layers of several kinds, formats, dtypes or
+    devices, of another order of input channels, with other factors of smoothed inputs, or, packed,
+    whose n is no multiple of a packed tile's.
 
-    ``layers`` are ``QuantLinear`` or ``nn.Linear`` of one input. Their large tensors become views of the
-    joined ones, so that nothing is held twice but scales and zero points; their names and values
-    are what they were, and they go on working by themselves. A ``QuantLinear`` that then loads a ``state_dict``
-    has tensors of its own again, and the joined layer computes what it did: join them anew. Of one layer it is the layer itself,
-    or, with ``dependent``, one that shares its tensors. ``dependent`` is the new ``QuantLinear``'s.
+    ``layers`` are ``QuantLinear`` or ``nn.Linear`` of one input. Their large tensors become views
+    of the joined ones, so that nothing is held twice but scales and zero points; their names and
+    values are what they were, and they go on working by themselves. A ``QuantLinear`` that then
+    loads a ``state_dict`` has tensors of its own again, and the joined layer computes what it did:
+    join them anew. Of one layer it is the layer itself, or, with ``dependent``, one that shares its
+    tensors. ``dependent`` is the new ``QuantLinear``'s.
     """
     if all(type(layer) is QuantLinear for layer in layers):
         return _packed([layer for layer in layers if isinstance(layer, QuantLinear)], dependent)

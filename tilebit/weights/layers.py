@@ -22,8 +22,8 @@ PRODUCT = "of_weight_and_bias"  # an attribute of a function that computes what 
 
 def linears_of(model: nn.Module, skip: Iterable[str] | Callable[[str, nn.Linear], bool]) -> dict[str, nn.Linear]:
     """Every ``nn.Linear`` inside ``model`` by each of its names, in the model's order, without what
-    ``skip`` keeps. Raises ``ValueError`` when there is none, and for one that computes more than its
-    weight and bias say (hooks, a ``forward`` of its own, a weight made at each call)."""
+    ``skip`` keeps. Raises ``ValueError`` when there is none, and for one that computes more than
+    its weight and bias say (hooks, a ``forward`` of its own, a weight made at each call)."""
     keeps = _keeps(skip)
     found = {
         name: layer
@@ -65,13 +65,14 @@ def once(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
 
 
 def is_product(forward: Any) -> bool:
-    """Whether a function in the place of ``nn.Linear.forward`` computes what that does, as it says of itself."""
+    """Whether a function in the place of ``nn.Linear.forward`` computes what that does, as it says
+    of itself."""
     return forward is nn.Linear.forward or getattr(forward, PRODUCT, False)
 
 
 def _beside_weight(layer: nn.Linear) -> str | None:
-    """What ``layer`` computes beside its weight and bias, in words. What accelerate puts around a layer
-    (``device_map``) moves its tensors alone, and is no such thing."""
+    """What ``layer`` computes beside its weight and bias, in words. What accelerate puts around a
+    layer (``device_map``) moves its tensors alone, and is no such thing."""
     forward = getattr(layer, "_old_forward", None) if hasattr(layer, "_hf_hook") else vars(layer).get("forward")
     if forward is not None and not is_product(getattr(forward, "__func__", None)):
         return "a forward of its own"
@@ -82,7 +83,8 @@ def _beside_weight(layer: nn.Linear) -> str | None:
 
 
 def expect_computed(layers: Mapping[str, nn.Linear], dtype: torch.dtype | None) -> None:
-    """Raise ``ValueError`` for a layer whose type products are not computed in, where ``dtype`` names no other."""
+    """Raise ``ValueError`` for a layer whose type products are not computed in, where ``dtype``
+    names no other."""
     for name, layer in layers.items():
         if dtype is None and layer.weight.dtype not in DTYPES:
             raise ValueError(
@@ -95,9 +97,9 @@ def expect_computed(layers: Mapping[str, nn.Linear], dtype: torch.dtype | None) 
 def replace_layers(
     model: nn.Module, layers: Mapping[str, nn.Linear], by: Mapping[nn.Linear, nn.Module], dtype: torch.dtype | None
 ) -> list[str]:
-    """Put what ``by`` has for each of ``layers`` in its place, and cast ``model`` to ``dtype`` where one of
-    them had another (None: never); returns their names. Raises ``ValueError``, before anything has changed, where what
-    ``model`` has packed before does not fit ``dtype``."""
+    """Put what ``by`` has for each of ``layers`` in its place, and cast ``model`` to ``dtype``
+    where one of them had another (None: never); returns their names. Raises ``ValueError``, before
+    anything has changed, where what ``model`` has packed before does not fit ``dtype``."""
     if dtype is not None and any(layer.weight.dtype != dtype for layer in layers.values()):
         for module in model.modules():
             if isinstance(module, PackedLayer):

@@ -20,8 +20,8 @@ def misfits(
     buffers: Mapping[str, Tensor], state: Mapping[str, Any], prefix: str, format: GemmFormat, taken: torch.dtype | None = None
 ) -> Iterator[str]:
     """What keeps the entries of ``state`` from being this layer's, in sentences; ``buffers`` are
-    those that it has. ``taken``: what the layer computes in where tensors of ``state`` take the buffers'
-    place, so that none is cast; None where they are copied into them."""
+    those that it has. ``taken``: what the layer computes in where tensors of ``state`` take the
+    buffers' place, so that none is cast; None where they are copied into them."""
     given = {name: state[prefix + name] for name in buffers if prefix + name in state}
     lacking = [name for name in ("_extra_state", *buffers) if name not in ("bias", "smooth") and prefix + name not in state]
     held = [name for name in (*WEIGHTS, "perm") if name in given]

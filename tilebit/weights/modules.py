@@ -32,18 +32,19 @@ class QuantLinear(PackedLayer):
     that the module is on.
 
     Buffers: ``weight`` int32, ``scales``, ``zeros`` (asymmetric formats), ``row_scales`` (formats
-    with two levels of scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints), ``smooth`` fp32 [k]
-    (smoothed inputs, which the kernel that quantizes x multiplies by it); shapes and
+    with two levels of scales), ``bias`` [n], ``perm`` int64 [k] (act-order checkpoints), ``smooth``
+    fp32 [k] (smoothed inputs, which the kernel that quantizes x multiplies by it); shapes and
     layout are those of ``PackedWeight``. ``state_dict`` holds them and, as a uint8 tensor of JSON
     (so that safetensors stores it), the format and the layout's architecture. Moving the module to
     a device whose kernels read another layout repacks the weight; so does loading a state_dict that
     was packed for another one. The module computes in ``dtype``, fp16 or bf16, that of its scales
-    where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them; a cast to another dtype, of codes,
-    or of scales or a bias that do not fit is a ``ValueError`` and leaves the layer as it was. A format with 8-bit x
-    quantizes x at each call, as ``tilebit.gemm`` does. ``load_state_dict`` refuses entries that are not a layer's of this kind,
-    codes and permutations of another dtype among them, ``perm`` where the layer has none and the other way round, and then
-    changes nothing; once loaded, the layer has the entries' ``smooth``, or none, whatever it had. Derivatives are those of
-    ``tilebit.gemm``: with respect to x.
+    where these are neither bytes nor fp32, and ``.to(dtype)`` rounds them; a cast to another dtype,
+    of codes, or of scales or a bias that do not fit is a ``ValueError`` and leaves the layer as it
+    was. A format with 8-bit x quantizes x at each call, as ``tilebit.gemm`` does.
+    ``load_state_dict`` refuses entries that are not a layer's of this kind, codes and permutations
+    of another dtype among them, ``perm`` where the layer has none and the other way round, and then
+    changes nothing; once loaded, the layer has the entries' ``smooth``, or none, whatever it had.
+    Derivatives are those of ``tilebit.gemm``: with respect to x.
 
     ``dependent`` (off; no part of ``state_dict``) launches the kernel as ``tilebit.gemm``
     describes: it may start while the previous kernel of the stream still runs. The layer keeps that
@@ -200,7 +201,8 @@ class QuantLinear(PackedLayer):
         self._scales_in(dtype)
 
     def _scales_in(self, dtype: torch.dtype) -> Tensor:
-        """The scales of the layer cast to ``dtype``. Raises ``ValueError`` where they or the bias do not fit."""
+        """The scales of the layer cast to ``dtype``. Raises ``ValueError`` where they or the bias
+        do not fit."""
         packed = self.packed
         if self.bias is not None:
             cast_bias(self.bias, dtype)
@@ -353,16 +355,19 @@ def quantize_model(
     ``skip`` lists names to keep (a full name, or its last parts: "lm_head", "mlp.gate"), or is a
     predicate of (name, layer). A layer shared under several names is quantized once. Layers are
     converted before any is replaced: an error leaves the model as it was. ``dependent`` is every
-    new layer's. ``weights`` are weights quantized before, by layer (``calibrate``, which takes the same
-    ``precision``); ``format``, ``precision`` and ``clip_search`` are for layers without one. ``smoothing`` (``calibrate_smoothing``,
-    by layer): factors that are folded into the layers' weights before they are rounded, and that the layers divide x by. Raises
-    ``ValueError`` when nothing is left to
-    replace, for ``weights``, ``smoothing`` or layers of ``precision`` of no layer, of another shape, or of one layer
-    twice, for ``weights`` that are not what ``precision`` says of their layer, and for ``smoothing`` of a layer
-    that has one of ``weights`` (which ``calibrate`` smooths) or of a format with 16-bit x. Afterwards ``save_pretrained`` of a
-    transformers model writes a directory that ``from_pretrained`` reads once ``tilebit.transformers``
-    is imported; of another library's it is an error. Experts that a model stacks in one tensor are no
-    linear layers, and stay; one warning names them, with their share of the bytes.
+    new layer's. ``weights`` are weights quantized before, by layer (``calibrate``, which takes the
+    same ``precision``); ``format``, ``precision`` and ``clip_search`` are for layers without one.
+    ``smoothing`` (``calibrate_smoothing``, by layer): factors that are folded into the layers'
+    weights before they are rounded, and that the layers divide x by. Raises ``ValueError`` when
+    nothing is left to replace, for a layer that computes more than its weight and bias say (hooks,
+    a ``forward`` of its own, a weight made at each call), for ``weights``, ``smoothing`` or layers
+    of ``precision`` of no layer, of another shape, or of one layer twice, for ``weights`` that are
+    not what ``precision`` says of their layer, and for ``smoothing`` of a layer that has one of
+    ``weights`` (which ``calibrate`` smooths) or of a format with 16-bit x. Afterwards
+    ``save_pretrained`` of a transformers model writes a directory that ``from_pretrained`` reads
+    once ``tilebit.transformers`` is imported; of another library's it is an error. Experts that a
+    model stacks in one tensor are no linear layers, and stay; one warning names them, with their
+    share of the bytes.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)

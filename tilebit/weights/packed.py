@@ -130,9 +130,9 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
     ``dtype`` (fp16 or bf16) is that of the activations; scales are rounded to it. ``arch`` defaults
     to the device's ("cpu", or the GPU's "sm_..."); name one to pack for another. Peak extra memory
     beside the result: 128 MiB (see ``_CHUNK_CODES``). Raises ``ValueError`` if ``dtype`` is another
-    one, or a scale is not finite, overflows or vanishes in it; of 4-bit floats, too, if rounding changes a scale or
-    it is above the codec's ``largest_scale`` (a group whose weights are all zero gets scale 1
-    instead).
+    one, or a scale is not finite, overflows or vanishes in it; of 4-bit floats, too, if rounding
+    changes a scale or it is above the codec's ``largest_scale`` (a group whose weights are all zero
+    gets scale 1 instead).
     """
     expect("q", q, QuantizedTensor, "a QuantizedTensor: quantize(w, format), or a checkpoint's quantized(name)")
     if dtype not in DTYPES:
@@ -165,8 +165,9 @@ def pack(q: QuantizedTensor, dtype: torch.dtype, device: torch.device | str | No
 
 
 def fitting_scales(scales: Tensor, format: GemmFormat, dtype: torch.dtype, codes: Callable[[], Tensor]) -> Tensor:
-    """``scales`` [n, groups] as kernels of ``dtype`` take them; ``codes`` [n, k] are asked for where some
-    do not fit and their groups may be empty. Raises ``ValueError`` where kernels cannot take them."""
+    """``scales`` [n, groups] as kernels of ``dtype`` take them; ``codes`` [n, k] are asked for
+    where some do not fit and their groups may be empty. Raises ``ValueError`` where kernels cannot
+    take them."""
     if format.offset:
         return scales
     if not bool(torch.isfinite(scales).all()):

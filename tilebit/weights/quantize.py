@@ -139,7 +139,8 @@ def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor | None, format: Gem
 
 
 def expect_order(perm: Tensor, k: int) -> None:
-    """Raise ``ValueError`` for an int64 [k] that is no order of k columns (which is not asked of one on meta)."""
+    """Raise ``ValueError`` for an int64 [k] that is no order of k columns (which is not asked of
+    one on meta)."""
     if not perm.is_meta and not torch.equal(perm.sort().values, torch.arange(k, device=perm.device)):
         raise ValueError(f"perm does not hold each of the columns 0..{k - 1} once; accepted: a permutation of them")
 
@@ -163,11 +164,11 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     bf16, else float16. Codes are rounded with the *stored* scale, so nothing is lost when it is
     read back. A group's range always includes 0; an all-zero group gets scale 1 and dequantizes to
     0. ``clip_search`` picks each group's shrink factor among ``CLIP_FACTORS`` by squared error:
-    never worse than without. Extra memory is bounded (about 0.25 GiB). The result has no graph, whatever
-    ``w`` requires. Raises ``ValueError`` for
-    NaN or infinite weights, an empty or non-matrix ``w``, scales above the largest of
-    ``scale_dtype``, and a ``w`` so small that all of it would be 0. Where only some channels or groups are
-    below the least number of ``scale_dtype`` (fp16: 6e-8), they may become 0, as a cast to it makes them.
+    never worse than without. Extra memory is bounded (about 0.25 GiB). The result has no graph,
+    whatever ``w`` requires. Raises ``ValueError`` for NaN or infinite weights, an empty or
+    non-matrix ``w``, scales above the largest of ``scale_dtype``, and a ``w`` so small that all of
+    it would be 0. Where only some channels or groups are below the least number of ``scale_dtype``
+    (fp16: 6e-8), they may become 0, as a cast to it makes them.
 
     4-bit floats (ties to even codes, magnitudes above the last code to it): scales of "e8m0" are
     the better of two powers of two (``round_floats``); with row scales, a factor of the whole
@@ -176,8 +177,8 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
     Two integer levels (``w4a8_lqq_*``): as ``quantize_lqq.py`` says; k up to 131,072, for int32
     sums; ``scale_dtype`` says nothing.
 
-    e4m3 (``w8a8_fp8*``): as 4-bit floats with any scales, which are fp32 whatever ``scale_dtype`` says:
-    one of a channel, or of each 128 values of it.
+    e4m3 (``w8a8_fp8*``): as 4-bit floats with any scales, which are fp32 whatever ``scale_dtype``
+    says: one of a channel, or of each 128 values of it.
     """
     expect_tensors(w=w)
     expect("format", format, GemmFormat, "a QuantFormat, for example QuantFormat.parse('w4a16_g128')")
@@ -214,8 +215,8 @@ def quantize(w: Tensor, format: GemmFormat, clip_search: bool = False, scale_dty
 
 
 def kept(w: Tensor, q: QuantizedTensor) -> QuantizedTensor:
-    """``q``, which ``w`` became. Raises ``ValueError`` where scales did not reach down to it: some of ``w`` is
-    not 0, and all of ``q`` is."""
+    """``q``, which ``w`` became. Raises ``ValueError`` where scales did not reach down to it: some
+    of ``w`` is not 0, and all of ``q`` is."""
     info = torch.finfo(q.scales.dtype)
     low, high = torch.aminmax(w.detach())
     largest, least = max(-float(low), float(high)), info.smallest_normal * info.eps

@@ -112,15 +112,15 @@ def quantize_any(
     """``w`` (floating point [n, k]) in every width from ``seed_bits`` (2, 3, 4) to ``max_bits``, on
     its own device.
 
-    ``sensitivity``: what a squared error of each value costs, floating point [n, k] on the same device
-    and at least 0, up to a factor for each row: the diagonal of the Fisher information, the sum of
-    squared gradients over calibration text. None: all values count alike. ``progress`` shows a
-    bar on a terminal. A weight on a CPU is worked on by as many threads as ``torch.get_num_threads()``
-    says; the same input gives the same codes, whatever their number.
+    ``sensitivity``: what a squared error of each value costs, floating point [n, k] on the same
+    device and at least 0, up to a factor for each row: the diagonal of the Fisher information, the
+    sum of squared gradients over calibration text. None: all values count alike. ``progress`` shows
+    a bar on a terminal. A weight on a CPU is worked on by as many threads as
+    ``torch.get_num_threads()`` says; the same input gives the same codes, whatever their number.
 
     Raises ``TypeError`` for what is no tensor, ``ValueError`` for other shapes, dtypes, devices or
-    widths, for NaN and infinite values, for a sensitivity below 0, and for values that
-    fp16, the codebooks' type, does not hold: above 65504, or all of them so small that they would be 0.
+    widths, for NaN and infinite values, for a sensitivity below 0, and for values that fp16, the
+    codebooks' type, does not hold: above 65504, or all of them so small that they would be 0.
     """
     expect_tensors(optional=("sensitivity",), w=w, sensitivity=sensitivity)
     expect("seed_bits", seed_bits, int, f"one of {SEED_BITS}")

@@ -67,10 +67,10 @@ def channel_salience(
     gradient of one layer. fp16 gradients may underflow: bf16 or fp32 models. The model is as it was
     afterwards, its gradients and ``requires_grad`` included.
 
-    Raises ``TypeError`` and ``ValueError`` as ``quantize_model``, ``quantize`` and ``calibrate`` do,
-    ``TypeError`` for a loss that is no tensor, ``ValueError`` for one that is no finite scalar or has no
-    gradient, for gradients that are not finite, and for a layer whose weight another module
-    has too (its gradient would not be the layer's): leave it out with ``skip``.
+    Raises ``TypeError`` and ``ValueError`` as ``quantize_model``, ``quantize`` and ``calibrate``
+    do, ``TypeError`` for a loss that is no tensor, ``ValueError`` for one that is no finite scalar
+    or has no gradient, for gradients that are not finite, and for a layer whose weight another
+    module has too (its gradient would not be the layer's): leave it out with ``skip``.
     """
     expect("model", model, nn.Module, "a torch.nn.Module with torch.nn.Linear inside")
     format = format_of(format)

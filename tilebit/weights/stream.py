@@ -219,8 +219,8 @@ def _call_order(model: nn.Module, layers: Layers, batch: Any) -> dict[str, int]:
 def _block_inputs(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any]) -> tuple[list[Tensor], list[list[_Call]]] | None:
     """The first block's input for each batch, and by block and batch the rest of the call. None
     where blocks are not called once each, in order, each with the output of the one before it as
-    its first argument, where what else they are given is a block's output too (it would be that of layers
-    as they were), or where they write to a cache that they are given."""
+    its first argument, where what else they are given is a block's output too (it would be that of
+    layers as they were), or where they write to a cache that they are given."""
     inputs: list[Tensor] = []
     calls: list[list[_Call]] = [[] for _ in blocks]
     chained = True

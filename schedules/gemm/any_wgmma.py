@@ -23,13 +23,12 @@ from .residence import crowding
 from .rules import (
     ANY_WGMMA,
     MAX_RASTER,
-    TICKETS,
     WGMMA,
     WGMMA_SPARE,
     clustered_split,
     exchanged_split,
     handed_on,
-    paired_split,
+    most_tiles,
     row_bytes,
     staged_columns,
 )
@@ -173,7 +172,7 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     if exchanged_split(s) and sent > s.num_stages * s.block_m * STAGE_K * 2:
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the slots of x; use more num_stages.")
     tiles = -(-n_pad // s.block_n) * -(-max(workload.m, 1) // s.block_m)
-    most = TICKETS // 2 if paired_split(s) else TICKETS
+    most = most_tiles(s)
     if s.split_k > 1 and not clustered_split(s) and tiles > most:
         reasons.append(f"split_k is {s.split_k} of {tiles} tiles; accepted: at most {most} tiles, split_k 2, or no split.")
     threads = s.num_warps * 32 + PRODUCERS

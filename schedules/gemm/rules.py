@@ -139,8 +139,14 @@ def clustered_split(schedule: Schedule) -> bool:
 def paired_split(schedule: Schedule) -> bool:
     """Whether more than two blocks share a tile, as clusters of two that meet in a workspace: half
     as many sums are written there as by blocks that meet one by one, and two blocks read half of
-    them each."""
-    return schedule.program == ANY_WGMMA and schedule.split_k > 2 and schedule.split_k % 2 == 0
+    them each. Halves of a tile's rows are staged whole."""
+    s = schedule
+    return s.program in PAIRED and s.split_k > 2 and s.split_k % 2 == 0 and s.block_m % (2 * LEAST_STAGED) == 0
+
+
+def most_tiles(schedule: Schedule) -> int:
+    """Tiles that blocks may share in one launch: each takes a ticket, or two where clusters meet."""
+    return TICKETS // 2 if paired_split(schedule) else TICKETS
 
 
 def exchanged_split(schedule: Schedule) -> bool:
@@ -339,7 +345,7 @@ def _resource_reasons(rule: CudaRule, workload: Workload, schedule: Schedule, ta
             f"{s.min_blocks} blocks have {threads} threads, an SM holds {target.threads_per_sm}; use fewer min_blocks or num_warps."
         )
     sent = s.block_n * max(s.block_m // 2, LEAST_STAGED) * 4  # what each block of a pair is sent: half a tile's sums
-    if s.program == WGMMA.program and clustered_split(s) and sent > s.num_stages * x_stage_bytes(format, s):
+    if s.program == WGMMA.program and exchanged_split(s) and sent > s.num_stages * x_stage_bytes(format, s):
         reasons.append(f"{sent} bytes of fp32 sums do not fit into the stages of x; use more num_stages.")
     share, one = Target.REGISTERS_PER_SM // threads // 8 * 8, s.block_m // 2 + WGMMA_SPARE
     if s.program == WGMMA.program and share < one:

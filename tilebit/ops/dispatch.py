@@ -272,12 +272,13 @@ def _rows_at_once(kernel: LoadedKernel, plan: Plan, rows: int | None) -> int:
     n_pad = -(-plan.workload.n // rules.SLAB_N) * rules.SLAB_N  # not the scales' length: of codebooks that is the codes'
     tiles_n = -(-n_pad // schedule.block_n)
     step = max(schedule.block_m, SLICE_ROWS)
-    steps = rules.TICKETS // (tiles_n * (step // schedule.block_m))
+    most = rules.most_tiles(schedule)
+    steps = most // (tiles_n * (step // schedule.block_m))
     if steps == 0:
-        if rows is None or tiles_n * -(-rows // schedule.block_m) > rules.TICKETS:
+        if rows is None or tiles_n * -(-rows // schedule.block_m) > most:
             raise KernelUnavailable(
                 f"the schedule {schedule} makes {tiles_n} tiles of a row of n = {plan.workload.n}; accepted where k is split: up to "
-                f"{rules.TICKETS * schedule.block_m // step}; compile the kernel with a larger block_n"
+                f"{most * schedule.block_m // step}; compile the kernel with a larger block_n"
             )
         return rows
     sums = words_of(kernel, plan.workload.with_m(step)) - rules.TICKETS

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..json_reader import parse_json
-from ..schedules.records import MAX_LINE, TuningRecord, latest, load_records
+from ..schedules.records import MAX_LINE, TuningRecord, latest, load_records, settled
 from ..schedules.target import file_stem
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What became of one device's records. ``dropped``: of programs that changed, and older ones of which
-    the file had a later one."""
+    """What became of one device's records. ``dropped``: of programs that changed, those that ``settled``
+    leaves out, and older ones of which the file had a later one."""
 
     path: Path
     added: int
@@ -33,14 +33,15 @@ class Collected:
 
 def merged(there: Sequence[TuningRecord], more: Iterable[TuningRecord], changed: frozenset[str] = frozenset()) -> list[TuningRecord]:
     """The latest of ``there`` and ``more`` that succeeded: of two that measured the same the newer,
-    in the older's place; where the newer one failed, neither. Of programs that have ``changed``,
-    what ``there`` holds of a workload that ``more`` measured goes."""
+    in the older's place; where the newer one failed, neither; without what would be the fastest by
+    another day's clock alone (``settled``). Of programs that have ``changed``, what ``there`` holds of a
+    workload that ``more`` measured goes."""
     fresh = latest(sorted(more, key=lambda r: r.date))
     stale = {(r.workload, r.schedule.program, r.gpu) for r in fresh.values() if r.ok and r.schedule.program in changed}
     found = {what: r for what, r in latest(there).items() if (r.workload, r.schedule.program, r.gpu) not in stale}
-    for what, record in fresh.items():
-        if what not in found or found[what].date <= record.date:
-            found[what] = record
+    later = {what: r for what, r in fresh.items() if what not in found or found[what].date <= r.date}
+    valid = latest(settled(found.values(), later.values()))
+    found = {what: r for what, r in found.items() if what in valid} | later
     return [record for record in found.values() if record.ok]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -258,4 +259,40 @@ def user_records() -> list[TuningRecord]:
 def latest(records: Iterable[TuningRecord]) -> Mapping[tuple[AnyWorkload, Schedule, str, str, int], TuningRecord]:
     """The last record of each (workload, schedule, gpu, arch, units): a new measurement replaces an
     old one, also when it failed. A fault of the machine is no measurement."""
-    return {(r.workload, r.schedule, r.gpu, r.arch, r.units): r for r in records if not r.of_machine}
+    return {_what(r): r for r in records if not r.of_machine}
+
+
+def settled(there: Iterable[TuningRecord], more: Iterable[TuningRecord]) -> list[TuningRecord]:
+    """The last records of ``there`` and of ``more``, which was measured elsewhere or later, without those
+    of ``there`` that would now be the fastest for their workload and device by another clock alone.
+
+    Times of two GPUs of one name, or of two days, differ by ten percent and more at the power limit
+    (``results/notes/power-in-turn.md``). Where ``more`` measured again what was the fastest ``there``,
+    whatever else was measured ``there`` had lost to it: it cannot win by a time of then."""
+    before, after = latest(there), latest(more)
+    now = _fastest(after.values())
+    then = _fastest(record for record in before.values() if _place(record) in now)
+    again = {place for place, record in then.items() if (found := after.get(_what(record))) is not None and found.ok}
+    kept = [r for what, r in before.items() if what not in after and not (_place(r) in again and _us(r) <= _us(now[_place(r)]))]
+    return [*kept, *after.values()]
+
+
+def _fastest(records: Iterable[TuningRecord]) -> dict[tuple[AnyWorkload, str, str, int], TuningRecord]:
+    """Of each workload and device."""
+    found: dict[tuple[AnyWorkload, str, str, int], TuningRecord] = {}
+    for record in records:
+        if record.ok:
+            found[_place(record)] = min(found.get(_place(record), record), record, key=_us)
+    return found
+
+
+def _us(record: TuningRecord) -> float:
+    return record.us if record.ok and record.us is not None else inf
+
+
+def _place(record: TuningRecord) -> tuple[AnyWorkload, str, str, int]:
+    return record.workload, record.gpu, record.arch, record.units
+
+
+def _what(record: TuningRecord) -> tuple[AnyWorkload, Schedule, str, str, int]:
+    return record.workload, record.schedule, record.gpu, record.arch, record.units

@@ -28,7 +28,7 @@ from .neighbours import Known, neighbours, speaks_in_steps
 from .operations import AnyWorkload, Estimate, alone, candidates, estimate, legal, operation, unserved
 from .portfolio import Portfolio, borders, calibrated, table, with_points
 from .ranker import Ranker, forget_rankers, known_ranker, user_model_path
-from .records import WRONG, TuningRecord, shipped_records, user_records
+from .records import WRONG, TuningRecord, settled, shipped_records, user_records
 from .remembered import forget, keep, recall
 from .schedule import Schedule
 from .target import Target
@@ -145,7 +145,7 @@ def explain(
 @lru_cache(maxsize=8)
 def _known_records(arch: str) -> Known:
     """Those of one architecture: others' say nothing about it."""
-    return Known.among((*shipped_records(arch), *_own_records()))
+    return Known.among(settled(shipped_records(arch), _own_records()))
 
 
 @lru_cache(maxsize=64)

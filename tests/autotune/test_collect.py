@@ -55,6 +55,14 @@ def test_what_a_changed_program_measured_before_goes_for_the_same_workloads_alon
     assert merged([OLD, *others], [NEW], frozenset({"gemm_wgmma"})) == [*others[1:], NEW]
 
 
+def test_what_had_lost_before_does_not_win_by_the_clock_of_then():
+    """Another card, at a lower clock: the fastest of before takes 11 us there, something new 10.9."""
+    lost, slow = replace(OLD, schedule=replace(S, num_stages=5), us=10.5), replace(OLD, schedule=replace(S, num_stages=6), us=12.0)
+    again, other = replace(NEW, us=11.0), replace(NEW, schedule=replace(S, num_stages=7), us=10.9)
+    assert merged([OLD, lost, slow], [again, other]) == [again, slow, other]
+    assert merged([again, other], [OLD, lost]) == [again, other, lost], "what is older settles nothing"
+
+
 def test_each_device_has_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     into = tmp_path / "tuned"
     written(into / "nvidia-h200.jsonl", OLD)

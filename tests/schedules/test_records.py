@@ -18,6 +18,7 @@ from tilebit.schedules.records import (
     latest,
     load_records,
     records_path,
+    settled,
     shipped_records,
     user_records,
 )
@@ -205,3 +206,24 @@ def test_siblings_are_gpus_with_the_same_cores():
     here = target_from_name("cpu")
     of_cpu = replace(RECORD, arch="cpu", gpu=here.name, units=here.units)
     assert of_cpu.measured_on_sibling(here) and not of_cpu.measured_on_sibling(replace(here, name="another processor"))
+
+
+def at(us: float, raster: int = 8, **fields) -> TuningRecord:
+    return replace(RECORD, schedule=replace(RECORD.schedule, raster=raster), us=us, **fields)
+
+
+def test_of_another_gpu_or_day_what_had_lost_does_not_win_by_its_clock():
+    """Shipped: 7.0 by raster 0, 7.2 by 8, 9.0 by 1. Here, at a lower clock, 7.5 by 0 and 7.4 by 4."""
+    shipped, own = [at(7.0, 0), at(7.2), at(9.0, 1)], [at(7.5, 0), at(7.4, 4)]
+    assert settled(shipped, own) == [at(9.0, 1), *own], "what is slower in any case stays: a ranker learns from it"
+    assert settled(shipped, []) == shipped and settled([], own) == own
+    assert settled(shipped, [at(6.9, 0)]) == [*shipped[1:], at(6.9, 0)]
+
+
+def test_what_was_not_compared_with_the_fastest_of_then_leaves_it():
+    shipped = [at(7.0, 0), at(7.2)]
+    assert settled(shipped, [at(7.4, 4)]) == [*shipped, at(7.4, 4)]
+    failed = replace(at(7.0, 0), status="crash", us=None, reason="it fell")
+    assert settled(shipped, [failed, at(7.4, 4)]) == [at(7.2), failed, at(7.4, 4)], "the fastest of then works no more"
+    elsewhere = [at(7.5, 0, gpu="NVIDIA H100 80GB HBM3"), at(7.5, 0, workload=RECORD.workload.with_m(32))]
+    assert settled(shipped, elsewhere) == [*shipped, *elsewhere]

@@ -246,6 +246,24 @@ def test_known_records_are_read_once_and_refreshed(tmp_path, monkeypatch):
         refresh()
 
 
+def test_a_users_tuner_is_not_overruled_by_times_of_another_clock(tmp_path, monkeypatch):
+    """Of a slower card of the same name: the shipped runner-up, which the user's tuner did not try, was
+    faster on its own card than anything is here."""
+    first, second, third = (replace(ODD, num_stages=stages) for stages in (7, 6, 5))
+    monkeypatch.setenv("TILEBIT_RECORDS", str(tmp_path / "records.jsonl"))
+    monkeypatch.setattr(
+        "tilebit.schedules.select.shipped_records", lambda arch: [record(schedule=first, us=9.0), record(schedule=second, us=9.1)]
+    )
+    own = [record(schedule=first, us=10.0), record(schedule=third, us=9.8)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(r.to_json()) + "\n" for r in own))
+    refresh()
+    try:
+        assert choose(W, H200).schedule == third
+    finally:
+        monkeypatch.undo()
+        refresh()
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 @pytest.mark.parametrize(
     ("format", "instead"), [("w8a8_fp8", "w8a8_channel"), ("w8a8_fp8_g128", "w8a8_g128"), ("w4a8_fp8", "w4a8_lqq_g128")]

@@ -26,7 +26,7 @@ from ..ops.dispatch import DTYPE_NAMES, Plan, bound
 from ..ops.launchers import Launcher
 from ..schedules.gemm.workload import Workload
 from ..schedules.operations import alone
-from ..schedules.records import TuningRecord, latest, shipped_records
+from ..schedules.records import TuningRecord, settled, shipped_records
 from ..schedules.schedule import Schedule
 from ..schedules.select import refresh, select
 from ..schedules.target import Target
@@ -106,7 +106,7 @@ def tune(
             head = workload_of(anatomy(model).head, rows, DTYPE_NAMES[model.dtype], target)
             asked = [*map(alone, workloads.values()), *([] if head is None else [head])]
             tune_alone(asked, target, budget_s=budget, store=kept, **options)
-        known = latest([*shipped_records(), *kept.records()]).values()
+        known = settled(shipped_records(), kept.records())
         for plan, workload in workloads.items():
             tried = _in_place(place, plan, _finalists(known, workload, plan.target, before[plan]), calls[plan])
             for record in tried if len(tried) > 1 else ():

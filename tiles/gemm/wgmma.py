@@ -23,11 +23,11 @@ section 5; results/notes/wgmma-overlap.md). A warpgroup dequantizes whole 64-row
 conflict-free 128-bit load per thread and 2 KiB record.
 
 One loop runs over all steps that a block owns (``device/order/tiles.cuh``). Without ``stream_k``
-these are the steps of one tile, or of one of ``split_k`` parts of it: two are added up by a cluster
-through its shared memory, more through a workspace. With it the grid is as many blocks as the
-device holds at once, and the next tile is loaded while one is stored: tiles are dealt out one a
-block, in whole waves; where a last wave would idle for longer than summing takes, it and one more
-are cut into equal shares of steps, which cross tile borders (Osama et al. 2023;
+these are the steps of one tile, or of one of ``split_k`` parts of it: clusters of two add theirs up
+through their shared memory, and meet in a workspace where they are several. With it the grid is as
+many blocks as the device holds at once, and the next tile is loaded while one is stored: tiles are
+dealt out one a block, in whole waves; where a last wave would idle for longer than summing takes, it
+and one more are cut into equal shares of steps, which cross tile borders (Osama et al. 2023;
 wgmma-whole-waves.md, wgmma-shares-cost.md). A tile that several blocks share is summed in the order
 of k. With ``tail`` the tiles of a last, short wave are dealt out as strips of fewer rows of x
 instead, which repeat the dequantization and need no sums. ``cluster`` blocks work on neighbouring

@@ -184,6 +184,14 @@ def test_tickets_are_those_of_output_channels_also_where_channels_have_codebooks
     assert slices(Schedule("gemm_any", 16, 8, 1, split_k=2), 40, None, n=1024, format="w3a16_any") == [16, 16, 8]
 
 
+@pytest.mark.parametrize("program", ["gemm_wgmma", "gemm_any_wgmma"])
+def test_clusters_that_share_a_tile_take_two_tickets_for_it(monkeypatch: pytest.MonkeyPatch, asked: list[int], program: str):
+    """Each of a cluster's blocks meets those of the others that have its half of the rows."""
+    monkeypatch.setattr(dispatch.rules, "TICKETS", 16)
+    pairs = replace(SPLIT, program=program, block_m=32)
+    assert slices(pairs, 200, None) == [128, 72] and slices(replace(pairs, split_k=3), 300, None) == [256, 44]
+
+
 def test_more_tiles_than_tickets_are_refused(monkeypatch: pytest.MonkeyPatch, asked: list[int]):
     thin, params = Schedule("gemm_stream", 64, 1, 64, split_k=2), ("x", "weight", "scales", "workspace", "y")
     monkeypatch.setattr(dispatch.rules, "TICKETS", 4)

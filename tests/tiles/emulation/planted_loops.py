@@ -10,6 +10,7 @@ from .planted import DIRECT, MMA, SPLIT, TWO_SLABS, W4, Bug, device, swap, work
 RING = Schedule("gemm_wgmma", 64, 16, 64, 2, 4)
 PAIR = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, cluster=2)
 CLUSTERED = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=2)
+MEETING = Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=4)  # two clusters
 SHARED = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, split_k=3)
 STREAM_K = Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)
 BOXES = Schedule("gemm_wgmma", 64, 64, 64, 2, 4)  # x comes in several boxes, not all of which hold rows
@@ -30,6 +31,7 @@ PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weights[part](halves,"
 LEFT = "meet_cluster()  # has left its stages\n"
+ADD_SENT = 'T.call_extern("handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), m, block, thread - PRODUCERS)'
 SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 LOADS_X = " " * 20 + "load.x("
@@ -48,6 +50,11 @@ def load(name: str, workload: Workload, schedule: Schedule, *pairs: tuple[str, s
 def exchange(name: str, *pairs: tuple[str, str]) -> Bug:
     """A bug in how two blocks add up a tile that they share."""
     return Bug(name, work(W4, m=40), CLUSTERED, {"wgmma_exchange.py": swap(*pairs)}, sign="")
+
+
+def meeting(name: str, *pairs: tuple[str, str]) -> Bug:
+    """A bug in how clusters that share a tile meet."""
+    return Bug(name, work(W4, m=40, k=576), MEETING, {"wgmma_exchange.py": swap(*pairs)}, sign="")
 
 
 BUGS = (
@@ -170,6 +177,8 @@ BUGS = (
     device("parts read without a fence", BUSY, STREAM_K, ("      __threadfence();\n    }\n", "    }\n"), sign="fence"),
     exchange("parts added up before they are there", (SENT, "pass")),
     exchange("parts sent over stages in use", (LEFT, "pass\n")),
+    meeting("clusters that meet store all but the last", ("last[0] == 1", "last[0] == 0")),
+    meeting("what a cluster's other block sent does not reach the meeting", (ADD_SENT, "pass")),
     device(
         "bytes of a sent part miscounted",
         work(W4, m=40),

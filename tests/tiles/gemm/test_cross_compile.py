@@ -133,6 +133,8 @@ CASES = (
     ("sm_90a", Workload(512, 505, 1001, W5_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, cluster=2)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
+    ("sm_90a", Workload(64, 4096, 14336, G128, BFLOAT, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 4, 8, split_k=4)),
+    ("sm_90a", Workload(128, 505, 4096, W8_GROUPS, HALF), Schedule("gemm_wgmma", 128, 128, 128, 4, 8, split_k=6)),
     ("sm_90a", Workload(1024, 28672, 4096, G128, HALF, gate="silu"), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(48, 512, 1001, LQQ128, BFLOAT, bias=True, gate="gelu"), Schedule("gemm_wgmma", 192, 48, 128, 4, 12)),
     ("sm_86", Workload(64, 505, 1001, G64Z, HALF, bias=True, residual=True), Schedule("gemm_mma", 128, 64, 64, 3, 8)),

@@ -86,6 +86,9 @@ PERSISTENT = (
     (Workload(60, 320, 1664, QuantFormat(8, PER_CHANNEL, False), "bfloat16"), Schedule("gemm_wgmma", 128, 16, 64, 2, 8, stream_k=True)),
     (Workload(20, 100, 896, QuantFormat(4, 64, True)), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
     (Workload(100, 250, 384, QuantFormat(4, 128, False)), Schedule("gemm_wgmma", 192, 32, 128, 2, 12, tail=2)),  # strips among them
+    # clusters of two that meet in a workspace: two, and three with shares of unequal length; a bias, a slab less, more tiles of rows
+    (Workload(40, 120, 1100, QuantFormat(4, 64, False), "bfloat16", bias=True), Schedule("gemm_wgmma", 64, 32, 64, 2, 4, split_k=4)),
+    (Workload(140, 250, 1000, QuantFormat(8, PER_CHANNEL, True)), Schedule("gemm_wgmma", 192, 64, 64, 3, 12, split_k=6)),
     # 4-bit floats: groups shorter than a part of a step, shared tiles, two slabs
     (Workload(60, 190, 1472, MXFP4), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
     (Workload(40, 250, 500, MXFP4, "bfloat16", bias=True), Schedule("gemm_wgmma", 128, 32, 128, 2, 4)),

@@ -44,6 +44,7 @@ CASES = (
     (Workload(40, 128, 576, BYTES, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(20, 100, 896, NIBBLES, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, split_k=3)),
     (Workload(60, 190, 1472, BYTES, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 128, 2, 4, stream_k=True)),
+    (Workload(40, 120, 1100, BYTES, "bfloat16", bias=True), Schedule("gemm_wgmma", 64, 32, 128, 2, 4, split_k=4)),
     # blocks that share x; strips of a last wave
     (Workload(70, 256, 1150, NIBBLES, bias=True), Schedule("gemm_wgmma", 128, 32, 128, 3, 4, raster=2, stream_k=True, cluster=2)),
     (Workload(100, 190, 512, BYTES), Schedule("gemm_wgmma", 64, 32, 128, 3, 4, tail=2)),

@@ -39,6 +39,7 @@ CASES = (
     # shared tiles: by a cluster, through a workspace, in shares that cross their borders
     (Workload(40, 128, 512, LQQ128, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(20, 100, 896, LQQ64), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
+    (Workload(70, 190, 1100, LQQ64, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=4)),
     (Workload(60, 190, 1472, LQQ64, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
     (Workload(70, 256, 1150, W8A8, bias=True), Schedule("gemm_wgmma", 128, 32, 64, 3, 4, raster=2, stream_k=True, cluster=2)),
     # strips of a last wave; blocks that share x

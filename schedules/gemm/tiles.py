@@ -46,11 +46,13 @@ SHALLOWER, SHALLOWER_M = 4, range(17, 129)  # stages that are tried too for so m
 MAX_SPLIT_K = 16
 FULL = 0.9  # of the places of whole waves: a grid that fills as many needs no further split
 GAIN = 0.05  # and a further split must fill so much more
-# Strips of the tiles of a last wave, where there are not many whole ones before it. Beside
-# stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 193.0 us where stream_k takes
-# 197.7; 10240 x 8192, m = 1024: 260.1 and 265.2, but m = 512, a wave and a fifth: 141.2 and 133.0.
+# Strips of the tiles of a last wave; of x in 16 bits, where there are not many whole ones before it.
+# Beside stream_k, 128 x 256, in alternation (H200): 28672 x 4096, m = 512: 193.0 us where stream_k
+# takes 197.7; 10240 x 8192, m = 1024: 260.1 and 265.2, but m = 512, a wave and a fifth: 141.2 and
+# 133.0. Of x in 8 bits, beside a block a tile, after 7, 10, 14 and 27 waves of 128 x 256: 0.94, 0.95,
+# 0.96 and 0.89 times as long (results/notes/power-in-turn.md).
 TAIL_WAVES = 8
-SHARED_INT8_M = 128  # columns of a tile of int32 sums that stream_k shares; of more, and of two blocks an SM, 101 of 103 kernels spilled
+SHARED_INT8_M = 128  # columns of a tile of 8-bit x that stream_k shares, of more than one slab a warpgroup or twelve warps: more spill
 NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
 # of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
@@ -71,11 +73,11 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
         m_tiles = -(-workload.m // base.block_m)
         highest = next((raster for raster in RASTERS[1:] if raster >= m_tiles), RASTERS[-1]) if m_tiles > 1 else 0
         grids = [replace(base, split_k=split) for split in _splits(workload, base, target)]
-        shares = not workload.format.x or (base.block_m <= SHARED_INT8_M and base.min_blocks == 1)
-        if program == "gemm_wgmma" and workload.m > BLOCK_M[program][0] and shares:
+        shares = program == "gemm_wgmma" and workload.m > BLOCK_M[program][0] and _may_share(workload, base)
+        if shares:
             grids.insert(1, replace(base, stream_k=True))
         if program == "gemm_wgmma" and workload.m >= MANY_ROWS:
-            grids += [replace(base, tail=tail) for tail in _tails(workload, base, target)]
+            grids += [replace(base, tail=tail) for tail in _tails(workload, base, target, shares)]
         group = shapes.setdefault((base.block_n, base.block_m, base.num_warps, base.min_blocks, base.joined), [])
         for grid, raster, cluster in product(grids, RASTERS, (1, 2)):
             at_once = large and workload.m >= FEW_RASTER_M and raster >= m_tiles and grid.split_k == cluster == 1
@@ -88,13 +90,25 @@ def tile_candidates(program: str, workload: Workload, target: Target, legal: Leg
     return in_turn(shapes.values())
 
 
-def _tails(workload: Workload, base: Schedule, target: Target) -> list[int]:
+def _may_share(workload: Workload, base: Schedule) -> bool:
+    """Whether the kernel that shares a last wave's tiles has registers for it."""
+    if not workload.format.x:
+        return True
+    one_slab = base.block_n // NARROW == base.num_warps // 4 <= 2 and not workload.format.step_sums
+    return base.min_blocks == 1 and (one_slab or base.block_m <= SHARED_INT8_M)
+
+
+def _tails(workload: Workload, base: Schedule, target: Target, shares: bool) -> list[int]:
     """The cut into strips that leaves the shortest last wave, if there is one that is a good part
-    of the time."""
+    of the time. Of x in 8 bits tiles of several waves, which are not shared either, are dealt out so
+    where nothing is cut: blocks that take one after another load the next while they store."""
     tiles, places = n_blocks(workload, base) * -(-workload.m // base.block_m), target.units * base.min_blocks
     waves = {tail: -(-cut_places(tiles, places, tail) * tail // places) / tail for tail in TAILS}
     found = [tail for tail in TAILS if 0 < waves[tail] < 1]
-    return sorted(found, key=waves.__getitem__)[:1] if tiles < TAIL_WAVES * places else []
+    shortest = sorted(found, key=waves.__getitem__)[:1]
+    if workload.format.x:
+        return shortest or ([TAILS[0]] if tiles > places and not shares else [])
+    return shortest if tiles < TAIL_WAVES * places else []
 
 
 def _shapes(program: str, workload: Workload, target: Target, legal: Legal) -> Iterator[Schedule]:

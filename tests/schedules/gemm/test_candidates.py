@@ -86,7 +86,26 @@ def test_row_tiles_of_large_bytes_are_tried_in_groups():
     }
     assert {raster for raster, _ in tried(128, "w8a8_channel")} == {0} == {raster for raster, _ in tried(512, "w8a8_channel", 4096)}
     assert {raster for raster, _ in tried(512, "w4a16_g128")} == {0}
-    assert {raster for raster, tail in tried(512, "w8a8_channel", 10240, 8192) if tail > 1} == {0, 4}
+    assert {raster for raster, tail in tried(512, "w8a8_channel", 10240, 8192) if tail > 1} == {0, 4, 8}
+
+
+@pytest.mark.parametrize("format", ["w4a8_lqq_g128", "w8a8_channel", "w8a8_g128"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1024, 28672, 4096), (4096, 28672, 4096), (4096, 4096, 4096), (4096, 57344, 8192)])
+def test_blocks_that_take_many_tiles_of_8_bit_x_one_after_another_are_tried(format: str, m: int, n: int, k: int):
+    """Each tile that makes several waves, and whose halves are tiles: its last wave shared, in strips, or
+    neither where that is nearly full."""
+    every = candidates(Workload(m, n, k, GemmFormat.parse(format)), H200) or []
+    found = [s for s in every if s.split_k == 1 and s.block_m in (64, 128, 256)]
+    tiles = {(s.block_n, s.block_m, s.num_warps, s.min_blocks) for s in found if -(-m // s.block_m) * n // s.block_n > 132 * s.min_blocks}
+    in_turn = {(s.block_n, s.block_m, s.num_warps, s.min_blocks) for s in found if s.tail > 1 or s.stream_k}
+    assert tiles and tiles <= in_turn
+
+
+def test_tiles_whose_shares_spill_are_not_shared():
+    """Compiled for sm_90a: 128 x 256 by eight warps keeps all in registers, 256 x 160 and 192 x 192 do not."""
+    found = candidates(Workload(300, 28672, 4096, GemmFormat.parse("w4a8_lqq_g128")), H200) or []
+    shared = {(s.block_n, s.block_m) for s in found if s.stream_k}
+    assert (256, 160) in {(s.block_n, s.block_m) for s in found} and (256, 160) not in shared and (128, 160) in shared
 
 
 @pytest.mark.parametrize("arch", ARCHES)

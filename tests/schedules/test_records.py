@@ -225,5 +225,5 @@ def test_what_was_not_compared_with_the_fastest_of_then_leaves_it():
     assert settled(shipped, [at(7.4, 4)]) == [*shipped, at(7.4, 4)]
     failed = replace(at(7.0, 0), status="crash", us=None, reason="it fell")
     assert settled(shipped, [failed, at(7.4, 4)]) == [at(7.2), failed, at(7.4, 4)], "the fastest of then works no more"
-    elsewhere = [at(7.5, 0, gpu="NVIDIA H100 80GB HBM3"), at(7.5, 0, workload=RECORD.workload.with_m(32))]
+    elsewhere = [at(7.5, 0, gpu="NVIDIA H100 80GB HBM3"), at(7.5, 0, workload=Workload(32, 4096, 11008))]
     assert settled(shipped, elsewhere) == [*shipped, *elsewhere]

@@ -39,7 +39,6 @@ CASES = (
     # shared tiles: by a cluster, through a workspace, in shares that cross their borders
     (Workload(40, 128, 512, LQQ128, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(20, 100, 896, LQQ64), Schedule("gemm_wgmma", 192, 16, 64, 2, 4, split_k=3)),
-    (Workload(70, 190, 1100, LQQ64, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=4)),
     (Workload(60, 190, 1472, LQQ64, "bfloat16"), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True)),
     (Workload(70, 256, 1150, W8A8, bias=True), Schedule("gemm_wgmma", 128, 32, 64, 3, 4, raster=2, stream_k=True, cluster=2)),
     # strips of a last wave; blocks that share x
@@ -51,6 +50,8 @@ CASES = (
     (Workload(20, 190, 896, ASYM, bias=True), Schedule("gemm_wgmma", 192, 16, 128, 3, 12, split_k=3)),
     (Workload(40, 128, 512, ASYM, "bfloat16"), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=2)),
     (Workload(60, 256, 1472, ASYM), Schedule("gemm_wgmma", 64, 16, 64, 2, 4, stream_k=True, cluster=2)),
+    # clusters of two that meet in a workspace
+    (Workload(70, 190, 1100, LQQ64, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 2, 8, split_k=4)),
 )
 # stored through shared memory and directly; steps of a part of a group, of one and of two; a last group that is shorter; shared tiles
 MMA_CASES = (

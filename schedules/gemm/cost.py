@@ -172,8 +172,8 @@ def _tiled(w: Workload, s: Schedule, target: Target) -> Estimate:
         split = SHARED_US + sums * grid.resident * (1 + max(1.0, grid_blocks(s, target) / (grid.shared * m_tiles * n_tiles)))
     elif clustered_split(s):
         split = sums * grid.blocks / s.split_k
-    elif paired_split(s):  # a cluster adds halves up and writes them, then two blocks read half of each
-        split = SPLIT_US + sums * (grid.blocks / 2 + s.split_k / 8 + grid.blocks / 2)
+    elif paired_split(s):  # a block adds half a tile up and writes as much, then two blocks read half of each
+        split = SPLIT_US + sums * (grid.blocks + s.split_k / 8)
     elif s.split_k > 1:
         split = SPLIT_US + sums * (grid.blocks + s.split_k / 2)  # all write at once, the last one reads alone and faster
     return _total(target, m_tiles, load, dequant, mma, (FILL_US + END_US * grid.ends) * grid.waves, split, LAUNCH_US, grid)

@@ -52,7 +52,10 @@ GAIN = 0.05  # and a further split must fill so much more
 # 133.0. Of x in 8 bits, beside a block a tile, after 7, 10, 14 and 27 waves of 128 x 256: 0.94, 0.95,
 # 0.96 and 0.89 times as long (results/notes/power-in-turn.md).
 TAIL_WAVES = 8
-SHARED_INT8_M = 128  # columns of a tile of 8-bit x that stream_k shares, of more than one slab a warpgroup or twelve warps: more spill
+# Columns of a tile of 8-bit x that stream_k shares. Kernels of more spill, but for one slab a warpgroup
+# of one or two (five formats, six heights, compiled for sm_90a; not where groups are summed, or two
+# blocks have an SM).
+SHARED_INT8_M = 128
 NARROW = 64  # rows of W of the narrowest tile
 # A last tile may lack this part of n where the grid is so many waves: 10240 x 8192, m = 256, is one
 # of 108 tiles of 192 x 128, 74.6 us in alternation, the best other 76.7 (H200).
@@ -94,8 +97,9 @@ def _may_share(workload: Workload, base: Schedule) -> bool:
     """Whether the kernel that shares a last wave's tiles has registers for it."""
     if not workload.format.x:
         return True
-    one_slab = base.block_n // NARROW == base.num_warps // 4 <= 2 and not workload.format.step_sums
-    return base.min_blocks == 1 and (one_slab or base.block_m <= SHARED_INT8_M)
+    warpgroups = base.num_warps // 4
+    one_slab = warpgroups <= 2 and base.block_n == warpgroups * NARROW
+    return base.min_blocks == 1 and (base.block_m <= SHARED_INT8_M or (one_slab and not workload.format.step_sums))
 
 
 def _tails(workload: Workload, base: Schedule, target: Target, shares: bool) -> list[int]:

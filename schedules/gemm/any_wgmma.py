@@ -41,7 +41,8 @@ STAGE_K = 64
 BLOCK_N, ROWS = (64, 128, 192, 256), 16  # ROWS: of a warp
 ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
-STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 2
+STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 3
+CROWDED_M = 64  # the most rows of x of three blocks an SM: of 96 rows 3 bits spill
 CLUSTERS, CLUSTER_N = (1, 2), 128  # CLUSTER_N: of a cluster's tiles, of which a warpgroup looks up half
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
 LEAST_BITS = 3  # of codes
@@ -56,14 +57,14 @@ FOUR_BITS, FOUR_N, FOUR_M = 6, 64, 128
 HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones where there is room, else one
 SENT = 2  # places of a block for operands that the other of a cluster looks up
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
-SPARE = 28  # registers of addresses, loop state and look-ups under way
+SPARE, CROWDED_SPARE = 28, 20  # registers of addresses, loop state and look-ups under way; of three blocks an SM
 LEAST_CLUSTER_M = 160  # of what is tried: lower tiles take as long one above the other
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
 PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; of the places of whole waves a further split must fill
 RASTERS, RASTER_M = (0, 8), 1024
 # What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
 USUAL_M = (64, 128, 192, 256)
-TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1))
+TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1), (64, 3))
 
 
 def permuted(workload: Workload, schedule: Schedule) -> int:
@@ -135,8 +136,8 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
     """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (half as many without a table), codebooks."""
-    codes = 16 if copies(workload, schedule) else 8
-    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload, schedule) + SPARE
+    codes, spare = 16 if copies(workload, schedule) else 8, CROWDED_SPARE if schedule.min_blocks == MAX_MIN_BLOCKS else SPARE
+    return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload, schedule) + spare
 
 
 def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
@@ -160,6 +161,8 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     if n_pad % s.block_n:
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
+    if s.min_blocks == MAX_MIN_BLOCKS and s.block_m > CROWDED_M:
+        reasons.append(f"min_blocks is {s.min_blocks} and block_m {s.block_m}; accepted: block_m up to {CROWDED_M}, or fewer min_blocks.")
     if s.stream_k and s.split_k > 1:
         reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
     if s.cluster > 1 and s.split_k > 1:

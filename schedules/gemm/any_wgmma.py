@@ -60,7 +60,7 @@ STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
 SPARE, CROWDED_SPARE = 28, 20  # registers of addresses, loop state and look-ups under way; of three blocks an SM
 LEAST_CLUSTER_M = 160  # of what is tried: lower tiles take as long one above the other
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
-PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; of the places of whole waves a further split must fill
+PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; of an SM's blocks a further split must even out
 RASTERS, RASTER_M = (0, 8), 1024
 # What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
 USUAL_M = (64, 128, 192, 256)
@@ -215,7 +215,7 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
     tiles, places = -(-n_pad // block_n) * -(-workload.m // block_m), target.units * min_blocks
     best, always = 0.0, 2 if workload.m < PAIRED_M else 1
     for split_k in range(1, min(MAX_SPLIT_K, steps(workload), max(always, 2 * places // tiles)) + 1):
-        full = tiles * split_k / (-(-tiles * split_k // places) * places)
+        full = tiles * split_k / (-(-tiles * split_k // target.units) * target.units)  # SMs end together, whatever fits them
         if split_k > always and full < best + SPLIT_GAIN:
             continue
         best = max(best, full)

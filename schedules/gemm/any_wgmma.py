@@ -50,7 +50,7 @@ LEAST_BITS = 3  # of codes
 # of more than FOUR_M rows of x; PERMUTED_SHARED: in those of a cluster, which has few registers left), of
 # so many of its two rows; the others in shared memory.
 PAIRS, PERMUTED, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {3: 2, 4: 2, 5: 1}
-PERMUTED_TALL, PERMUTED_SHARED = {**PERMUTED, 5: 2}, {**PERMUTED, 5: 0}
+PERMUTED_TALL, PERMUTED_SHARED, PERMUTED_CROWDED = {**PERMUTED, 5: 2}, {**PERMUTED, 5: 0}, {**PERMUTED, 4: 1, 5: 0}
 # Of up to so many bits tables in shared memory have four copies; of a bit more where a block looks up no more than
 # so many rows; of two more where its tile has no more rows of x, either. Others have two.
 FOUR_BITS, FOUR_N, FOUR_M = 6, 64, 128
@@ -70,7 +70,7 @@ TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1), (64, 3))
 def permuted(workload: Workload, schedule: Schedule) -> int:
     """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
     s = schedule
-    pairs = PERMUTED_SHARED if s.cluster > 1 else PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED
+    pairs = PERMUTED_SHARED if s.cluster > 1 else PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED_CROWDED if s.min_blocks == MAX_MIN_BLOCKS else PERMUTED
     return pairs.get(workload.format.bits, 0)
 
 

@@ -42,13 +42,14 @@ BLOCK_N, ROWS = (64, 128, 192, 256), 16  # ROWS: of a warp
 ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
 STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 3
-CROWDED_M = 64  # the most rows of x of three blocks an SM: of 96 rows 3 bits spill
+CROWDED_M = 64  # the most rows of x of a tile of which an SM has three: of 96 rows 3 bits spill
 CLUSTERS, CLUSTER_N = (1, 2), 128  # CLUSTER_N: of a cluster's tiles, of which a warpgroup looks up half
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
 LEAST_BITS = 3  # of codes
 # By the bits of a code: so many of a lane's PAIRS pairs are looked up in registers (PERMUTED_TALL: in tiles
-# of more than FOUR_M rows of x; PERMUTED_SHARED: in those of a cluster, which has few registers left), of
-# so many of its two rows; the others in shared memory.
+# of more than FOUR_M rows of x; PERMUTED_SHARED: in those of a cluster, which has few registers left;
+# PERMUTED_CROWDED: where three blocks have an SM, whose look-ups in registers are the bottleneck), of so
+# many of its two rows; the others in shared memory.
 PAIRS, PERMUTED, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {3: 2, 4: 2, 5: 1}
 PERMUTED_TALL, PERMUTED_SHARED, PERMUTED_CROWDED = {**PERMUTED, 5: 2}, {**PERMUTED, 5: 0}, {**PERMUTED, 4: 1, 5: 0}
 # Of up to so many bits tables in shared memory have four copies; of a bit more where a block looks up no more than
@@ -70,7 +71,12 @@ TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1), (64, 3))
 def permuted(workload: Workload, schedule: Schedule) -> int:
     """Pairs of a lane's PAIRS that are looked up in registers (``device/codecs/any_operand.cuh``)."""
     s = schedule
-    pairs = PERMUTED_SHARED if s.cluster > 1 else PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED_CROWDED if s.min_blocks == MAX_MIN_BLOCKS else PERMUTED
+    if s.cluster > 1:
+        pairs = PERMUTED_SHARED
+    elif s.min_blocks == MAX_MIN_BLOCKS:
+        pairs = PERMUTED_CROWDED
+    else:
+        pairs = PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED
     return pairs.get(workload.format.bits, 0)
 
 

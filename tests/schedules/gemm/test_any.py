@@ -107,6 +107,8 @@ def test_what_the_program_of_many_rows_accepts() -> None:
         "cluster is 4; accepted: 1, 2.": replace(good, cluster=4),
         "cluster is 2 and split_k 2; accepted: one of them 1.": replace(pair, split_k=2),
         "cluster is 2 and block_n 64; accepted: block_n 128, or cluster 1.": replace(pair, block_n=64, num_warps=4),
+        "min_blocks is 4; accepted: 1 to 3.": replace(good, min_blocks=4),
+        "min_blocks is 3 and block_m 96; accepted: block_m up to 64, or fewer": replace(good, min_blocks=3, block_m=96),
     }
     for sentence, schedule in wrong.items():
         reasons = legal(work(4, 64, k=512), schedule, H200)
@@ -140,6 +142,10 @@ def test_shared_memory_of_the_program_of_many_rows_by_hand() -> None:
     assert [any_wgmma.copies(work(bits, 512), tile) for bits in (3, 6, 7, 8)] == [0, 4, 2, 2]
     assert [any_wgmma.copies(work(bits, 512), pair) for bits in (3, 6, 7, 8)] == [0, 4, 4, 2]
     assert any_wgmma.copies(work(8, 64), replace(pair, block_m=64)) == 4
+    crowded = Schedule(any_wgmma.PROGRAM, 64, 64, 256, 4, 4, min_blocks=3)
+    assert [any_wgmma.permuted(work(bits, 64), replace(crowded, min_blocks=2)) for bits in (3, 4, 5, 6)] == [4, 2, 1, 0]
+    assert [any_wgmma.permuted(work(bits, 64), crowded) for bits in (3, 4, 5, 6)] == [4, 1, 0, 0]
+    assert [any_wgmma.kept_registers(work(bits, 64), crowded) for bits in (3, 4, 5, 6)] == [8, 16, 0, 0]
     assert [any_wgmma.held_steps(work(8, 512), replace(pair, num_stages=slots)) for slots in (2, 3, 4)] == [2, 2, 1]
     assert {any_wgmma.held_steps(work(6, 512), replace(s, num_stages=slots)) for s in (tile, pair) for slots in (2, 4)} == {2}
 
@@ -158,6 +164,20 @@ def test_two_parts_are_always_tried_below_1024_rows() -> None:
         assert (whole == in_two) == always
 
 
+def test_parts_of_k_that_even_out_what_sms_get_are_tried() -> None:
+    """Of 160 tiles two parts are 2.4 blocks an SM and four 4.8: the busiest SM has three and five."""
+    found = any_wgmma.any_wgmma_candidates(work(4, 64, 10240, 8192), H200)
+    parts = [{s.split_k for s in found if (s.block_n, s.block_m, s.min_blocks) == (64, 64, blocks)} for blocks in (1, 2, 3)]
+    assert parts == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}], "more parts than twice the places of blocks are none"
+
+
+def test_three_blocks_have_an_sm_where_tables_leave_room() -> None:
+    for m in (32, 64):
+        found = {bits: any_wgmma.any_wgmma_candidates(work(bits, m), H200) for bits in range(3, 9)}
+        assert [bits for bits, tried in found.items() if any(s.min_blocks == 3 for s in tried)] == [3, 4, 5, 6], m
+    assert not any(s.min_blocks == 3 and s.block_m > 32 for s in any_wgmma.any_wgmma_candidates(work(6, 64), H200))
+
+
 def test_pairs_are_tried_for_more_rows_than_a_tile_has() -> None:
     for m, pairs in ((64, False), (256, True), (257, True), (1024, True)):
         found = any_wgmma.any_wgmma_candidates(work(8, m), H200)
@@ -170,7 +190,7 @@ def test_pairs_are_tried_for_more_rows_than_a_tile_has() -> None:
     assert ANY_WGMMA.estimate(work(8, 513), two, H200).us == ANY_WGMMA.estimate(work(8, 1024), two, H200).us  # three tiles are two pairs
 
 
-@pytest.mark.parametrize("min_blocks", [1, 2])
+@pytest.mark.parametrize("min_blocks", [1, 2, 3])
 @pytest.mark.parametrize("num_warps", [4, 8, 12])
 def test_registers_are_handed_on_and_not_made(num_warps: int, min_blocks: int) -> None:
     threads = num_warps * 32 + any_wgmma.PRODUCERS

@@ -37,7 +37,7 @@ MXFP4, NVFP4 = map(QuantFormat.parse, ("w4a16_mxfp4", "w4a16_nvfp4"))
 LQQ64, LQQ128, W8A8, ASYM = map(QuantFormat.parse, ("w4a8_lqq_g64", "w4a8_lqq_g128", "w8a8_channel", "w4a8_channel_asym"))
 W8_GROUPS, W4_GROUPS = map(QuantFormat.parse, ("w8a8_g128", "w4a8_g128_asym"))
 FP8, FP8_GROUPS, W4_FP8 = map(QuantFormat.parse, ("w8a8_fp8", "w8a8_fp8_g128", "w4a8_fp8"))
-W3_ANY, W4_ANY, W5_ANY, W8_ANY = (QuantFormat.parse(f"w{bits}a16_any") for bits in (3, 4, 5, 8))
+W3_ANY, W4_ANY, W5_ANY, W6_ANY, W8_ANY = (QuantFormat.parse(f"w{bits}a16_any") for bits in (3, 4, 5, 6, 8))
 G32, G64Z, G128, G128Z, CHANNEL = (QuantFormat(4, *f) for f in ((32, True), (64, False), (128, True), (128, False), (PER_CHANNEL, True)))
 B32Z, B64, B128Z, B_CHANNEL, B_CHANNEL_Z = (
     QuantFormat(8, *f) for f in ((32, False), (64, True), (128, False), (PER_CHANNEL, True), (PER_CHANNEL, False))
@@ -131,6 +131,9 @@ CASES = (
     ("sm_90a", Workload(160, 6144, 4096, W4_ANY, HALF, gate="silu"), Schedule("gemm_any_wgmma", 192, 96, 256, 4, 12)),
     ("sm_90a", Workload(1024, 4096, 4096, W8_ANY, HALF), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, stream_k=True, cluster=2)),
     ("sm_90a", Workload(512, 505, 1001, W5_ANY, BFLOAT, bias=True), Schedule("gemm_any_wgmma", 128, 256, 256, 4, 8, cluster=2)),
+    ("sm_90a", Workload(64, 10240, 8192, W4_ANY, HALF), Schedule("gemm_any_wgmma", 64, 64, 256, 4, 4, split_k=4, min_blocks=3)),
+    ("sm_90a", Workload(64, 8192, 28672, W5_ANY, BFLOAT), Schedule("gemm_any_wgmma", 64, 64, 256, 4, 4, split_k=3, min_blocks=3)),
+    ("sm_90a", Workload(32, 28672, 4096, W6_ANY, HALF), Schedule("gemm_any_wgmma", 64, 32, 256, 3, 4, stream_k=True, min_blocks=3)),
     ("sm_90a", Workload(2048, 4096, 4096, G128, HALF, residual=True), Schedule("gemm_wgmma", 128, 256, 128, 3, 8, stream_k=True)),
     ("sm_90a", Workload(128, 505, 1001, G64Z, BFLOAT, bias=True, residual=True), Schedule("gemm_wgmma", 128, 64, 64, 4, 4, split_k=2)),
     ("sm_90a", Workload(64, 4096, 14336, G128, BFLOAT, bias=True), Schedule("gemm_wgmma", 128, 64, 128, 4, 8, split_k=4)),
@@ -196,7 +199,8 @@ def test_the_cases_use_every_value_and_are_legal():
     many = [(w, s) for _, w, s in CASES if s.program == ANY_WGMMA]
     assert {w.dtype for w, _ in many} == {HALF, BFLOAT} and {s.block_n for _, s in many} == set(any_wgmma.BLOCK_N)
     assert {(s.stream_k, s.cluster) for _, s in many} == {(a, b) for a in (True, False) for b in (1, 2)}
-    assert {s.split_k for _, s in many} == {1, 2, 4}, "alone, a cluster, clusters that meet in a workspace"
+    assert {s.split_k for _, s in many} == {1, 2, 3, 4}, "alone, a cluster, blocks and clusters that meet in a workspace"
+    assert {s.min_blocks for _, s in many} == {1, 2, 3}
     looked_up = {(any_wgmma.copies(w, s), any_wgmma.permuted(w, s)) for w, s in many}
     assert looked_up == {(0, 4), (4, 2), (4, 1), (4, 0), (2, 0)}
     for name in TILED:

@@ -95,6 +95,8 @@ WIDE = (
     (Workload(70, 120, 1500, form(3), residual=True), wide(64, 64, 2, split_k=4)),
     (Workload(33, 250, 2100, form(6), "bfloat16", bias=True), wide(128, 32, 3, split_k=6)),
     (Workload(97, 192, 1100, form(7), token_scales=True), wide(192, 64, 4, split_k=4)),
+    (Workload(60, 120, 900, form(4), "bfloat16", bias=True), replace(wide(64, 64, 3, split_k=2), min_blocks=3)),
+    (Workload(70, 120, 1100, form(5)), replace(wide(64, 32, 4, stream_k=True), min_blocks=3)),
 )
 
 

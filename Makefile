@@ -18,8 +18,8 @@
 
 VENV = .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
-# One more than cores: tests wait for processes, time limits and compilers of their own, a tenth of the time or more.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 4 ? 5 : n + 1)))
+# Two more than cores: tests wait for processes, time limits and compilers of their own (all tests on two cores: 1,593 s by three, 1,519 by four).
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 3 ? 5 : n + 2)))
 EXTRAS = compile,draw,checkpoints,transformers,dev
 
 ifneq ($(strip $(VENV)),)

@@ -1,7 +1,7 @@
 # One command each; whatever it needs is installed first, into .venv (once: a stamp makes later calls instant).
 #
 #   make demo      a model that writes text in low bits; 4-bit checkpoints imported, compiled, tuned, checked and timed here
-#   make test      ruff, pyright and the tests that take little time: what to run at each edit (about six minutes on two quiet cores)
+#   make test      ruff, pyright and the tests that take little time: what to run at each edit (seven or eight minutes on two cores)
 #   make test-all  ruff, pyright and all tests: what a change must pass
 #   make lint      ruff and pyright alone
 #   make gpu-smoke every CUDA program on this machine's NVIDIA GPU, against the exact oracle (minutes)

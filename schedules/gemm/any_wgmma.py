@@ -41,14 +41,14 @@ STAGE_K = 64
 BLOCK_N, ROWS = (64, 128, 192, 256), 16  # ROWS: of a warp
 ROW_STEP = 32  # of x
 BLOCK_M = tuple(range(ROW_STEP, 257, ROW_STEP))
-STAGES, MAX_SPLIT_K, MAX_MIN_BLOCKS = (2, 8), 16, 3
-CROWDED_M = 64  # the most rows of x of a tile of which an SM has three: of 96 rows 3 bits spill
+STAGES, MAX_SPLIT_K = (2, 8), 16
+CROWDED_BLOCKS, CROWDED_M = 3, 64  # of an SM: blocks, and the most rows of x of their tiles (of 96 rows 3 bits spill)
 CLUSTERS, CLUSTER_N = (1, 2), 128  # CLUSTER_N: of a cluster's tiles, of which a warpgroup looks up half
 PRODUCERS, PRODUCER_REGISTERS = WGMMA.producer_threads, 24
 LEAST_BITS = 3  # of codes
 # By the bits of a code: so many of a lane's PAIRS pairs are looked up in registers (PERMUTED_TALL: in tiles
 # of more than FOUR_M rows of x; PERMUTED_SHARED: in those of a cluster, which has few registers left;
-# PERMUTED_CROWDED: where three blocks have an SM, whose look-ups in registers are the bottleneck), of so
+# PERMUTED_CROWDED: where CROWDED_BLOCKS have an SM, whose look-ups in registers are the bottleneck), of so
 # many of its two rows; the others in shared memory.
 PAIRS, PERMUTED, KEPT_ROWS = 4, {3: 4, 4: 2, 5: 1}, {3: 2, 4: 2, 5: 1}
 PERMUTED_TALL, PERMUTED_SHARED, PERMUTED_CROWDED = {**PERMUTED, 5: 2}, {**PERMUTED, 5: 0}, {**PERMUTED, 4: 1, 5: 0}
@@ -58,14 +58,14 @@ FOUR_BITS, FOUR_N, FOUR_M = 6, 64, 128
 HELD_STEPS, HELD_BITS = 2, 6  # steps of planes in shared memory, of up to so many bits; of wider ones where there is room, else one
 SENT = 2  # places of a block for operands that the other of a cluster looks up
 STATIC_SMEM = 512  # barriers, the order of tiles, the ticket; alignment
-SPARE, CROWDED_SPARE = 28, 20  # registers of addresses, loop state and look-ups under way; of three blocks an SM
+SPARE, CROWDED_SPARE = 28, 20  # registers of addresses, loop state and look-ups under way; of CROWDED_BLOCKS
 LEAST_CLUSTER_M = 160  # of what is tried: lower tiles take as long one above the other
 LEAST_ROWS = 17  # of x, from which on it is tried: for up to 16 gemm_any reads planes once, and was always faster
-PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; of an SM's blocks a further split must even out
+PAIRED_M, SPLIT_GAIN = 1024, 0.05  # of fewer rows two parts are always tried; what a further split must gain of `even`
 RASTERS, RASTER_M = (0, 8), 1024
 # What is tried: rows of x of tiles that need not cover all; (block_n, min_blocks).
 USUAL_M = (64, 128, 192, 256)
-TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1), (64, 3))
+TILES = ((128, 1), (256, 1), (64, 2), (192, 1), (128, 2), (64, 1), (64, CROWDED_BLOCKS))
 
 
 def permuted(workload: Workload, schedule: Schedule) -> int:
@@ -73,7 +73,7 @@ def permuted(workload: Workload, schedule: Schedule) -> int:
     s = schedule
     if s.cluster > 1:
         pairs = PERMUTED_SHARED
-    elif s.min_blocks == MAX_MIN_BLOCKS:
+    elif s.min_blocks == CROWDED_BLOCKS:
         pairs = PERMUTED_CROWDED
     else:
         pairs = PERMUTED_TALL if s.block_m > FOUR_M else PERMUTED
@@ -142,7 +142,7 @@ def registers(schedule: Schedule) -> tuple[int, int]:
 
 def registers_needed(workload: Workload, schedule: Schedule) -> int:
     """Of a computing thread, about: sums, two operands of STAGE_K, planes, codes (half as many without a table), codebooks."""
-    codes, spare = 16 if copies(workload, schedule) else 8, CROWDED_SPARE if schedule.min_blocks == MAX_MIN_BLOCKS else SPARE
+    codes, spare = 16 if copies(workload, schedule) else 8, CROWDED_SPARE if schedule.min_blocks == CROWDED_BLOCKS else SPARE
     return schedule.block_m // 2 + 2 * STAGE_K // 4 + workload.format.bits * 4 + codes + kept_registers(workload, schedule) + spare
 
 
@@ -155,7 +155,7 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
         if getattr(s, field) not in accepted:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {', '.join(map(str, accepted))}.")
     for field, low, high in (
-        ("num_stages", *STAGES), ("split_k", 1, MAX_SPLIT_K), ("min_blocks", 1, MAX_MIN_BLOCKS), ("raster", 0, MAX_RASTER),
+        ("num_stages", *STAGES), ("split_k", 1, MAX_SPLIT_K), ("min_blocks", 1, CROWDED_BLOCKS), ("raster", 0, MAX_RASTER),
     ):  # fmt: skip
         if not low <= getattr(s, field) <= high:
             reasons.append(f"{field} is {getattr(s, field)}; accepted: {low} to {high}.")
@@ -167,7 +167,7 @@ def any_wgmma_legal(workload: Workload, schedule: Schedule, target: Target) -> l
     n_pad = -(-workload.n // CUDA_TILE_N) * CUDA_TILE_N
     if n_pad % s.block_n:
         reasons.append(f"block_n is {s.block_n}; accepted for n {workload.n} (padded to {n_pad}): divisors of it.")
-    if s.min_blocks == MAX_MIN_BLOCKS and s.block_m > CROWDED_M:
+    if s.min_blocks == CROWDED_BLOCKS and s.block_m > CROWDED_M:
         reasons.append(f"min_blocks is {s.min_blocks} and block_m {s.block_m}; accepted: block_m up to {CROWDED_M}, or fewer min_blocks.")
     if s.stream_k and s.split_k > 1:
         reasons.append(f"stream_k goes with split_k {s.split_k}; accepted: split_k 1.")
@@ -221,10 +221,11 @@ def _of_tile(block_n: int, block_m: int, min_blocks: int, workload: Workload, ta
     tiles, places = -(-n_pad // block_n) * -(-workload.m // block_m), target.units * min_blocks
     best, always = 0.0, 2 if workload.m < PAIRED_M else 1
     for split_k in range(1, min(MAX_SPLIT_K, steps(workload), max(always, 2 * places // tiles)) + 1):
-        full = tiles * split_k / (-(-tiles * split_k // target.units) * target.units)  # SMs end together, whatever fits them
-        if split_k > always and full < best + SPLIT_GAIN:
+        blocks = tiles * split_k
+        even = blocks / (-(-blocks // target.units) * target.units)  # 1: every SM gets as many as the busiest
+        if split_k > always and even < best + SPLIT_GAIN:
             continue
-        best = max(best, full)
+        best = max(best, even)
         rasters = RASTERS if workload.m >= RASTER_M else RASTERS[:1]
         for raster, stream_k in product(rasters, (False, True) if split_k == 1 else (False,)):
             s = Schedule(PROGRAM, block_n, block_m, STEP_K, STAGES[1], block_n // ROWS, split_k, min_blocks, raster, stream_k)

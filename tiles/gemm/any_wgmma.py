@@ -6,8 +6,8 @@ sm_90a.
 computed as Y^T = W X^T as ``gemm_wgmma`` does: numbers that were looked up are wgmma's register
 operand, x in shared memory is the other, and each weight is looked up once for ``block_m`` rows of x.
 A block lays out its channels' tables: in its threads' registers (3 bits), in shared memory, or in both (4
-and 5 bits), since shared memory, which x passes through, too, is what binds. Then its threads have three
-roles:
+and 5 bits), since shared memory, which x passes through, too, is what binds with few blocks an SM. Then its
+threads have three roles:
 
     warp 0                 planes -> Ps, by steps of 256 k
     warp 1                 x      -> Xs, by slots of 64 k, both by TMA

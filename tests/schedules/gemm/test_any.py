@@ -168,7 +168,7 @@ def test_parts_of_k_that_even_out_what_sms_get_are_tried() -> None:
     """Of 160 tiles two parts are 2.4 blocks an SM and four 4.8: the busiest SM has three and five."""
     found = any_wgmma.any_wgmma_candidates(work(4, 64, 10240, 8192), H200)
     parts = [{s.split_k for s in found if (s.block_n, s.block_m, s.min_blocks) == (64, 64, blocks)} for blocks in (1, 2, 3)]
-    assert parts == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}], "more parts than twice the places of blocks are none"
+    assert parts == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}], "at most twice as many blocks as have places"
 
 
 def test_three_blocks_have_an_sm_where_tables_leave_room() -> None:

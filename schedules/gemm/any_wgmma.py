@@ -29,7 +29,7 @@ from .rules import (
     exchanged_split,
     handed_on,
     most_tiles,
-    row_bytes,
+    number_bytes,
     staged_columns,
 )
 from .workload import Workload
@@ -110,11 +110,11 @@ def held_steps(workload: Workload, schedule: Schedule) -> int:
     return HELD_STEPS if fit else 1
 
 
-def staged_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Bytes of shared memory that columns pass through on their way to y, and numbers of rows of x. Blocks that
-    share look-ups have no tables meanwhile: the place is the tables'. Blocks that share a tile store half of it each."""
+def staged_bytes(schedule: Schedule) -> int:
+    """Bytes of shared memory that columns pass through on their way to y. Blocks that share look-ups have no
+    tables meanwhile: the place is the tables'. Blocks that share a tile store half of it each."""
     rows = schedule.block_m // (2 if exchanged_split(schedule) else 1)
-    return schedule.block_n * staged_columns(rows) * 2 + row_bytes(workload, schedule)
+    return schedule.block_n * staged_columns(rows) * 2
 
 
 def sent_bytes(schedule: Schedule) -> int:
@@ -129,9 +129,10 @@ def shared_bytes(workload: Workload, schedule: Schedule) -> int:
 
 
 def _shared_bytes(workload: Workload, schedule: Schedule, steps_held: int) -> int:
-    s, kept = schedule, (tables_bytes(workload, schedule), staged_bytes(workload, schedule))
+    s, kept = schedule, (tables_bytes(workload, schedule), staged_bytes(schedule))
     planes = steps_held * workload.format.bits * own_rows(s) * STEP_K // 8
-    return (max(kept) if s.cluster > 1 else sum(kept)) + planes + sent_bytes(s) + s.num_stages * s.block_m * STAGE_K * 2 + STATIC_SMEM
+    slots, numbers = s.num_stages * s.block_m * STAGE_K * 2, number_bytes(workload, s)
+    return (max(kept) if s.cluster > 1 else sum(kept)) + planes + sent_bytes(s) + slots + numbers + STATIC_SMEM
 
 
 def registers(schedule: Schedule) -> tuple[int, int]:

@@ -32,7 +32,7 @@ CLUSTERS = (1, 2)  # of four, 31 fit on an H200 at a block an SM
 WGMMA_SPARE = 30  # registers beside one wgmma's accumulators; ptxas refuses kernels that start with fewer (C7602: 94 at 128 columns)
 ODD_TILE = 9  # registers that columns of no power of two take besides (256 x 144, 192 x 192, H200: ptxas serializes the products, C7512)
 GROUP_SPARE = 12  # registers that scaling a group's sums takes (128 x 176 by eight warps spills 76 bytes)
-LARGEST_M = 256  # rows of x of a tile
+WHERE_BYTES = 16  # where a tile lies
 MOST_JOINED = 128  # output channels of a tile of bytes whose nibbles are rows of their own: TMA loads at most 256 rows' scales
 LEAST_STAGED = 16  # columns of a tile that gemm_wgmma stages at a time, at least
 STAGED_COLUMNS = 32  # of a tile that gemm_wgmma stages at a time
@@ -67,7 +67,7 @@ class CudaRule:
 
 
 WGMMA = CudaRule(
-    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, LARGEST_M + 1, 16)), (32, 64, 128, 256), (4, 8, 12, 16), (2, 8),
+    "gemm_wgmma", ("sm_90a",), (64, 128, 192, 256), tuple(range(16, 257, 16)), (32, 64, 128, 256), (4, 8, 12, 16), (2, 8),
     producer_threads=128, registers=232, spare_registers=24, barrier_bytes=32, reserved_smem=512, b_fragment=False,
 )  # fmt: skip
 MMA = CudaRule(
@@ -200,14 +200,15 @@ def shared_memory(workload: Workload, schedule: Schedule) -> int:
 
 def _staging_bytes(workload: Workload, schedule: Schedule) -> int:
     """Shared memory through which a block of ``gemm_wgmma`` stores its tile."""
-    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2 + row_bytes(workload, schedule)
+    return min(schedule.block_m, STAGED_COLUMNS) * schedule.block_n * 2 + number_bytes(workload, schedule)
 
 
-def row_bytes(workload: Workload, schedule: Schedule) -> int:
-    """Of that, for the fp32 numbers of parts that a tile's rows of x have: each group of four warps has
-    room for those of the largest tile."""
+def number_bytes(workload: Workload, schedule: Schedule) -> int:
+    """Of that, for what a tile's end needs: where it lies, four bytes for each part and output channel, fp32 ones of
+    rows of x."""
+    of_channels = sum(part.axis == "n" for part in parts(workload))
     of_rows = any(part.axis == "m" for part in parts(workload))
-    return of_rows * schedule.num_warps // 4 * LARGEST_M * 4
+    return WHERE_BYTES + of_channels * stage_rows(schedule) * 4 + of_rows * schedule.block_m * 4
 
 
 def staged_columns(rows: int) -> int:

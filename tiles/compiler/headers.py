@@ -3,7 +3,7 @@ handed to them."""
 
 import numpy as np
 
-from ...schedules.gemm.rules import LARGEST_M, TICKETS
+from ...schedules.gemm.rules import TICKETS
 from ...schedules.gemm.waves import SHARING_STEPS
 from ..program import DEVICE_DIR
 
@@ -12,7 +12,6 @@ GATES = {"silu": "tilebit::Silu", "gelu_tanh": "tilebit::GeluTanh", "gelu": "til
 # Numbers that schedules decide by and device functions use, by the file that uses them.
 CONSTANTS = {
     "store/split_k.cuh": {"TICKETS": TICKETS},
-    "store/finish.cuh": {"LARGEST_M": LARGEST_M},
     "order/tiles.cuh": {"SHARING_STEPS": SHARING_STEPS},
 }
 

@@ -7,10 +7,11 @@ computed as Y^T = W X^T as ``gemm_wgmma`` does: numbers that were looked up are 
 operand, x in shared memory is the other, and each weight is looked up once for ``block_m`` rows of x.
 A block lays out its channels' tables: in its threads' registers (3 bits), in shared memory, or in both (4
 and 5 bits), since shared memory, which x passes through, too, is what binds with few blocks an SM. Then its
-threads have three roles:
+threads have four roles:
 
     warp 0                 planes -> Ps, by steps of 256 k
     warp 1                 x      -> Xs, by slots of 64 k, both by TMA
+    warp 2                 what a tile's end needs -> numbers (``wgmma_numbers.py``)
     warpgroups 1, 2, ...   planes -> codes -> numbers, multiply, store
 
 ``full`` hands what came to the computing warpgroups, ``empty`` hands it back; planes have a pair of
@@ -32,7 +33,7 @@ add up through shared memory first (``wgmma_exchange.py``, results/notes/any-spl
 from typing import Any
 
 from ...schedules.gemm import any_wgmma as rules
-from ...schedules.gemm.rules import grid_blocks, persistent
+from ...schedules.gemm.rules import grid_blocks, number_bytes, persistent
 from ...schedules.gemm.workload import Workload
 from ...schedules.schedule import Schedule
 from ...schedules.target import Target
@@ -41,12 +42,13 @@ from ..program import TileProgram
 from .any import PASS_CONFIGS
 from .operands import BARRIER, Operands, addresses
 from .wgmma_exchange import exchange_macro, meet_macro
+from .wgmma_numbers import FIRST, numbers_macros
 from .wgmma_plan import Plan
 
 HEADERS = (
     "ptx/instructions.cuh", "codecs/dequant.cuh", "codecs/any_product.cuh", "codecs/any_operand.cuh", "store/split_k.cuh",
     "store/epilogue.cuh", "store/gate.cuh", "store/pairs.cuh", "store/parts.cuh", "order/tiles.cuh",
-    "store/scatter.cuh", "store/finish.cuh", "store/exchange.cuh", "pipeline/operands.cuh",
+    "store/scatter.cuh", "store/tile.cuh", "store/finish.cuh", "store/exchange.cuh", "pipeline/operands.cuh",
 )  # fmt: skip
 PARTS = tuple(range(rules.STEP_K // rules.STAGE_K))  # of a step
 WORDS = 16  # of codes, of 128 k
@@ -75,6 +77,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Workspace = T.Tensor((words,), "int32") if plan.shared else None
     blocks = grid_blocks(s, target) if persistent(s) else p.n_pad // bn * T.ceildiv(m, bm * cluster) * (cluster * s.split_k)
 
+    bring = numbers_macros(plan, m)
     meet_cluster, exchange_and_store = meet_macro(), exchange_macro(plan, m) if exchanged else None
 
     def ask(what, *where):
@@ -201,19 +204,19 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             T.call_extern("handle", f"tilebit::arrive_group<{TABLES_DONE}, {consumers}>", 0)
 
     @T.macro
-    def end_tile(Y, where, asked, staging, workspace, y, empty, last, step, block, own, lane, after):
-        T.call_extern(
-            "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]), m, step, block, own,
-            *addresses(T, after),
-        )  # fmt: skip
+    def end_tile(Y, numbers, staging, ready, free, workspace, y, empty, last, step, block, own, lane, after, end: T.Ref):
         T.wait_wgmma(0)
         T.call_extern("handle", plan.release, T.address_of(empty[last]), lane)
+        await_full(ready[0], end)
         if not exchanged:
             T.call_extern(
-                "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+                "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(numbers[0]), T.address_of(staging[0]),
                 T.address_of(workspace[0]) if plan.shared else T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, step, block, own,
                 *addresses(T, after),
             )  # fmt: skip
+        if persistent(s):
+            T.call_extern("handle", "tilebit::release<1>", T.address_of(free[0]), lane, 1)
+            end = end ^ 1
 
     @T.prim_func
     def main(
@@ -236,12 +239,14 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Xs = T.alloc_shared((stages, bm, rules.STAGE_K), dtype)
             Ps = T.alloc_shared((held, bits, own_rows // 64, 2, 256), "int32")
             Es = T.alloc_shared((rules.SENT, own_rows * rules.STAGE_K), dtype) if cluster > 1 else None  # operands from the other block
-            of_tables, of_staging = rules.tables_bytes(workload, s) // 4, rules.staged_bytes(workload, s) // 4
+            of_tables, of_staging = rules.tables_bytes(workload, s) // 4, rules.staged_bytes(s) // 4
             tables = T.alloc_shared((max(4, of_tables, of_staging if cluster > 1 else 0),), "int32")
             staging = tables if cluster > 1 else T.alloc_shared((of_staging,), "int32")
+            numbers = T.alloc_shared((number_bytes(workload, s) // 4,), "int32")  # what a tile's end needs
             full, planes_full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * held)  # the lanes of a loading warp
             empty, planes_empty = T.alloc_barrier([s.num_warps] * stages), T.alloc_barrier([own_warps] * held)
             given, vacant = (T.alloc_cluster_barrier([own_warps] * rules.SENT) if cluster > 1 else None for _ in range(2))
+            ready, free = T.alloc_barrier([64]), T.alloc_barrier([s.num_warps])  # of the numbers, whose lanes arrive twice
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if exchanged else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, rules.STAGE_K), dtype)
             W_rest = T.alloc_fragment((bn, rules.STAGE_K), dtype)
@@ -255,6 +260,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif thread < 64:
                     slot, turn = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                     bring_x(x, Xs, full, empty, block, step, where_to, left, slot, turn)
+                elif thread < FIRST + 32:
+                    bring.of_all(numbers, ready, free, addresses(T, after), block, thread, left, step)
                 if exchanged:
                     meet_cluster()
             else:
@@ -268,8 +275,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 other = 1 - block % cluster  # of the cluster
                 stage, phase, taken = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
                 last = T.alloc_var("int32", init=stages - 1)  # the slot before ``stage``
-                steps = T.alloc_var("int32")
-                where, asked = plan.alloc_asked(T, len(after))
+                steps, end = T.alloc_var("int32"), T.alloc_var("int32", init=0)  # of a tile; the turn of what its end needs
                 T.call_extern("handle", plan.keep, m, own)
                 if not looks_up:
                     for place in PLACES:
@@ -277,7 +283,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 for piece in T.serial(ask("pieces", block)):
                     steps = ask("length", block, piece)
                     if looks_up:
-                        fill(scales, tables, kept, seat, ask("n_block", block, taken) * bn + block % cluster * own_rows)
+                        fill(scales, tables, kept, seat, ask("tile", block, taken) * bn + block % cluster * own_rows)
                         multiply(
                             Ps, Xs, Es, tables, kept, planes, codes, (W, W_rest), Y, planes_full, planes_empty, full, empty, given, vacant,
                             warp, lane, other, steps, taken, stage, last, phase,
@@ -289,10 +295,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                             Xs, Es, (W, W_rest), Y, full, empty, given, vacant, warp, lane, other, steps, taken, stage, last, phase
                         )
                         T.call_extern("handle", f"tilebit::sync_group<{TABLES_DONE}, {consumers}>", 0)
-                    end_tile(Y, where, asked, staging, workspace, y, empty, last, taken - 1, block, own, lane, after)
+                    end_tile(Y, numbers, staging, ready, free, workspace, y, empty, last, taken - 1, block, own, lane, after, end)
                 if exchanged:  # in this branch: after it, a thread has only the producers' registers
                     own_sums = T.alloc_local((bn * max(bm // 2, p.staged_columns) // consumers,), "float32")
-                    exchange_and_store(Y, own_sums, Xs, staging, sent, workspace, after, y, block, thread)
+                    exchange_and_store(Y, own_sums, Xs, numbers, staging, sent, workspace, after, y, block, thread)
             if cluster > 1:  # a block that left could be sent nothing more
                 meet_cluster()
 

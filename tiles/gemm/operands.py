@@ -238,7 +238,7 @@ class Operands:
         return staged_columns(self.schedule.block_m // (2 if exchanged_split(self.schedule) else 1))
 
     def store_type(self, rows: int) -> str:
-        """``tilebit::Store`` with its template arguments (``device/store/finish.cuh``), of a tile
+        """``tilebit::Store`` with its template arguments (``device/store/tile.cuh``), of a tile
         of so many rows of x."""
         s, w = self.schedule, self.workload
         columns = LEAST_STAGED if rows % self.staged_columns else self.staged_columns

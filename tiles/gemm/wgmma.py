@@ -9,14 +9,16 @@ Accumulation is fp32, of int8 x int32; per-group scales are applied to the weigh
 to the accumulators. Where groups of x have scales too (token_scales [groups, m]) a step is a group:
 its int32 sums are multiplied by both and added to fp32 ones (``device/codecs/group_sums.cuh``).
 
-A block's threads have three roles (``PRODUCERS`` threads load, two warps of them):
+A block's threads have these roles (``PRODUCERS`` threads do not compute):
 
     warp 0                 weights, scales, zeros ->  Ws, Ss, Zs     (no earlier kernel writes them: it need not wait)
     warp 1                 x                      ->  Xs             (``wgmma_load.py``)
+    warp 2                 what a tile's end needs -> numbers        (``wgmma_numbers.py``)
     warps 2, 3             store tiles of bytes, of some schedules   (``wgmma_scatter.py``)
     warpgroups 1, 2, ...   dequantize, multiply, store               (here)
 
-``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back. A step is
+``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back; ``ready`` and ``free`` do
+so with what a tile's end needs. A step is
 taken in two parts whose weights have registers of their own: while a part is multiplied, the next
 is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM
 section 5; results/notes/wgmma-overlap.md). A warpgroup dequantizes whole 64-row slabs, one
@@ -59,6 +61,7 @@ from ..program import TileProgram
 from .operands import Operands, addresses
 from .wgmma_exchange import exchange_macro, first_of, meet_macro
 from .wgmma_load import load_macros
+from .wgmma_numbers import FIRST, numbers_macros
 from .wgmma_plan import PRODUCERS, SCATTERERS, Plan
 from .wgmma_scatter import scatter_macro
 
@@ -74,6 +77,7 @@ HEADERS = (
     "pipeline/dependent.cuh",
     "order/tiles.cuh",
     "store/scatter.cuh",
+    "store/tile.cuh",
     "store/finish.cuh",
     "store/exchange.cuh",
 )
@@ -109,7 +113,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     rows, tiles = stage_rows(schedule), n_blocks(workload, schedule) * T.ceildiv(m, bm)
     blocks = rules.grid_blocks(schedule, target) if rules.persistent(schedule) else tiles * schedule.split_k
     load = load_macros(plan, m)
-    scatter = scatter_macro(plan, m) if plan.scatters else None
+    bring, scatter = numbers_macros(plan, m), scatter_macro(plan, m) if plan.scatters else None
     meet_cluster, exchange_and_store = meet_macro(), exchange_macro(plan, m) if exchanged else None
 
     def ask(what, *where):
@@ -180,19 +184,19 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
 
     @T.macro
     def multiply_and_store(
-        Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
+        Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, numbers, staging, ready, free, full, empty, handed, vacant, workspace, after, y,
+        block, thread,
     ):  # fmt: skip
         """The stages of all steps in turn, and each tile, or part or strip of one, stored when its
         last step is multiplied."""
-        where, asked = plan.alloc_asked(T, len(after))
         stage, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
         last = T.alloc_var("int32", init=stages - 1)  # the stage before ``stage``
-        steps = T.alloc_var("int32")
+        steps, end = T.alloc_var("int32"), T.alloc_var("int32", init=0)  # of a tile; the turn of what its end needs
         joined = T.alloc_var("int32", init=0) if schedule.joined else 0  # whether the tile's channels are bytes of two rows
         turn = T.alloc_var("int32", init=0) if plan.scatters else 0  # of tiles that are handed over
         for kind in kinds:
             for piece in T.serial(ask("strips" if kind else "pieces", block)):
-                steps = p.steps if kind else ask("length", block, piece)
+                steps = ask("length", block, piece) if schedule.stream_k or schedule.split_k > 1 else p.steps
                 if schedule.joined:
                     joined = T.if_then_else(ask("tile", block, last_of(block, piece, kind)) < plan.whole_tiles, 0, 1)
                 if p.step_sums:
@@ -221,10 +225,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                             release(empty[last], thread, 1)
                         phase = T.if_then_else(stage == stages - 1, phase ^ 1, phase)
                         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
-                T.call_extern(
-                    "handle", plan.ask_end(kind), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
-                    m, last_of(block, piece, kind), block, thread - PRODUCERS, *addresses(T, after),
-                )  # fmt: skip
                 if p.step_sums:
                     add_group(kind, products[kind], sums[kind], Ss, As, thread, last, joined, True)
                     # Loads of scales may still be on their way, and the arrival would not wait for them
@@ -237,10 +237,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 if plan.scatters:  # noqa: SIM102 (the kernel asks the second)
                     if joined == 1:
                         await_full(vacant[0], turn ^ 1)
+                await_full(ready[0], end)
                 if not exchanged:
                     T.call_extern(
-                        "handle", plan.finish(kind), first_of(plan, T, sums[kind]), T.address_of(where[0]), T.address_of(asked[0]),
-                        T.address_of(staging[0]),
+                        "handle", plan.finish(kind), first_of(plan, T, sums[kind]), T.address_of(numbers[0]), T.address_of(staging[0]),
                         T.address_of(workspace[0]) if plan.scratch else T.address_of(y[0, 0]), T.address_of(y[0, 0]),
                         m, last_of(block, piece, kind), block, thread - PRODUCERS,
                         *addresses(T, after),
@@ -249,6 +249,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     if joined == 1:
                         release(handed[0], thread, 1)
                         turn = turn ^ 1
+                if rules.persistent(schedule):
+                    T.call_extern("handle", "tilebit::release<1>", T.address_of(free[0]), thread, 1)
+                    end = end ^ 1
 
     @T.prim_func
     def main(
@@ -275,9 +278,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             Ss = T.alloc_shared((stages, p.stage_groups, rows), parameter_dtype)
             Zs = T.alloc_shared((stages, p.stage_groups, rows), p.zero_dtype) if p.asymmetric else Ss
             As = T.alloc_shared((stages, bm), "float32") if p.x_grouped else None
-            staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), dtype)
+            numbers = T.alloc_shared((rules.number_bytes(workload, schedule) // 4,), "int32")  # what a tile's end needs
+            staging = T.alloc_shared((columns * bn,), dtype)
             full = T.alloc_barrier([64] * (stages * parts))  # the lanes of the two loading warps
             empty = (T.alloc_barrier if cluster == 1 else T.alloc_cluster_barrier)([schedule.num_warps * cluster] * (stages * parts))
+            ready, free = T.alloc_barrier([64]), T.alloc_barrier([schedule.num_warps])  # of the numbers, whose lanes arrive twice
             handed, vacant = [T.alloc_barrier([warps]) if plan.scatters else None for warps in (schedule.num_warps, SCATTERERS)]
             sent = T.alloc_barrier([1] * len(plan.own_chunks)) if exchanged else None  # what the other block has sent of a chunk
             W = T.alloc_fragment((bn, bk // parts), x_dtype)
@@ -301,7 +306,26 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     load.x(x, token_scales, Xs, As, full, empty, block, thread, step, top, left)
                 elif plan.scatters:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
-                    scatter(workspace, channels, y, handed, vacant, block, thread, bx, left, step)
+                    scatter(
+                        workspace,
+                        channels,
+                        y,
+                        handed,
+                        vacant,
+                        numbers,
+                        ready,
+                        free,
+                        addresses(T, after),
+                        block,
+                        thread,
+                        bx,
+                        left,
+                        step,
+                        top,
+                    )
+                elif thread < FIRST + 32:
+                    T.call_extern("handle", "tilebit::wait_for_predecessor")
+                    bring.of_all(numbers, ready, free, addresses(T, after), block, thread, left, step)
                 if exchanged:
                     meet_cluster()
             else:
@@ -311,10 +335,11 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 # the half of a shared tile that this block stores
                 own_sums = T.alloc_local((bn * max(bm // 2, columns) // consumers,), p.sums_dtype) if exchanged else None
                 multiply_and_store(
-                    Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, staging, full, empty, handed, vacant, workspace, after, y, block, thread
+                    Xs, As, Ws, Ss, Zs, W, W_rest, products, sums, numbers, staging, ready, free, full, empty, handed, vacant, workspace,
+                    after, y, block, thread,
                 )  # fmt: skip
                 if exchanged:  # in this branch: after it, a thread has only the producers' registers
-                    exchange_and_store(Y, own_sums, Xs, staging, sent, workspace, after, y, block, thread)
+                    exchange_and_store(Y, own_sums, Xs, numbers, staging, sent, workspace, after, y, block, thread)
             if cluster > 1:  # a block that left could no longer be told of released stages
                 meet_cluster()
 

@@ -16,27 +16,30 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
 
     meet_cluster = meet_macro()
 
-    def store(chunk, own_sums, slots, staging, after, y, block, thread):
+    def store(chunk, own_sums, slots, numbers, staging, after, y, block, thread):
         return T.call_extern(
-            "handle", plan.store_chunk(chunk), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(staging[0]),
-            T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
+            "handle", plan.store_chunk(chunk), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(numbers[0]),
+            T.address_of(staging[0]), T.address_of(y[0, 0]), m, block, thread - PRODUCERS, *addresses(T, after),
         )  # fmt: skip
 
     @T.macro
-    def exchange_and_store(sums, own_sums, slots, staging, sent, workspace, after, y, block, thread):
+    def exchange_and_store(sums, own_sums, slots, numbers, staging, sent, workspace, after, y, block, thread):
         """Barriers tell of what is sent, so nobody needs a fence or waits to leave
         (results/notes/wgmma-pairs.md)."""
         meet_cluster()  # has left its stages
         T.call_extern(
             "handle", plan.send_half, first_of(plan, T, sums), T.address_of(own_sums[0]), _begin(T, slots),
-            T.address_of(sent[0]), m, block, thread - PRODUCERS,
+            T.address_of(sent[0]), T.address_of(numbers[0]), m, block, thread - PRODUCERS,
         )  # fmt: skip
         for i in plan.own_chunks:
             T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)
             if plan.paired:
-                T.call_extern("handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), m, block, thread - PRODUCERS)
+                T.call_extern(
+                    "handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(numbers[0]), m, block,
+                    thread - PRODUCERS,
+                )  # fmt: skip
             else:
-                store(i, own_sums, slots, staging, after, y, block, thread)
+                store(i, own_sums, slots, numbers, staging, after, y, block, thread)
         if plan.paired:
             last = T.alloc_local((1,), "int32")
             T.call_extern(
@@ -45,7 +48,7 @@ def exchange_macro(plan: Plan, m: Any) -> Any:
             )  # fmt: skip
             if last[0] == 1:
                 for i in plan.own_chunks:
-                    store(i, own_sums, slots, staging, after, y, block, thread)
+                    store(i, own_sums, slots, numbers, staging, after, y, block, thread)
 
     return exchange_and_store
 

@@ -125,14 +125,9 @@ class Plan:
         shares = 2 if self.shared else 0
         return f"tilebit::scatter_tile<{self.operands.store_type(self.heights[0])}, {shares}, {self.heights[0]}, {SCATTERERS}>"
 
-    def ask_end(self, kind: int) -> str:
-        return f"tilebit::ask_end<{self.order}, {self.operands.store_type(self.heights[kind])}{self.operands.part_types()}>"
-
-    def alloc_asked(self, T: Any, parts: int) -> tuple[Any, Any]:
-        """Where a tile lies, and numbers of ``parts`` parts for a thread's output channels of it."""
-        p = self.operands
-        places = -(-p.slabs * 64 // 128) if p.workload.width else 0  # rows of the weight that a thread stores
-        return T.alloc_local((2,), "int32"), T.alloc_local((2 * p.slabs * max(1, parts) + places,), "int32")
+    @property
+    def bring_numbers(self) -> str:
+        return f"tilebit::bring_numbers<{self.order}, {self.operands.store_type(self.heights[0])}{self.operands.part_types()}>"
 
     @property
     def own_chunks(self) -> tuple[int, ...]:
@@ -141,10 +136,10 @@ class Plan:
 
     @property
     def send_half(self) -> str:
-        return f"tilebit::send_half<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}>"
+        return f"tilebit::send_half<{self.operands.store_type(self.heights[0])}, {self.consumers}>"
 
     def add_sent(self, chunk: int) -> str:
-        return f"tilebit::add_sent<{self.order}, {self.operands.store_type(self.heights[0])}, {self.consumers}, {chunk}>"
+        return f"tilebit::add_sent<{self.operands.store_type(self.heights[0])}, {self.consumers}, {chunk}>"
 
     @property
     def meet_clusters(self) -> str:
@@ -152,7 +147,7 @@ class Plan:
 
     def store_chunk(self, chunk: int) -> str:
         store, sent = self.operands.store_type(self.heights[0]), "false" if self.paired else "true"
-        return f"tilebit::store_chunk<{self.order}, {store}, {self.consumers}, {chunk}, {sent}{self.operands.part_types()}>"
+        return f"tilebit::store_chunk<{store}, {self.consumers}, {chunk}, {sent}{self.operands.part_types()}>"
 
     @property
     def release(self) -> str:

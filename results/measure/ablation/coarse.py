@@ -22,6 +22,7 @@ from tilebit.schedules.target import Target
 from tilebit.tiles.compiler.headers import device_source
 from tilebit.tiles.gemm.operands import Operands, addresses
 from tilebit.tiles.gemm.wgmma import HEADERS
+from tilebit.tiles.gemm.wgmma_numbers import FIRST, numbers_macros
 from tilebit.tiles.gemm.wgmma_plan import PRODUCERS, Plan
 from tilebit.tiles.program import TileProgram
 
@@ -51,7 +52,7 @@ def legal(workload: Workload, schedule: Schedule, target: Target) -> list[str]:
 def shared_memory(workload: Workload, schedule: Schedule) -> int:
     """Bytes of a block."""
     s = schedule
-    staged = rules.staged_columns(s.block_m) * s.block_n * 2 + rules.row_bytes(workload, s)
+    staged = rules.staged_columns(s.block_m) * s.block_n * 2 + rules.number_bytes(workload, s)
     return s.num_stages * (rules.stage_bytes(workload.format, s) + 64) + BUFFERS * (s.block_n * STEP + 32) + staged + 2048
 
 
@@ -77,9 +78,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     Zeros, RowScales, TokenScales = p.tensors(T, target.arch, "zeros", "row_scales", "token_scales", m=m)
     code = codec_of(workload.format).device(workload.format)
     dequantize = f"tilebit::dequantize_to_shared<{code}, {slabs}, {p.records}, {FORMAT.group_size // 32}, {bn}>"
+    bring = numbers_macros(plan, m).bring
 
     def ask(what: str, *where: Any) -> Any:
         return plan.ask(T, what, m, *where)
+
+    bring = numbers_macros(plan, m).bring
 
     def wait(barrier: Any, use: Any) -> Any:
         """For the ``use``-th time that it is passed."""
@@ -147,10 +151,12 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
             W = T.alloc_shared((BUFFERS, bn, STEP), workload.x_dtype)
             Ws = T.alloc_shared((stages, slabs, lines, 256), "int32")
             Ss, Zs = (T.alloc_shared((stages, p.stage_groups, bn), dtype) for dtype in (p.parameter_dtype, p.zero_dtype))
-            staging = T.alloc_shared((columns * bn + rules.row_bytes(workload, schedule) // 2,), workload.dtype)
+            numbers = T.alloc_shared((rules.number_bytes(workload, schedule) // 4,), "int32")
+            staging = T.alloc_shared((columns * bn,), workload.dtype)
             coded, full = T.alloc_barrier([32] * stages), T.alloc_barrier([32] * stages)  # lanes of the warps that load
             taken, empty = T.alloc_barrier([DEQUANTIZERS // 32] * stages), T.alloc_barrier([schedule.num_warps] * stages)
             ready, read = T.alloc_barrier([DEQUANTIZERS // 32] * BUFFERS), T.alloc_barrier([schedule.num_warps] * BUFFERS)
+            brought, wanted = T.alloc_barrier([64]), T.alloc_barrier([schedule.num_warps])  # what the tile's end needs
             Y = plan.alloc_sums(T, 0)
             T.import_source(device_source((*HEADERS, *codec_of(workload.format).headers, LEAVES)))
             T.disable_warp_group_reg_alloc()
@@ -160,6 +166,8 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                     load_weights(halves, scales, zeros, Ws, Ss, Zs, coded, taken, ask("n_block", block, 0))
                 elif thread < 64:
                     load_x(x, Xs, full, empty, ask("first_row", block, 0))
+                elif thread < FIRST + 32:
+                    bring(numbers, brought, wanted, addresses(T, after), block, thread, 0, 0)
             elif thread < first_warp:
                 T.set_max_nreg(registers[1], 0)
                 dequantize_steps(Ws, Ss, Zs, W, coded, taken, ready, read, thread - PRODUCERS)
@@ -167,14 +175,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 T.set_max_nreg(registers[2], 1)
                 T.call_extern("handle", plan.keep, m, thread - first_warp)
                 multiply(W, Xs, Y, full, empty, ready, read, thread - first_warp)
-                where, asked = plan.alloc_asked(T, len(after))
-                T.call_extern(
-                    "handle", plan.ask_end(0), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
-                    m, steps - 1, block, thread - first_warp, *addresses(T, after),
-                )  # fmt: skip
                 T.wait_wgmma(0)
+                wait(brought[0], 0)
                 T.call_extern(
-                    "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(where[0]), T.address_of(asked[0]), T.address_of(staging[0]),
+                    "handle", plan.finish(0), Y.access_ptr("r"), T.address_of(numbers[0]), T.address_of(staging[0]),
                     T.address_of(y[0, 0]), T.address_of(y[0, 0]), m, steps - 1, block, thread - first_warp, *addresses(T, after),
                 )  # fmt: skip
 

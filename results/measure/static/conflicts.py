@@ -42,7 +42,8 @@ STMATRIX = (
     "place(int column, int piece) { return column * OWN_ROWS + (piece ^ (column & 7)) * 8; }",
     "place((lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1))",
     "column = BELOW ? own / STORED : 0, at = BELOW ? own % STORED : 0",
-    "pass * OWN + own, column = index / STORED, at = index % STORED;",
+    "pass * OWN + own, column = index / STORED;",
+    "return {column, index % STORED,",
 )
 SCATTERED = (
     "PITCH = THREADS / 128 * SLABS * 64 + 8;",
@@ -141,7 +142,7 @@ def _descriptors(source: str, s: Schedule) -> int:
 def _stmatrix(s: Schedule) -> int:
     """A warpgroup's transposed stores of four 8 x 8 matrices into its staged columns, whose pieces
     of 8 rows trade places, and the 128-bit loads that follow them (``Store`` in
-    ``store/finish.cuh``)."""
+    ``store/tile.cuh``)."""
     own_rows = s.block_n // (s.num_warps // 4)
     pieces = own_rows // 8
 

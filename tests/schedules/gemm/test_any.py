@@ -130,9 +130,9 @@ def test_what_the_program_of_many_rows_accepts() -> None:
 def test_shared_memory_of_the_program_of_many_rows_by_hand() -> None:
     """128 x 256: four copies of 64 numbers of 128 rows, planes of two steps, four slots of x, 32 columns on their way to y. Of a pair half
     of the tables, through whose place columns pass, half of the planes, and two places for operands of 64 rows. What is wider has planes
-    of two steps only where they fit."""
+    of two steps only where they fit. 16 bytes say where a tile lies."""
     tile = Schedule(any_wgmma.PROGRAM, 128, 256, 256, 4, 8)
-    pair, x, columns, static = replace(tile, cluster=2), 4 * 256 * 64 * 2, 128 * 32 * 2, any_wgmma.STATIC_SMEM
+    pair, x, columns, static = replace(tile, cluster=2), 4 * 256 * 64 * 2, 128 * 32 * 2, any_wgmma.STATIC_SMEM + 16
     tables = 64 * 128 * 4 * 2
     assert any_wgmma.shared_bytes(work(6, 512), tile) == tables + 2 * 6 * 128 * 256 // 8 + x + columns + static
     assert any_wgmma.shared_bytes(work(6, 512), pair) == tables // 2 + 2 * 6 * 64 * 256 // 8 + 2 * 64 * 64 * 2 + x + static

@@ -169,20 +169,19 @@ def test_an_mma_split_divides_the_steps():
 
 def test_shared_memory_by_hand():
     """128 x 64 codes of 4 bits, 64 x 64 halves, 128 scales of one group, four 8-byte barriers: four stages, 32 columns of 128 halves to
-    store through, and 512 bytes."""
-    rest = 32 * 128 * 2 + 512
+    store through, 16 bytes for where the tile lies, and 512 bytes."""
+    rest, of_channels = 32 * 128 * 2 + 16 + 512, 128 * 4
 
     def needed(format: GemmFormat, schedule: Schedule = WGMMA, **fields: Any) -> int:
         return shared_memory(Workload(64, 4096, 4096, format, **fields), schedule)
 
     assert needed(QuantFormat(4, 128)) == 4 * (4096 + 8192 + 256 + 32) + rest
     assert needed(QuantFormat(4, 32, symmetric=False)) == 4 * (4096 + 8192 + 2 * 2 * 256 + 32) + rest
-    assert needed(QuantFormat(8, -1)) == 4 * (8192 + 8192 + 256 + 32) + rest
-    assert needed(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 512
-    # fp32 scales of rows of x, as many as the largest tile has, for each group of four warps
-    scales = WGMMA.num_warps // 4 * 256 * 4
+    assert needed(QuantFormat(8, -1)) == 4 * (8192 + 8192 + 256 + 32) + rest + of_channels
+    assert needed(QuantFormat(4, 128), replace(WGMMA, block_m=16)) == 4 * (4096 + 2048 + 256 + 32) + 16 * 128 * 2 + 16 + 512
+    scales = 64 * 4  # fp32, of a tile's rows of x
     assert needed(QuantFormat(4, 128), token_scales=True) - needed(QuantFormat(4, 128)) == scales
-    assert needed(QuantFormat.parse("w8a8_channel")) == 4 * (8192 + 4096 + 256 + 32) + rest + scales
+    assert needed(QuantFormat.parse("w8a8_channel")) == 4 * (8192 + 4096 + 256 + 32) + rest + scales + of_channels
     # those of groups come with the stages
     assert needed(QuantFormat.parse("w8a8_g128"), replace(WGMMA, block_k=128)) == 4 * (16384 + 8192 + 256 + 256 + 32) + rest
 

@@ -36,11 +36,11 @@ char* viewed(char* to, int bytes) {
   return nullptr;
 }
 int64_t copied_bytes[MAX_TENSORS];
-Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier) {
+Copy issue(uint32_t to, const void* source, int bytes, int read, void* barrier) {
   const char* from = static_cast<const char*>(source);
-  bool known = !valid;
+  bool known = read == 0;
   for (int i = 0; i < MAX_TENSORS; ++i)
-    if (const auto& [begin, end] = place.tensors[i]; valid && begin <= from && from + bytes <= end) known = true, copied_bytes[i] += bytes;
+    if (const auto& [begin, end] = place.tensors[i]; read && begin <= from && from + read <= end) known = true, copied_bytes[i] += read;
   if (!known) fault = "a copy reads past the ends of the tensors";
   if (char* seen = viewed(at(to), bytes)) {
     if (barrier && memcmp(seen, at(to), bytes)) fault = "a bulk copy overwrites what threads stored without a proxy fence";
@@ -48,11 +48,11 @@ Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier
   }
   if (barrier) check_fenced(barrier);
   memset(at(to), SPOILT, bytes);
-  return {at(to), from, bytes, valid, barrier};
+  return {at(to), from, bytes, read, barrier};
 }
 void land(const Copy& copy) {
-  if (!fault && copy.valid) memcpy(copy.to, copy.from, copy.bytes);
-  else memset(copy.to, 0, copy.bytes);
+  memset(copy.to, 0, copy.bytes);
+  if (!fault) memcpy(copy.to, copy.from, copy.read);
   if (char* seen = viewed(copy.to, copy.bytes)) memcpy(seen, copy.to, copy.bytes);
   if (copy.barrier) static_cast<Mbarrier*>(copy.barrier)->change(0, -copy.bytes);
 }
@@ -310,6 +310,10 @@ void ptx_ld_shared_u16(uint16_t& r, uint32_t address) { memcpy(&r, tilebit_host:
 void ptx_ld_shared_u32(uint32_t& r, uint32_t address) { memcpy(&r, tilebit_host::at(address, 4), 4); }
 void ptx_st_shared_u32(uint32_t address, uint32_t v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 void ptx_st_shared_u8(uint32_t address, uint32_t v) { *tilebit_host::at(address) = char(v); }
+void ptx_st_global_v4_u32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[4] = {a, b, c, d};
+  memcpy(to, words, 16);
+}
 void ptx_st_shared_f32(uint32_t address, float v) { memcpy(tilebit_host::at(address, 4), &v, 4); }
 void ptx_exit() { tilebit_host::leave(); }
 void ptx_mov_u32(int& to, int from) { to = from; }
@@ -370,7 +374,7 @@ void ptx_selp_u32(uint32_t& chosen, uint32_t a, uint32_t b) { chosen = elected ?
 void ptx_cp_async_ca_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
   using namespace tilebit_host;
   if (to % bytes || reinterpret_cast<uintptr_t>(from) % bytes) fault = "a copy is not aligned to its bytes";
-  me().copies.push_back(issue(to, from, bytes, valid_bytes == bytes, nullptr));
+  me().copies.push_back(issue(to, from, bytes, valid_bytes, nullptr));
 }
 void ptx_cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int valid_bytes) {
   if (bytes != 16) tilebit_host::fault = "a copy past the first cache is of 16 bytes";
@@ -399,7 +403,7 @@ void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__c
                                                                                                  uint32_t barrier, uint64_t) {
   using namespace tilebit_host;
   if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fault = "a bulk copy is not aligned to 16 bytes";
-  bulk_copies.push_back(issue(to, from, bytes, true, &mbarrier(barrier)));
+  bulk_copies.push_back(issue(to, from, bytes, bytes, &mbarrier(barrier)));
 }
 void ptx_barrier_cluster_arrive_relaxed_aligned() {
   for (const auto& [barrier, owner] : tilebit_host::fresh_barriers)
@@ -418,7 +422,7 @@ void host_send_to_rank(float4* address, float4 value, void* barrier, int rank) {
   Mbarrier& told = mbarrier(there | __cvta_generic_to_shared(barrier));
   check_fenced(&told);
   sent_values.push_back(value);
-  const Copy copy = {to, reinterpret_cast<const char*>(&sent_values.back()), sizeof value, true, &told};
+  const Copy copy = {to, reinterpret_cast<const char*>(&sent_values.back()), sizeof value, sizeof value, &told};
   if (running_blocks == 1) return land(copy);
   memset(to, SPOILT, sizeof value);
   bulk_copies.push_back(copy);

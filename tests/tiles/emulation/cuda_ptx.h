@@ -43,7 +43,7 @@ char* viewed(char* to, int bytes);
 extern int64_t copied_bytes[MAX_TENSORS];
 
 // Starts a copy; outside of the tensors is nothing to read.
-Copy issue(uint32_t to, const void* source, int bytes, bool valid, void* barrier);
+Copy issue(uint32_t to, const void* source, int bytes, int read, void* barrier);
 void land(const Copy& copy);
 // The bulk copies that report to a barrier land: when it is waited for, or when nobody can go on before.
 void land_all_of(const void* barrier);
@@ -91,6 +91,7 @@ void ptx_ld_shared_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3
 void ptx_ld_shared_v2_u32(uint32_t& r0, uint32_t& r1, uint32_t address);
 void ptx_ld_shared_u16(uint16_t& r, uint32_t address);
 void ptx_ld_shared_u32(uint32_t& r, uint32_t address);
+void ptx_st_global_v4_u32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 void ptx_st_shared_u32(uint32_t address, uint32_t v);
 void ptx_st_shared_u8(uint32_t address, uint32_t v);
 void ptx_st_shared_f32(uint32_t address, float v);

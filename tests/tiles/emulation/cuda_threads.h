@@ -38,7 +38,7 @@ struct Copy {
   char* to;
   const char* from;
   int bytes;
-  bool valid;     // false: zeros are written
+  int read;       // bytes of `from`; zeros follow
   void* barrier;  // a bulk copy's
 };
 // wgmma of a warp: rows(what each lane brings) computes its 16 rows of so many columns.

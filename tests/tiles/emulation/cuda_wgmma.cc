@@ -25,7 +25,7 @@ void load_box(const CUtensorMap& map, void* barrier, void* to, std::initializer_
     }
     for (int chunk = 0; chunk < row_bytes; chunk += 16) {  // a row ends with whole ones
       const uint32_t at = target + row * row_bytes + chunk;
-      bulk_copies.push_back(issue(plain ? at : swizzled(at), from + chunk, 16, inside && first[0] + (chunk + 16) / map.element_bytes <= map.dims[0], &told));
+      bulk_copies.push_back(issue(plain ? at : swizzled(at), from + chunk, 16, inside && first[0] + (chunk + 16) / map.element_bytes <= map.dims[0] ? 16 : 0, &told));
     }
   }
 }

@@ -28,6 +28,7 @@ HELPERS = {
     "operands.py": ("Operands", "addresses", "column_of", "finish"),
     "wgmma_exchange.py": ("exchange_macro", "first_of", "meet_macro"),
     "wgmma_load.py": ("load_macros",),
+    "wgmma_numbers.py": ("numbers_macros",),
     "wgmma_scatter.py": ("scatter_macro",),
 }
 TARGETS = {name: target_from_name("sm_80" if arch < 900 else "sm_90a") for name, arch in CUDA_ARCH.items() if name.startswith("gemm")}

@@ -152,8 +152,8 @@ BUGS = (
         {"mma.py": swap(("m=T.min(by * bm + c, m - 1)", "m=T.min(by * bm + c + 1, m - 1)"))},
     ),
     device("token scale of the next row", tokens(W4), SMALL, ("i & 1 ? of_rows.y : of_rows.x", "i & 1 ? of_rows.x : of_rows.y")),
-    device("token scale of the first columns", tokens(W4, m=40), LONG, ("+ chunk * COLUMNS) + (thread & 3)", ") + (thread & 3)")),
-    device("token scales not awaited", tokens(W4), SMALL, ("if constexpr (HAS_ROWS<Parts...>) {", "if constexpr (false) {")),
+    device("token scale of the first columns", tokens(W4, m=40), LONG, ("+ chunk * (COLUMNS / 2) + (thread & 3)", "+ (thread & 3)")),
+    device("token scales not awaited", tokens(W4), SMALL, ("mbarrier_arrive_after_copies(barrier);", "mbarrier_arrive(barrier);")),
     # stores
     device("bias lost", work(W4, bias=True), SMALL, ("return sum + number;", "return sum;")),
     device("per-channel scale lost", work(CHANNEL), SMALL, ("return sum * number;", "return sum;")),
@@ -173,9 +173,9 @@ BUGS = (
     ),
     device(
         "n tail not masked", work(W4, n=100), SMALL,
-        (" || (N % BLOCK_N != 0 && at * 8 >= rows)", ""), ("min(8, rows - at * 8)", "8"), sign="after the output",
+        (" && (N % BLOCK_N == 0 || p.at * 8 < rows)", ""), ("min(8, rows - p.at * 8)", "8"), sign="after the output",
     ),
-    device("m tail not masked", work(W4), SMALL, ("chunk * COLUMNS + column >= columns || ", ""), sign="after the output"),
+    device("m tail not masked", work(W4), SMALL, (" && chunk * COLUMNS + p.column < columns", ""), sign="after the output"),
     device(
         "matrices of the output swapped", work(W4), SMALL,
         ("(lane >> 4) * 8 + (lane & 7)", "((lane >> 3) & 1) * 8 + (lane & 7)"), ("warp * 2 + ((lane >> 3) & 1)", "warp * 2 + (lane >> 4)"),

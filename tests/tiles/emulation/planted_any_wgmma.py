@@ -83,5 +83,5 @@ BUGS = (
     page("an operand handed back to the block itself", PAIRED, PAIR, (HANDED, HANDED.replace("other", "1 - other")), sign="barrier"),
     page("y staged in tables that are looked up", SHORT, AHEAD, ("sync_group<{TABLES_DONE}", "arrive_group<{TABLES_DONE}")),
     page("tables filled where y is staged", PAIRED_TILES, PAIRS, ("sync_group<{TABLES_FREE}", "arrive_group<{TABLES_FREE}")),
-    page("tables of the tile before", MANY, STREAM, ('ask("n_block", block, taken) * bn', 'ask("n_block", block, 0) * bn')),
+    page("tables of the tile before", MANY, STREAM, ('ask("tile", block, taken) * bn', 'ask("tile", block, 0) * bn')),
 )  # fmt: skip

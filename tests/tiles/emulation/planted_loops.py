@@ -31,7 +31,10 @@ PRODUCT = "multiply[kind](W, Xs, sums[kind], Ws, Ss, Zs, thread, stage, of_bytes
 FREE = "T.mbarrier_wait_parity(empty[i % stages * parts + part], (i // stages & 1) ^ 1)\n"
 LOAD = "load_weights[part](halves,"
 LEFT = "meet_cluster()  # has left its stages\n"
-ADD_SENT = 'T.call_extern("handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), m, block, thread - PRODUCERS)'
+ADD_SENT = """T.call_extern(
+                    "handle", plan.add_sent(i), T.address_of(own_sums[0]), _begin(T, slots), T.address_of(numbers[0]), m, block,
+                    thread - PRODUCERS,
+                )"""
 SENT = 'T.call_extern("handle", "tilebit::await_stage", T.address_of(sent[i]), 0)'
 PREDECESSOR = 'T.call_extern("handle", "tilebit::wait_for_predecessor")\n'
 LOADS_X = " " * 20 + "load.x("
@@ -83,6 +86,7 @@ BUGS = (
         HALVES,
         (RELEASE_LAST, RELEASE_LAST.replace("last", "stage").replace("j)", "1)")),
         (LAST_RELEASE, DRAIN),
+        sign="",  # wrong, or nobody can go on: who comes first says
     ),
     loop("weights overwritten while they are multiplied", work(W4, k=512), HALVES, ("T.wait_wgmma(parts - 1)", "T.wait_wgmma(parts)")),
     loop("sums read before the last product", work(W4, k=512), HALVES, (DRAIN, "pass\n")),
@@ -157,11 +161,11 @@ BUGS = (
     device("strip of a tile lost", CUT, STRIPS, ("% TAIL * (BLOCK_M / TAIL)", "% 1 * (BLOCK_M / TAIL)"), sign="NaN"),
     device("strips of the wrong tile", CUT, STRIPS, ("places - cut + strip / TAIL", "places - cut + strip % TAIL"), sign=""),
     device("strips of some blocks lost", CUT, STRIPS, ("(cut * TAIL - team + teams - 1)", "(cut * TAIL - team)"), sign="NaN"),
-    loop(
+    Bug(
         "strip's sums stored for the tile before",
         CUT,
         STRIPS,
-        ('(ask("pieces", block) + piece) if kind', "piece if kind"),
+        {"wgmma_numbers.py": swap(("m, block, i, T.address_of(ready", "m, block, max(i - 1, 0), T.address_of(ready"))},
         sign="",
     ),
     loop(

@@ -346,14 +346,21 @@ def test_an_arrival_without_a_fence_is_found(tmp_path: Path):
     assert early_arrivals(encoded_machine_code(tmp_path / "kernel.cubin"))
 
 
+# Of what a tile's end needs: waits of the warp that brings it, and of those that compute.
+FREE, READY = "tilebit::await_stage((&(free[0])", "tilebit::await_stage((&(ready[0])"
+
+
 def check_both_ways(source: str, step_sums: bool) -> None:
     """Of tiles of codes and of tiles of bytes: a loop for each, in which the same waits, products and releases follow one another in two
     parts, and loads for each part of either."""
     body = source[source.rindex("main_kernel(") :]
-    _, weights, _, *others, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
-    for scattering in others:  # tiles of bytes, of schedules in which others come after them
-        check_order(scattering, "await_stage(", "tilebit::scatter_tile<", "tilebit::release<")
-        assert scattering.count("wait_for_predecessor") == 1  # the computing warps'
+    _, weights, x, other, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    if "tilebit::scatter_tile<" in other:  # tiles of bytes, of schedules in which others come after them
+        check_order(x, FREE, "tilebit::bring_numbers<")  # of the first tile
+        check_order(other, "await_stage((&(handed[0])", FREE, "tilebit::bring_numbers<", "tilebit::scatter_tile<", "tilebit::release<")
+        assert other.count("wait_for_predecessor") == 1  # the computing warps'
+    else:
+        check_order(other, FREE, "tilebit::bring_numbers<")
     _, *loops = re.split(r"for \(int j\w* = 0;", computing)
     assert (
         len(loops) == 2
@@ -361,7 +368,7 @@ def check_both_ways(source: str, step_sums: bool) -> None:
         and weights.count("tma_load(scales_desc") in ((2,) if step_sums else (1, 2))
     )
     for loop, operand in zip(loops, ("tilebit::dequantize_bytes<", "tilebit::join_nibbles<"), strict=True):
-        loop = loop.split("tilebit::ask_end<")[0]
+        loop = loop[: loop.rindex("wait_wgmma<0>()")] if READY in loop else loop
         product = (operand, "warpgroup_arrive()", "wgmma_rs<", "warpgroup_commit_batch()", "wait_wgmma<1>()")
         first = (operand, "wait_wgmma<0>()", "tilebit::add_group<", "tilebit::release<", *product[1:4]) if step_sums else product
         check_order(
@@ -375,11 +382,16 @@ def check_pipeline(source: str, step_sums: bool, of_groups: bool) -> None:
     """What rare races depended on: each role waits for one barrier a part of an iteration and arrives once, no part of a stage is released
     before the product that reads it has ended, and only what no earlier kernel writes is loaded before the wait for that kernel."""
     body = source[source.rindex("main_kernel(") :]
-    before, weights, x, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
+    before, weights, x, numbers, computing = re.split(r"for \(int \w+ = 0; \w+ < tilebit::Order<[^>]*>::(?:iterations|pieces)", body)
     assert "wait_for_predecessor" not in before
-    for role in (weights, x):  # each text ends where the next role begins, with its wait
-        assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex("].arrive()")
-    computing, sending, received = computing.partition("tilebit::send_half<")  # of a tile that two blocks share
+    for role, last in ((weights, "].arrive()"), (x, "].arrive()"), (numbers, "tilebit::bring_numbers<")):
+        # each text ends where the next role begins, with its wait
+        assert role.count("wait_for_predecessor") == 1 and role.index("wait_for_predecessor") > role.rindex(last)
+    check_order(numbers, FREE, "tilebit::bring_numbers<")
+    computing, end = computing.split(READY)
+    _, sending, received = end.partition("tilebit::send_half<")  # of a tile that two blocks share
+    if not sending and "release<" in end:  # what ends of tiles need is handed back where there is another one
+        check_order(end, "tilebit::finish_tile<", "tilebit::release<1>((&(free[0])")
     assert received.count("await_stage(") == received.count("tilebit::store_chunk<") and bool(sending) == ("store_chunk<" in received)
     dequantize = "tilebit::dequantize_bytes<" if "tilebit::dequantize_bytes<" in computing else "tilebit::dequantize<"
     parts = computing.count(dequantize)

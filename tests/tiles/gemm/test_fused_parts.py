@@ -173,7 +173,9 @@ def test_exact(case: Case):
 
 
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
-    "the residual of the next channel": (RESIDUAL[0], "device", (("int64_t(row) * N + channel)", "int64_t(row) * N + (channel ^ 1))"),)),
+    "the residual of the next channel": (
+        RESIDUAL[0], "device", (("int64_t(row) * N + min(channel, N - 1))", "int64_t(row) * N + (min(channel, N - 1) ^ 1))"),),
+    ),
     "the residual of the first columns": (RESIDUAL[2], "device", (("n0, m0 + own * (S::COUNT * 2), m,", "n0, m0, m,"),)),
     "mma.sync: the residual of the row before": (
         RESIDUAL[5], "operands.py", (('index = (at["m"], at["n"])', 'index = ((at["m"] > 0) * (at["m"] - 1), at["n"])'),),
@@ -185,9 +187,9 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     "gates and ups exchanged": (GATED[1], "device", (("apply(sums[i + e]) * sums[i + 2 + e]", "apply(sums[i + 2 + e]) * sums[i + e]"),)),
     "ups are stored": (GATED[1], "device", (("source = mine + place(column, OF_Y * at)", "source = mine + place(column, OF_Y * at + 1)"),)),
     "columns of y as many as the weight's": (
-        GATED[4], "device", (("chunk * COLUMNS + column) * Y + at", "chunk * COLUMNS + column) * N + at"),),
+        GATED[4], "device", (("chunk * COLUMNS + p.column) * Y + p.at", "chunk * COLUMNS + p.column) * N + p.at"),),
     ),
-    "threads to spare store, too": (GATED[1], "device", ((" || (SPARE && (BELOW ? own / STORED : 0) + column >= COLUMNS)", ""),)),
+    "threads to spare store, too": (GATED[1], "device", (("!SPARE || (BELOW ? own / STORED : 0) + column < COLUMNS", "true"),)),
     "mma.sync: the gate before the bias": (GATED[5], "mma.py", (("if (staged or gated or placed) and", "if staged and not gated and"),)),
     "mma.sync: rows of a tile in order": (GATED[5], "mma.py", (("Ys[c, gate_of(r)]", "Ys[c, r]"),)),
     "mma.sync, direct: ups are stored": (GATED[6], "mma.py", (("(2 * GATE_ROWS) < GATE_ROWS:", "(2 * GATE_ROWS) >= GATE_ROWS:"),)),

@@ -229,12 +229,14 @@ PLANTED_JOINED: dict[str, tuple[int, str, tuple[tuple[str, str], ...]]] = {
     "the first part's bytes for the second": (1, "device", (("(PART * (STRIDE / 64) + 2", "(0 * (STRIDE / 64) + 2"),)),
     "the index of the low nibbles": (1, "device", (("row / 16 * 16 + row % 8 : row)", "row / 16 * 16 + row % 8 + 8 : row)"),)),
     "the index of the first slab twice": (1, "device", (("row % 16 / 8 * JOINED_APART + row / 16", "row / 16"),)),
-    "the warpgroup's index of single rows": (1, "device", (("thread / OWN * OWN_ROWS * (joined(n0) ? 2 : 1)", "thread / OWN * OWN_ROWS"),)),
+    "the warpgroup's index of single rows": (
+        1, "device", (("thread / OWN * (joined(n0) ? 2 * OWN_ROWS : OWN_ROWS)", "thread / OWN * OWN_ROWS"),),
+    ),
     "tiles of bytes one after another": (0, "device", (("* (2 * BLOCK_N) : tile", "* BLOCK_N : tile"),)),
     "sums of bytes are added up once more": (0, "device", (("    if (joined(n0)) return;\n", ""),)),
-    "rows behind the last": (0, "device", (("row < OWN_ROWS && of_weight < N ?", "row < OWN_ROWS ?"),)),
-    "a channel's scale: the high nibble's": (7, "device", (("JOINED_APART - (added ? 8 : 0)", "JOINED_APART - 8"),)),
-    "a channel's bias: the low nibble's": (7, "device", (("JOINED_APART - (added ? 8 : 0)", "JOINED_APART"),)),
+    "rows behind the last": (0, "device", (("row < OWN_ROWS && n0 + of_weight < N;", "row < OWN_ROWS;"),)),
+    "a channel's scale: the high nibble's": (7, "device", (("JOINED_APART + (added ? 0 : 8)", "JOINED_APART"),)),
+    "a channel's bias: the low nibble's": (7, "device", (("JOINED_APART + (added ? 0 : 8)", "JOINED_APART + 8"),)),
     "weights of the tile before": (0, "wgmma_load.py", (("(bx - plan.whole_tiles) * (2 * bn)", "(bx - plan.whole_tiles) * bn"),)),
     "the first tile of bytes is loaded as codes": (1, "wgmma_load.py", (("if bx < plan.whole_tiles:", "if bx <= plan.whole_tiles:"),)),
     "scales of codes alone": (1, "wgmma_load.py", (("if p.step_sums and part == plan.scales_part:", "if False:"),)),
@@ -301,13 +303,15 @@ def test_bugs_planted_where_others_store_are_caught(bug: str):
     assert found
 
 
-AT = "(channels)[of_weight]"
+AT = "(CHANNELS * 4), of_weight))"
 PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
-    "the index of the next channel": (CUDA_CASES[1], "device", ((AT, "(channels)[(of_weight + 1) % N]"),)),
-    "the index of the neighbour tile": (CUDA_CASES[0], "device", ((AT, "(channels)[of_weight ^ 64]"),)),
-    "the index of the first warpgroup": (CUDA_CASES[0], "device", ((AT, "(channels)[of_weight - first]"),)),
-    "no index": (CUDA_CASES[1], "device", (("static_cast<const volatile int*>(channels)[of_weight]", "of_weight"),)),
-    "the last channel is left out": (CUDA_CASES[3], "device", (("of_weight < N ?", "of_weight < N - 1 ?"),)),
+    "the index of the next channel": (CUDA_CASES[1], "device", ((AT, "(CHANNELS * 4), of_weight ^ 1))"),)),
+    "the index of the neighbour tile": (
+        CUDA_CASES[0], "device", (("bring_channels<Parts>(to, operands, n0, lane)", "bring_channels<Parts>(to, operands, n0 ^ 64, lane)"),),
+    ),
+    "the index of the first warpgroup": (CUDA_CASES[0], "device", ((AT, "(CHANNELS * 4), of_weight - own_first(n0, thread)))"),)),
+    "no index": (CUDA_CASES[1], "device", ((f"static_cast<int>(bits_at<Place<int>>(numbers + LAST * {AT}", "n0 + of_weight"),)),
+    "the last channel is left out": (CUDA_CASES[3], "device", (("n0 + of_weight < N;", "n0 + of_weight < N - 1;"),)),
     "rows of x past the last": (CUDA_CASES[1], "device", (("if (chunk * COLUMNS + first + column < columns) to", "to"),)),
     "rows of the product's own n": (CUDA_CASES[2], "device", (("to[int64_t(column) * WIDTH]", "to[int64_t(column) * N]"),)),
     "every second row of x": (CUDA_CASES[1], "device", (("const int first = TOGETHER > 1 ? own / OWN_ROWS : 0", "const int first = 0"),)),
@@ -322,9 +326,13 @@ PLANTED: dict[str, tuple[Case, str, tuple[tuple[str, str], ...]]] = {
     ),
     "rows are not added": (CUDA_CASES[1], "device", (("if (second != ADDED) return;", "return;"),)),
     "rows are added whatever the index says": (CUDA_CASES[0], "device", (("if (second != ADDED) return;", ""),)),
-    "the row before is told to be added": (CUDA_CASES[3], "device", (("+ 8 + ((thread & 31) >> 2)", "+ 7 + ((thread & 31) >> 2)"),)),
-    "the index of the first row for its second": (CUDA_CASES[0], "device", (("channels.bits[channels.WORDS - 1]", "channels.bits[0]"),)),
-    "a row behind the last is added": (CUDA_CASES[0], "device", (("second_row<SLABS>(n0, thread) < N ?", "true ?"),)),
+    "the row before is told to be added": (
+        CUDA_CASES[3], "device", (("own_channel(n0, slab, 1, thread));", "own_channel(n0, slab, 1, thread) - 1);"),),
+    ),
+    "the index of the first row for its second": (
+        CUDA_CASES[0], "device", (("own_channel(n0, slab, 1, thread));", "own_channel(n0, slab, 0, thread));"),),
+    ),
+    "a row behind the last is added": (CUDA_CASES[0], "device", (("max(0, (N - n0) * SIZE - at)", "max(0, (N - n0) * SIZE - at + 4)"),)),
     "mma.sync: rows of the first tile are added": (
         CUDA_CASES[8], "device", (("second_row<SLABS>(n0, thread) + slab", "second_row<SLABS>(0, thread) + slab"),),
     ),

@@ -46,7 +46,7 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 // columns; a group's are of SUM, int or float. scales: T [rows of the block], times UNIT;
 // token_scales: [BLOCK_M], if COLUMNS have them; both in shared memory. ``there`` says that there is a
 // group to add; ``joined`` that two of the block's rows are one channel, whose scale is that of the
-// second (joined_row in store/pairs.cuh, which not all programs that sum groups have).
+// second (of `own_channel` in store/tile.cuh, which not all programs that sum groups have).
 template <typename T, int SLABS, int BLOCK_M, typename SUM = int, bool COLUMNS = true, int UNIT = 1, Conversion HOW = Conversion::INSTRUCTION>
 __device__ __forceinline__ void add_group(float* sums, const SUM* group, const void* scales, const void* token_scales, bool there, bool joined,
                                           int thread) {

@@ -78,12 +78,22 @@ __device__ __forceinline__ uint32_t load_shared_32(uint32_t address) {
 __device__ __forceinline__ void store_shared_32(uint32_t address, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 // The lowest byte of `v`.
 __device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+// 16 bytes to memory where `really`; no branch, so that what is written around it may be done meanwhile.
+__device__ __forceinline__ void store_global_128(void* to, uint4 v, bool really) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4};}" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+               "r"(int(really))
+               : "memory");
+}
 // 16 bytes, or 16 zeros where `valid` is false.
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+// The first `bytes` of four, the others zero.
+__device__ __forceinline__ void cp_async_up_to_4(SharedAddress to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address), "l"(from), "r"(bytes) : "memory");
 }
 // All that this thread has asked for is there.
 __device__ __forceinline__ void cp_async_await() { asm volatile("cp.async.wait_all;" ::: "memory"); }

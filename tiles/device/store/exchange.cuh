@@ -25,26 +25,27 @@ struct Halves {
   __device__ __forceinline__ static constexpr bool has(int i, int rank) { return 2 * i + rank < S::CHUNKS; }
 };
 
-// Whether a block stores its `i`-th chunk: it has so many, and y some of the columns.
-template <typename O, typename S>
-__device__ __forceinline__ bool stores_chunk(int m, int block, int i) {
-  const int rank = block % 2;
-  return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < m - O::first_row(m, block, 0);
+// Whether block `rank` stores its `i`-th chunk: it has so many, and y some of the columns. `left`: rows of x from the tile's
+// first on.
+template <typename S>
+__device__ __forceinline__ bool stores_chunk(int left, int rank, int i) {
+  return Halves<S>::has(i, rank) && (2 * i + rank) * (S::COUNT * 2) < left;
 }
 
 // sent: float4 [own chunk][slab][register / 4][thread], over the stages of the pipeline, which both
 // blocks have left; barriers: one for each own chunk. `sums` takes what this block keeps.
-template <typename O, typename S, int THREADS>
-__device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, int m, int block, int thread) {
+template <typename S, int THREADS>
+__device__ __forceinline__ void send_half(const typename S::Sum* accumulators, typename S::Sum* sums, void* sent, void* barriers, const void* numbers, int m,
+                                          int block, int thread) {
   using H = Halves<S>;
   m = fresh(m), block = fresh(block), thread = fresh(thread);
-  const int rank = block % 2;
+  const int rank = block % 2, left = m - where_of(numbers).m0;
   float4* place = static_cast<float4*>(sent) + thread;
 #pragma unroll
   for (int i = 0; i < H::OWN_CHUNKS; ++i) {
     uint64_t* barrier = static_cast<uint64_t*>(barriers) + i;
-    if (thread == 0) mbarrier_expect(shared_address(barrier), stores_chunk<O, S>(m, block, i) ? H::COUNT * THREADS * 4 : 0);
-    const bool wanted = stores_chunk<O, S>(m, block + 1 - 2 * rank, i);
+    if (thread == 0) mbarrier_expect(shared_address(barrier), stores_chunk<S>(left, rank, i) ? H::COUNT * THREADS * 4 : 0);
+    const bool wanted = stores_chunk<S>(left, 1 - rank, i);
 #pragma unroll
     for (int slab = 0; slab < H::SLABS; ++slab)
 #pragma unroll
@@ -61,10 +62,10 @@ __device__ __forceinline__ void send_half(const typename S::Sum* accumulators, t
 }
 
 // Adds what has been sent of the block's own chunk I.
-template <typename O, typename S, int THREADS, int I>
-__device__ __forceinline__ void add_sent(typename S::Sum* sums, const void* sent, int m, int block, int thread) {
+template <typename S, int THREADS, int I>
+__device__ __forceinline__ void add_sent(typename S::Sum* sums, const void* sent, const void* numbers, int m, int block, int thread) {
   using H = Halves<S>;
-  if (!stores_chunk<O, S>(m, block, I)) return;
+  if (!stores_chunk<S>(m - where_of(numbers).m0, block % 2, I)) return;
   const float4* place = static_cast<const float4*>(sent) + I * (H::COUNT / 4) * THREADS + thread;
   typename S::Sum* chunk = sums + I * H::COUNT;
 #pragma unroll
@@ -83,28 +84,26 @@ __device__ __forceinline__ void meet_clusters(typename S::Sum* sums, void* works
   using H = Halves<S>;
   block = fresh(block), thread = fresh(thread);
   const int half = block / O::SPLIT * 2 + block % 2, cluster = block % O::SPLIT / 2;
-  cp_async_await();  // numbers of rows of x may be on their way, and a block that is not the last leaves
   reduce_split_k<H::COUNT * H::OWN_CHUNKS, THREADS, BARRIER>(sums, workspace, half, cluster, O::SPLIT / 2, thread, last);
 }
 
 // Adds what has been sent of the block's own chunk I (SENT: not yet), applies the parts, and stores that.
-template <typename O, typename S, int THREADS, int I, bool SENT, typename... Parts>
-__device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, void* staging, void* y, int m, int block, int thread,
+template <typename S, int THREADS, int I, bool SENT, typename... Parts>
+__device__ __forceinline__ void store_chunk(typename S::Sum* sums, const void* sent, const void* numbers, void* staging, void* y, int m, int block, int thread,
                                             typename Parts::Operand... operands) {
   using H = Halves<S>;
-  if constexpr (I == 0) await_rows<S, Parts...>(thread);
-  if (!stores_chunk<O, S>(m, block, I)) return;
-  const int n0 = S::first_row_of(O::n_block(m, block, 0)), m0 = O::first_row(m, block, 0);
+  const Where where = where_of(numbers);
+  const int n0 = S::first_row_of(where.n_block), m0 = where.m0;
+  if (!stores_chunk<S>(m - m0, block % 2, I)) return;
   const typename S::Sum* chunk = sums + I * H::COUNT;
   const int own = 2 * I + block % 2;
-  typename S::template Channels<Parts...> channels;
-  if constexpr (S::EARLY) channels.ask(n0, thread, operands...);
-  if constexpr (SENT) add_sent<O, S, THREADS, I>(sums, sent, m, block, thread);
+  const typename S::template Channels<Parts...> channels(numbers, n0, thread);
+  if constexpr (SENT) add_sent<S, THREADS, I>(sums, sent, numbers, m, block, thread);
   float values[H::COUNT];
 #pragma unroll
   for (int i = 0; i < H::COUNT; ++i) values[i] = sum_of(chunk[i]);
-  S::template apply<Parts...>(values, channels, staging, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
-  S(S::template behind_rows<Parts...>(staging), y, m, n0, m0, thread).store(values, own, channels.places_of(n0, thread, operands...));
+  S::template apply<Parts...>(values, channels, numbers, own, n0, m0 + own * (S::COUNT * 2), m, thread, operands...);
+  S(staging, y, m, n0, m0, thread).store(values, own, channels.places());
 }
 
 }  // namespace tilebit

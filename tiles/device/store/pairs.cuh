@@ -33,13 +33,8 @@ __device__ __forceinline__ void add_pairs(float* sums, const int* channels, int 
   }
 }
 
-// Of a tile that multiplies such rows as bytes (codecs/nibble_pairs.cuh), in SLABS slabs of each
-// warpgroup: where the thread's first output channel has its second row, the low nibbles', in the tile's
-// first row of the weight on; what is row r + 8 of the thread's sums lies JOINED_APART rows further.
+// Of a tile that multiplies such rows as bytes (codecs/nibble_pairs.cuh) what is row r + 8 of a thread's sums lies
+// so many rows of the weight further than what is row r.
 constexpr int JOINED_APART = 64;
-template <int SLABS>
-__device__ __forceinline__ int joined_row(int thread) {
-  return (thread >> 7) * (SLABS * 128) + ((thread >> 5) & 3) * 16 + 8 + ((thread & 31) >> 2);
-}
 
 }  // namespace tilebit

@@ -56,27 +56,11 @@ __device__ __forceinline__ float number_of(typename P::Operand operand, int64_t 
   return to_float(static_cast<const typename P::Number*>(operand)[at]);
 }
 
-// The bits of such a number, by a load that the compiler leaves where it is: it moves others down to
-// where they are used.
-template <typename P>
-__device__ __forceinline__ uint32_t bits_of(typename P::Operand operand, int at) {
-  if constexpr (sizeof(typename P::Number) == 2)
-    return static_cast<const volatile uint16_t*>(operand)[at];
-  else
-    return static_cast<const volatile uint32_t*>(operand)[at];
-}
 template <typename P>
 __device__ __forceinline__ float number_in(uint32_t bits) {
   typename P::Number number;
   memcpy(&number, &bits, sizeof(number));
   return to_float(number);
-}
-
-// The operand of the last part, which is that of Place where there is one.
-__device__ __forceinline__ const int* last_operand(const void* operand) { return static_cast<const int*>(operand); }
-template <typename... Operands>
-__device__ __forceinline__ const int* last_operand(const void*, const void* next, Operands... operands) {
-  return last_operand(next, operands...);
 }
 
 }  // namespace tilebit

@@ -202,7 +202,7 @@ PLANTED = {
         "T.address_of(free[0]), 1",
     ),
     "scales of the rows of another chunk": (SHARED, "device", "+ chunk * (COLUMNS / 2) + (thread & 3)", "+ (thread & 3)"),
-    "scales of the tile above": (TILE_BY_TILE, "device", "static_cast<const float*>(operand) + m0;", "static_cast<const float*>(operand);"),
+    "scales of the tile above": (TILE_BY_TILE, "device", "(there ? m0 + row : 0)", "(there ? row : 0)"),
     "a tile's end is that of the first": (
         TILE_BY_TILE,
         "wgmma_numbers.py",

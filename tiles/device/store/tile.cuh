@@ -105,21 +105,19 @@ struct Store {
     ((OF_CHANNEL<Parts> ? (bring_channels<Parts>(to, operands, n0, lane), void(to += CHANNELS * 4)) : void()), ...);
   }
   __device__ __forceinline__ static void bring_rows(uint32_t to, const void* operand, int m0, int m, int lane) {
-    const float* from = static_cast<const float*>(operand) + m0;
 #pragma unroll 1  // few registers
     for (int row = lane; row < BLOCK_M; row += 32) {
       const bool there = row < m - m0;
-      cp_async_4(to + row * 4, there ? from + row : operand, there);
+      cp_async_4(to + row * 4, static_cast<const float*>(operand) + (there ? m0 + row : 0), there);
     }
   }
   template <typename P>
   __device__ __forceinline__ static void bring_channels(uint32_t to, const void* operand, int n0, int lane) {
     constexpr int SIZE = sizeof(typename P::Number);
-    const char* from = static_cast<const char*>(operand) + int64_t(n0) * SIZE;
 #pragma unroll 1
     for (int at = lane * 4; at < CHANNELS * SIZE; at += 32 * 4) {
       const int bytes = min(4, max(0, (N - n0) * SIZE - at));
-      cp_async_up_to_4(to + at, bytes > 0 ? from + at : operand, bytes);
+      cp_async_up_to_4(to + at, static_cast<const char*>(operand) + (bytes > 0 ? n0 * SIZE + at : 0), bytes);
     }
   }
   template <typename P>

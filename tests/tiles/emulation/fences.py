@@ -13,8 +13,10 @@ from .device_code import KernelFault
 
 FENCE = 1 << 18  # bytes
 ALIGNED = 128  # bytes; what is aligned to less stays so
-# 32 bytes of zeros, then of ones: of an index column 0, then ``ADDED``; of floats 0, then none.
-PATTERN = np.repeat(np.array([0, 0xFF], np.uint8), 32)
+# 32 bytes of zeros, then of ones: of an index column 0, then ``ADDED``; of floats 0, then none. The longest fence, as it lies behind an
+# operand, and before one.
+BEHIND = np.resize(np.repeat(np.array([0, 0xFF], np.uint8), 32), FENCE + ALIGNED)
+BEFORE = BEHIND[::-1].copy()
 
 
 class Fences:
@@ -43,7 +45,8 @@ class Fences:
     def take_back(self) -> None:
         """What a kernel has written, to the operands themselves. Raises ``KernelFault`` where it wrote to a fence."""
         for own, copy, at in self._storages.values():
-            if not (_is_fence(copy[:at][::-1]) and _is_fence(copy[at + own.size :])):
+            before, behind = copy[:at], copy[at + own.size :]
+            if not (np.array_equal(before, BEFORE[-at:]) and np.array_equal(behind, BEHIND[: behind.size])):
                 raise KernelFault(f"a kernel stores outside of an operand of {own.size} bytes")
             own[:] = copy[at : at + own.size]
 
@@ -52,16 +55,7 @@ class Fences:
             own = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (size,))
             copy = np.empty(size + 2 * FENCE + ALIGNED, np.uint8)
             at = FENCE + (address - copy.ctypes.data - FENCE) % ALIGNED
-            copy[:at], copy[at : at + size], copy[at + size :] = _fence(at)[::-1], own, _fence(copy.size - at - size)
+            copy[:at], copy[at : at + size], copy[at + size :] = BEFORE[-at:], own, BEHIND[: copy.size - at - size]
             self._storages[address, size] = own, copy, at
         _, copy, at = self._storages[address, size]
         return copy, at
-
-
-def _fence(size: int) -> np.ndarray:
-    """``size`` bytes of it, from the operand on."""
-    return np.resize(PATTERN, size)
-
-
-def _is_fence(memory: np.ndarray) -> bool:
-    return bool((memory == _fence(memory.size)).all())

@@ -63,7 +63,8 @@ def problem_of(workload: Workload, seed: int) -> tuple[Problem, torch.Tensor]:
     layout = packed_layout("sm_90a", f)
     largest = 4 if f.bits == 4 else 1  # so that most sums stay finite in fp16
     if f.x:
-        return exact_problem(w, seed, "sm_90a"), exact_problem(w, seed, "sm_90a").reference()
+        problem = exact_problem(w, seed, "sm_90a")
+        return problem, problem.reference()
     x = rng.integers(-largest, largest + 1, (w.m, w.k))
     codes = rng.integers(0, f.max_code + 1, (w.n, w.k)).astype(np.uint8)
     scales = rng.choice([0.5, 1.0, 2.0] if not f.integer else [1.0, 2.0, 4.0] if f.bits == 4 else [1.0], (w.n, f.groups(w.k)))

@@ -1,6 +1,9 @@
 """The CUDA functions under ``tiles/device``, as programs include and name them, and the numbers
 handed to them."""
 
+import functools
+import os
+
 import numpy as np
 
 from ...schedules.gemm.rules import TICKETS
@@ -19,7 +22,15 @@ CONSTANTS = {
 def device_source(headers: tuple[str, ...]) -> str:
     """The CUDA functions of ``headers`` (names of files under ``tiles/device``, or absolute paths),
     which a kernel includes as text, each after its ``CONSTANTS``."""
-    return "\n".join(_constants(name) + (DEVICE_DIR / name).read_text() for name in headers)
+    paths = [os.path.join(DEVICE_DIR, name) for name in headers]
+    return "\n".join(_constants(name) + _text(path, os.stat(path).st_mtime_ns) for name, path in zip(headers, paths, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _text(path: str, _changed: int) -> str:
+    """What the file holds: a kernel includes some forty, the same ones as the next."""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 def _constants(header: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from tilebit.schedules.gemm.rules import TICKETS
@@ -28,3 +29,6 @@ def test_any_file_may_be_included(tmp_path):
     own = tmp_path / "own.cuh"
     own.write_text("// of another package\n")
     assert device_source((str(own),)) == "// of another package\n"
+    own.write_text("// as it is now\n")
+    os.utime(own, ns=(0, 1))  # two writes in one tick of the clock would have one time
+    assert device_source((str(own),)) == "// as it is now\n"

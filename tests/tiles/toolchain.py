@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilebit.tiles.compiler.cuda import NvccError, find_nvcc
-from tilebit.tiles.compiler.lint import disassemble
+from tilebit.tiles.compiler.lint import NVDISASM, disassemble
 
 WITHOUT = "needs nvdisasm to read machine code (pip install nvidia-cuda-nvdisasm)"
 
@@ -41,7 +41,7 @@ def encoded_machine_code(cubin: Path) -> str:
     """The same with the encoding of each instruction beside it, as ``arrivals`` reads it."""
     for folder in _toolkits():
         if tool := shutil.which("nvdisasm") or shutil.which("nvdisasm", path=str(folder)):
-            return subprocess.run([tool, "-c", "-hex", str(cubin)], capture_output=True, text=True, check=True).stdout
+            return subprocess.run([tool, *NVDISASM, "-hex", str(cubin)], capture_output=True, text=True, check=True).stdout
     pytest.skip(WITHOUT)
 
 

@@ -7,23 +7,23 @@
 
 namespace tilebit {
 
-// What a tile's end needs in shared memory (``numbers``), which a warp that does not compute brings while its products are under
-// way, so that it waits neither for divisions nor for memory (results/notes/wgmma-ends-ahead.md): where the tile lies; then for each
-// part of channels as many words as the tile has rows of the weight, of which the first bytes are their numbers; then those of its rows
-// of x, fp32, if a part has some.
+// What a tile's end needs in shared memory (``numbers``), which a warp that does not compute brings while its products are
+// under way, so that it waits neither for divisions nor for memory (results/notes/wgmma-ends-ahead.md): where the tile lies; then
+// for each part of channels as many words as the tile has rows of the weight, of which the first bytes are their numbers; then
+// those of its rows of x, fp32, if a part has some.
 struct Where {
   int n_block, m0;  // number along n; first row of x
 };
 constexpr int NUMBERS_AT = 16;  // bytes
-// At one place for all threads: what depends on it parts no lanes. Where lanes may part in a loop over tiles, each finds the addresses of
-// products by itself (results/notes/wgmma-lanes-part.md).
+// At one place for all threads: what depends on it parts no lanes. Where lanes may part in a loop over tiles, each finds the
+// addresses of products by itself (results/notes/wgmma-lanes-part.md).
 __device__ __forceinline__ Where where_of(const void* numbers) { return *static_cast<const Where*>(numbers); }
 
-// What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH], or (GATE, an activation of gate.cuh: of 16 rows the first 8
-// are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32) in MMA order ([slab][column / 8]
-// [row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup]. Warpgroups do not wait for each other. From row JOINED of the weight on, a multiple of
-// BLOCK_N, tiles are BLOCK_N bytes of 2 BLOCK_N rows of nibbles, which (SCATTERED) others store by the index, from
-// where `y` says then.
+// What one block stores of y [m][N], or (WIDTH, with a part Place) [m][WIDTH], or (GATE, an activation of gate.cuh: of 16 rows
+// the first 8 are gates) [m][N / 2]: COLUMNS columns of a BLOCK_N x BLOCK_M tile at a time, from accumulators (A: fp32 or int32)
+// in MMA order ([slab][column / 8][row half][column parity]) through `staging`, T [warpgroup][COLUMNS][rows of a warpgroup].
+// Warpgroups do not wait for each other. From row JOINED of the weight on, a multiple of BLOCK_N, tiles are BLOCK_N bytes of
+// 2 BLOCK_N rows of nibbles, which (SCATTERED) others store by the index, from where `y` says then.
 template <typename T, int N, int SLABS, int BLOCK_N, int BLOCK_M, int COLUMNS, int THREADS, int BARRIER, typename A = float, int WIDTH = 0,
           typename GATE = void, int JOINED = 1 << 30, bool SCATTERED = false>
 struct Store {

@@ -83,6 +83,10 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def ask(what, *where):
         return plan.ask(T, what, m, *where)
 
+    def ask_anew(what, *where):
+        """Of a loading thread that has no registers to keep the order: 24, of which 3 bits with six slots of x spill one."""
+        return plan.ask(T, what, T.call_pure_extern("int32", "tilebit::fresh", m), *where)
+
     def await_full(barrier, phase):
         return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), phase)
 
@@ -104,7 +108,7 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def bring_x(x, Xs, full, empty, block, step: T.Ref, top: T.Ref, left: T.Ref, slot: T.Ref, phase: T.Ref):
         for i in T.serial(ask("iterations", block)):
             if left == 0:
-                step, top, left = ask("step", block, i), ask("first_row", block, i), ask("left", block, i)
+                step, top, left = ask_anew("step", block, i), ask_anew("first_row", block, i), ask_anew("left", block, i)
             for part in PARTS:
                 k0 = step * rules.STEP_K + part * rules.STAGE_K
                 T.mbarrier_wait_parity(empty[slot], phase ^ 1)

@@ -14,12 +14,12 @@ A block's threads have these roles (``PRODUCERS`` threads do not compute):
     warp 0                 weights, scales, zeros ->  Ws, Ss, Zs     (no earlier kernel writes them: it need not wait)
     warp 1                 x                      ->  Xs             (``wgmma_load.py``)
     warp 2                 what a tile's end needs -> numbers        (``wgmma_numbers.py``)
-    warps 2, 3             store tiles of bytes, of some schedules   (``wgmma_scatter.py``)
+    warps 2, 3             of some schedules also tiles of bytes -> y (``wgmma_scatter.py``)
     warpgroups 1, 2, ...   dequantize, multiply, store               (here)
 
-``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back; ``ready`` and ``free`` do
-so with what a tile's end needs. A step is
-taken in two parts whose weights have registers of their own: while a part is multiplied, the next
+``full`` hands a part of a stage to the computing warpgroups, ``empty`` hands it back; ``ready`` and
+``free`` do so with what a tile's end needs. A step is taken in two parts whose weights have
+registers of their own: while a part is multiplied, the next
 is dequantized, across the borders of steps, so that a product is always under way (LiquidGEMM
 section 5; results/notes/wgmma-overlap.md). A warpgroup dequantizes whole 64-row slabs, one
 conflict-free 128-bit load per thread and 2 KiB record.
@@ -307,22 +307,9 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
                 elif plan.scatters:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     scatter(
-                        workspace,
-                        channels,
-                        y,
-                        handed,
-                        vacant,
-                        numbers,
-                        ready,
-                        free,
-                        addresses(T, after),
-                        block,
-                        thread,
-                        bx,
-                        left,
-                        step,
+                        workspace, channels, y, handed, vacant, numbers, ready, free, addresses(T, after), block, thread, bx, left, step,
                         top,
-                    )
+                    )  # fmt: skip
                 elif thread < FIRST + 32:
                     T.call_extern("handle", "tilebit::wait_for_predecessor")
                     bring.of_all(numbers, ready, free, addresses(T, after), block, thread, left, step)

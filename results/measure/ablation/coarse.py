@@ -83,8 +83,6 @@ def build(workload: Workload, schedule: Schedule, target: Target) -> Any:
     def ask(what: str, *where: Any) -> Any:
         return plan.ask(T, what, m, *where)
 
-    bring = numbers_macros(plan, m).bring
-
     def wait(barrier: Any, use: Any) -> Any:
         """For the ``use``-th time that it is passed."""
         return T.call_extern("handle", "tilebit::await_stage", T.address_of(barrier), use & 1)

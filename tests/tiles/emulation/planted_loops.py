@@ -86,7 +86,7 @@ BUGS = (
         HALVES,
         (RELEASE_LAST, RELEASE_LAST.replace("last", "stage").replace("j)", "1)")),
         (LAST_RELEASE, DRAIN),
-        sign="",  # wrong, or nobody can go on: who comes first says
+        sign="nobody can go on",
     ),
     loop("weights overwritten while they are multiplied", work(W4, k=512), HALVES, ("T.wait_wgmma(parts - 1)", "T.wait_wgmma(parts)")),
     loop("sums read before the last product", work(W4, k=512), HALVES, (DRAIN, "pass\n")),

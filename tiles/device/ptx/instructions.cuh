@@ -88,15 +88,11 @@ __device__ __forceinline__ void store_global_128(void* to, uint4 v, bool really)
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address), "l"(from), "r"(valid ? 4 : 0) : "memory");
-}
 // The first `bytes` of four, the others zero.
 __device__ __forceinline__ void cp_async_up_to_4(SharedAddress to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address), "l"(from), "r"(bytes) : "memory");
 }
-// All that this thread has asked for is there.
-__device__ __forceinline__ void cp_async_await() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid) { cp_async_up_to_4(to, from, valid ? 4 : 0); }
 // The line of memory that holds `at` is on its way to the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
 __device__ __forceinline__ float exp2_fast(float x) {

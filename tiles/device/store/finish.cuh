@@ -1,11 +1,9 @@
 // The end of a tile inside a block that has more to do: sum it if other blocks hold parts of it,
 // scale it, store it.
 //
-// Comes after store/split_k.cuh, store/epilogue.cuh, store/gate.cuh, store/pairs.cuh, store/parts.cuh, store/scatter.cuh, order/tiles.cuh and
-// ptx/instructions.cuh.
+// Comes after store/split_k.cuh, store/scatter.cuh, store/tile.cuh and order/tiles.cuh.
 #pragma once
 #include <stdint.h>
-#include <type_traits>
 
 namespace tilebit {
 

@@ -335,7 +335,6 @@ struct Store {
   }
 };
 
-
 // A warp brings what the end of the tile of an iteration needs; its lanes arrive twice at ``barrier``, now and when what they have
 // asked for has landed. A thread that does not compute has no registers to keep the order.
 template <typename O, typename S, typename... Parts>
